@@ -1,0 +1,1 @@
+"""ptf: a post-training framework for large language models."""

@@ -1,0 +1,327 @@
+"""Every knob of ptf on one page. A `Job` is one YAML: what to train, from what data, how, and where.
+
+The one idea: keys are declared here and nowhere else. Each is *frozen* on resume (changing it would change what is trained)
+unless it is declared with `free(...)`. Paths are relative to the working directory and may be local or any fsspec URI; two
+prefixes point at what other stages make: `prepare:NAME` (a file or directory that `data.prepare` wrote) and `job:CONFIG`
+(the model which that config last published).
+"""
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+def free(default: Any, **limits: Any) -> Any:
+    """A key that may differ between a checkpoint and the run that resumes it."""
+    return Field(default, json_schema_extra={"resume": "free"}, **limits)
+
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Plug(Section):
+    """Anything of your own: `use: pkg.mod:name`, called with `args`."""
+
+    use: str = Field(pattern=r"^[\w.]+:\w+$")
+    """Where it is: importable module, colon, name."""
+    args: dict[str, Any] = {}
+    """Keyword arguments."""
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: str
+    """Hugging Face id, directory or URI of a checkpoint; `prepare:NAME`; `job:CONFIG`."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    tokenizer: str | None = None
+    """Tokenizer directory, where it is not beside the model."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` reads only config.json and draws the weights from `seed`."""
+
+
+class Source(Section):
+    """One data set: jsonl, jsonl.gz or parquet files."""
+
+    path: str
+    """File, directory, glob or URI; `prepare:NAME`."""
+    kind: Literal["chat", "prompt", "tokenized"] = "chat"
+    """`chat`: rows with `messages`. `prompt`: rows with `messages` that end before the answer, other columns go to the reward. `tokenized`: written by the tokenize stage."""
+    weight: PositiveFloat = 1.0
+    """Share in the mixture of samples, relative to the other sources."""
+
+
+class DataConfig(Section):
+    """What is read, and how it becomes rows of tokens."""
+
+    sources: dict[str, Source] = Field(min_length=1)
+    """Training data by name."""
+    validation: dict[str, Source] = {}
+    """Held-out data: its loss is reported every `train.validate_every` steps."""
+    prepare: Plug | None = None
+    """Makes data (or a tokenizer, or a model config) before anything else: called as `f(directory, **args)`."""
+    lanes: Positive = 8
+    """Logical slices of the data; the number of workers must divide it. Batches depend on it, not on the number of workers."""
+    seq_len: Positive = 2048
+    """Tokens in one packed row; no sample may be longer."""
+    shuffle: Count = 1024
+    """Samples in each lane's shuffle window; 0 keeps the order of the files."""
+    lookahead: Positive = 64
+    """Samples that the packer may choose from to fill a row."""
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a sample longer than `seq_len`; what was dropped or cut is counted."""
+    train_on: Literal["assistant", "last"] = "assistant"
+    """Which turns of a chat are trained: all of the assistant's, or the last one."""
+    pretokenize: bool = True
+    """In a flow: tokenize once to parquet, or on the fly while training."""
+    prefetch: Positive = free(4)
+    """Global steps packed ahead in the background."""
+
+
+class SFTAlgo(Section):
+    """Supervised fine-tuning has no knobs of its own."""
+
+
+class GRPOAlgo(Section):
+    """Group-relative policy optimisation."""
+
+    clip_low: PositiveFloat = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL (k3) to the reference, the model that training started from; 0 loads no reference."""
+    scale_by_std: bool = True
+    """Divide the advantages of a group by their standard deviation."""
+    epochs: Positive = 1
+    """Passes over the rollouts of a step."""
+    minibatches: Positive = 1
+    """Optimizer steps in each pass."""
+
+
+class RolloutConfig(Section):
+    """How the policy generates (online recipes)."""
+
+    reward: Plug
+    """`f(row, text, **args) -> float`; an exception counts as no result, never as 0."""
+    engine: Literal["vllm", "native"] = "vllm"
+    """`vllm`, or our own decoder (no further package)."""
+    prompts: Positive = 64
+    """Prompts in each step."""
+    group: Annotated[int, Field(ge=2)] = 8
+    """Answers sampled for each prompt."""
+    max_new_tokens: Positive = 256
+    """Longest answer, end-of-turn included."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer's log-probs are taken at the same."""
+    workers: Positive = free(1)
+    """Engine replicas."""
+    max_logprob_diff: PositiveFloat | None = None
+    """Largest difference between the engine's and the trainer's log-prob of a sampled token before the run stops; default 1e-4 in fp32, 0.2 in bf16."""
+    max_no_result: Fraction = 0.1
+    """Largest share of answers in a step that may have no reward before the run stops."""
+    kv_cache_gib: PositiveFloat = free(0.25)
+    """Key-value cache of one vLLM engine on a CPU; on a GPU vLLM sizes its own."""
+
+
+class TrainConfig(Section):
+    """The optimizer and the loop."""
+
+    steps: Positive
+    """Global steps (of rollout and update, in online recipes)."""
+    lr: PositiveFloat
+    """Peak learning rate of AdamW."""
+    rows: Positive = 8
+    """Packed rows in a global step (offline recipes), over all workers."""
+    micro_rows: Positive = free(8)
+    """Packed rows in one forward and backward pass of a worker."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the decay after warm-up."""
+    warmup: Count = 0
+    """Steps of linear warm-up."""
+    decay: Positive | None = None
+    """Steps of decay at the end; by default all that follow the warm-up."""
+    min_lr: Fraction = 0.0
+    """Where the decay ends, as a share of `lr`."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay of matrices; never of norms and biases."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's averages of the gradient and of its square."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    clip: PositiveFloat = 1.0
+    """Largest global norm of the gradient."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """`bf16` computes in bfloat16 over fp32 master weights, optimizer and reductions."""
+    validate_every: Count = 0
+    """Steps between held-out losses, or (online) between greedy passes over `evaluate.sources`; 0: never."""
+
+
+class MeshConfig(Section):
+    """How the workers divide the model: replicate × shard = workers."""
+
+    replicate: Positive = free(1)
+    """Copies of the sharded model; each reduces its gradients with the others."""
+
+
+class ComputeConfig(Section):
+    """Where it runs."""
+
+    launcher: Literal["ray", "torchrun", "local"] = free("ray")
+    """`ray`: a gang of Ray actors, for one worker too. `torchrun`: subprocesses on this machine. `local`: this process, one worker."""
+    workers: Positive = free(1)
+    """Training processes; one per GPU."""
+    mesh: MeshConfig = MeshConfig()
+    """How the workers divide the model."""
+    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    """`auto` takes the GPU if there is one, and says which it took."""
+    threads: Positive | None = free(None)
+    """CPU threads of each worker; default: the machine's cores divided by the workers."""
+    address: str | None = free(None)
+    """Address of a running Ray cluster; by default one is started for the run and stopped after it."""
+    timeout_s: PositiveFloat = free(1800)
+    """Deadline of any one wait: a collective, a phase of a step, a worker's start."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints from which training continues exactly."""
+
+    every: Positive = free(100)
+    """Steps between checkpoints; the last step always has one."""
+    keep: Positive = free(2)
+    """Newest checkpoints kept."""
+
+
+class TrackConfig(Section):
+    """Where numbers go: metrics.jsonl always, and …"""
+
+    tensorboard: bool = free(True)
+    """TensorBoard event files beside it."""
+    print_every: Positive = free(10)
+    """Steps between lines on the console."""
+
+
+class EvaluateConfig(Section):
+    """The evaluate stage: generate on held-out prompts and score with the reward."""
+
+    sources: dict[str, Source] = {}
+    """Held-out prompts by name; empty: only held-out loss."""
+    reward: Plug | None = None
+    """Score of an answer, 1 is a pass; default: `rollout.reward`."""
+    engine: Literal["vllm", "native"] = "native"
+    """What generates."""
+    limit: Positive = 512
+    """Prompts taken from each source, the first ones."""
+    samples: Positive = 8
+    """k of pass@k, sampled at `temperature`; pass@1 is greedy."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of pass@k."""
+    max_new_tokens: Positive = 256
+    """Longest answer."""
+
+
+class PublishConfig(Section):
+    """The publish stage."""
+
+    to: str | None = None
+    """Directory or URI of versions and their pointer; default `{output}/published`."""
+    metric: str | None = None
+    """A metric of the evaluate stage, higher is better, that may not fall below the published version's by more than `max_drop`."""
+    max_drop: Annotated[float, Field(ge=0)] = 0.0
+    """Largest fall of `metric` that is still published."""
+
+
+class StepConfig(Section):
+    """What the orchestrator gives one step."""
+
+    cpu: Positive | None = None
+    """CPUs."""
+    gpu: Count | None = None
+    """GPUs."""
+    memory: Positive | None = None
+    """MiB of memory."""
+    retries: Count = 0
+    """Automatic retries after a failure; the train step continues from its last checkpoint."""
+    minutes: Positive | None = None
+    """Time limit."""
+
+
+class FlowConfig(Section):
+    """What the orchestrator needs; training does not read it."""
+
+    steps: dict[Literal["prepare", "tokenize", "train", "evaluate", "publish"], StepConfig] = free({})
+    """Resources, retries and limits by step."""
+    cron: str | None = free(None)
+    """Schedule of a deployed flow."""
+
+
+class Job(Section):
+    """One run, from data to a published model. `job_class` picks the subclass that types `algo` by `recipe`."""
+
+    recipe: str | Plug
+    """The algorithm, or `use: pkg.mod:MyRecipe`."""
+    output: str = "runs"
+    """Directory under which each run gets one of its own, named by its lineage."""
+    seed: Count = 0
+    """Of everything random."""
+    model: ModelConfig
+    data: DataConfig
+    algo: SFTAlgo | GRPOAlgo | dict[str, Any]
+    """Knobs of the recipe; of a plugged recipe: its keyword arguments."""
+    rollout: RolloutConfig | None = None
+    train: TrainConfig
+    compute: ComputeConfig = ComputeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    publish: PublishConfig = PublishConfig()
+    flow: FlowConfig = FlowConfig()
+
+    @model_validator(mode="after")
+    def _divides(self) -> "Job":
+        workers = self.compute.workers
+        for key, value in (("data.lanes", self.data.lanes), ("train.rows", self.train.rows)):
+            if value % workers:
+                raise ValueError(f"{key} ({value}) must be a multiple of compute.workers ({workers})")
+        if workers % self.compute.mesh.replicate:
+            raise ValueError(f"compute.mesh.replicate ({self.compute.mesh.replicate}) must divide compute.workers ({workers})")
+        if self.compute.launcher == "local" and workers > 1:
+            raise ValueError("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
+        if self.train.warmup + (self.train.decay or 0) > self.train.steps:
+            raise ValueError("train.warmup and train.decay together are longer than train.steps")
+        if self.evaluate.sources and not (self.evaluate.reward or self.rollout):
+            raise ValueError("evaluate.sources needs evaluate.reward to score the answers")
+        return self
+
+
+class SFTJob(Job):
+    recipe: Literal["sft"]  # type: ignore[assignment]
+    algo: SFTAlgo = SFTAlgo()  # type: ignore[assignment]
+    rollout: None = None  # type: ignore[assignment]
+
+
+class GRPOJob(Job):
+    recipe: Literal["grpo"]  # type: ignore[assignment]
+    algo: GRPOAlgo = GRPOAlgo()  # type: ignore[assignment]
+    rollout: RolloutConfig  # type: ignore[assignment]
+
+
+class PlugJob(Job):
+    recipe: Plug  # type: ignore[assignment]
+    algo: dict[str, Any] = {}  # type: ignore[assignment]
+
+
+JOBS: dict[str, type[Job]] = {"sft": SFTJob, "grpo": GRPOJob}
+
+
+def job_class(recipe: object) -> type[Job] | None:
+    """The Job subclass for a raw `recipe` value; None if there is no such recipe."""
+    return PlugJob if isinstance(recipe, dict | Plug) else JOBS.get(recipe) if isinstance(recipe, str) else None

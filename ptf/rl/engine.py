@@ -1,0 +1,63 @@
+"""What generates: the `RolloutEngine` protocol, one request, and the knobs of sampling.
+
+The one idea: an engine serves one request at a time from many callers and batches them itself; it knows the version of its weights
+and stamps it on every token.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ptf.data.trajectory import Call
+from ptf.rl.sync import Buckets, Manifest, Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one answer is drawn."""
+
+    max_new_tokens: int
+    temperature: float  # 0 is greedy
+    stop: tuple[int, ...]  # ids that end the answer; the one that did is part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    context: np.ndarray  # [c] int32
+    sampling: Sampling
+    seed: int  # the answer is a function of weights, context, sampling and seed
+
+
+class RolloutEngine(Protocol):
+    name: str
+    version: int  # policy step of the weights it holds
+
+    async def generate(self, request: Request) -> Call:
+        """One answer. Log-probs are those of the distribution sampled from (after temperature); of a greedy answer, at temperature 1."""
+        ...
+
+    def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
+        """Check what arrived against the manifest, then replace the weights and forget every cached prefix. Raises SyncError before any change if the check fails."""
+        ...
+
+    def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs of each sequence's tokens 1…n-1 given those before them, at temperature 1."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the accelerator's memory back."""
+        ...
+
+    def wake(self) -> None: ...
+
+
+def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: float) -> list[Call]:
+    """The batch form: all requests at once, answers in their order. Raises TimeoutError after `timeout_s` seconds."""
+
+    async def run() -> list[Call]:
+        return list(await asyncio.wait_for(asyncio.gather(*(engine.generate(r) for r in requests)), timeout_s))
+
+    return asyncio.run(run())
