@@ -1,0 +1,83 @@
+"""Packed rows as tensors. The only thing a loss ever sees, and the only torch in ptf.data.
+
+The one idea: everything is aligned with *targets*. Position t of a row predicts `targets[t]`, counts `weights[t]`, and carries the streams
+of the token it predicts; the shift by one happens here and nowhere else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptf.data.sample import Atom
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed rows: documents lie end to end from the left; what is left of a row is padding."""
+
+    tokens: Tensor  # [B, T] int64
+    targets: Tensor  # [B, T] int64, next token inside the same document
+    positions: Tensor  # [B, T] int64, restart at 0 with every document
+    segments: Tensor  # [B, T] int64, document number in the batch, -1 is padding
+    weights: Tensor  # [B, T] float32, loss weight of each target
+    atoms: Tensor  # [documents] int64, which atom a document belongs to
+    lengths: tuple[int, ...]  # per document, on the host
+    sources: tuple[str, ...]  # per document
+    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[Atom]], width: int) -> "Batch":
+        """Lay out rows of atoms, each at most `width` tokens in all."""
+        shape = (len(rows), width)
+        tokens, targets, positions = (np.zeros(shape, np.int64) for _ in range(3))
+        segments = np.full(shape, -1, np.int64)
+        weights = np.zeros(shape, np.float32)
+        streams: dict[str, np.ndarray] = {}
+        lengths: list[int] = []
+        owners: list[int] = []
+        sources: list[str] = []
+        atom = 0
+        for r, row in enumerate(rows):
+            at = 0
+            for members in row:
+                for sample in members:
+                    n = len(sample)
+                    assert at + n <= width, f"row {r} holds {at + n} tokens, more than {width}"
+                    tokens[r, at : at + n] = sample.tokens
+                    targets[r, at : at + n - 1] = sample.tokens[1:]
+                    weights[r, at : at + n - 1] = sample.weights[1:]
+                    positions[r, at : at + n] = np.arange(n)
+                    segments[r, at : at + n] = len(lengths)
+                    for name, values in sample.streams.items():
+                        if name not in streams:
+                            streams[name] = np.zeros(shape + values.shape[1:], values.dtype)
+                        streams[name][r, at : at + n - 1] = values[1:]
+                    lengths.append(n)
+                    owners.append(atom)
+                    sources.append(sample.source)
+                    at += n
+                atom += 1
+        as_tensor = torch.from_numpy
+        return Batch(
+            as_tensor(tokens), as_tensor(targets), as_tensor(positions), as_tensor(segments), as_tensor(weights),
+            torch.tensor(owners, dtype=torch.int64), tuple(lengths), tuple(sources), {k: as_tensor(v) for k, v in streams.items()},
+        )  # fmt: skip
+
+    def to(self, device: torch.device) -> "Batch":
+        if device.type == "cpu":
+            return self
+        move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+        return Batch(
+            move(self.tokens), move(self.targets), move(self.positions), move(self.segments), move(self.weights),
+            move(self.atoms), self.lengths, self.sources, {k: move(v) for k, v in self.streams.items()},
+        )  # fmt: skip
+
+    def per_document(self, values: Tensor) -> Tensor:
+        """Sums over documents, weighted by `weights`: [B, T] → [documents]."""
+        flat = (values * self.weights).reshape(-1)
+        index = self.segments.reshape(-1)
+        out = torch.zeros(len(self.lengths) + 1, dtype=flat.dtype, device=flat.device)
+        return out.index_add(0, index + 1, flat)[1:]  # padding (-1) falls into slot 0
