@@ -6,7 +6,7 @@ prefixes point at what other stages make: `prepare:NAME` (a file or directory th
 (the model which that config last published).
 """
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,7 +23,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Plug(Section):
@@ -54,7 +54,8 @@ class Source(Section):
     path: str
     """File, directory, glob or URI; `prepare:NAME`."""
     kind: Literal["chat", "prompt", "tokenized"] = "chat"
-    """`chat`: rows with `messages`. `prompt`: rows with `messages` that end before the answer, other columns go to the reward. `tokenized`: written by the tokenize stage."""
+    """`chat`: rows with `messages`. `prompt`: rows with `messages` that end before the answer, other columns go to the
+    reward. `tokenized`: written by the tokenize stage."""
     weight: PositiveFloat = 1.0
     """Share in the mixture of samples, relative to the other sources."""
 
@@ -286,19 +287,25 @@ class Job(Section):
     flow: FlowConfig = FlowConfig()
 
     @model_validator(mode="after")
-    def _divides(self) -> "Job":
+    def _agrees(self) -> "Job":
+        """Rules between keys: one line for each that is broken, beginning with the key to change."""
         workers = self.compute.workers
-        for key, value in (("data.lanes", self.data.lanes), ("train.rows", self.train.rows)):
-            if value % workers:
-                raise ValueError(f"{key} ({value}) must be a multiple of compute.workers ({workers})")
+        faults = [
+            f"{key} ({value}) must be a multiple of compute.workers ({workers})"
+            for key, value in (("data.lanes", self.data.lanes), ("train.rows", self.train.rows))
+            if value % workers
+        ]
         if workers % self.compute.mesh.replicate:
-            raise ValueError(f"compute.mesh.replicate ({self.compute.mesh.replicate}) must divide compute.workers ({workers})")
+            faults.append(f"compute.mesh.replicate ({self.compute.mesh.replicate}) must divide compute.workers ({workers})")
         if self.compute.launcher == "local" and workers > 1:
-            raise ValueError("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
+            faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
         if self.train.warmup + (self.train.decay or 0) > self.train.steps:
-            raise ValueError("train.warmup and train.decay together are longer than train.steps")
+            faults.append("train.warmup and train.decay together are longer than train.steps")
         if self.evaluate.sources and not (self.evaluate.reward or self.rollout):
-            raise ValueError("evaluate.sources needs evaluate.reward to score the answers")
+            faults.append("evaluate.sources needs evaluate.reward to score the answers")
+        faults += [f"data.validation.{name} has the name of one of data.sources" for name in self.data.validation if name in self.data.sources]
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
 

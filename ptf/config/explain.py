@@ -1,0 +1,117 @@
+"""What pydantic found, in plain words, at the line to mend.
+
+The one idea: an error's path leads twice — through the tree of nodes to a file and line, and through the schema's annotations to the
+names that would have been right.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from ptf.config.schema import Job, Section
+from ptf.config.tree import Node, Problem, near
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a section",
+    "model_type": "a section",
+}
+LIMITS = {
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "needs at least {min_length}",
+    "too_long": "takes at most {max_length}",
+}
+
+
+def core(annotation: Any) -> Any:
+    """An annotation without `| None` and its limits."""
+    if get_origin(annotation) is Annotated:
+        return core(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        rest = [inner for inner in get_args(annotation) if inner is not NoneType]
+        return core(rest[0]) if len(rest) == 1 else annotation
+    return annotation
+
+
+def section_at(annotation: Any, path: Sequence[str | int]) -> type[Section] | None:
+    """The section class that `path` leads to; None where that is no section."""
+    kind = core(annotation)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        if not path:
+            return kind
+        inner = kind.model_fields.get(str(path[0]))
+        return section_at(inner.annotation, path[1:]) if inner else None
+    return section_at(get_args(kind)[1], path[1:]) if get_origin(kind) is dict and path and get_args(kind) else None
+
+
+def keys(section: type[Section], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key at and below a section, in order: dotted, NAME for a name of the user's own."""
+    for name, field in section.model_fields.items():
+        yield f"{above}{name}", field
+        kind, below = core(field.annotation), f"{above}{name}."
+        if get_origin(kind) is dict and (inner := section_at(kind, ["NAME"])):
+            yield from keys(inner, f"{below}NAME.")
+        elif inner := section_at(kind, []):
+            yield from keys(inner, below)
+
+
+def given(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    return {NoneType: "nothing", dict: "a section", list: "a list"}.get(type(value), repr(value))
+
+
+def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem]:
+    """The problems behind one pydantic error."""
+    path = tuple(step for step in error["loc"] if step != "[key]")
+    name, kind, value, context = str(path[-1]) if path else "", error["type"], error["input"], error.get("ctx", {})
+    if kind == "value_error":  # a validator of ours: one problem a line, each begins with its key
+        for line in str(context["error"]).splitlines():
+            key = line.split(" ")[0].rstrip(":")
+            yield Problem(root.nearest(key.split(".")), key, line[len(key) :].lstrip(": "))
+        return
+    if kind == "missing":
+        what = "is missing"
+    elif kind == "extra_forbidden":
+        what = _unknown(name, path[:-1], job)
+    elif kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        what = f"expected one of {', '.join(choices)}, got {given(value)}{near(str(value), choices)}"
+    elif kind == "none_required":
+        what = f"recipe {root.value['recipe'].value} does not take this section"
+    elif kind == "string_pattern_mismatch":
+        what = f"expected importable.module:name, got {given(value)}"
+    elif kind in EXPECTED:
+        whole = isinstance(value, float) and value.is_integer() and kind.startswith("int")
+        what = f"expected {EXPECTED[kind]}, got {given(value)}" + (f"  (did you mean {int(value)}?)" if whole else "")
+    elif kind in LIMITS:
+        what = f"{LIMITS[kind].format(**context)}, got {context.get('actual_length', value)}"
+    else:
+        what = f"{error['msg'][0].lower()}{error['msg'][1:]}, got {given(value)}"
+    yield Problem(root.nearest(path), ".".join(map(str, path)), what)
+
+
+def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
+    """Not a key here: the nearest that is, or else where in the job a key of this very name is."""
+    section = section_at(job, path)
+    names = list(section.model_fields) if section else []
+    elsewhere = [key for key, _ in keys(job) if key.rpartition(".")[2] == name]
+    where = f"in {'.'.join(map(str, path))}" if path else "at the top"
+    hint = near(name, names) or (f"  (did you mean {elsewhere[0]}?)" if elsewhere else "")
+    return f"unknown key {where}" + (hint or (f"; known: {', '.join(names)}" if names else "; it has no keys"))

@@ -1,0 +1,127 @@
+"""YAML files to a `Job`, and a `Job` to YAML, to a fingerprint, to what may not change on resume.
+
+The one idea: a config is right as a whole or it is refused as a whole. Every problem in every file is found and reported in one error,
+each with the line to mend.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ptf.config.explain import explain, given
+from ptf.config.schema import JOBS, Job, Section, job_class
+from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
+from ptf.errors import UserError
+
+
+class ConfigError(UserError):
+    """Everything that is wrong with a config; its text has one line for each problem."""
+
+
+def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
+    """Merge files left to right, then overrides `a.b=value`, and check. Raises ConfigError with all problems at once."""
+    return _checked(merge(*files, overrides=overrides))
+
+
+def loads(text: str) -> Job:
+    """The job in one YAML or JSON text; `loads(dump(job)) == job`."""
+    return _checked(parse(text))
+
+
+def dump(job: Job) -> str:
+    """YAML with every key, defaults too."""
+    return yaml.dump(job.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=160)
+
+
+def fingerprint(job: Job, *sections: str) -> str:
+    """16 hex digits of SHA-256 over the named sections (dotted; all when none): what a stage's output depends on."""
+    whole = job.model_dump(mode="json")
+    chosen = {section: _at(whole, section) for section in sections} if sections else whole
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def resolve(job: Job, *, prepared: str | None = None, start: str | None = None, tokenized: Mapping[str, str] = {}) -> Job:
+    """The job with what earlier stages made in place of `prepare:NAME`, `job:CONFIG` and the sources that were tokenized."""
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: placed(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [placed(inner) for inner in value]
+        return f"{prepared}/{value.removeprefix('prepare:')}" if isinstance(value, str) and value.startswith("prepare:") else value
+
+    values = job.model_dump(mode="json")
+    if prepared is not None:
+        values |= {section: placed(values[section]) for section in ("model", "data", "evaluate")}
+    if start is not None and values["model"]["path"].startswith("job:"):
+        values["model"]["path"] = start
+    for sources in (values["data"]["sources"], values["data"]["validation"]):
+        for name in sources.keys() & tokenized.keys():
+            sources[name] |= {"path": tokenized[name], "kind": "tokenized"}
+    return type(job).model_validate_json(json.dumps(values), strict=True)
+
+
+def frozen_differences(old: Job, new: Job) -> list[str]:
+    """What may not change on resume and did: `key: old → new`. Keys below a free key are free."""
+    return list(_differences(old, new, ""))
+
+
+ABSENT = object()
+
+
+def _differences(old: Any, new: Any, key: str) -> Iterator[str]:
+    below = f"{key}." if key else ""
+    if isinstance(old, Section) and (type(old) is type(new) or isinstance(old, Job)):
+        for name, field in type(old).model_fields.items():
+            if (field.json_schema_extra or {}) != {"resume": "free"}:
+                yield from _differences(getattr(old, name), getattr(new, name), f"{below}{name}")
+    elif isinstance(old, dict) and isinstance(new, dict):
+        for name in old | new:
+            yield from _differences(old.get(name, ABSENT), new.get(name, ABSENT), f"{below}{name}")
+    elif old != new:
+        yield f"{key}: {_shown(old)} → {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    if value is ABSENT:
+        return "absent"
+    return json.dumps(value.model_dump(mode="json") if isinstance(value, Section) else value, ensure_ascii=False)
+
+
+def _at(values: Any, section: str) -> Any:
+    for step in section.split("."):
+        if values is not None:
+            values = values[step]
+    return values
+
+
+def _checked(tree: Tree) -> Job:
+    values = tree.root.plain()
+    problems = list(tree.problems)
+    known = job_class(values.get("recipe"))
+    job = None
+    try:
+        job = (known or Job).model_validate_json(json.dumps(values), strict=True)
+    except ValidationError as exc:
+        for error in exc.errors():
+            if _counts(error, known is not None, tree.unread):
+                problems += explain(error, known or Job, tree.root)
+    if known is None and "recipe" in values:
+        recipe = values["recipe"]
+        what = f"no such recipe: {given(recipe)}; there are {', '.join(JOBS)}, or `use: module:name` for your own{near(str(recipe), JOBS)}"
+        problems.append(Problem(tree.root.nearest(["recipe"]), "recipe", what))
+    if job is None or problems:
+        raise ConfigError("\n".join(str(problem) for problem in sorted(problems, key=lambda p: (p.place, p.key))))
+    return job
+
+
+def _counts(error: ErrorDetails, known: bool, unread: bool) -> bool:
+    """Not so: a key that may be in the text that could not be read, and what only a known recipe can judge."""
+    missing = error["type"] == "missing"
+    return not (missing and unread) and (known or error["loc"][0] not in ("algo", "recipe") or (missing and error["loc"] == ("recipe",)))
