@@ -78,12 +78,13 @@ class Node:
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
-    def nearest(self, path: Sequence[str | int]) -> Place:
+    def nearest(self, path: Sequence[Any]) -> Place:
         """Where `path` was written, or else the deepest section on the way to it."""
         node = self
         for step in path:
-            held: Any = node.value
-            if not (isinstance(held, dict) and step in held or isinstance(held, list) and isinstance(step, int) and step < len(held)):
+            held = node.value
+            inside = step in held if isinstance(held, dict) else isinstance(held, list) and isinstance(step, int) and step < len(held)
+            if not inside:
                 break
             node = held[step]
         return node.place
