@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ptf.config import Job, resolve
+
 
 @dataclass(frozen=True)
 class Artifact:
@@ -11,9 +13,14 @@ class Artifact:
     prepared: str | None = None  # directory that data.prepare wrote
     start: str | None = None  # directory of the model that training starts from, where it was a `job:`
     tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
+    run: str | None = None  # directory of the training run: metrics, checkpoints, model
     model: str | None = None  # Hugging Face directory that training exported
     metrics: Mapping[str, float] = field(default_factory=dict)  # of training and evaluation, by dotted name
     published: str | None = None  # URI of the published version
+
+    def resolve(self, job: Job) -> Job:
+        """The job with its `prepare:` and `job:` paths, and its tokenized sources, in place."""
+        return resolve(job, prepared=self.prepared, start=self.start, tokenized=self.tokenized)
 
     def but(self, **changes: Any) -> "Artifact":
         return replace(self, **changes)

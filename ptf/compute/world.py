@@ -34,6 +34,13 @@ class World:
             dist.all_reduce(total)
         return total.cpu()
 
+    def max(self, value: float) -> float:
+        """Largest over all ranks."""
+        most = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        if self.mesh is not None and self.size > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most)
+
     def barrier(self) -> None:
         self.sum(0.0)
 

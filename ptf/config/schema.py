@@ -219,6 +219,8 @@ class EvaluateConfig(Section):
     """Score of an answer, 1 is a pass; default: `rollout.reward`."""
     engine: Literal["vllm", "native"] = "native"
     """What generates."""
+    start: bool = True
+    """Evaluate the model that training started from too, as `start/…`."""
     limit: Positive = 512
     """Prompts taken from each source, the first ones."""
     samples: Positive = 8

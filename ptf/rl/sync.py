@@ -60,10 +60,10 @@ def manifest_of(buckets: Buckets, version: int) -> Manifest:
 
 
 def check(buckets: Buckets, manifest: Manifest, held: int) -> Receipt:
-    """Compare what arrived with what was sent; `held` is the version the engine has now. Raises SyncError naming every fault."""
+    """Compare what arrived with what was sent; `held` is the version the engine has now, -1 before its first sync. Raises SyncError naming every fault."""
     faults: list[str] = []
-    if manifest.version not in (held, held + 1):
-        faults.append(f"version {manifest.version} was sent, but the engine holds {held}: a sync was lost")
+    if held >= 0 and manifest.version != held + 1:
+        faults.append(f"version {manifest.version} was sent, but the engine holds {held}: a sync was lost or repeated")
     seen: dict[str, Tensor] = {}
     for bucket in buckets:
         for name, tensor in bucket:

@@ -1,0 +1,37 @@
+"""Speed and memory of a step: tokens per second, MFU, resident or device memory."""
+
+import os
+import time
+
+import torch
+
+# dense bf16 / fp32(tf32) TFLOP/s from the vendors' data sheets
+PEAKS = {"H200": (989.0, 494.0), "H100": (989.0, 494.0), "A100": (312.0, 156.0), "L4": (121.0, 60.0), "B200": (2250.0, 1125.0)}
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """FLOP/s that the device can do: from the table for a known GPU, else measured by a matrix product (best of 5)."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for key, (bf16, fp32) in PEAKS.items():
+            if key in name:
+                return (bf16 if precision == "bf16" else fp32) * 1e12
+    n = 8192 if device.type == "cuda" else 768
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def memory_gib(device: torch.device) -> float:
+    """Memory this process holds on the GPU, or resident where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30

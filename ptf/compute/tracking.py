@@ -1,0 +1,73 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard, and one aligned line on the console.
+
+The one idea: a row belongs to a step, so resuming drops the rows of steps that will be made again, and the file reads as if the run had
+never stopped. Fields that a clock or a memory gauge made are named in `is_clock`; all others repeat bit for bit.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+CLOCKS = ("tok_s", "mfu", "mem_gib", "time")
+
+
+def is_clock(name: str) -> bool:
+    """True for fields that differ between two equal runs."""
+    return name in CLOCKS or name.endswith("_s") or name.startswith(("seconds/", "mem/"))
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class Tracker:
+    """Written by one process. `log` is durable when it returns."""
+
+    def __init__(self, directory: Path, *, resumed: int, steps: int, tensorboard: bool, print_every: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.path) if row["step"] <= resumed]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, self.path)
+        self.file = self.path.open("a")
+        self.steps, self.print_every = steps, print_every
+        self.begun, self.resumed = time.perf_counter(), resumed
+        self.writer = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of the step that made `step` in all."""
+        row = {"step": step, **metrics, "time": time.time()}
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        if self.writer:
+            for name, value in metrics.items():
+                self.writer.add_scalar(name, value, step)
+        if step % self.print_every == 0 or step in (self.resumed + 1, self.steps):
+            print(self.line(step, metrics), flush=True)
+
+    def line(self, step: int, metrics: Mapping[str, float]) -> str:
+        rate = (time.perf_counter() - self.begun) / (step - self.resumed)
+        left = int(rate * (self.steps - step))
+        width = len(str(self.steps))
+        shown = " ".join(f"{name} {value:<9.4g}" for name, value in metrics.items() if not name.startswith(("seconds/", "mem/", "units")))
+        return f"step {step:>{width}}/{self.steps} {shown} left {left // 60}:{left % 60:02}"
+
+    def close(self) -> None:
+        self.file.close()
+        if self.writer:
+            self.writer.close()

@@ -1,0 +1,175 @@
+"""The online loop, readable as the algorithm. One process runs it and calls role groups; it holds no tensors but what it passes on."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptf.compute import checkpoint
+from ptf.compute.checkpoint import Checkpoints
+from ptf.compute.tracking import Tracker
+from ptf.config import Job, dump
+from ptf.data.packing import pack_all
+from ptf.data.sample import Atom
+from ptf.data.stream import Stream
+from ptf.data.trajectory import Group, NoResult, Prompt, Reward
+from ptf.errors import UserError
+from ptf.recipes import Online
+from ptf.recipes.grpo import sample_of
+from ptf.rl.cluster import Cluster, RoleGroup
+from ptf.rl.rewards import Rewards, score_groups
+from ptf.rl.sync import SyncError
+from ptf.rl.validate import pass_rates
+from ptf.train.resume import refuse_frozen_changes
+
+
+class Controller:
+    def __init__(
+        self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
+        *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, rewards: Rewards, run: Path,
+    ) -> None:  # fmt: skip
+        assert job.rollout is not None
+        self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
+        self.policy, self.rollout, self.reference, self.rewards = policy, rollout, reference, rewards
+        bf16 = job.train.precision == "bf16"
+        self.bound = self.knobs.max_logprob_diff or (0.2 if bf16 else 1e-4)
+        self.saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps)
+        self.step = self._restore()
+        self.track = Tracker(run, resumed=self.step, steps=job.train.steps, tensorboard=job.track.tensorboard, print_every=job.track.print_every)
+        self.canary: list[np.ndarray] = []
+
+    def run(self) -> None:
+        """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""
+        phase, knobs = self.cluster.phase, self.knobs
+        self.sync()
+        while self.step < self.job.train.steps:
+            began = time.perf_counter()
+            self.cluster.seconds.clear()
+            prompts = list(itertools.islice(self.prompts, knobs.prompts))
+            with phase(self.rollout, "rollout"):
+                groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", knobs.group, knobs.max_new_tokens, knobs.temperature)
+            reward_began = time.perf_counter()
+            groups = score_groups(self.rewards, groups)
+            reward_s = time.perf_counter() - reward_began
+            metrics = self.outcomes(groups)
+            with phase(self.policy, "logprobs"):
+                groups, difference = self.annotate(groups, self.policy, "old_logprobs")
+            metrics |= self.parity(difference)
+            if self.reference:
+                with phase(self.reference, "reference"):
+                    groups, _ = self.annotate(groups, self.reference, "reference_logprobs")
+            atoms = self.recipe.credit(groups)
+            with phase(self.policy, "update"):
+                metrics |= self.policy.call("update", self.minibatches(atoms), self.step)
+            self.step += 1
+            metrics |= self.sync()
+            if self.held_out and self.job.train.validate_every and self.step % self.job.train.validate_every == 0:
+                metrics |= self.validate()
+            tokens = sum(len(t.calls[0].sampled) for g in groups for t in g)
+            spent = time.perf_counter() - began
+            seconds = {f"seconds/{k}": v for k, v in (self.cluster.seconds | {"reward": reward_s}).items()}
+            self.track.log(self.step, metrics | {"tok_s": tokens / spent, "step_s": spent} | seconds)
+            if self.saves.due(self.step):
+                self.save()
+
+    def outcomes(self, groups: Sequence[Group]) -> dict[str, float]:
+        """What the rewards say. Raises UserError if too many answers have none."""
+        every = [t for group in groups for t in group]
+        values = np.array([t.outcome.value for t in every if isinstance(t.outcome, Reward)])
+        failed = [t.outcome.reason for t in every if isinstance(t.outcome, NoResult)]
+        if len(failed) > self.knobs.max_no_result * len(every) or not len(values):
+            raise UserError(
+                f"step {self.step}: {len(failed)} of {len(every)} answers have no reward (rollout.max_no_result is {self.knobs.max_no_result:g}); "
+                f"the reward {self.knobs.reward.use} says: {failed[0]}"
+            )
+        calls = [t.calls[0] for t in every]
+        return {
+            "reward": float(values.mean()),
+            "reward_std": float(values.std()),
+            "no_result": len(failed) / len(every),
+            "length": float(np.mean([len(c.sampled) for c in calls])),
+            "cut_off": float(np.mean([not c.finished for c in calls])),
+        }
+
+    def annotate(self, groups: Sequence[Group], role: RoleGroup, name: str) -> tuple[list[Group], np.ndarray]:
+        """Add a role's log-probs of every sampled token as a stream; also |role − engine| of each token."""
+        from dataclasses import replace
+
+        samples = [sample_of(t) for g in groups for t in g]
+        values = iter(role.call("logprobs", samples))
+        marked = [tuple(replace(t, streams={**t.streams, name: next(values)[len(t.prompt.tokens) :]}) for t in g) for g in groups]
+        difference = np.concatenate([np.abs(t.streams[name] - t.calls[0].logprobs) for g in marked for t in g])
+        return marked, difference
+
+    def parity(self, difference: np.ndarray) -> dict[str, float]:
+        """Engine and trainer must agree on what the policy is. Raises SyncError above the bound, before the update."""
+        worst = float(difference.max())
+        if not worst <= self.bound:
+            raise SyncError(
+                f"step {self.step}: the engine's and the trainer's log-probs of a sampled token differ by {worst:.3g} (bound {self.bound:g}, "
+                "rollout.max_logprob_diff): they do not hold the same policy"
+            )
+        return {"logprob_diff": worst, "logprob_diff_mean": float(difference.mean())}
+
+    def minibatches(self, atoms: Sequence[Atom]) -> list[list[list[Atom]]]:
+        """Packed rows of each optimizer step: `epochs` passes in `minibatches` parts, shuffled by (seed, step, epoch)."""
+        if not atoms:
+            raise UserError(f"step {self.step}: no group has two answers with a reward; there is nothing to train on")
+        epochs, parts = getattr(self.recipe, "epochs", 1), getattr(self.recipe, "minibatches", 1)
+        out = []
+        for epoch in range(epochs):
+            order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(atoms))
+            out += [pack_all([atoms[i] for i in part], self.job.data.seq_len) for part in np.array_split(order, min(parts, len(atoms)))]
+        return out
+
+    def sync(self) -> dict[str, float]:
+        """π_old ← π, verified: digests of what arrives, the version, and what the engine then computes."""
+        with self.cluster.phase(self.policy, "sync"):
+            buckets, manifest = self.policy.call("weights", self.step)
+            self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
+            expected = self.policy.call("score", self.canary)
+        with self.cluster.phase(self.rollout, "sync"):
+            receipt = self.rollout.call("load", buckets, manifest)
+            worst = self.rollout.call("canary", self.canary, expected, self.bound)
+        if receipt.version != self.step or receipt.tensors != len(manifest.digests):
+            raise SyncError(f"step {self.step}: the engine acknowledged version {receipt.version} with {receipt.tensors} tensors of {len(manifest.digests)}")
+        return {"sync_tensors": float(receipt.tensors), "canary_diff": worst}
+
+    def canary_prompts(self) -> list[Prompt]:
+        """Four prompts, taken without moving the stream."""
+        state = self.prompts.state_dict()
+        taken = list(itertools.islice(self.prompts, 4))
+        self.prompts.load_state_dict(state)
+        return taken
+
+    def validate(self) -> dict[str, float]:
+        with self.cluster.phase(self.rollout, "validate"):
+            found: dict[str, float] = {}
+            for name, prompts in self.held_out.items():
+                rates, _ = pass_rates(self.rollout, self.rewards, prompts, self.step, f"validate {name}", samples=0, temperature=1.0, max_new_tokens=self.knobs.max_new_tokens)
+                found |= {f"{key}/{name}": value for key, value in rates.items()}
+            return found
+
+    def save(self) -> None:
+        path = self.saves.begin(self.step)
+        self.policy.call("save", str(path))
+        checkpoint.save_host(path / "controller.pt", {"prompts": self.prompts.state_dict()})
+        self.saves.commit(self.step, dump(self.job))
+
+    def _restore(self) -> int:
+        found = self.saves.latest()
+        if found is None:
+            return 0
+        step, path, text = found
+        refuse_frozen_changes(text, self.job)
+        self.policy.call("load", str(path))
+        self.prompts.load_state_dict(checkpoint.load_host(path / "controller.pt")["prompts"])
+        print(f"resumed from {path} (step {step} of {self.job.train.steps})", flush=True)
+        return step
+
+    def close(self) -> Any:
+        self.track.close()
+        self.rewards.close()

@@ -1,0 +1,106 @@
+"""From an online job to a running controller: its cluster, its roles, its prompts; and to one rollout role alone, for evaluation."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ptf import recipes
+from ptf.compute.launch import default_threads
+from ptf.compute.world import World, joined
+from ptf.config import Job
+from ptf.config.schema import Source
+from ptf.data.pipeline import prompts_once, prompts_stream
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.rl.cluster import Cluster, LocalCluster, RoleSpec
+from ptf.rl.controller import Controller
+from ptf.rl.rewards import Rewards
+from ptf.rl.roles import Learner, Sampler, Scorer
+from ptf.train.fit import specs
+from ptf.train.trainer import load_model
+
+
+@contextlib.contextmanager
+def clustered(job: Job, run: Path, roles: int) -> Iterator[Cluster]:
+    """Where this job's roles live: Ray actors, or this process."""
+    compute = job.compute
+    threads = compute.threads or default_threads(1)
+    if compute.launcher == "local":
+        with joined(compute.device, compute.timeout_s, threads=threads) as world:
+            yield LocalCluster(world)
+    elif compute.launcher == "ray":
+        from ptf.compute.ray_session import ray_session
+        from ptf.rl.verl_cluster import VerlCluster
+
+        with ray_session(address=compute.address, workdir=run, cpus=roles, timeout_s=min(compute.timeout_s, 300)):
+            cluster = VerlCluster(device=compute.device, threads=compute.threads, timeout_s=compute.timeout_s)
+            try:
+                yield cluster
+            finally:
+                cluster.close()
+    else:
+        raise UserError("compute.launcher: torchrun runs offline recipes only; use ray or local for rollouts")
+
+
+def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str, version: int, workers: int) -> RoleSpec:
+    options: dict[str, object] = {}
+    env: dict[str, str] = {}
+    if engine == "vllm":
+        from ptf.rl.vllm_engine import engine_env
+
+        options = {"kv_cache_gib": job.rollout.kv_cache_gib if job.rollout else 0.25}
+        env = engine_env(run / "vllm")
+    kwargs = {
+        "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
+        "max_length": job.data.seq_len, "timeout_s": job.compute.timeout_s, **options,
+    }  # fmt: skip
+    return RoleSpec("rollout", Sampler, kwargs, workers, env)
+
+
+def start_directory(job: Job, directory: Path, run: Path, tokenizer: str) -> Path:
+    """Where training starts from, with weights: random ones are drawn once and written to `run/start`."""
+    start = run / "start"
+    if job.model.init == "pretrained":
+        return directory
+    if not start.is_dir():
+        alone = World()
+        model, family = load_model(directory, alone, init="random", seed=job.seed, precision="fp32")
+        bridge.save_hf(bridge.hf_tensors(model, family), directory, start, writes=True, tokenizer=tokenizer)
+    return start
+
+
+def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit: int) -> dict[str, list[Prompt]]:
+    return {name: list(prompts_once({name: spec}, tokenizer, limit=limit)) for name, spec in specs(sources).items()}
+
+
+def fit_online(job: Job, run: Path) -> None:
+    """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory."""
+    knobs = job.rollout
+    if knobs is None:
+        raise UserError("an online recipe needs the section rollout")
+    recipe = recipes.build(job)
+    directory = bridge.locate(job.model.path, job.model.revision)
+    tokenizer_path = job.model.tokenizer or str(directory)
+    tokenizer = Tokenizer.load(tokenizer_path)
+    prompts = prompts_stream(specs(job.data.sources), tokenizer, seed=job.seed, shuffle=job.data.shuffle, max_tokens=job.data.seq_len - knobs.max_new_tokens)
+    held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit) if job.train.validate_every else {}
+    start = start_directory(job, directory, run, tokenizer_path)
+    workers = job.compute.workers
+    common = {"directory": str(start), "init": "pretrained", "seed": job.seed, "width": job.data.seq_len, "temperature": knobs.temperature}
+    frozen = {"precision": job.train.precision, "micro_rows": job.train.micro_rows}
+    with clustered(job, run, workers * 2 + knobs.workers) as cluster:
+        policy = cluster.start(RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers))
+        reference = cluster.start(RoleSpec("reference", Scorer, {**common, **frozen}, workers)) if "reference" in recipe.companions else None
+        spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers)
+        rollout = cluster.start(spec)
+        print(f"rollout: engine={knobs.engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
+        controller = Controller(
+            job, recipe, prompts, held_out, cluster, policy=policy, rollout=rollout, reference=reference, rewards=Rewards(knobs.reward), run=run  # type: ignore[arg-type]
+        )  # fmt: skip
+        try:
+            controller.run()
+            policy.call("export", str(run / "model"))
+        finally:
+            controller.close()

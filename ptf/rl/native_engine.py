@@ -1,0 +1,190 @@
+"""Generation with our own Decoder: for CPUs without vLLM, and for models that vLLM does not know.
+
+The one idea: requests that are waiting when the engine turns are answered as one batch over a static key-value cache; equal contexts (the
+samples of one prompt) are read once. A request draws from a stream of random numbers of its own, so its answer does not depend on its batch.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptf.data.batch import Batch
+from ptf.data.sample import Sample
+from ptf.data.trajectory import Call
+from ptf.model import bridge
+from ptf.model.attention import Attend, backend
+from ptf.model.chunked import token_logprobs
+from ptf.model.decoder import Decoder
+from ptf.rl.engine import Request
+from ptf.rl.sync import Buckets, Manifest, Receipt, check
+
+
+class Cache:
+    """Keys and values of n sequences, and the Attend that reads and writes them."""
+
+    def __init__(self, model: Decoder, n: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        c = model.config
+        shape = (c.layers, n, c.kv_heads, length, c.head_dim)
+        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+
+    def keep(self, rows: Tensor) -> None:
+        self.k, self.v = self.k[:, rows], self.v[:, rows]
+
+    def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
+        """Attend inside each document and remember its keys and values in row `segments`."""
+        inside = backend(segments.device)(segments)
+        real = segments.reshape(-1) >= 0
+        row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.k[layer, row, :, at] = k.flatten(0, 1)[real]
+            self.v[layer, row, :, at] = v.flatten(0, 1)[real]
+            return inside(layer, q, k, v)
+
+        return attend
+
+    def step(self, positions: Tensor) -> Attend:
+        """Attend from one new token a row, at `positions` [n, 1], to everything before it."""
+        rows = torch.arange(len(positions), device=positions.device)
+        longest = int(positions.max()) + 1
+        seen = (torch.arange(longest, device=positions.device) <= positions)[:, None, None]  # [n, 1, 1, longest]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.k[layer, rows, :, positions[:, 0]] = k[:, 0]
+            self.v[layer, rows, :, positions[:, 0]] = v[:, 0]
+            keys, values = self.k[layer, :, :, :longest], self.v[layer, :, :, :longest]
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return attend
+
+
+class NativeEngine:
+    name = "native"
+
+    def __init__(self, directory: str, *, device: torch.device, dtype: torch.dtype, version: int, batch: int = 1024) -> None:
+        self.model, self.family = bridge.build(Path(directory))
+        bridge.materialize(self.model, device)
+        bridge.load_hf(self.model, Path(directory), self.family)
+        self.model.to(dtype).requires_grad_(False).eval()
+        self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
+        self.waiting: list[tuple[Request, asyncio.Future[Call]]] = []
+
+    async def generate(self, request: Request) -> Call:
+        answer: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+        self.waiting.append((request, answer))
+        await asyncio.sleep(0)  # let the others of this turn queue up; the first to wake serves them all
+        while self.waiting and not answer.done():
+            now, self.waiting = self.waiting[: self.batch], self.waiting[self.batch :]
+            try:
+                for (_, future), call in zip(now, self.answer([r for r, _ in now]), strict=True):
+                    future.set_result(call)
+            except Exception as error:
+                for _, future in now:
+                    if not future.done():
+                        future.set_exception(error)
+        return await answer
+
+    @torch.no_grad()
+    def answer(self, requests: Sequence[Request]) -> list[Call]:
+        """A batch of requests, answered to the end."""
+        contexts = {r.context.tobytes(): r.context for r in requests}
+        place = {key: i for i, key in enumerate(contexts)}
+        longest = max(len(r.context) + r.sampling.max_new_tokens for r in requests)
+        cache = Cache(self.model, len(contexts), longest, self.device, self.dtype)
+        logits = self._prefill(list(contexts.values()), cache)  # [contexts, V]
+        which = torch.tensor([place[r.context.tobytes()] for r in requests], device=self.device)
+        cache.keep(which)
+        logits = logits[which]
+
+        n = len(requests)
+        temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
+        limits = np.array([r.sampling.max_new_tokens for r in requests])
+        lengths = torch.tensor([len(r.context) for r in requests], device=self.device)
+        draws = torch.zeros(n, int(limits.max()), dtype=torch.float64)
+        for row, r in zip(draws, requests, strict=True):
+            row[: r.sampling.max_new_tokens] = torch.rand(r.sampling.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(r.seed))
+        draws = draws.to(self.device)
+        stops = [frozenset(r.sampling.stop) for r in requests]
+        sampled: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        stopped = np.zeros(n, bool)
+        live = np.arange(n)  # the request that each row of the cache belongs to
+        for turn in range(int(limits.max())):
+            rows = torch.from_numpy(live).to(self.device)
+            tokens, chosen = _draw(logits, temperature[rows], draws[rows, turn])
+            for i, token, logprob in zip(live.tolist(), tokens.tolist(), chosen.tolist(), strict=True):
+                sampled[i].append(token)
+                logprobs[i].append(logprob)
+                stopped[i] = token in stops[i]
+            going = ~stopped[live] & (turn + 1 < limits[live])
+            if not going.any():
+                break
+            if not going.all():
+                kept = torch.from_numpy(np.flatnonzero(going)).to(self.device)
+                cache.keep(kept)
+                live, rows, tokens = live[going], rows[kept], tokens[kept]
+            positions = (lengths[rows] + turn)[:, None]
+            logits = self._logits(tokens[:, None], positions, cache.step(positions))
+        return [
+            Call(r.context, np.array(s, np.int32), np.array(p, np.float32), np.full(len(s), self.version, np.int32), bool(done))
+            for r, s, p, done in zip(requests, sampled, logprobs, stopped, strict=True)
+        ]
+
+    def _prefill(self, contexts: Sequence[np.ndarray], cache: Cache) -> Tensor:
+        batch = self._packed(contexts)
+        ends = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(self.device)
+
+        def last(x: Tensor, head: Tensor) -> Tensor:
+            return (x[0, ends] @ head.t()).float()
+
+        return self.model(batch.tokens, batch.positions, batch.segments, last, cache.prefill(batch.segments, batch.positions))
+
+    def _logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self.model(tokens, positions, positions, lambda x, head: (x[:, 0] @ head.t()).float(), attend)
+
+    def _packed(self, sequences: Sequence[np.ndarray]) -> Batch:
+        """One row of documents, every token of which counts."""
+        row = [(Sample(s, np.ones(len(s), np.float32)),) for s in sequences]
+        return Batch.of([row], sum(map(len, sequences))).to(self.device)
+
+    @torch.no_grad()
+    def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+        batch = self._packed(tokens)
+        reduce = lambda x, head: token_logprobs(x, head, batch.targets, batch.weights)[0]  # noqa: E731
+        values = self.model(batch.tokens, batch.positions, batch.segments, reduce)[0].cpu().numpy()
+        starts = np.cumsum([0, *batch.lengths])
+        return [values[a : b - 1] for a, b in zip(starts, starts[1:], strict=False)]
+
+    def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
+        receipt = check(buckets, manifest, self.version)
+        theirs = {t: o for o, t in self.family.names(self.model.config).items()}
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for bucket in buckets:
+                for name, tensor in bucket:
+                    parameters[theirs[name]].copy_(tensor)
+        self.version = manifest.version
+        return receipt
+
+    def sleep(self) -> None:
+        """The cache lives only inside a batch; the weights are parked in host memory."""
+        self.model.to("cpu")
+
+    def wake(self) -> None:
+        self.model.to(self.device)
+
+
+def _draw(logits: Tensor, temperature: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """One token a row by inverse transform of `draws` in [0, 1); temperature 0 takes the likeliest. [n, V] → tokens [n], log-probs [n]."""
+    greedy = temperature == 0
+    logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
+    total = logprobs.double().exp().cumsum(-1)
+    drawn = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)

@@ -1,0 +1,231 @@
+"""Three classes cover the roles of on-policy training: `Learner` (policy), `Scorer` (reference), `Sampler` (rollout).
+
+The one idea: the policy role *is* the SFT trainer, called from elsewhere.
+"""
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ptf.compute import checkpoint
+from ptf.compute.meter import memory_gib
+from ptf.compute.world import World
+from ptf.config.schema import TrainConfig
+from ptf.data.packing import pack_all
+from ptf.data.sample import Atom, Sample
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Group, Prompt, Trajectory
+from ptf.model import bridge
+from ptf.model.chunked import token_logprobs
+from ptf.model.decoder import Decoder
+from ptf.recipes import Recipe
+from ptf.rl.cluster import everywhere, sharded
+from ptf.rl.engine import Request, RolloutEngine, Sampling, generate_all
+from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
+from ptf.train.deal import IDLE, deal
+from ptf.train.export import export
+from ptf.train.trainer import Trainer, load_model
+
+
+@torch.no_grad()
+def sample_logprobs(model: Decoder, samples: Sequence[Sample], world: World, *, width: int, micro_rows: int, temperature: float) -> list[np.ndarray]:
+    """Log-probs of each sample's trained tokens, aligned with its tokens and 0 elsewhere: [n] each. Every rank brings its own samples; all
+    make equally many forward passes."""
+    order = {id(s): i for i, s in enumerate(samples)}
+    rows = pack_all([(s,) for s in samples], width)
+    out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
+    alone = World(device=world.device)
+    batches = deal(rows, alone, micro_rows, width)
+    passes = int(world.max(len(batches)))
+    idle = deal([[IDLE]], alone, 1, width)[0]
+    for i in range(passes):
+        batch = (batches[i] if i < len(batches) else idle).to(world.device)
+        reduce = lambda x, head, b=batch: token_logprobs(x, head, b.targets, b.weights, temperature)[0]  # noqa: E731
+        values = model(batch.tokens, batch.positions, batch.segments, reduce).cpu().numpy()  # [B, T]
+        for row, line in zip(rows[i * micro_rows : (i + 1) * micro_rows], values, strict=False):
+            at = 0
+            for (sample,) in row:
+                out[order[id(sample)]][1:] = line[at : at + len(sample) - 1]
+                at += len(sample)
+    return out
+
+
+class Scorer:
+    """A frozen model that gives log-probs."""
+
+    distributed: ClassVar[bool] = True
+
+    def __init__(self, world: World, *, directory: str, init: str, seed: int, precision: str, width: int, micro_rows: int, temperature: float) -> None:
+        self.world, self.width, self.micro_rows, self.temperature = world, width, micro_rows, temperature
+        self.model, self.family = load_model(Path(directory), world, init=init, seed=seed, precision=precision)
+        self.model.requires_grad_(False)
+
+    @sharded
+    def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
+        """Of the trained tokens of each sample, at the sampling temperature: [n] each, 0 elsewhere."""
+        return sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=self.temperature)
+
+    def park(self) -> None:
+        if self.world.device.type == "cuda":
+            self.model.to("cpu")
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        if self.world.device.type == "cuda":
+            self.model.to(self.world.device)
+
+    @everywhere
+    def memory_gib(self) -> float:
+        return memory_gib(self.world.device)
+
+
+class Learner:
+    """A model that is trained: the policy."""
+
+    distributed: ClassVar[bool] = True
+
+    def __init__(
+        self, world: World, *, directory: str, tokenizer: str, init: str, seed: int, train: TrainConfig, recipe: Recipe, width: int, temperature: float
+    ) -> None:
+        self.world, self.source, self.recipe, self.width, self.temperature = world, Path(directory), recipe, width, temperature
+        self.tokenizer = tokenizer
+        self.micro_rows = train.micro_rows
+        self.model, self.family = load_model(self.source, world, init=init, seed=seed, precision=train.precision)
+        self.trainer = Trainer(self.model, world, train)
+
+    @everywhere
+    def update(self, minibatches: list[list[list[Atom]]], step: int) -> dict[str, float]:
+        """One optimizer step for each minibatch of packed rows, which are dealt to the ranks; mean metrics."""
+        results = [self.trainer.step(deal(rows, self.world, self.micro_rows, self.width), self.recipe, step) for rows in minibatches]
+        return {name: float(np.mean([r[name] for r in results])) for name in results[0]}
+
+    @sharded
+    def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
+        """As Scorer.logprobs, of the weights as they are now."""
+        return sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=self.temperature)
+
+    @sharded
+    def score(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs of tokens 1…n-1 of each sequence at temperature 1: the trainer's side of the canary."""
+        samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
+        values = sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=1.0)
+        return [v[1:] for v in values]
+
+    @everywhere
+    def weights(self, version: int) -> tuple[Buckets, Manifest] | None:
+        """All tensors by Hugging Face name, in buckets, with their manifest; on rank 0."""
+        tensors = bridge.hf_tensors(self.model, self.family)
+        if not self.world.leads:
+            for _ in tensors:  # take part in the gathering
+                pass
+            return None
+        buckets = list(bucketed((name, t.to("cpu", copy=True)) for name, t in tensors))
+        return buckets, manifest_of(buckets, version)
+
+    @everywhere
+    def save(self, directory: str) -> None:
+        checkpoint.save_tensors(Path(directory), self.model, self.trainer.optimizer, self.world)
+        self.world.barrier()
+
+    @everywhere
+    def load(self, directory: str) -> None:
+        checkpoint.load_tensors(Path(directory), self.model, self.trainer.optimizer, self.world)
+
+    @everywhere
+    def export(self, directory: str) -> None:
+        """Write a Hugging Face directory, and beside it the probe that it must reproduce."""
+        export(self.model, self.family, self.source, Path(directory), self.world, self.tokenizer)
+
+    def park(self) -> None:
+        """Weights, gradients and optimizer leave the GPU."""
+        if self.world.device.type == "cuda":
+            self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        if self.world.device.type == "cuda":
+            self._move(self.world.device)
+
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device)
+        for state in self.trainer.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[name] = value.to(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    @everywhere
+    def memory_gib(self) -> float:
+        return memory_gib(self.world.device)
+
+
+class Sampler:
+    """An engine that generates for the policy."""
+
+    distributed: ClassVar[bool] = False
+
+    def __init__(self, world: World, *, engine: str, directory: str, tokenizer: str, version: int, seed: int, precision: str, max_length: int, timeout_s: float, **options: Any) -> None:
+        self.world, self.seed, self.timeout_s = world, seed, timeout_s
+        self.tokenizer = Tokenizer.load(tokenizer)
+        self.engine = make_engine(engine, directory, world, version=version, seed=seed, precision=precision, max_length=max_length, **options)
+
+    @sharded
+    def rollout(self, prompts: list[Prompt], version: int, key: str, n: int, max_new_tokens: int, temperature: float) -> list[Group]:
+        """n answers to each prompt. `key` names the occasion (a step, an evaluation) and with the prompt's index and the sample's number
+        seeds each answer. Raises SyncError, before anything is generated, unless the engine holds exactly `version`."""
+        if self.engine.version != version:
+            raise SyncError(f"the rollout engine holds weights {self.engine.version}, the policy is at {version}: a sync was lost; nothing was generated")
+        sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids)
+        requests = [Request(p.tokens, sampling, seed_of(self.seed, key, p.index, i)) for p in prompts for i in range(n)]
+        calls = iter(generate_all(self.engine, requests, self.timeout_s))
+        return [tuple(self._trajectory(p, next(calls)) for _ in range(n)) for p in prompts]
+
+    def _trajectory(self, prompt: Prompt, call: Any) -> Trajectory:
+        written = call.sampled[:-1] if call.finished else call.sampled
+        return Trajectory(prompt, (call,), self.tokenizer.decode(written))
+
+    @everywhere
+    def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:
+        return self.engine.load_weights(buckets, manifest)
+
+    @everywhere
+    def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], bound: float) -> float:
+        """Largest difference from the trainer's log-probs of fixed sequences. Raises SyncError above `bound`."""
+        worst = max(float(np.abs(a - b).max()) for a, b in zip(self.engine.score(tokens), expected, strict=True))
+        if not worst <= bound:
+            raise SyncError(
+                f"after sync {self.engine.version} the engine's log-probs of the canary differ from the trainer's by {worst:.3g} (bound {bound:g}): "
+                "it does not compute with the weights that were sent"
+            )
+        return worst
+
+    def park(self) -> None:
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    @everywhere
+    def memory_gib(self) -> float:
+        return memory_gib(self.world.device)
+
+
+def seed_of(seed: int, key: str, prompt: int, sample: int) -> int:
+    """A number for one answer, the same wherever it is generated."""
+    return int(np.random.SeedSequence([seed, *key.encode(), prompt, sample]).generate_state(1, np.uint32)[0])
+
+
+def make_engine(kind: str, directory: str, world: World, *, version: int, seed: int, precision: str, max_length: int, **options: Mapping[str, Any]) -> RolloutEngine:
+    dtype = "bfloat16" if precision == "bf16" else "float32"
+    if kind == "native":
+        from ptf.rl.native_engine import NativeEngine
+
+        return NativeEngine(directory, device=world.device, dtype=getattr(torch, dtype), version=version)
+    from ptf.rl.vllm_engine import VLLMEngine
+
+    return VLLMEngine(directory, seed=seed, dtype=dtype, max_model_len=max_length, version=version, **options)  # type: ignore[arg-type]

@@ -1,0 +1,41 @@
+"""Writing the trained model as a Hugging Face directory, and a probe that whoever loads it must reproduce.
+
+The one idea: the probe is computed by the model that was trained, before anything is written, so the publish gate compares a loaded
+checkpoint with the training run and not with another reading of the same files.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ptf import storage
+from ptf.compute.world import World
+from ptf.data.batch import Batch
+from ptf.data.sample import Sample
+from ptf.model import bridge
+from ptf.model.chunked import token_logprobs
+from ptf.model.decoder import Decoder
+from ptf.model.families import Family
+
+
+@torch.no_grad()
+def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
+    """Fixed tokens, and the model's log-prob of each given those before it."""
+    n = min(length, model.config.max_positions)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
+    batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)
+    reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights)
+    logprobs, _ = model(batch.tokens, batch.positions, batch.segments, reduce)
+    return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
+
+
+def export(model: Decoder, family: Family, source: Path, directory: Path, world: World, tokenizer: str) -> None:
+    """Every rank calls it. `directory` appears only when it is complete; the probe lies beside it as `probe.json`."""
+    found = probe(model, world)
+    if world.leads:
+        storage.write_text(str(directory.with_name("probe.json")), json.dumps(found))
+    bridge.save_hf(bridge.hf_tensors(model, family), source, directory, writes=world.leads, tokenizer=tokenizer)
+    world.barrier()

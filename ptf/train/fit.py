@@ -1,0 +1,129 @@
+"""The offline loop, the same program on every rank."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from ptf import recipes
+from ptf.compute import checkpoint
+from ptf.compute.checkpoint import Checkpoints
+from ptf.compute.meter import memory_gib, peak_flops
+from ptf.compute.tracking import Tracker
+from ptf.compute.world import World
+from ptf.config import Job, dump
+from ptf.data.loader import Loader
+from ptf.data.packing import pack_all
+from ptf.data.pipeline import SourceSpec, atoms_once, lane_stream
+from ptf.data.sample import Atom
+from ptf.data.tokenizer import Tokenizer
+from ptf.model import bridge
+from ptf.model.flops import Flops
+from ptf.recipes import Recipe
+from ptf.train.export import export
+from ptf.train.resume import refuse_frozen_changes
+from ptf.train.trainer import Trainer, load_model
+from ptf.train.validate import held_out_loss
+
+
+def fit(job: Job, world: World, run: Path) -> None:
+    """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory."""
+    recipe = recipes.build(job)
+    directory = bridge.locate(job.model.path, job.model.revision)
+    tokenizer = Tokenizer.load(job.model.tokenizer or str(directory))
+    model, family = load_model(directory, world, init=job.model.init, seed=job.seed, precision=job.train.precision)
+    trainer = Trainer(model, world, job.train)
+    loader = make_loader(job, recipe, tokenizer, world)
+    held_out = held_out_rows(job, recipe, tokenizer)
+    saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps)
+    flops, peak = Flops.of(model), peak_flops(world.device, job.train.precision) * world.size
+    announce(job, world, model.config)
+    start = restore(saves, job, trainer, loader, world)
+    track = Tracker(run, resumed=start, steps=job.train.steps, tensorboard=job.track.tensorboard, print_every=job.track.print_every) if world.leads else None
+    try:
+        for step in range(start, job.train.steps):
+            began = time.perf_counter()
+            micro = next(loader)
+            waited = time.perf_counter() - began
+            metrics = trainer.step(micro, recipe, step)
+            lengths = [n for batch in micro for n in batch.lengths]
+            targets = sum(int((batch.weights != 0).sum()) for batch in micro)
+            slots = sum(batch.tokens.numel() for batch in micro)
+            tokens, work, slots = world.sum([sum(lengths), flops.step(lengths, targets), slots]).tolist()
+            metrics |= {"tokens": tokens, "fill": tokens / slots}
+            if job.data.validation and job.train.validate_every and ((step + 1) % job.train.validate_every == 0 or step + 1 == job.train.steps):
+                metrics |= held_out_loss(model, recipe, held_out, world, job.train.micro_rows, job.data.seq_len)
+            spent = time.perf_counter() - began
+            metrics |= {"tok_s": tokens / spent, "mfu": work / spent / peak, "mem_gib": memory_gib(world.device), "data_wait_s": waited, "step_s": spent}
+            if track:
+                track.log(step + 1, metrics)
+            if saves.due(step + 1):
+                save(saves, step + 1, job, trainer, loader, world)
+    finally:
+        loader.close()
+        if track:
+            track.close()
+    export(model, family, directory, run / "model", world, tokenizer.path)
+
+
+def specs(sources: Any) -> dict[str, SourceSpec]:
+    """The config's sources as plain values."""
+    return {name: SourceSpec(s.path, s.kind, s.weight) for name, s in sources.items()}
+
+
+def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World) -> Loader:
+    data = job.data
+
+    def lane(index: int) -> Any:
+        return lane_stream(
+            index, sources=specs(data.sources), tokenizer=tokenizer, encode=lambda row, source: recipe.encode(row, tokenizer, source),
+            lanes=data.lanes, seed=job.seed, shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead,
+        )  # fmt: skip
+
+    return Loader(
+        lane, lanes=data.lanes, rows=job.train.rows, rank=world.rank, world_size=world.size,
+        micro_rows=job.train.micro_rows, seq_len=data.seq_len, prefetch=data.prefetch,
+    )  # fmt: skip
+
+
+def held_out_rows(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[list[Atom]]]:
+    """The validation sets, packed."""
+    encode = lambda row, source: recipe.encode(row, tokenizer, source)  # noqa: E731
+    sets = specs(job.data.validation)
+    return {name: pack_all(list(atoms_once({name: spec}, tokenizer, encode)), job.data.seq_len) for name, spec in sets.items()}
+
+
+def announce(job: Job, world: World, config: Any) -> None:
+    """The run's first lines: what was chosen, and why if it is not what one would expect."""
+    if world.leads:
+        attention = "flex_attention" if world.device.type == "cuda" else "SDPA per document (FlexAttention has no backward on a CPU)"
+        print(f"train: {job.train.steps} steps of {job.train.rows} rows × {job.data.seq_len} tokens, workers={world.size}, device={world.device}, "
+              f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}", flush=True)  # fmt: skip
+
+
+def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, world: World) -> int:
+    """Continue from the newest good checkpoint; 0 if there is none."""
+    found = world.share(saves.latest() if world.leads else None)
+    if found is None:
+        return 0
+    step, path, text = found  # type: ignore[misc]
+    refuse_frozen_changes(text, job)
+    checkpoint.load_tensors(path, trainer.model, trainer.optimizer, world)
+    lanes: dict[int, Any] = {}
+    for file in sorted(path.glob("host_*.pt")):
+        state = checkpoint.load_host(file)
+        lanes |= state["lanes"]
+    loader.load_state_dict({"step": step, "lanes": lanes})
+    if world.leads:
+        print(f"resumed from {path} (step {step} of {job.train.steps})", flush=True)
+    return step
+
+
+def save(saves: Checkpoints, step: int, job: Job, trainer: Trainer, loader: Loader, world: World) -> None:
+    """Every rank writes its part, then rank 0 the manifest."""
+    path = Path(str(world.share(str(saves.begin(step)) if world.leads else None)))
+    checkpoint.save_tensors(path, trainer.model, trainer.optimizer, world)
+    checkpoint.save_host(path / f"host_{world.rank:05}.pt", loader.state_dict())
+    world.barrier()
+    if world.leads:
+        saves.commit(step, dump(job))
+    world.barrier()
