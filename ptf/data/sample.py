@@ -1,7 +1,11 @@
-"""What an encoder makes of a row: a `Sample` is one document as ids and weights; an `Atom` is the samples that must share a row."""
+"""What an encoder makes of a row: a `Sample` is one document as ids and weights; an `Atom` is the samples that must share a row.
 
-from collections.abc import Mapping
+The one idea: both never change once made, so a window of them is saved by holding on to it, and written out as a few long arrays.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -18,21 +22,42 @@ class Sample:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def state(self) -> dict:
-        return {"tokens": self.tokens, "weights": self.weights, "source": self.source, "streams": dict(self.streams)}
-
 
 Atom = tuple[Sample, ...]
 
 
 def length(atom: Atom) -> int:
     """Tokens in all of an atom's samples."""
-    return sum(len(s) for s in atom)
+    if len(atom) == 1:
+        return len(atom[0].tokens)
+    return sum(len(s.tokens) for s in atom)
 
 
-def atom_state(atom: Atom) -> list[dict]:
-    return [s.state() for s in atom]
+def dump_atoms(atoms: Sequence[Atom]) -> dict[str, Any]:
+    """Atoms as columns: arrays, strings, lists and dicts only. `load_atoms` is the inverse."""
+    samples = [s for atom in atoms for s in atom]
+    names = sorted({name for s in samples for name in s.streams})
+    owners = {name: [i for i, s in enumerate(samples) if name in s.streams] for name in names}
+    return {
+        "atoms": np.array([len(atom) for atom in atoms], np.int32),  # samples in each
+        "lengths": np.array([len(s) for s in samples], np.int32),
+        "tokens": np.concatenate([s.tokens for s in samples] or [np.zeros(0, np.int32)]),
+        "weights": np.concatenate([s.weights for s in samples] or [np.zeros(0, np.float32)]),
+        "sources": [s.source for s in samples],
+        "streams": {
+            name: {"samples": np.array(owners[name], np.int32), "values": np.concatenate([samples[i].streams[name] for i in owners[name]])} for name in names
+        },
+    }
 
 
-def load_atom(state: list[dict]) -> Atom:
-    return tuple(Sample(**s) for s in state)
+def load_atoms(state: Mapping[str, Any]) -> list[Atom]:
+    lengths = np.asarray(state["lengths"])
+    cuts = np.cumsum(lengths)[:-1]
+    streams: list[dict[str, np.ndarray]] = [{} for _ in lengths]
+    for name, column in state["streams"].items():
+        owners = np.asarray(column["samples"])
+        for i, values in zip(owners, np.split(column["values"], np.cumsum(lengths[owners])[:-1]), strict=True):
+            streams[i][name] = values
+    parts = zip(np.split(state["tokens"], cuts), np.split(state["weights"], cuts), state["sources"], streams, strict=True) if len(lengths) else ()
+    samples = iter([Sample(*part) for part in parts])
+    return [tuple(next(samples) for _ in range(n)) for n in state["atoms"]]

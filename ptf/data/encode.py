@@ -1,0 +1,51 @@
+"""One row of data as atoms to train on, or as a prompt to answer.
+
+The one idea: encoders are pure functions of a row. Which file the row came from and what happens to a sample that is too long is the
+pipeline's affair, the same for every recipe.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from ptf.data.chat import TrainOn, chat_samples, clean
+from ptf.data.sample import Atom, Sample, length
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.errors import UserError
+
+TooLong = Literal["error", "drop", "truncate"]
+
+
+def encode_chat(row: Mapping[str, Any], tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant") -> list[Atom]:
+    """A row with `messages` (and `tools`, where it has them): one atom, or several where the template cannot show all turns at once."""
+    if "messages" not in row:
+        raise UserError(f"a chat row needs `messages`, this one has {sorted(row)}")
+    return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"))]
+
+
+def encode_prompt(row: Mapping[str, Any], tokenizer: Tokenizer, source: str, index: int) -> Prompt:
+    """A row with `messages` that end before the answer, or with `prompt`, one user message. The whole row goes to the reward."""
+    if isinstance(row.get("prompt"), str):
+        messages = [{"role": "user", "content": row["prompt"]}]
+    elif "messages" in row:
+        messages = clean(row["messages"])
+    else:
+        raise UserError(f"a prompt row needs `messages` or a string `prompt`, this one has {sorted(row)}")
+    if messages[-1]["role"] == "assistant":
+        raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
+    return Prompt(np.array(tokenizer.render(messages, True, row.get("tools") or None), np.int32), row, source, index)
+
+
+def fit(atom: Atom, seq_len: int, too_long: TooLong) -> Atom | None:
+    """The atom, if need be cut so that it fits a row; None where it is dropped, or where nothing of it that is trained would be left."""
+    if length(atom) <= seq_len:
+        return atom
+    if too_long == "error":
+        raise UserError(f"{length(atom)} tokens do not fit data.seq_len {seq_len}: raise it, or set data.too_long to drop or truncate")
+    if too_long == "drop":
+        return None
+    room = seq_len // len(atom)
+    cut = tuple(Sample(s.tokens[:room], s.weights[:room], s.source, {k: v[:room] for k, v in s.streams.items()}) for s in atom)
+    return cut if all(s.weights[1:].any() for s in cut) else None

@@ -1,0 +1,128 @@
+"""From lanes to global steps: packs ahead in a background thread, and its state is what was *consumed*.
+
+The one idea: global row g comes from lane g % lanes whoever trains it, and rank r of W serves the lanes ≡ r mod W. As W divides lanes and rows,
+those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a run may resume on another W.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ptf.data.batch import Batch
+from ptf.data.sample import Atom, length
+from ptf.data.stream import Stream, settle
+from ptf.errors import UserError
+
+
+class Counted(Stream[list[Atom]], Protocol):
+    """A lane: packed rows, and running totals of what went into them."""
+
+    def counts(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batches: list[Batch]
+    fill: float
+    states: dict[int, dict[str, Any]]  # of each lane, behind this step
+    counts: dict[str, int]
+
+
+class Loader:
+    """Stream[list[Batch]]: this rank's rows of one global step, in micro-batches."""
+
+    def __init__(
+        self, lane_factory: Callable[[int], Counted], *, lanes: int, rows: int, rank: int = 0, world_size: int = 1, micro_rows: int,
+        seq_len: int, prefetch: int = 2,
+    ):  # fmt: skip
+        if lanes % world_size or rows % world_size:
+            raise UserError(f"the number of workers ({world_size}) must divide data.lanes ({lanes}) and train.rows ({rows})")
+        self._factory, self._lanes, self._rows, self._rank, self._world = lane_factory, lanes, rows, rank, world_size
+        self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
+        self._thread: threading.Thread | None = None
+        self.step = 0  # the next to be yielded
+        self.waited_s = 0.0  # how long the last step kept the consumer waiting
+        self.fill = 0.0  # share of the last step's slots that hold tokens
+        self._open()
+
+    def _open(self) -> None:
+        self._served = {lane: self._factory(lane) for lane in range(self._rank, self._lanes, self._world)}
+        self._settle_on()
+
+    def _settle_on(self) -> None:
+        self._states, self.counts = self._snapshot()
+
+    def _snapshot(self) -> tuple[dict[int, dict[str, Any]], dict[str, int]]:
+        each = [lane.counts() for lane in self._served.values()]
+        return {lane: stream.state_dict() for lane, stream in self._served.items()}, {key: sum(c[key] for c in each) for key in each[0]}
+
+    def _pack(self, step: int) -> _Step:
+        rows = [next(self._served[(step * self._rows + j) % self._lanes]) for j in range(self._rank, self._rows, self._world)]
+        batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
+        fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
+        return _Step(batches, fill, *self._snapshot())
+
+    def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
+        while not stop.is_set():
+            item: _Step | BaseException
+            try:
+                item = self._pack(step)
+            except BaseException as e:  # whatever it is, it belongs to the consumer
+                item = e
+            while not stop.is_set():
+                try:
+                    out.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(item, BaseException):
+                return
+            step += 1
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._thread is None:
+            self._queue: queue.Queue = queue.Queue(maxsize=self._prefetch)
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._work, args=(self.step, self._queue, self._stop), name="ptf-loader", daemon=True)
+            self._thread.start()
+        start = time.perf_counter()
+        item = self._queue.get()
+        self.waited_s = time.perf_counter() - start
+        if isinstance(item, BaseException):
+            self._queue.put(item)  # and again, should one ask again
+            raise item
+        self.step += 1
+        self.fill, self._states, self.counts = item.fill, item.states, item.counts
+        return item.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state behind the last step that was yielded, of the lanes that this rank serves."""
+        return {"step": self.step, "lanes": {str(lane): settle(state) for lane, state in self._states.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the states of any ranks' loaders together, as long as this rank's lanes are among them."""
+        self.close()
+        missing = [lane for lane in self._served if str(lane) not in state["lanes"]]
+        if missing:
+            raise UserError(f"the checkpoint has no state of lanes {missing}: data.lanes cannot change on resume")
+        self._open()
+        self.step = int(state["step"])
+        for lane, stream in self._served.items():
+            stream.load_state_dict(state["lanes"][str(lane)])
+        self._settle_on()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Stop packing. What was packed ahead is gone from this loader; its state is not."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the loader's thread did not stop within {timeout_s} s: a read of the data hangs")
+        self._thread = None

@@ -1,0 +1,99 @@
+"""The packer: atoms in, rows of at most `seq_len` tokens out. Nothing is cut, and a row keeps an atom's samples together.
+
+The one idea: the lengths in the look-ahead window are the bits of one integer. The longest atom that fits is then a mask and a
+`bit_length`, and "do two of them fill the row exactly?" is one AND of that integer with its mirror image. The oldest atom always
+starts the next row, so none waits longer than `lookahead` rows.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ptf.data.sample import Atom, dump_atoms, length, load_atoms
+from ptf.data.stream import Later, Stream
+from ptf.errors import UserError
+
+
+class Packer:
+    """Stream[list[Atom]]. Over a finite iterator it ends when every atom has left in a row."""
+
+    def __init__(self, atoms: Stream[Atom] | Iterator[Atom], seq_len: int, lookahead: int = 64):
+        self._atoms, self._seq_len, self._lookahead = atoms, seq_len, lookahead
+        self._clear()
+
+    def _clear(self) -> None:
+        self._window: dict[int, Atom] = {}  # by number of arrival, oldest first
+        self._arrivals = 0
+        self._ages: list[deque[int]] = [deque() for _ in range(self._seq_len + 1)]  # by length, oldest first
+        self._bits = 0  # bit n: an atom of n tokens is there
+        self._mirror = 0  # bit seq_len - n: the same, read backwards
+
+    def _add(self, atom: Atom) -> None:
+        n = length(atom)
+        if n > self._seq_len:
+            raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {self._seq_len}")
+        self._window[self._arrivals] = atom
+        ages = self._ages[n]
+        if not ages:
+            self._bits |= 1 << n
+            self._mirror |= 1 << (self._seq_len - n)
+        ages.append(self._arrivals)
+        self._arrivals += 1
+
+    def _take(self, n: int) -> Atom:
+        """The oldest atom of n tokens."""
+        ages = self._ages[n]
+        number = ages.popleft()
+        if not ages:
+            self._bits ^= 1 << n
+            self._mirror ^= 1 << (self._seq_len - n)
+        return self._window.pop(number)
+
+    def _refill(self) -> None:
+        while len(self._window) < self._lookahead:
+            try:
+                self._add(next(self._atoms))
+            except StopIteration:
+                return
+
+    def _choose(self, room: int) -> int:
+        """Length of the next atom of a row with `room` tokens left; -1 where none fits."""
+        fits = self._bits & ((2 << room) - 1)
+        best = fits.bit_length() - 1
+        if best == room or best < 0:
+            return best
+        pairs = fits & (self._mirror >> (self._seq_len - room))  # n is there, and so is room - n
+        half = room >> 1
+        if pairs and room == 2 * half and pairs >> half & 1 and len(self._ages[half]) < 2:
+            pairs ^= 1 << half
+        return pairs.bit_length() - 1 if pairs else best
+
+    def __iter__(self) -> "Packer":
+        return self
+
+    def __next__(self) -> list[Atom]:
+        self._refill()
+        if not self._window:
+            raise StopIteration
+        n = length(next(iter(self._window.values())))
+        row, room = [], self._seq_len
+        while n >= 0:
+            row.append(self._take(n))
+            room -= n
+            self._refill()
+            n = self._choose(room) if room else -1
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": Later(tuple(self._window.values()), dump_atoms), "atoms": self._atoms.state_dict()}  # type: ignore[union-attr]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._clear()
+        for atom in load_atoms(state["window"]):
+            self._add(atom)
+        self._atoms.load_state_dict(state["atoms"])  # type: ignore[union-attr]
+
+
+def pack_all(atoms: Iterable[Atom], seq_len: int, lookahead: int = 1024) -> list[list[Atom]]:
+    """A finite number of atoms as rows, by the same packer."""
+    return list(Packer(iter(atoms), seq_len, lookahead))

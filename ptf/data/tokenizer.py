@@ -1,0 +1,168 @@
+"""The tokenizer: a thin layer over AutoTokenizer, which alone decides what text becomes which ids.
+
+The one idea: a chat is rendered by the model's own chat template and by nothing else, and what ends a turn is found by asking that
+template, not by knowing its family. The only transformers import in ptf.data.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ptf.errors import UserError
+
+Message = Mapping[str, Any]
+
+PROBES = (
+    "Hello, world!", "  two  spaces\tand a tab", "\n\nnewlines\n", "naïve café Ångström ﬁ ①", "数学 русский العربية हिन्दी", "👩‍👩‍👧 emoji",
+    "1234567.89e-10", "don't DON'T it's", "<|im_end|></s><|endoftext|>", "a\u0301 \u00e1", "x=  y;\r\n", "\u200b\ufeff",
+)  # fmt: skip
+
+
+class Tokenizer:
+    def __init__(self, hf: PreTrainedTokenizerBase, extra_stops: Sequence[int] = ()):
+        """`extra_stops`: ids that also end an answer, from the model's generation_config.json."""
+        self.hf = hf
+        self._extra_stops = tuple(extra_stops)
+
+    @classmethod
+    def load(cls, path: str, revision: str | None = None) -> "Tokenizer":
+        """From a directory or a Hugging Face id; never from the network where HF_HUB_OFFLINE is set."""
+        local = os.path.isdir(path) or os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
+        try:
+            hf = AutoTokenizer.from_pretrained(path, revision=revision, local_files_only=local)
+        except (OSError, ValueError) as e:
+            raise UserError(f"no tokenizer in {path}: {str(e).splitlines()[0]}") from None
+        try:
+            stops = GenerationConfig.from_pretrained(path, revision=revision, local_files_only=local).eos_token_id
+        except OSError:
+            stops = None
+        return cls(hf, stops if isinstance(stops, list) else [] if stops is None else [stops])
+
+    def save(self, directory: str | Path) -> None:
+        self.hf.save_pretrained(directory)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids in use; the model's embedding may have more rows."""
+        return len(self.hf)
+
+    @property
+    def pad_id(self) -> int:
+        """What fills the space behind a document. Masks go by position and never read it, so any id does where a tokenizer has none."""
+        pad = self.hf.pad_token_id
+        return pad if pad is not None else self.hf.eos_token_id or 0
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        """The id that stands for text which cannot be encoded; some tokenizers name a token here that means something else."""
+        unk = self.hf.unk_token_id
+        return None if unk in (self.hf.eos_token_id, self.hf.bos_token_id, self.hf.pad_token_id) else unk
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as it stands: nothing is put before or after it."""
+        ids = self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if self._unknown is not None and self._unknown in ids:
+            raise UserError(f"the tokenizer cannot encode all of {text if len(text) < 200 else text[:200] + '…'!r}")
+        return ids
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids, special tokens included."""
+        return self.hf.decode(np.asarray(ids, dtype=np.int64).tolist(), clean_up_tokenization_spaces=False)
+
+    @property
+    def template_name(self) -> str:
+        """What errors call the chat template: where it came from and the start of its hash."""
+        name = Path(str(self.hf.name_or_path)).name or "tokenizer"
+        return f"{name}#{hashlib.sha256(str(self.hf.chat_template).encode()).hexdigest()[:8]}"
+
+    def render_text(self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] | None = None) -> str:
+        """The conversation as the chat template writes it, up to where the model would speak if `generation_prompt`."""
+        if not self.hf.chat_template:
+            raise UserError(f"the tokenizer {self.template_name.split('#')[0]} has no chat template: give model.tokenizer one that has")
+        try:
+            return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False)  # type: ignore[return-value,arg-type]
+        except (TemplateError, TypeError, KeyError, IndexError) as e:
+            raise UserError(f"chat template {self.template_name} refuses the messages: {e}") from None
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] | None = None) -> list[int]:
+        """The ids of `render_text`."""
+        return self.encode(self.render_text(messages, generation_prompt, tools))
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: what the template writes after an assistant's turn (first) and after a tool call, then eos and the generation config's."""
+        known = [i for i in (self.hf.eos_token_id, *self._extra_stops) if i is not None]
+        special = set(self.hf.all_special_ids)
+        special |= {i for i, token in getattr(self.hf, "added_tokens_decoder", {}).items() if token.special}
+        turn, call = ([i for i in self._ending(build) if i in special] for build in (_answer, _tool_call))
+        stops = turn[:1] + known
+        if call and not set(call) & set(stops):
+            stops += call[-1:]
+        return tuple(dict.fromkeys(stops))
+
+    def _ending(self, build: Any) -> list[int]:
+        """The ids that follow a turn whatever it says: two turns that differ, and what both end in."""
+        if not self.hf.chat_template:
+            return []
+        try:
+            a, b = (self.hf(self.render_text(build(word), False), add_special_tokens=False)["input_ids"] for word in ("1", "2"))
+        except UserError:  # this template knows no such turn
+            return []
+        n = 0
+        while a != b and a[-1 - n] == b[-1 - n]:
+            n += 1
+        return a[len(a) - n :]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over what decides ids: vocabulary, merges, chat template, and the ids of probe strings (which catch a normalizer that was lost)."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        backend = getattr(self.hf, "backend_tokenizer", None)
+        model = json.loads(backend.to_str())["model"] if backend is not None else {}
+        probes = [self.hf(text, add_special_tokens=False)["input_ids"] for text in PROBES]
+        facts = [sorted(self.hf.get_vocab().items()), model.get("merges"), probes, self.hf.chat_template, self.hf.special_tokens_map]
+        return hashlib.sha256(json.dumps(facts, ensure_ascii=False, default=str).encode()).hexdigest()
+
+
+def _answer(word: str) -> list[Message]:
+    return [{"role": "user", "content": "1"}, {"role": "assistant", "content": word}]
+
+
+def _tool_call(word: str) -> list[Message]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": word}}}
+    return [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+ROLES = ("system", "user", "assistant", "tool")
+CHARACTER_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|><|assistant|>' }}{% endif %}"
+)
+
+
+def character_tokenizer(alphabet: str, directory: str | Path) -> Tokenizer:
+    """Write a tokenizer with one id a character, for tasks small enough for a CPU, as a directory for AutoTokenizer. `encode` refuses other characters."""
+    special = ["<|pad|>", "<unk>", "<|im_start|>", "<|im_end|>", *(f"<|{role}|>" for role in ROLES)]
+    vocab = {token: i for i, token in enumerate([*special, *sorted(set(alphabet))])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(special)
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<|pad|>", unk_token="<unk>", eos_token="<|im_end|>", clean_up_tokenization_spaces=False,
+        additional_special_tokens=[token for token in special if token not in ("<|pad|>", "<unk>", "<|im_end|>")],
+    )  # fmt: skip
+    hf.chat_template = CHARACTER_TEMPLATE
+    hf.save_pretrained(directory)
+    return Tokenizer.load(str(directory))
