@@ -1,0 +1,106 @@
+"""The calculator steps of GSM8K, `<<48/2=24>>`: real expressions in the four operations, short enough for a small model.
+
+The one idea: a step counts as seen by its expression, the text before `=`. No expression of test.jsonl or dev.jsonl is in what is trained on,
+neither among the steps of the training problems nor among the generated ones.
+"""
+
+import ast
+import json
+import operator
+import os
+import random
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ptf.errors import UserError
+from ptf.tasks.tiny import Question, write_task
+
+STEP = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+NUMBER = re.compile(r"\d+\.\d+|\.\d+|\d+")
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.USub: operator.neg, ast.UAdd: operator.pos}
+
+
+def prepare(directory: str, *, data: str | None = None, generated: int = 20000, held_out: int = 500, seed: int = 0, shuffle_answers: bool = False) -> None:
+    """Write the task (see `write_task`) from `gsm8k/` under `data` (default: $PTF_DATA, else ../shared/data). dev holds `held_out` expressions of
+    the training problems, test all those of the test problems that no training problem has; `generated` further ones join the data to imitate."""
+    root = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / "gsm8k"
+    known = steps(root / "train.jsonl")
+    rng = random.Random(f"gsm8k_steps/{seed}")
+    expressions = list(dict.fromkeys(question for question, _ in known))
+    dev_expressions = set(rng.sample(expressions, held_out))
+    train = [step for step in known if step[0] not in dev_expressions]
+    dev = [step for step in _once(known) if step[0] in dev_expressions]
+    test = [step for step in _once(steps(root / "test_first819.jsonl")) if step[0] not in set(expressions)]
+    extra = generate(expressions, generated, rng, avoid={*expressions, *(question for question, _ in test)})
+    print(
+        f"gsm8k_steps: {len(known)} distinct steps ({len(expressions)} distinct expressions) in the training problems: {len(train)} to train on, "
+        f"{len(dev)} in dev; {len(extra)} generated; {len(test)} expressions in test"
+    )
+    rng.shuffle(train)
+    imitate = train + extra
+    rng.shuffle(imitate)
+    write_task(directory, train=imitate, prompts=train, dev=dev, test=test, shuffle_answers=shuffle_answers, seed=seed)
+
+
+def steps(path: Path) -> list[Question]:
+    """The distinct steps of the problems in a file, in order of appearance: equal where the text between << and >> is equal."""
+    if not path.exists():
+        raise UserError(f"{path} is not there: point PTF_DATA (or the argument `data`) at a directory with gsm8k/{path.name}")
+    with path.open() as lines:
+        found = [step for line in lines for step in STEP.findall(json.loads(line)["answer"])]
+    return [(f"{expression}=", answer) for expression, answer in dict.fromkeys(found)]
+
+
+def _once(found: Sequence[Question]) -> list[Question]:
+    """The first step of each expression."""
+    return list({question: (question, answer) for question, answer in reversed(found)}.values())[::-1]
+
+
+def generate(patterns: Sequence[str], n: int, rng: random.Random, avoid: set[str]) -> list[Question]:
+    """n further expressions: known ones in which some numbers are redrawn with as many digits, and whose value has at most two decimals."""
+    made: dict[str, str] = {}
+    while len(made) < n:
+        question = NUMBER.sub(lambda found: _redraw(found.group(), rng) if rng.random() < 0.7 else found.group(), rng.choice(patterns))
+        if question not in avoid and question not in made:
+            answer = decimal(question.rstrip("="))
+            if answer is not None:
+                made[question] = answer
+    return list(made.items())
+
+
+def _redraw(number: str, rng: random.Random) -> str:
+    """Another number of the same shape; the first digit is kept off 0 unless it was 0."""
+    return "".join(c if c == "." or (c == "0" and i == 0) else str(rng.randint(i == 0, 9)) for i, c in enumerate(number))
+
+
+def decimal(expression: str) -> str | None:
+    """The exact value as people write it; None if it is negative, undefined, or has more than two decimals."""
+    try:
+        value = _value(ast.parse(expression, mode="eval").body)
+    except (ZeroDivisionError, SyntaxError, KeyError):  # KeyError: another operator, such as //
+        return None
+    cents = value * 100
+    if value < 0 or cents.denominator != 1:
+        return None
+    return f"{cents.numerator // 100}.{cents.numerator % 100:02d}".rstrip("0").rstrip(".")
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp):
+        return OPERATORS[type(node.op)](_value(node.operand))
+    assert isinstance(node, ast.Constant)
+    return Fraction(str(node.value))
+
+
+def numeric(row: Mapping[str, Any], text: str) -> float:
+    """Reward: 1 where the text is the answer, as numbers where both are (0.50 is 0.5)."""
+    said, answer = text.strip(), row["answer"].strip()
+    try:
+        return float(Fraction(said) == Fraction(answer))
+    except (ValueError, ZeroDivisionError):
+        return float(said == answer)

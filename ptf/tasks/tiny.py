@@ -1,0 +1,62 @@
+"""What the demo tasks share: expressions with answers, written as the files of a data set, beside a model small enough for a CPU.
+
+The one idea: a task is made whole, from data to tokenizer to model config, so that a fresh clone trains without a download.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptf.data.tokenizer import character_tokenizer
+
+Question = tuple[str, str]  # "12+7=", "19"
+
+
+def prompt_row(question: Question) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question[0]}], "answer": question[1]}
+
+
+def chat_row(question: Question) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question[0]}, {"role": "assistant", "content": question[1]}]}
+
+
+def write_task(
+    directory: str, *, train: Sequence[Question], prompts: Sequence[Question], dev: Sequence[Question], test: Sequence[Question],
+    shuffle_answers: bool, seed: int,
+) -> None:  # fmt: skip
+    """`train.jsonl` to imitate; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl` to answer; `held_out_chat.jsonl`, dev to imitate, for a held-out
+    loss; `model/`. With `shuffle_answers` the training prompts get one another's answers: a control from which nothing can be learned."""
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    if shuffle_answers:
+        answers = [answer for _, answer in prompts]
+        random.Random(f"shuffle_answers/{seed}").shuffle(answers)
+        prompts = [(question, answer) for (question, _), answer in zip(prompts, answers, strict=True)]
+    _write(root / "train.jsonl", map(chat_row, train))
+    _write(root / "train_prompts.jsonl", map(prompt_row, prompts))
+    _write(root / "dev.jsonl", map(prompt_row, dev))
+    _write(root / "test.jsonl", map(prompt_row, test))
+    _write(root / "held_out_chat.jsonl", map(chat_row, dev))
+    write_model(root / "model", "".join(sorted({c for questions in (train, prompts, dev, test) for q in questions for c in q[0] + q[1]})))
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_model(directory: Path, alphabet: str) -> None:
+    """A Qwen3 of 0.6 million parameters without weights (`model.init: random`), and a tokenizer with one id a character."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = character_tokenizer(alphabet, directory)
+    ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", **ids,
+        "vocab_size": -(-tokenizer.vocab_size // 8) * 8, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+        "max_position_embeddings": 128, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": True,
+        "use_cache": True, "use_sliding_window": False, "bos_token_id": None,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
