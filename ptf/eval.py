@@ -9,9 +9,10 @@ from ptf.config import Job
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.rl.fit import clustered, held_out_prompts, sampler_spec, start_directory
+from ptf.rl.fit import clustered, held_out_prompts, sampler_spec
 from ptf.rl.rewards import Rewards
 from ptf.rl.validate import pass_rates
+from ptf.train.start import start_directory, tokenizer_directory
 
 
 def evaluate(job: Job, run: Path) -> dict[str, float]:
@@ -22,9 +23,9 @@ def evaluate(job: Job, run: Path) -> dict[str, float]:
     if not knobs.sources or reward is None:
         return {}
     base = bridge.locate(job.model.path, job.model.revision)
-    tokenizer_path = job.model.tokenizer or str(base)
+    tokenizer_path = tokenizer_directory(job.model, base, run)
     prompts = held_out_prompts(job.evaluate.sources, Tokenizer.load(tokenizer_path), knobs.limit)
-    models = {"": run / "model"} | ({"start/": start_directory(job, base, run, tokenizer_path)} if knobs.start else {})
+    models = {"": run / "model"} | ({"start/": start_directory(job.model, base, run, tokenizer_path, job.seed)} if knobs.start else {})
     metrics: dict[str, float] = {}
     rewards = Rewards(reward)
     try:

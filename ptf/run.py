@@ -79,7 +79,7 @@ def work(text: str, directory: str) -> None:
         fit(job, world, Path(directory))
 
 
-def world_of(job: Job):  # noqa: ANN201
+def world_of(job: Job):
     compute = job.compute
     threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads)

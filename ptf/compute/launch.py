@@ -25,7 +25,10 @@ def torchrun(arguments: Sequence[str], workers: int, threads: int) -> None:
         raise UserError(f"torchrun ended with status {done.returncode}; its lines above say why")
 
 
-def on_ray(function: Callable[..., object], arguments: Sequence[object], *, workers: int, device: str, threads: int | None, address: str | None, workdir: Path, timeout_s: float) -> None:
+def on_ray(
+    function: Callable[..., object], arguments: Sequence[object], *, workers: int, device: str, threads: int | None, address: str | None,
+    workdir: Path, timeout_s: float,
+) -> None:  # fmt: skip
     """A verl worker group runs the function on every rank."""
     from ptf.compute.gang import run_gang
     from ptf.compute.ray_session import ray_session

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class World:
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     mesh: DeviceMesh | None = None  # ("replicate", "shard"); None: one process without collectives
 
     @property

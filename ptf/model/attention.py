@@ -88,7 +88,7 @@ class PerDocument:
 
 
 @functools.cache
-def _compiled_flex():  # noqa: ANN202
+def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)

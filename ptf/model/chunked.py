@@ -61,9 +61,9 @@ class _TokenLogprobs(Function):
         for part in _chunks(len(x), len(head)):
             logits = (x[part] @ head.t()).float() / temperature
             normalisers[part] = lse = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - lse
-            p = (logits - lse[:, None]).exp_()
-            entropy[part] = lse - (p * logits).sum(-1)
+            logits -= lse[:, None]
+            logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1)
+            entropy[part] = -(logits.exp() * logits).sum(-1)
         ctx.save_for_backward(x, head, targets, normalisers)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)

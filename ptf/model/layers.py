@@ -1,9 +1,9 @@
 """The parts every decoder shares: the one place where a projection is made, RMSNorm, the gated MLP."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
-import torch
 
 from ptf.model.config import DecoderConfig
 

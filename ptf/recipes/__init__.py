@@ -50,6 +50,6 @@ def build(job: Job) -> Recipe:
     if isinstance(job.recipe, Plug):
         return plug.bind(job.recipe)(**job.algo)  # type: ignore[arg-type]
     if job.recipe == "sft":
-        return SFT(job.data.seq_len, job.data.train_on, job.data.too_long)
+        return SFT(job.data.train_on)
     assert job.rollout is not None
     return GRPO(**job.algo.model_dump(), temperature=job.rollout.temperature)  # type: ignore[union-attr]

@@ -22,15 +22,13 @@ from ptf.recipes import Metrics
 
 @dataclass(frozen=True)
 class SFT:
-    seq_len: int
     train_on: Literal["assistant", "last"] = "assistant"
-    too_long: Literal["error", "drop", "truncate"] = "error"
     companions: tuple[str, ...] = ()
     online: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
-        return encode_chat(row, tokenizer, source, self.seq_len, self.train_on, self.too_long)
+        return encode_chat(row, tokenizer, source, self.train_on)
 
     def units(self, batch: Batch) -> Tensor:
         return batch.weights.sum(dtype=torch.float64)

@@ -6,6 +6,7 @@ in this process (`LocalCluster`) or on Ray (`VerlCluster`) without knowing.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ def split(items: list, parts: int) -> list[list]:
     """Contiguous parts whose sizes differ by at most one."""
     size, rest = divmod(len(items), parts)
     starts = [i * size + min(i, rest) for i in range(parts + 1)]
-    return [items[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return [items[a:b] for a, b in itertools.pairwise(starts)]
 
 
 class Role(Protocol):

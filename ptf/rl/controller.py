@@ -3,8 +3,8 @@
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -96,8 +96,6 @@ class Controller:
 
     def annotate(self, groups: Sequence[Group], role: RoleGroup, name: str) -> tuple[list[Group], np.ndarray]:
         """Add a role's log-probs of every sampled token as a stream; also |role − engine| of each token."""
-        from dataclasses import replace
-
         samples = [sample_of(t) for g in groups for t in g]
         values = iter(role.call("logprobs", samples))
         marked = [tuple(replace(t, streams={**t.streams, name: next(values)[len(t.prompt.tokens) :]}) for t in g) for g in groups]
@@ -149,7 +147,9 @@ class Controller:
         with self.cluster.phase(self.rollout, "validate"):
             found: dict[str, float] = {}
             for name, prompts in self.held_out.items():
-                rates, _ = pass_rates(self.rollout, self.rewards, prompts, self.step, f"validate {name}", samples=0, temperature=1.0, max_new_tokens=self.knobs.max_new_tokens)
+                rates, _ = pass_rates(
+                    self.rollout, self.rewards, prompts, self.step, f"validate {name}", samples=0, temperature=1.0, max_new_tokens=self.knobs.max_new_tokens
+                )
                 found |= {f"{key}/{name}": value for key, value in rates.items()}
             return found
 
@@ -170,6 +170,6 @@ class Controller:
         print(f"resumed from {path} (step {step} of {self.job.train.steps})", flush=True)
         return step
 
-    def close(self) -> Any:
+    def close(self) -> None:
         self.track.close()
         self.rewards.close()

@@ -40,7 +40,8 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
-        """Check what arrived against the manifest, then replace the weights and forget every cached prefix. Raises SyncError before any change if the check fails."""
+        """Check what arrived against the manifest, then replace the weights and forget every cached prefix. Raises SyncError, before any
+        change, if the check fails."""
         ...
 
     def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:

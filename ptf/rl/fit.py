@@ -1,15 +1,17 @@
 """From an online job to a running controller: its cluster, its roles, its prompts; and to one rollout role alone, for evaluation."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ptf import recipes
 from ptf.compute.launch import default_threads
-from ptf.compute.world import World, joined
+from ptf.compute.world import joined
 from ptf.config import Job
 from ptf.config.schema import Source
 from ptf.data.pipeline import prompts_once, prompts_stream
+from ptf.data.stream import Map
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -19,7 +21,7 @@ from ptf.rl.controller import Controller
 from ptf.rl.rewards import Rewards
 from ptf.rl.roles import Learner, Sampler, Scorer
 from ptf.train.fit import specs
-from ptf.train.trainer import load_model
+from ptf.train.start import start_directory, tokenizer_directory
 
 
 @contextlib.contextmanager
@@ -59,20 +61,14 @@ def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine
     return RoleSpec("rollout", Sampler, kwargs, workers, env)
 
 
-def start_directory(job: Job, directory: Path, run: Path, tokenizer: str) -> Path:
-    """Where training starts from, with weights: random ones are drawn once and written to `run/start`."""
-    start = run / "start"
-    if job.model.init == "pretrained":
-        return directory
-    if not start.is_dir():
-        alone = World()
-        model, family = load_model(directory, alone, init="random", seed=job.seed, precision="fp32")
-        bridge.save_hf(bridge.hf_tensors(model, family), directory, start, writes=True, tokenizer=tokenizer)
-    return start
+def fits(prompt: Prompt, room: int) -> Prompt:
+    if len(prompt.tokens) > room:
+        raise UserError(f"a prompt of source {prompt.source} has {len(prompt.tokens)} tokens; data.seq_len leaves {room} beside rollout.max_new_tokens")
+    return prompt
 
 
 def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit: int) -> dict[str, list[Prompt]]:
-    return {name: list(prompts_once({name: spec}, tokenizer, limit=limit)) for name, spec in specs(sources).items()}
+    return {name: list(itertools.islice(prompts_once(source.path, name, tokenizer), limit)) for name, source in sources.items()}
 
 
 def fit_online(job: Job, run: Path) -> None:
@@ -82,11 +78,14 @@ def fit_online(job: Job, run: Path) -> None:
         raise UserError("an online recipe needs the section rollout")
     recipe = recipes.build(job)
     directory = bridge.locate(job.model.path, job.model.revision)
-    tokenizer_path = job.model.tokenizer or str(directory)
+    tokenizer_path = tokenizer_directory(job.model, directory, run)
     tokenizer = Tokenizer.load(tokenizer_path)
-    prompts = prompts_stream(specs(job.data.sources), tokenizer, seed=job.seed, shuffle=job.data.shuffle, max_tokens=job.data.seq_len - knobs.max_new_tokens)
+    prompts = Map(
+        prompts_stream(specs(job.data.sources), tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle),
+        lambda prompt: fits(prompt, job.data.seq_len - knobs.max_new_tokens),
+    )
     held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit) if job.train.validate_every else {}
-    start = start_directory(job, directory, run, tokenizer_path)
+    start = start_directory(job.model, directory, run, tokenizer_path, job.seed)
     workers = job.compute.workers
     common = {"directory": str(start), "init": "pretrained", "seed": job.seed, "width": job.data.seq_len, "temperature": knobs.temperature}
     frozen = {"precision": job.train.precision, "micro_rows": job.train.micro_rows}

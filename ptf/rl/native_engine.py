@@ -5,6 +5,7 @@ samples of one prompt) are read once. A request draws from a stream of random nu
 """
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -159,7 +160,7 @@ class NativeEngine:
         reduce = lambda x, head: token_logprobs(x, head, batch.targets, batch.weights)[0]  # noqa: E731
         values = self.model(batch.tokens, batch.positions, batch.segments, reduce)[0].cpu().numpy()
         starts = np.cumsum([0, *batch.lengths])
-        return [values[a : b - 1] for a, b in zip(starts, starts[1:], strict=False)]
+        return [values[a : b - 1] for a, b in itertools.pairwise(starts)]
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         receipt = check(buckets, manifest, self.version)

@@ -169,7 +169,10 @@ class Sampler:
 
     distributed: ClassVar[bool] = False
 
-    def __init__(self, world: World, *, engine: str, directory: str, tokenizer: str, version: int, seed: int, precision: str, max_length: int, timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self, world: World, *, engine: str, directory: str, tokenizer: str, version: int, seed: int, precision: str, max_length: int,
+        timeout_s: float, **options: Any,
+    ) -> None:  # fmt: skip
         self.world, self.seed, self.timeout_s = world, seed, timeout_s
         self.tokenizer = Tokenizer.load(tokenizer)
         self.engine = make_engine(engine, directory, world, version=version, seed=seed, precision=precision, max_length=max_length, **options)
@@ -220,7 +223,9 @@ def seed_of(seed: int, key: str, prompt: int, sample: int) -> int:
     return int(np.random.SeedSequence([seed, *key.encode(), prompt, sample]).generate_state(1, np.uint32)[0])
 
 
-def make_engine(kind: str, directory: str, world: World, *, version: int, seed: int, precision: str, max_length: int, **options: Mapping[str, Any]) -> RolloutEngine:
+def make_engine(
+    kind: str, directory: str, world: World, *, version: int, seed: int, precision: str, max_length: int, **options: Mapping[str, Any]
+) -> RolloutEngine:
     dtype = "bfloat16" if precision == "bf16" else "float32"
     if kind == "native":
         from ptf.rl.native_engine import NativeEngine

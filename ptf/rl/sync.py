@@ -37,8 +37,9 @@ class Receipt:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's type, shape and bytes."""
     data = tensor.detach().to("cpu").contiguous()
-    head = f"{data.dtype} {tuple(data.shape)} ".encode()
-    return hashlib.sha256(head + data.view(torch.uint8).numpy().tobytes() if data.dim() else head + data.reshape(1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    sha = hashlib.sha256(f"{data.dtype} {tuple(data.shape)} ".encode())
+    sha.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def bucketed(tensors: Iterable[tuple[str, Tensor]], limit: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:

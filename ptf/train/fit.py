@@ -21,6 +21,7 @@ from ptf.model.flops import Flops
 from ptf.recipes import Recipe
 from ptf.train.export import export
 from ptf.train.resume import refuse_frozen_changes
+from ptf.train.start import tokenizer_directory
 from ptf.train.trainer import Trainer, load_model
 from ptf.train.validate import held_out_loss
 
@@ -29,7 +30,8 @@ def fit(job: Job, world: World, run: Path) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory."""
     recipe = recipes.build(job)
     directory = bridge.locate(job.model.path, job.model.revision)
-    tokenizer = Tokenizer.load(job.model.tokenizer or str(directory))
+    tokenizer_path = str(world.share(tokenizer_directory(job.model, directory, run) if world.leads else None))
+    tokenizer = Tokenizer.load(tokenizer_path)
     model, family = load_model(directory, world, init=job.model.init, seed=job.seed, precision=job.train.precision)
     trainer = Trainer(model, world, job.train)
     loader = make_loader(job, recipe, tokenizer, world)
@@ -43,7 +45,6 @@ def fit(job: Job, world: World, run: Path) -> None:
         for step in range(start, job.train.steps):
             began = time.perf_counter()
             micro = next(loader)
-            waited = time.perf_counter() - began
             metrics = trainer.step(micro, recipe, step)
             lengths = [n for batch in micro for n in batch.lengths]
             targets = sum(int((batch.weights != 0).sum()) for batch in micro)
@@ -53,7 +54,8 @@ def fit(job: Job, world: World, run: Path) -> None:
             if job.data.validation and job.train.validate_every and ((step + 1) % job.train.validate_every == 0 or step + 1 == job.train.steps):
                 metrics |= held_out_loss(model, recipe, held_out, world, job.train.micro_rows, job.data.seq_len)
             spent = time.perf_counter() - began
-            metrics |= {"tok_s": tokens / spent, "mfu": work / spent / peak, "mem_gib": memory_gib(world.device), "data_wait_s": waited, "step_s": spent}
+            metrics |= {"tok_s": tokens / spent, "mfu": work / spent / peak, "mem_gib": memory_gib(world.device)}
+            metrics |= {"data_wait_s": loader.waited_s, "step_s": spent}
             if track:
                 track.log(step + 1, metrics)
             if saves.due(step + 1):
@@ -62,12 +64,12 @@ def fit(job: Job, world: World, run: Path) -> None:
         loader.close()
         if track:
             track.close()
-    export(model, family, directory, run / "model", world, tokenizer.path)
+    export(model, family, directory, run / "model", world, tokenizer_path)
 
 
 def specs(sources: Any) -> dict[str, SourceSpec]:
     """The config's sources as plain values."""
-    return {name: SourceSpec(s.path, s.kind, s.weight) for name, s in sources.items()}
+    return {name: SourceSpec(s.path, s.weight, s.kind) for name, s in sources.items()}
 
 
 def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World) -> Loader:
@@ -76,7 +78,7 @@ def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World) ->
     def lane(index: int) -> Any:
         return lane_stream(
             index, sources=specs(data.sources), tokenizer=tokenizer, encode=lambda row, source: recipe.encode(row, tokenizer, source),
-            lanes=data.lanes, seed=job.seed, shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead,
+            lanes=data.lanes, seed=job.seed, shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead, too_long=data.too_long,
         )  # fmt: skip
 
     return Loader(
@@ -88,8 +90,8 @@ def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World) ->
 def held_out_rows(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[list[Atom]]]:
     """The validation sets, packed."""
     encode = lambda row, source: recipe.encode(row, tokenizer, source)  # noqa: E731
-    sets = specs(job.data.validation)
-    return {name: pack_all(list(atoms_once({name: spec}, tokenizer, encode)), job.data.seq_len) for name, spec in sets.items()}
+    once = lambda name, spec: atoms_once({name: spec}, encode=encode, seq_len=job.data.seq_len, too_long=job.data.too_long)  # noqa: E731
+    return {name: pack_all(once(name, spec), job.data.seq_len) for name, spec in specs(job.data.validation).items()}
 
 
 def announce(job: Job, world: World, config: Any) -> None:
@@ -108,10 +110,9 @@ def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, worl
     step, path, text = found  # type: ignore[misc]
     refuse_frozen_changes(text, job)
     checkpoint.load_tensors(path, trainer.model, trainer.optimizer, world)
-    lanes: dict[int, Any] = {}
+    lanes: dict[str, Any] = {}
     for file in sorted(path.glob("host_*.pt")):
-        state = checkpoint.load_host(file)
-        lanes |= state["lanes"]
+        lanes |= checkpoint.load_host(file)["lanes"]
     loader.load_state_dict({"step": step, "lanes": lanes})
     if world.leads:
         print(f"resumed from {path} (step {step} of {job.train.steps})", flush=True)

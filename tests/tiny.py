@@ -1,0 +1,74 @@
+"""Tiny real models and data that tests share."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ptf.data.batch import Batch
+from ptf.data.sample import Sample
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 96, "max_position_embeddings": 256, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def checkpoint(directory: Path, *, tied: bool = True, seed: int = 0, **changes: object) -> Path:
+    """A Qwen3 checkpoint that transformers made, with norms away from 1 so that no test passes by their being there."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": tied, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0, 0.2) if name.endswith("norm.weight") else parameter.normal_(0, 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+def sample(length: int, seed: int, vocab: int = SIZES["vocab_size"], trained: float = 0.6) -> Sample:
+    rng = np.random.default_rng(seed)
+    weights = (np.arange(length) >= length * (1 - trained)).astype(np.float32)
+    return Sample(rng.integers(0, vocab, length).astype(np.int32), weights, "a")
+
+
+def packed(rows: list[list[int]], width: int, seed: int = 0) -> Batch:
+    """A batch of rows of documents of these lengths."""
+    return Batch.of([[(sample(n, seed * 1000 + 10 * r + i),) for i, n in enumerate(row)] for r, row in enumerate(rows)], width)
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arithmetic(directory: Path, *, rows: int = 200) -> dict:
+    """Sums as chats, a character tokenizer and a model config in `directory`; the raw job that trains on them."""
+    from ptf.data.tokenizer import character_tokenizer
+
+    tokenizer = character_tokenizer("0123456789+-=", directory / "model")
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES, "vocab_size": tokenizer.vocab_size, "tie_word_embeddings": True,
+        "torch_dtype": "float32", "pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.stop_ids[0], "hidden_act": "silu",
+    }  # fmt: skip
+    (directory / "model" / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    pairs = rng.integers(1, 30, (rows + 20, 2)).tolist()
+    asked = [[{"role": "user", "content": f"{a}+{b}="}] for a, b in pairs]
+    chats = [{"messages": [*m, {"role": "assistant", "content": str(a + b)}]} for m, (a, b) in zip(asked, pairs, strict=True)]
+    prompts = [{"messages": m, "answer": str(a + b)} for m, (a, b) in zip(asked, pairs, strict=True)]
+    write_jsonl(directory / "train.jsonl", chats[:rows])
+    write_jsonl(directory / "held_out.jsonl", chats[rows:])
+    write_jsonl(directory / "prompts.jsonl", prompts)
+    return {
+        "recipe": "sft", "output": str(directory / "runs"), "seed": 1,
+        "model": {"path": str(directory / "model"), "init": "random"},
+        "data": {"sources": {"sums": {"path": str(directory / "train.jsonl")}}, "validation": {"held_out": {"path": str(directory / "held_out.jsonl")}},
+                 "lanes": 4, "seq_len": 64, "shuffle": 16, "lookahead": 8},
+        "train": {"steps": 12, "lr": 1e-3, "rows": 4, "micro_rows": 2, "precision": "fp32", "validate_every": 4},
+        "compute": {"launcher": "local", "device": "cpu", "threads": 1},
+        "checkpoint": {"every": 5}, "track": {"tensorboard": False},
+    }  # fmt: skip
