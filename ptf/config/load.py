@@ -36,12 +36,12 @@ def loads(text: str) -> Job:
 
 def dump(job: Job) -> str:
     """YAML with every key, defaults too."""
-    return yaml.dump(job.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=160)
+    return yaml.dump(job.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=160)
 
 
 def fingerprint(job: Job, *sections: str) -> str:
     """16 hex digits of SHA-256 over the named sections (dotted; all when none): what a stage's output depends on."""
-    whole = job.model_dump(mode="json")
+    whole = job.model_dump()
     chosen = {section: _at(whole, section) for section in sections} if sections else whole
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -56,7 +56,7 @@ def resolve(job: Job, *, prepared: str | None = None, start: str | None = None, 
             return [placed(inner) for inner in value]
         return f"{prepared}/{value.removeprefix('prepare:')}" if isinstance(value, str) and value.startswith("prepare:") else value
 
-    values = job.model_dump(mode="json")
+    values = job.model_dump()
     if prepared is not None:
         values |= {section: placed(values[section]) for section in ("model", "data", "evaluate")}
     if start is not None and values["model"]["path"].startswith("job:"):
@@ -91,7 +91,7 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[str]:
 def _shown(value: Any) -> str:
     if value is ABSENT:
         return "absent"
-    return json.dumps(value.model_dump(mode="json") if isinstance(value, Section) else value, ensure_ascii=False)
+    return json.dumps(value.model_dump() if isinstance(value, Section) else value, ensure_ascii=False)
 
 
 def _at(values: Any, section: str) -> Any:
@@ -122,6 +122,6 @@ def _checked(tree: Tree) -> Job:
 
 
 def _counts(error: ErrorDetails, known: bool, unread: bool) -> bool:
-    """Not so: a key that may be in the text that could not be read, and what only a known recipe can judge."""
+    """Not so: a key that may be in the text that could not be read, and what pydantic has to say of an unknown recipe."""
     missing = error["type"] == "missing"
-    return not (missing and unread) and (known or error["loc"][0] not in ("algo", "recipe") or (missing and error["loc"] == ("recipe",)))
+    return not (missing and unread) and (known or missing or error["loc"][0] != "recipe")

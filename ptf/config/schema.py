@@ -188,7 +188,7 @@ class ComputeConfig(Section):
     """CPU threads of each worker; default: the machine's cores divided by the workers."""
     address: str | None = free(None)
     """Address of a running Ray cluster; by default one is started for the run and stopped after it."""
-    timeout_s: PositiveFloat = free(1800)
+    timeout_s: PositiveFloat = free(1800.0)
     """Deadline of any one wait: a collective, a phase of a step, a worker's start."""
 
 
@@ -277,7 +277,7 @@ class Job(Section):
     """Of everything random."""
     model: ModelConfig
     data: DataConfig
-    algo: SFTAlgo | GRPOAlgo | dict[str, Any]
+    algo: SFTAlgo | GRPOAlgo | dict[str, Any] = {}
     """Knobs of the recipe; of a plugged recipe: its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig

@@ -8,6 +8,7 @@ written twice is a problem.
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,12 @@ class Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """PyYAML writes the line breaks of Unicode bare, and reads them back as a space; escape them."""
+        return self.represent_scalar(TAG + "str", data, style='"' if re.search("[\x85\u2028\u2029]", data) else None)
+
+
+Dumper.add_representer(str, Dumper.represent_str)
 
 for _tag, _pattern, _first in RESOLVERS:
     for _class in (Loader, Dumper):
@@ -192,7 +199,7 @@ def _override(text: str, tree: Tree) -> Node:
 def _read(text: str, start: Place, tree: Tree) -> Node | None:
     """One YAML text; None where it is not valid. With a line in `start` every node gets its own line, without one all get `start`."""
     try:
-        node = yaml.compose(text, Loader)
+        node = yaml.compose(_json_as_yaml(text), Loader)
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         line = mark.line + 1 if mark else text[: getattr(exc, "position", 0)].count("\n") + 1
@@ -233,6 +240,15 @@ def _scalar(node: yaml.Node, path: tuple[str, ...], place: Place, tree: Tree) ->
     if kind not in READ and kind != "str":
         tree.problems.append(Problem(place, ".".join(path), f"the tag {node.tag} means nothing here"))
     return _joined(text)
+
+
+def _json_as_yaml(text: str) -> str:
+    """JSON is YAML, but for tabs and for characters that YAML folds or refuses: escape those. Lines stay what they are."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return text
+    return text.encode("ascii", "backslashreplace").decode().replace("\x7f", "\\x7f").replace("\t", " ")
 
 
 def _joined(text: str) -> str:

@@ -1,6 +1,5 @@
 """The online loop, readable as the algorithm. One process runs it and calls role groups; it holds no tensors but what it passes on."""
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +47,7 @@ class Controller:
         while self.step < self.job.train.steps:
             began = time.perf_counter()
             self.cluster.seconds.clear()
-            prompts = list(itertools.islice(self.prompts, knobs.prompts))
+            prompts = [next(self.prompts) for _ in range(knobs.prompts)]
             with phase(self.rollout, "rollout"):
                 groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", knobs.group, knobs.max_new_tokens, knobs.temperature)
             reward_began = time.perf_counter()
@@ -139,7 +138,7 @@ class Controller:
     def canary_prompts(self) -> list[Prompt]:
         """Four prompts, taken without moving the stream."""
         state = self.prompts.state_dict()
-        taken = list(itertools.islice(self.prompts, 4))
+        taken = [next(self.prompts) for _ in range(4)]
         self.prompts.load_state_dict(state)
         return taken
 
