@@ -1,10 +1,10 @@
 """One row of data as atoms to train on, or as a prompt to answer.
 
-The one idea: encoders are pure functions of a row. Which file the row came from and what happens to a sample that is too long is the
-pipeline's affair, the same for every recipe.
+The one idea: encoders are pure functions of a row. Which file the row came from, and what happens to a sample that is too long, is the
+affair of `Encoder`, the same for every recipe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,8 @@ from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 
 TooLong = Literal["error", "drop", "truncate"]
+Encode = Callable[[dict[str, Any], str], list[Atom]]  # (row, source name); an empty list skips the row
+COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated")
 
 
 def encode_chat(row: Mapping[str, Any], tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant") -> list[Atom]:
@@ -49,3 +51,28 @@ def fit(atom: Atom, seq_len: int, too_long: TooLong) -> Atom | None:
     room = seq_len // len(atom)
     cut = tuple(Sample(s.tokens[:room], s.weights[:room], s.source, {k: v[:room] for k, v in s.streams.items()}) for s in atom)
     return cut if all(s.weights[1:].any() for s in cut) else None
+
+
+class Encoder:
+    """Turns a row into atoms that fit, and counts. `whole` are the tokens of each row's longest atom: tokens / whole is what splitting conversations cost."""
+
+    def __init__(self, encode: Encode, name: str, seq_len: int, too_long: TooLong):
+        self._encode, self._name, self._seq_len, self._too_long = encode, name, seq_len, too_long
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    def __call__(self, place: tuple[dict[str, Any], str]) -> list[Atom]:
+        row, where = place
+        try:
+            whole = self._encode(row, self._name)
+            atoms = [fit(atom, self._seq_len, self._too_long) for atom in whole]
+        except UserError as e:
+            raise UserError(f"{where} (source {self._name}): {e}") from None
+        kept = [atom for atom in atoms if atom is not None]
+        self.counts["rows"] += 1
+        self.counts["samples"] += len(kept)
+        self.counts["tokens"] += sum(length(atom) for atom in kept)
+        self.counts["trained"] += sum(int((s.weights != 0).sum()) for atom in kept for s in atom)
+        self.counts["whole"] += max((length(atom) for atom in kept), default=0)
+        self.counts["dropped"] += len(atoms) - len(kept)
+        self.counts["truncated"] += sum(a is not None and a is not b for a, b in zip(atoms, whole, strict=True))
+        return kept

@@ -4,22 +4,20 @@ The one idea: a lane is a pure function of (config, lane number), so whoever ser
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ptf.data.encode import TooLong, encode_prompt, fit
+from ptf.data import tokenized
+from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, encode_prompt
 from ptf.data.mixer import Mixer
 from ptf.data.packing import Packer
-from ptf.data.sample import Atom, dump_atoms, length, load_atoms
-from ptf.data.sources import Place, Row, Source, rows_once
+from ptf.data.sample import Atom, dump_atoms, load_atoms
+from ptf.data.sources import Row, Source, rows_once
 from ptf.data.stream import Later, Map, Shuffle, Stream, settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
-
-Encode = Callable[[Row, str], list[Atom]]  # (row, source name)
-COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +25,6 @@ class SourceSpec:
     path: str
     weight: float = 1.0
     kind: Literal["chat", "prompt", "tokenized"] = "chat"
-
-
-class Encoder:
-    """Turns a row into atoms that fit, and counts. `whole` are the tokens of each row's longest atom: tokens / whole is what splitting conversations cost."""
-
-    def __init__(self, encode: Encode, name: str, seq_len: int, too_long: TooLong):
-        self._encode, self._name, self._seq_len, self._too_long = encode, name, seq_len, too_long
-        self.counts = dict.fromkeys(COUNTS, 0)
-
-    def __call__(self, place: Place) -> list[Atom]:
-        row, where = place
-        try:
-            whole = self._encode(row, self._name)
-            atoms = [fit(atom, self._seq_len, self._too_long) for atom in whole]
-        except UserError as e:
-            raise UserError(f"{where} (source {self._name}): {e}") from None
-        kept = [atom for atom in atoms if atom is not None]
-        self.counts["rows"] += 1
-        self.counts["samples"] += len(kept)
-        self.counts["tokens"] += sum(length(atom) for atom in kept)
-        self.counts["trained"] += sum(int((s.weights != 0).sum()) for atom in kept for s in atom)
-        self.counts["whole"] += max((length(atom) for atom in kept), default=0)
-        self.counts["dropped"] += len(atoms) - len(kept)
-        self.counts["truncated"] += sum(a is not None and a is not b for a, b in zip(atoms, whole, strict=True))
-        return kept
 
 
 class Encoded:
@@ -103,21 +76,27 @@ def lane_stream(
     """Everything that lane `lane` of `lanes` will ever train on, as packed rows."""
     encoded, shuffled = [], {}
     for name, spec in sources.items():
-        source, to_atoms = _open(spec, lane, lanes, tokenizer, encode)
+        if spec.kind == "tokenized":
+            source, to_atoms = tokenized.source(spec.path, tokenizer.fingerprint(), lane, lanes), tokenized.decode
+        else:
+            source, to_atoms = Source(spec.path, lane, lanes), encode
         encoded.append(Encoded(source, Encoder(to_atoms, name, seq_len, too_long)))
         shuffled[name] = Shuffle(encoded[-1], shuffle, f"shuffle/{seed}/{lane}/{name}", encoded[-1].epoch, dump_atoms, load_atoms)
     return Lane(encoded, Mixer(shuffled, {name: spec.weight for name, spec in sources.items()}), seq_len, lookahead)
 
 
-def _open(spec: SourceSpec, lane: int, lanes: int, tokenizer: Tokenizer, encode: Encode) -> tuple[Source, Encode]:
-    return Source(spec.path, lane, lanes), encode
-
-
-def atoms_once(sources: Mapping[str, SourceSpec], *, encode: Encode, seq_len: int, too_long: TooLong = "error") -> Iterator[Atom]:
-    """Every atom of every source once, in file order: held-out data."""
+def atoms_once(
+    sources: Mapping[str, SourceSpec], *, encode: Encode, seq_len: int, too_long: TooLong = "error", tokenizer: Tokenizer | None = None
+) -> Iterator[Atom]:
+    """Every atom of every source once, in file order: held-out data. Tokenized sources need `tokenizer`, to check that they were written with it."""
     for name, spec in sources.items():
-        encoder = Encoder(encode, name, seq_len, too_long)
-        for place in rows_once(spec.path):
+        if spec.kind == "tokenized":
+            assert tokenizer is not None, "a tokenized source is read with the tokenizer that it must have been written with"
+            places, to_atoms = tokenized.places(spec.path, tokenizer.fingerprint()), tokenized.decode
+        else:
+            places, to_atoms = rows_once(spec.path), encode
+        encoder = Encoder(to_atoms, name, seq_len, too_long)
+        for place in places:
             yield from encoder(place)
 
 

@@ -1,0 +1,39 @@
+"""The prepare plug: code of the user's that makes data, a tokenizer or a model config, run once for each key.
+
+The one idea: it works in a temporary sibling that is renamed when complete, so a directory under its key is whole, or is not there.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ptf import storage
+from ptf.errors import UserError
+
+
+def prepare(plug: Callable[[str], Any], key: str, root: str) -> str:
+    """Run `plug(directory)` and return `{root}/{key}`, which then holds what it wrote and a manifest. What an earlier run made under this key is reused.
+    `key` is to name the plug and its arguments. Whatever the plug raises is passed on, and nothing is left behind."""
+    target = Path(root) / key
+    if (target / storage.MANIFEST).exists():
+        print(f"prepare: reusing {target}")
+        return str(target)
+    if target.exists():
+        raise UserError(f"{target} is there but was not written by prepare (it has no {storage.MANIFEST}): move it away")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        part.chmod(0o755)
+        plug(str(part))
+        storage.commit(str(part), {"key": key})
+        try:
+            part.rename(target)
+        except OSError:  # another process was faster
+            if not (target / storage.MANIFEST).exists():
+                raise
+            print(f"prepare: reusing {target}")
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return str(target)
