@@ -1,0 +1,221 @@
+"""A gang: N processes on Ray that form one process group. verl's worker groups place and start them; each runs the functions it is sent.
+
+The one idea: whatever goes wrong in one rank is said by the driver at once, with a name. The error of a function is raised here as it was
+raised there; a process that died, or a deadline that passed, becomes a RuntimeError with rank, pid and what was being done.
+"""
+
+# ruff: noqa: E402  environment variables come before the imports that read them
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when it is imported
+
+# "nvidia" names the GPU resource; without it verl warns about CPUs
+os.environ.update({"VERL_LOGGING_LEVEL": "ERROR", "VERL_PLATFORM": "nvidia", "VERL_USE_EXTERNAL_PLUGINS": "none", **os.environ})
+_handlers = list(logging.root.handlers)
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from verl.single_controller.base import Worker
+from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
+
+ECHO_S = 2.0  # after the first failure: one rank's error makes the collectives of the others fail, so wait for the one that speaks plainly
+FETCH_S = 600.0  # to copy one finished result to the driver
+DRAIN_S = 0.6  # the last lines that workers print take up to 0.5 s to reach the driver
+
+
+@dataclass(frozen=True)
+class Member:
+    rank: int
+    actor: str
+    pid: int
+    node: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (actor {self.actor[:8]}, pid {self.pid}, node {self.node})"
+
+
+class Rank(Worker):
+    """One process of a gang. verl's Worker sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* for `ptf.compute.world.joined`."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+        threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+
+    def __repr__(self) -> str:  # Ray puts it before every line that this process prints
+        return f"{self.label} {self.rank}"
+
+    def member(self) -> Member:
+        context = ray.get_runtime_context()
+        return Member(self.rank, context.get_actor_id() or "", os.getpid(), ray.util.get_node_ip_address())
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        return fn(*args)
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when its raylet is gone, busy or not: by itself it may stay for a minute."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+class Gang:
+    """`workers` processes, started and introduced. `env` is added to the environment of each. Every wait ends after `timeout_s`."""
+
+    def __init__(
+        self, label: str, *, workers: int, timeout_s: float, use_gpu: bool = False, threads: int | None = None, env: Mapping[str, str] | None = None,
+        pool: RayResourcePool | None = None, worker: type[Rank] = Rank,
+    ) -> None:  # fmt: skip
+        self.label, self.timeout_s = label, timeout_s
+        self.members: list[Member] = []
+        self._owned = pool is None
+        self._group: RayWorkerGroup | None = None
+        threads = threads or max(1, (os.cpu_count() or 1) // workers)
+        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}  # spinning is 25 times slower on a busy CPU
+        self._pool = pool or make_pool(workers, use_gpu=use_gpu, timeout_s=timeout_s)
+        try:
+            address, port = _rendezvous(self._pool.pgs[0], timeout_s)
+            self._group = RayWorkerGroup(
+                resource_pool=self._pool, ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker), label), worker_env=environment,
+                bin_pack=True, use_gpu=use_gpu, device_name="cuda" if use_gpu else "cpu", master_addr=address, master_port=port,
+            )  # fmt: skip
+            self.members = self.invoke("member", [()] * workers, doing="starting")
+        except BaseException:
+            self.close()
+            raise
+        for member in self.members:
+            print(f"{label}: {member}", flush=True)
+
+    def execute(self, fn: Callable[..., Any], per_rank_args: Sequence[Sequence[Any]], timeout_s: float | None = None) -> list[Any]:
+        """`fn(*per_rank_args[rank])` on every rank; results in rank order."""
+        return self.invoke("run", [(fn, *args) for args in per_rank_args], doing=getattr(fn, "__qualname__", str(fn)), timeout_s=timeout_s)
+
+    def invoke(self, method: str, per_rank_args: Sequence[Sequence[Any]], *, doing: str, timeout_s: float | None = None) -> list[Any]:
+        """A method of the workers, like `execute`. An argument that is an ObjectRef arrives as its value."""
+        assert self._group is not None, f"{self.label} is closed"
+        columns = [list(column) for column in zip(*per_rank_args, strict=True)]  # verl deals lists of this length out, one element a rank
+        refs = self._group.execute_all_async(method, *columns)
+        return self._gather(refs, doing, self.timeout_s if timeout_s is None else timeout_s)
+
+    def _gather(self, refs: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        ranks = {ref: rank for rank, ref in enumerate(refs)}
+        results: dict[int, Any] = {}
+        failures: dict[int, RayTaskError | RayActorError] = {}
+        while ranks:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                if failures:
+                    raise self._verdict(failures, doing)
+                waiting = ", ".join(self._name(rank) for rank in ranks.values())
+                raise RuntimeError(f"{self.label} {waiting}: not done with {doing} after {timeout_s:g} s")
+            done, _ = ray.wait(list(ranks), num_returns=1, timeout=min(left, 1.0))
+            for ref in done:
+                rank = ranks.pop(ref)
+                try:
+                    results[rank] = ray.get(ref, timeout=min(max(left, 1.0), FETCH_S))
+                except (RayTaskError, RayActorError) as error:
+                    deadline = min(deadline, time.monotonic() + ECHO_S) if not failures else deadline
+                    failures[rank] = error
+        if failures:
+            raise self._verdict(failures, doing)
+        return [results[rank] for rank in range(len(refs))]
+
+    def _verdict(self, failures: Mapping[int, RayTaskError | RayActorError], doing: str) -> BaseException:
+        """The failure that explains the others: a death, then anything but a RuntimeError (a broken collective is one), then the first."""
+        rank, error = min(failures.items(), key=lambda item: (not isinstance(item[1], RayActorError), isinstance(_cause(item[1]), RuntimeError)))
+        if isinstance(error, RayActorError):
+            reason = " ".join(str(error).split())
+            failed = RuntimeError(f"{self.label} {self._name(rank)} died while doing {doing}: {reason[:400]}")
+        else:
+            failed = _cause(error)
+            failed.add_note(f"raised in {self.label} {self._name(rank)} while doing {doing}")
+        failed.__cause__ = error if failed is not error else None  # its text is the traceback of the worker
+        return failed
+
+    def _name(self, rank: int) -> str:
+        return str(self.members[rank]) if self.members else f"rank {rank}"
+
+    def close(self) -> None:
+        """Kill the processes and give their places back."""
+        for worker in self._group.workers if self._group else []:
+            ray.kill(worker)
+        if self._owned:
+            for group in self._pool.pgs:
+                remove_placement_group(group)
+        self._group = None
+
+    def __enter__(self) -> "Gang":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def run_gang(
+    fn: Callable[..., Any], args: Sequence[Any] = (), *, workers: int, timeout_s: float, use_gpu: bool = False, threads: int | None = None,
+    env: Mapping[str, str] | None = None, label: str = "gang",
+) -> Any:  # fmt: skip
+    """`fn(*args)` on every rank until all are done, however long that takes; returns rank 0's result. `timeout_s` bounds the start alone:
+    a rank that dies is noticed when it dies."""
+    with Gang(label, workers=workers, timeout_s=timeout_s, use_gpu=use_gpu, threads=threads, env=env) as gang:
+        try:
+            return gang.execute(fn, [tuple(args)] * workers, timeout_s=float("inf"))[0]
+        finally:
+            time.sleep(DRAIN_S)
+
+
+def _cause(error: RayTaskError | RayActorError) -> BaseException:
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, BaseException) else error
+
+
+def layout(workers: int, slots: Sequence[int]) -> list[int]:
+    """Workers on each node, equally many: on as few nodes as can hold them. Raises RuntimeError if they do not fit."""
+    for nodes in range(1, workers + 1):
+        if workers % nodes == 0 and sum(free >= workers // nodes for free in slots) >= nodes:
+            return [workers // nodes] * nodes
+    raise RuntimeError(f"{workers} workers do not fit: the nodes have room for {sorted(slots, reverse=True)}; lower compute.workers or join a larger cluster")
+
+
+def make_pool(workers: int, *, use_gpu: bool, timeout_s: float, colocate: int = 1) -> RayResourcePool:
+    """Reserved places: one GPU each, shared by up to `colocate` processes, or a CPU slot. Raises RuntimeError if they are not free in time."""
+    resource = "GPU" if use_gpu else "CPU"
+    nodes = layout(workers, [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]])
+    pool = RayResourcePool(process_on_nodes=nodes, use_gpu=use_gpu, max_colocate_count=colocate)
+    place = {"CPU": colocate, **({"GPU": 1} if use_gpu else {})}
+    pool.pgs = [placement_group([place] * count, strategy="STRICT_PACK") for count in nodes]  # verl would wait for them without a deadline
+    try:
+        ray.get([group.ready() for group in pool.pgs], timeout=timeout_s)
+    except GetTimeoutError:
+        for group in pool.pgs:
+            remove_placement_group(group)
+        free = ray.available_resources().get(resource, 0)
+        raise RuntimeError(f"no room for {workers} workers after {timeout_s:g} s: {free:g} {resource} slots are free in the cluster") from None
+    return pool
+
+
+def _rendezvous(group: PlacementGroup, timeout_s: float) -> tuple[str, str]:
+    """Address and a free port on rank 0's node. (verl asks without a deadline, in a process that first imports verl.)"""
+
+    def here() -> tuple[str, str]:
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), str(probe.getsockname()[1])
+
+    place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+    return ray.get(ray.remote(here).options(scheduling_strategy=place).remote(), timeout=timeout_s)

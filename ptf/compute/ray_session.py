@@ -1,0 +1,128 @@
+"""Ray for the length of a run: one of its own, or a running cluster joined by address.
+
+The one idea: a run leaves nothing behind. Its own Ray lives in a temporary directory, token included (nothing goes under the home
+directory), and on exit every process that it started is gone, after a grace period by force. A Ray that this process is already
+connected to is used as it is and left running.
+"""
+
+
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Ray reads the first when it is imported: import this module before ray or verl
+os.environ.update({"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0", "RAY_USAGE_STATS_ENABLED": "0", **os.environ})
+
+import psutil
+import ray
+from ray._raylet import AuthenticationTokenLoader
+
+GRACE_S = 10.0  # for Ray's processes to end by themselves; they take 1-2 s on an idle 2-core machine
+
+
+@contextlib.contextmanager
+def ray_session(
+    *, address: str | None = None, workdir: Path | None = None, cpus: int | None = None, gpus: int | None = None, timeout_s: float = 120.0
+) -> Iterator[None]:
+    """Connect this process to Ray. `address` joins a running cluster (`auto`: the one in RAY_ADDRESS, as in a submitted job); None starts one here.
+
+    `cpus` is how many slots for processes the run needs: a slot places a process and does not limit what it uses, so there may be more slots
+    than cores. `gpus` None: those Ray finds. If the run fails, the logs of its own Ray are kept in `workdir`/ray-logs. `timeout_s` bounds the start.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    quiet = {"logging_level": "warning", "log_to_driver": True}
+    if address is not None:
+        _reachable(address, timeout_s)
+        with _sigterm_kept():
+            ray.init(address=address, **quiet)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    home = Path(tempfile.mkdtemp(prefix="ptf-ray-"))  # short: Ray's socket paths must fit in 107 characters
+    before = {process.pid for process in psutil.Process().children()}
+    try:
+        _own_token(home / "auth_token")
+        os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(timeout_s))  # noqa: SIM112  Ray's spelling
+        with _sigterm_kept():
+            slots = max(os.cpu_count() or 1, cpus or 1)
+            ray.init(address="local", _temp_dir=str(home), include_dashboard=False, num_cpus=slots, num_gpus=gpus, **quiet)
+        yield
+    except BaseException:
+        logs = home / "session_latest" / "logs"
+        if workdir is not None and logs.exists():
+            shutil.copytree(logs, workdir / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        raise
+    finally:
+        started = [child for child in psutil.Process().children() if child.pid not in before and _mentions(child, str(home))]
+        family = started + [process for child in started for process in _descendants(child)]
+        ray.shutdown()
+        _, alive = psutil.wait_procs(family, timeout=GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=GRACE_S)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _own_token(path: Path) -> None:
+    """A fresh secret that only this user reads. Token authentication itself is Ray's default for a local cluster; RAY_AUTH_MODE set
+    after ray was imported is seen by the servers and not by the driver, so it is left to Ray."""
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    AuthenticationTokenLoader.instance().reset_cache()
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)  # a notice that the mode was unset
+
+
+def _reachable(address: str, timeout_s: float) -> None:
+    """Raise ConnectionError unless the address answers in time: `ray.init` itself was still trying after ten minutes."""
+    where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    if where == "auto":
+        return  # Ray looks for a cluster on this machine, and says at once if there is none
+    host, _, port = where.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        raise ValueError(f"compute.address is {where!r}; write host:port, or auto for the cluster named by RAY_ADDRESS")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=max(1.0, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"no Ray cluster answers at {where} after {timeout_s:.0f} s: {error}; check compute.address") from error
+        time.sleep(1.0)
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray replaces the SIGTERM handler: put back one that the program had set."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _mentions(process: psutil.Process, word: str) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(word in part for part in process.cmdline())
+    return False
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
