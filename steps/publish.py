@@ -1,0 +1,73 @@
+"""Publish: pass the gate, then make a version appear: its files, its manifest, and last the pointer. Nothing is ever moved."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from ptf.config import Job, dump, fingerprint
+from ptf.errors import UserError
+from steps.artifact import Artifact
+
+
+def publish(job: Job, artifact: Artifact) -> Artifact:
+    """The version is named by the lineage, so publishing again changes nothing. Raises UserError, before anything is written, if the
+    exported model does not give the trained model's log-probs in transformers, its tokenizer gives other ids, or the evaluation regressed."""
+    from ptf import storage
+    from ptf.eval import refuse_regression
+
+    assert artifact.run is not None and artifact.model is not None
+    resolved = artifact.resolve(job)
+    root = job.publish.to or f"{job.output}/published"
+    if job.publish.metric:
+        refuse_regression(artifact.metrics, _published_metrics(root), job.publish.metric, job.publish.max_drop)
+    difference = gate(resolved, Path(artifact.run), Path(artifact.model))
+    staged = Path(artifact.run) / "publish"
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(artifact.model, staged)
+    (staged / "README.md").write_text(card(resolved, artifact))
+    manifest = {
+        "version": artifact.lineage, "job": dump(resolved), "config": fingerprint(job), "metrics": dict(artifact.metrics), "logprob_difference": difference
+    }  # fmt: skip
+    storage.commit(str(staged), manifest)
+    storage.upload(staged, f"{root}/{artifact.lineage}")
+    storage.write_text(f"{root}/latest.json", json.dumps({"version": artifact.lineage}))
+    shutil.rmtree(staged)
+    print(f"published {root}/{artifact.lineage} (log-probs in transformers within {difference:.1e} of the trained model's)", flush=True)
+    return artifact.but(published=f"{root}/{artifact.lineage}")
+
+
+def gate(job: Job, run: Path, model: Path) -> float:
+    """Load the export as its users will. Returns the largest log-prob difference; raises UserError if it is too large."""
+    from ptf.data.tokenizer import Tokenizer
+    from ptf.model.bridge import locate
+    from ptf.model.verify import export_difference
+
+    trained = Tokenizer.load(job.model.tokenizer or str(locate(job.model.path, job.model.revision)))
+    if Tokenizer.load(str(model)).fingerprint() != trained.fingerprint():
+        raise UserError(f"not published: the tokenizer in {model} gives other ids than the one that was trained with")
+    probe = json.loads((run / "probe.json").read_text())
+    difference = export_difference(model, probe["tokens"], probe["logprobs"])
+    bound = 0.2 if job.train.precision == "bf16" else 1e-4
+    if not difference <= bound:
+        raise UserError(f"not published: loaded in transformers, {model} differs from the trained model by {difference:.3g} in a log-prob (bound {bound:g})")
+    return difference
+
+
+def _published_metrics(root: str) -> Mapping[str, float]:
+    from ptf import storage
+
+    if not storage.exists(f"{root}/latest.json"):
+        return {}
+    version = json.loads(storage.read_text(f"{root}/latest.json"))["version"]
+    return json.loads(storage.read_text(f"{root}/{version}/manifest.json"))["metrics"]
+
+
+def card(job: Job, artifact: Artifact) -> str:
+    """The model card: what it is, how it did, what made it."""
+    rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in sorted(artifact.metrics.items()) if not name.startswith("train/"))
+    name = job.recipe if isinstance(job.recipe, str) else job.recipe.use
+    return (
+        f"# {artifact.lineage}\n\nTrained by ptf ({name}) from `{job.model.path}`.\n\n| metric | value |\n|---|---|\n{rows}\n"
+        f"Serve it: `vllm serve <this directory>`\n\n```yaml\n{dump(job)}```\n"
+    )
