@@ -35,4 +35,4 @@ def on_ray(
 
     gpu = pick_device(device).type == "cuda"
     with ray_session(address=address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
-        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads or default_threads(workers), timeout_s=timeout_s)
+        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads or default_threads(workers), timeout_s=timeout_s, label="train")

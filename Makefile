@@ -1,0 +1,41 @@
+# The front door. Every target is something a person could type; `make run` and `make test` need nothing before them.
+SHELL := /bin/bash
+PY := .venv/bin/python
+PIN := requirements/$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu).txt
+export PYTHONUNBUFFERED := 1
+export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: setup run test check bench test-gpu bench-gpu docs clean
+
+setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
+
+.venv/ready: $(PIN) pyproject.toml
+	@./requirements/install.sh $(PIN)
+
+run: setup                               ## the main job: SFT, then GRPO, and a table of what came of it
+	$(PY) benchmarks/main_job.py
+
+test: setup                              ## the suite
+	$(PY) -m pytest
+
+check: setup                             ## lint and types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+
+docs: setup                              ## regenerate docs/config.md and configs/schema.json
+	$(PY) -m ptf.config.reference
+
+bench: setup                             ## every benchmark; results go to benchmarks/results/
+	$(PY) benchmarks/main_job.py --seeds 0 1 2 --control --longer-sft
+	$(PY) benchmarks/gsm8k_steps.py
+
+test-gpu:                                ## on a machine with a GPU, with the Python that is there
+	python3 -m pytest tests/gpu -m gpu
+
+bench-gpu:                               ## tokens per second, MFU and memory of packed SFT on one GPU
+	python3 benchmarks/gpu_sft.py
+
+clean:                                   ## remove runs and caches, keep .venv
+	rm -rf runs .metaflow .hypothesis .ruff_cache .pytest_cache

@@ -1,0 +1,152 @@
+"""The offline loop: what it promises about resuming, splitting and refusing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from ptf.compute.tracking import Tracker, is_clock, read_metrics
+from ptf.config import loads
+from ptf.errors import UserError
+from ptf.run import run
+from tests.tiny import arithmetic
+
+
+class Stopped(Exception):
+    pass
+
+
+def train(raw: dict, lineage: str, **changes) -> Path:
+    for key, value in changes.items():
+        section, name = key.split("__")
+        raw = {**raw, section: {**raw[section], name: value}}
+    return run(loads(yaml.safe_dump(raw)), lineage)
+
+
+def facts(directory: Path) -> list[dict]:
+    """The metrics that a clock did not make."""
+    return [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model" / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture
+def raw(tmp_path):
+    return arithmetic(tmp_path)
+
+
+def stop_at(monkeypatch, step: int) -> None:
+    log = Tracker.log
+
+    def stopping(self, at, metrics):
+        log(self, at, metrics)
+        if at == step:
+            raise Stopped
+
+    monkeypatch.setattr(Tracker, "log", stopping)
+
+
+@pytest.mark.parametrize("stops", [[3], [8], [5, 10, 11]])
+def test_a_resumed_run_ends_with_the_same_bits(raw, stops, monkeypatch):
+    whole = train(raw, "whole")
+    for stop in stops:
+        with monkeypatch.context() as patch:
+            stop_at(patch, stop)
+            with pytest.raises(Stopped):
+                train(raw, "stopped")
+    resumed = train(raw, "stopped")
+    assert same(weights(whole), weights(resumed))
+    assert facts(whole) == facts(resumed)
+    assert [row["step"] for row in facts(whole)] == list(range(1, 13))
+
+
+def test_another_seed_is_another_run(raw):
+    """Negative control of the comparison above."""
+    a, b = train(raw, "a"), train({**raw, "seed": 2}, "b")
+    assert not same(weights(a), weights(b))
+    assert facts(a) != facts(b)
+
+
+def test_how_rows_are_split_into_passes_does_not_change_the_loss(raw):
+    a, b = train(raw, "a"), train(raw, "b", train__micro_rows=1)
+    for x, y in zip(facts(a), facts(b), strict=True):
+        assert x["loss"] == pytest.approx(y["loss"], rel=2e-6)
+        assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-5)
+
+
+def test_bf16_trains_near_fp32_over_fp32_weights(raw):
+    a, b = train(raw, "a"), train(raw, "b", train__precision="bf16")
+    assert facts(a)[-1]["loss"] == pytest.approx(facts(b)[-1]["loss"], rel=0.02)
+    assert facts(a)[-1]["loss"] != facts(b)[-1]["loss"]
+    assert weights(b)["model.norm.weight"].dtype == torch.float32
+
+
+def test_a_finished_run_that_is_run_again_trains_nothing(raw):
+    directory = train(raw, "a")
+    before = (directory / "metrics.jsonl").read_text()
+    train(raw, "a")
+    assert (directory / "metrics.jsonl").read_text() == before
+
+
+def test_a_frozen_key_may_not_change_and_a_free_one_may(raw):
+    train(raw, "a")
+    train(raw, "a", train__micro_rows=4)
+    with pytest.raises(UserError, match=r"train\.lr"):
+        train(raw, "a", train__lr=2e-3)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_checkpoint_is_passed_over(raw, damage, monkeypatch, capsys):
+    whole = train(raw, "whole")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 11)
+        with pytest.raises(Stopped):
+            train(raw, "a")
+    checkpoint = Path(raw["output"]) / "a" / "checkpoints" / "step_00000010"
+    target = next((checkpoint / "tensors").glob("*.distcp"))
+    data = target.read_bytes()
+    if damage == "remove":
+        target.unlink()
+    else:
+        target.write_bytes(data[:-100] if damage == "truncate" else data[:2000] + bytes([data[2000] ^ 1]) + data[2001:])
+    resumed = train(raw, "a")
+    assert "is damaged" in capsys.readouterr().out
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_checkpoint_without_its_manifest_is_absent(raw, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 6)
+        with pytest.raises(Stopped):
+            train(raw, "a")
+    (Path(raw["output"]) / "a" / "checkpoints" / "step_00000005" / "manifest.json").unlink()
+    resumed = train(raw, "a")
+    assert facts(resumed)[-1]["step"] == 12
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(raw, monkeypatch):
+    from ptf.recipes.sft import SFT
+
+    loss = SFT.loss
+    monkeypatch.setattr(SFT, "loss", lambda *a: tuple(x if isinstance(x, dict) else x * float("nan") for x in loss(*a)))
+    with pytest.raises(FloatingPointError, match="step 0"):
+        train(raw, "a")
+
+
+def test_what_a_run_leaves_is_what_it_says(raw):
+    directory = train(raw, "a", track__tensorboard=True)
+    assert loads((directory / "job.yaml").read_text()).seed == 1
+    assert list((directory / "tensorboard").glob("events.*"))
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert {"loss", "lr", "grad_norm", "tok_s", "mfu", "fill", "mem_gib", "data_wait_s"} <= rows[0].keys()
+    assert [r["step"] for r in rows if "loss/held_out" in r] == [4, 8, 12]
+    assert rows[-1]["loss"] < rows[0]["loss"]
