@@ -67,7 +67,7 @@ def write_text(uri: str, text: str) -> None:
     files, path = _open(uri)
     if _local(files):
         with _replacing(Path(path)) as part:
-            part.write_text(text)
+            part.write_bytes(text.encode())
     else:
         files.pipe_file(path, text.encode())  # one PUT
 

@@ -292,8 +292,6 @@ class Job(Section):
     def _agrees(self) -> "Job":
         """Rules between keys: one line for each that is broken, beginning with the key to change."""
         workers = self.compute.workers
-        if both := self.data.sources.keys() & self.data.validation.keys():
-            raise ValueError(f"data.sources and data.validation share the names {sorted(both)}; every data set needs its own")
         faults = [
             f"{key} ({value}) must be a multiple of compute.workers ({workers})"
             for key, value in (("data.lanes", self.data.lanes), ("train.rows", self.train.rows))

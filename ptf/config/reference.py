@@ -1,0 +1,127 @@
+"""docs/config.md and configs/schema.json, written from the schema. Run `python -m ptf.config.reference` in the repository root.
+
+The one idea: the schema's annotations and attribute docstrings are the documentation; nothing is typed twice.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import models_json_schema
+from pydantic_core import PydanticUndefined
+
+from ptf.config.explain import core, section_at
+from ptf.config.schema import JOBS, Job, Plug, PlugJob, Section
+
+INTRO = """# Config
+
+Written from `ptf/config/schema.py` by `python -m ptf.config.reference`; do not edit.
+
+* A config is one YAML file or several, merged left to right: `ptf train what.yaml where.yaml --set train.lr=1e-5`. Sections merge key by
+  key, everything else replaces; a plug that names another `use` replaces the whole plug.
+* `extends: other.yaml` (or a list) at the top of a file puts the file over others; the path is relative to the file that says it.
+* Numbers may be written `1e-4`. Only `true` and `false` are booleans. There is no interpolation.
+* `ptf check CONFIG...` reports every problem at once with its file and line, or prints the config with all defaults.
+* *Frozen* keys must be the same when a run continues from a checkpoint; *free* keys may change.
+"""
+WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "null"}
+SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+def markdown() -> str:
+    """One table for each section, in the order of the schema."""
+    titles: dict[tuple[type[Section], bool], list[str]] = {}
+    for title, section, free in _sections(Job, "", False):
+        titles.setdefault((section, free), []).append(title)
+    return "\n".join([INTRO, *(_table(", ".join(names), section, free) for (section, free), names in titles.items())])
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of one config file. No key is required in it, since the file may be merged with others."""
+    jobs = (*JOBS.values(), PlugJob)
+    references, schema = models_json_schema([(job, "validation") for job in jobs], ref_template="#/$defs/{model}")
+    for definition in schema["$defs"].values():
+        definition.pop("required", None)
+    for job in jobs:
+        properties = schema["$defs"][job.__name__]["properties"]
+        properties["extends"] = TypeAdapter(str | list[str]).json_schema() | {"description": "Files that this one is put over."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "ptf config",
+        "anyOf": [references[job, "validation"] for job in jobs],
+        "$defs": schema["$defs"],
+    }
+
+
+def write(root: Path) -> None:
+    """Write both files below the repository's root."""
+    (root / "docs/config.md").write_text(markdown())
+    (root / "configs/schema.json").write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n")
+
+
+def _sections(section: type[Section], above: str, free: bool) -> Iterator[tuple[str, type[Section], bool]]:
+    """Title, section, and whether it lies below a free key."""
+    yield above.rstrip(".") or "Job", section, free
+    for name, field in section.model_fields.items():
+        named = get_origin(core(field.annotation)) is dict
+        inner = section_at(field.annotation, ["NAME"] if named else [])
+        if section is Job and name == "algo":
+            for recipe, job in JOBS.items():
+                yield f"algo, recipe {recipe}", section_at(job, ["algo"]) or Section, False
+        elif inner and inner is not Plug:
+            yield from _sections(inner, f"{above}{name}." + ("NAME." if named else ""), free or _free(field))
+    if section is Job:
+        yield "a plug", Plug, False
+
+
+def _table(title: str, section: type[Section], free: bool) -> str:
+    head = f"## {title}\n\n{(section.__doc__ or '').strip()}\n"
+    if not section.model_fields:
+        return head
+    rows = []
+    for name, field in section.model_fields.items():
+        inner = section_at(field.annotation, [])
+        inner = None if inner is Plug else inner
+        resume = "" if inner or section is Plug else "free" if free or _free(field) else "frozen"
+        about = " ".join((field.description or (inner and inner.__doc__) or "").split()).replace("|", "\\|")
+        rows.append(f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |")
+    return "\n".join([head, "| key | type | default | on resume | |", "|---|---|---|---|---|", *rows, ""])
+
+
+def _word(annotation: Any, limits: Any = ()) -> str:
+    """An annotation in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _word(inner[0], [limit for field in inner[1:] for limit in getattr(field, "metadata", [field])])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in inner)
+    if origin is dict:
+        return f"{_word(inner[1])} by name" if inner[1] is not Any else "keys and values"
+    if origin is tuple:
+        return f"list of {len(inner)}: {_word(inner[0])}"
+    if origin is Union or (not isinstance(annotation, type) and inner):
+        return " or ".join(dict.fromkeys(_word(choice) for choice in inner))
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "plug" if annotation is Plug else "section"
+    bounds = [f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in SIGNS.items() if hasattr(limit, name)]
+    return " ".join([WORDS[annotation], " and ".join(bounds)]).strip()
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    if isinstance(field.default, Section) or field.default == {}:
+        return "–"
+    return f"`{json.dumps(field.default)}`"
+
+
+def _free(field: FieldInfo) -> bool:
+    return field.json_schema_extra == {"resume": "free"}
+
+
+if __name__ == "__main__":
+    write(Path.cwd())

@@ -1,0 +1,371 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptf.config import ConfigError, Plug, dump, fingerprint, frozen_differences, load, loads, plug, resolve
+from ptf.config.tree import Node, Place, _over, merge
+
+SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
+GRPO = SFT.replace("sft", "grpo") + "rollout: {reward: {use: ptf.rl.rewards:exact, args: {a: 1}}}\n"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write `name.yaml` files in a directory of their own, which becomes the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**files: str) -> list[str]:
+        for name, text in files.items():
+            Path(f"{name}.yaml").write_text(text)
+        return [f"{name}.yaml" for name in files]
+
+    return write
+
+
+def problems(*files: str, overrides: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        load(*files, overrides=overrides)
+    return str(refused.value).splitlines()
+
+
+# --- round trip -------------------------------------------------------------------------------------------------
+
+texts = st.text(max_size=8) | st.sampled_from(
+    ["1e-4", "yes", "on", "null", "~", "0x1F", "1_000", "2024-01-01", "010", "1:30", "<<", "=", ".inf", "- a", "a: b", "😀"]
+)
+names = texts
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+plugs = st.fixed_dictionaries({"use": st.just("pkg.mod:name"), "args": st.dictionaries(names, plain, max_size=3)})
+sources = st.dictionaries(
+    names.filter(lambda name: not name.startswith("v")),
+    st.fixed_dictionaries({"path": texts}, optional={"kind": st.sampled_from(["chat", "prompt", "tokenized"]), "weight": st.floats(1e-9, 1e9)}),
+    min_size=1,
+    max_size=2,
+)
+positive = st.integers(1, 2**70)
+jobs = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries({"path": texts}, optional={"revision": st.none() | texts}),
+        "data": st.fixed_dictionaries({"sources": sources}, optional={"seq_len": positive, "prepare": st.none() | plugs}),
+        "train": st.fixed_dictionaries(
+            {"steps": positive, "lr": st.floats(1e-300, 1e300)},
+            optional={"betas": st.lists(st.floats(0, 1), min_size=2, max_size=2), "min_lr": st.floats(0, 1)},
+        ),
+    },
+    optional={
+        "output": texts,
+        "track": st.fixed_dictionaries({"tensorboard": st.booleans()}),
+        "compute": st.fixed_dictionaries({"timeout_s": st.integers(1, 99), "address": st.none() | texts}),
+        "flow": st.fixed_dictionaries({"steps": st.fixed_dictionaries({}, optional={"train": st.just({"gpu": 1})})}),
+    },
+).flatmap(
+    lambda values: (
+        st.sampled_from([{"recipe": "sft"}, {"recipe": "grpo", "algo": {"kl": 0.1}}])
+        .flatmap(lambda recipe: st.just(recipe) if recipe["recipe"] == "sft" else plugs.map(lambda reward: recipe | {"rollout": {"reward": reward}}))
+        .map(lambda recipe: values | recipe)
+        | plugs.map(lambda own: values | {"recipe": own, "algo": {"k": 1}})
+    )
+)
+
+
+@given(jobs)
+def test_dump_and_loads_are_inverse(values):
+    job = loads(json.dumps(values))
+    assert loads(dump(job)) == job
+    assert loads(job.model_dump_json()) == job
+    assert dump(loads(dump(job))) == dump(job)
+
+
+@given(plain)
+def test_any_value_survives_yaml_and_json(value):
+    job = loads(SFT).model_copy(update={"recipe": Plug(use="a:b", args={"value": value})})
+    infinite = "Infinity" in json.dumps(value)  # JSON has no word for it
+    for written in (dump(job), *([] if infinite else [json.dumps(job.model_dump())])):
+        args = loads(written).recipe.args  # type: ignore[union-attr]
+        assert repr(args) == repr({"value": value})  # 1 is not True, and 1.0 is not 1
+
+
+def test_dump_leaves_nothing_out():
+    text = dump(loads(SFT))
+    assert all(f"{key}:" in text for key in ("weight_decay", "timeout_s", "max_drop", "rollout", "cron"))
+
+
+# --- the dialect ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("5e-07", 5e-07), ("1.0e-5", 1e-5), ("1E3", 1e3), (".5", 0.5), ("1.", 1.0)])
+def test_numbers_with_an_exponent_are_numbers(text, value):
+    assert loads(SFT.replace("1e-4", text)).train.lr == value
+
+
+@pytest.mark.parametrize("word", ["yes", "no", "on", "off", "Yes", "ON", "y", "'true'", "1"])
+def test_only_true_and_false_are_booleans(word):
+    with pytest.raises(ConfigError, match="expected true or false"):
+        loads(SFT + f"track: {{tensorboard: {word}}}")
+    assert loads(SFT + "track: {tensorboard: false}").track.tensorboard is False
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("010", 10), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("0x1F", 31), ("1_000", 1000), ("~", None), ("!!str 1", "1")]
+)
+def test_no_surprises_of_yaml_1_1(text, value):
+    assert loads(GRPO.replace("{a: 1}", f"{{a: {text}}}")).rollout.reward.args == {"a": value}  # type: ignore[union-attr]
+
+
+def test_numbers_are_not_converted_in_silence():
+    for text in ("steps: '10'", "steps: 10.0", "steps: true"):
+        with pytest.raises(ConfigError, match="expected a whole number"):
+            loads(SFT.replace("steps: 10", text))
+    with pytest.raises(ConfigError, match="did you mean 1000"):
+        loads(SFT.replace("steps: 10", "steps: 1e3"))
+
+
+# --- problems ---------------------------------------------------------------------------------------------------
+
+
+def test_all_problems_of_all_files_at_once(write):
+    files = write(
+        base="evaluate: {sources: {a: {path: x}, b: }}\n",
+        a="extends: base.yaml\nrecipe: grpo\nmodel:\n  path: m\n  revison: main\nlr: 1e-4\ndata:\n  sources:\n    chat: {path: a, kind: chats}\n  lanes: '8'\n",
+        b="train:\n  steps: 0\n  clip: 1\n  clip: 2\nrollout:\n  group: 1\n",
+    )
+    assert problems("a.yaml", "b.yaml", overrides=("trian.lr=3", "compute.workers=x", "seed")) == [
+        "--set compute.workers=x  compute.workers  expected a whole number, got the text 'x'",
+        "--set seed  expected key.in.dots=value",
+        "--set trian.lr=3  trian  unknown key at the top  (did you mean train?)",
+        "a.yaml:5  model.revison  unknown key in model  (did you mean revision?)",
+        "a.yaml:6  lr  unknown key at the top  (did you mean train.lr?)",
+        "a.yaml:9  data.sources.chat.kind  expected one of chat, prompt, tokenized, got the text 'chats'  (did you mean chat?)",
+        "a.yaml:10  data.lanes  expected a whole number, got the text '8'",
+        "b.yaml:1  train.lr  is missing",
+        "b.yaml:2  train.steps  must be greater than 0, got 0",
+        "b.yaml:4  train.clip  written twice; first at b.yaml:3",
+        "b.yaml:5  rollout.reward  is missing",
+        "b.yaml:6  rollout.group  must be at least 2, got 1",
+        "base.yaml:1  evaluate.sources.b  expected a section, got nothing",
+    ]
+    assert len(files) == 3
+
+
+def test_one_fault_is_one_problem(write):
+    write(a=SFT)
+    assert problems("a.yaml", overrides=("train.setps=1",)) == ["--set train.setps=1  train.setps  unknown key in train  (did you mean steps?)"]
+    assert load("a.yaml").train.steps == 10
+
+
+def test_rules_between_keys_are_reported_together(write):
+    write(a=SFT, v=SFT + "evaluate:\n  sources: {e: {path: x}}\n")
+    assert problems("a.yaml", "v.yaml", overrides=("compute={workers: 3, launcher: local}", "train.warmup=20", "data.validation.chat.path=x")) == [
+        "--set compute={workers: 3, launcher: local}  compute.launcher  local is one process; use ray or torchrun for compute.workers > 1",
+        "--set data.validation.chat.path=x  data.validation.chat  has the name of one of data.sources",
+        "--set train.warmup=20  train.warmup  and train.decay together are longer than train.steps",
+        "v.yaml:3  data.lanes  (8) must be a multiple of compute.workers (3)",
+        "v.yaml:4  train.rows  (8) must be a multiple of compute.workers (3)",
+        "v.yaml:6  evaluate.sources  needs evaluate.reward to score the answers",
+    ]
+
+
+def test_unknown_recipe(write):
+    write(a=SFT.replace("sft", "grop") + "trian: 1\n")
+    assert problems("a.yaml") == [
+        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, grpo, or `use: module:name` for your own  (did you mean grpo?)",
+        "a.yaml:5  trian  unknown key at the top  (did you mean train?)",
+    ]
+    for recipe in ("3", "[sft]", ""):
+        with pytest.raises(ConfigError, match="no such recipe"):
+            loads(SFT.replace("sft", recipe))
+
+
+def test_a_section_that_the_recipe_lacks():
+    with pytest.raises(ConfigError, match="rollout  recipe sft does not take this section"):
+        loads(GRPO.replace("grpo", "sft"))
+    with pytest.raises(ConfigError, match=r"algo\.kl  unknown key in algo"):
+        loads(SFT + "algo: {kl: 0.1}")
+
+
+def test_missing_and_invalid_files(write):
+    write(bad="train:\n  steps: [1\nmodel: {}\n", bad2="a: 1\n\tb: 2\n", top="- 1\n", bom="\ufeff" + SFT, empty="")
+    Path("latin.yaml").write_bytes(b"output: \xe9\n")
+    assert problems("nope.yaml") == ["nope.yaml  cannot read the config file: no such file"]
+    found = problems("nope.yaml", "bad.yaml", "bad2.yaml", "top.yaml", "latin.yaml", overrides=("train.setps=1", "seed=["))
+    assert [line.split("  ")[0] for line in found] == [
+        "--set seed=[", "--set train.setps=1", "bad.yaml:3", "bad2.yaml:2", "latin.yaml", "nope.yaml", "top.yaml:1",
+    ]  # fmt: skip
+    assert load("bom.yaml", "empty.yaml").recipe == "sft"
+    assert problems("empty.yaml") == [f"empty.yaml:1  {key}  is missing" for key in ("data", "model", "recipe", "train")]
+
+
+def test_yaml_that_would_not_end_or_has_tags():
+    for text, word in (
+        ("a: &a {b: *a}", "contains itself"),
+        ("a: !!python/none x", "tag"),
+        ("a: !!int x", "not of the type int"),
+        ("a: \x01", "not valid YAML"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            loads(SFT + text)
+
+
+# --- merging ----------------------------------------------------------------------------------------------------
+
+trees = st.recursive(  # a name is always a section (capital) or always a leaf, as in a schema
+    st.fixed_dictionaries({}, optional={name: st.integers() for name in "abc"}),
+    lambda inner: st.fixed_dictionaries({}, optional={**{name: st.integers() | st.lists(st.integers(), max_size=2) for name in "abc"}, "D": inner, "E": inner}),
+    max_leaves=8,
+)
+
+
+@given(st.lists(trees, min_size=3, max_size=3))
+def test_merge_is_associative_and_the_last_wins(three):
+    a, b, c = (_node(tree) for tree in three)
+    assert _over(_over(a, b), c) == _over(a, _over(b, c))
+    assert _over(a, a) == a
+    assert _over(a, _node({})).plain() == a.plain() == _over(_node({}), a).plain()
+    merged = _over(a, b).plain()
+    assert all(merged[key] == value for key, value in three[1].items() if not isinstance(value, dict))
+    assert merged.keys() == three[0].keys() | three[1].keys()
+
+
+def _node(value) -> Node:
+    if isinstance(value, dict):
+        value = {key: _node(inner) for key, inner in value.items()}
+    return Node([_node(inner) for inner in value] if isinstance(value, list) else value, Place("x", 1))
+
+
+def test_extends_is_relative_to_the_file_and_lies_below_it(write, tmp_path):
+    write(a="extends: [sub/b.yaml, c.yaml]\ntrain: {lr: 3e-4}\n", c="train: {steps: 7, lr: 2e-4}\n")
+    Path("sub").mkdir()
+    Path("sub/b.yaml").write_text("extends: d.yaml\ntrain: {steps: 5, warmup: 2}\n")
+    Path("sub/d.yaml").write_text(SFT)
+    train = load("a.yaml").train
+    assert (train.steps, train.warmup, train.lr) == (7, 2, 3e-4)
+    assert load(tmp_path / "a.yaml") == load("a.yaml")
+    assert loads("extends: a.yaml") == load("a.yaml")
+
+
+def test_extends_refuses_circles_and_absent_files(write):
+    write(
+        a="extends: b.yaml\n" + SFT,
+        b="\nextends: ./a.yaml\n",
+        c=SFT + "extends: nope.yaml\n",
+        d=SFT + "extends: 3\n",
+        twice="extends: [base.yaml, base.yaml]",
+        base=SFT,
+    )
+    assert problems("a.yaml") == ["b.yaml:2  extends  the files extend each other in a circle: a.yaml → b.yaml → a.yaml"]
+    assert problems("c.yaml") == ["c.yaml:5  extends  cannot read the config file nope.yaml: no such file"]
+    assert problems("d.yaml") == ["d.yaml:5  extends  expected a file name, or a list of them"]
+    assert load("twice.yaml") == load("base.yaml")  # twice is no circle
+
+
+def test_overrides(write):
+    write(a=GRPO)
+    job = load("a.yaml", overrides=["train.lr=1e-5", "train.lr=2e-5", "compute.address=", "data.sources.more={path: x, weight: 2}", "model.path=s3://b/k=v"])
+    assert job.train.lr == 2e-5
+    assert job.compute.address is None
+    assert job.data.sources["more"].weight == 2
+    assert job.model.path == "s3://b/k=v"
+
+
+def test_a_plug_is_replaced_when_it_names_another(write):
+    write(a=GRPO)
+    reward = lambda *overrides: load("a.yaml", overrides=overrides).rollout.reward  # type: ignore[union-attr]  # noqa: E731
+    assert reward("rollout.reward.args.b=2").args == {"a": 1, "b": 2}
+    assert reward("rollout.reward={use: 'ptf.rl.rewards:exact', args: {b: 2}}").args == {"a": 1, "b": 2}
+    assert reward("rollout.reward.use=my.mod:other") == Plug(use="my.mod:other")
+    assert reward("rollout.reward={use: my.mod:other, args: {b: 2}}").args == {"b": 2}
+    assert load("a.yaml", overrides=["data.sources.use.path=x", "data.sources.use.weight=2"]).data.sources.keys() == {"chat", "use"}
+
+
+def test_merge_keeps_the_place_of_every_key(write):
+    write(a=SFT, b="train:\n  lr: 1\n")
+    root = merge("a.yaml", "b.yaml", overrides=["train.clip=2"]).root
+    assert [str(root.nearest(["train", key])) for key in ("steps", "lr", "clip", "absent")] == ["a.yaml:4", "b.yaml:2", "--set train.clip=2", "b.yaml:1"]
+
+
+# --- what is made of a job --------------------------------------------------------------------------------------
+
+
+def test_fingerprint_depends_on_the_named_sections_only():
+    a, b = loads(SFT), loads(SFT.replace("1e-4", "2e-4"))
+    assert fingerprint(a) == fingerprint(loads(dump(a)))
+    assert fingerprint(a) != fingerprint(b)
+    assert fingerprint(a, "data", "model.path") == fingerprint(b, "data", "model.path")
+    assert fingerprint(a, "train") != fingerprint(b, "train")
+    assert fingerprint(a, "train.steps") == fingerprint(b, "train.steps")
+    assert fingerprint(a, "rollout.reward") == fingerprint(b, "rollout.reward")
+    with pytest.raises(KeyError):
+        fingerprint(a, "data.nothing")
+
+
+def test_resolve_puts_paths_in_place():
+    job = loads(
+        SFT.replace("path: m", "path: job:sft.yaml, tokenizer: prepare:tok").replace("a.jsonl", "prepare:a.jsonl, weight: 2")
+        + "evaluate: {sources: {e: {path: prepare:e}}, reward: {use: a:b, args: {tables: [prepare:t, plain]}}}\noutput: prepare:kept\n"
+    )
+    assert resolve(job) == job
+    done = resolve(job, prepared="s3://p", start="/ckpt", tokenized={"chat": "/tok/chat", "other": "x"})
+    assert (done.model.path, done.model.tokenizer, done.output) == ("/ckpt", "s3://p/tok", "prepare:kept")
+    assert done.data.sources["chat"].model_dump() == {"path": "/tok/chat", "kind": "tokenized", "weight": 2.0}
+    assert done.evaluate.sources["e"].path == "s3://p/e"
+    assert done.evaluate.reward == Plug(use="a:b", args={"tables": ["s3://p/t", "plain"]})
+    assert resolve(loads(SFT), start="/ckpt").model.path == "m"
+    assert type(done) is type(job)
+
+
+def test_frozen_differences_names_the_frozen_keys_only(write):
+    write(old=GRPO)
+    old = load("old.yaml")
+    differences = lambda *overrides: frozen_differences(old, load("old.yaml", overrides=overrides))  # noqa: E731
+    assert differences() == []
+    assert differences("compute.workers=2", "compute.mesh.replicate=2", "train.micro_rows=1", "flow.steps.train.gpu=1", "checkpoint.every=7") == []
+    assert differences("train.lr=2e-4", "rollout.reward.args.a=2", "compute.workers=2") == ["rollout.reward.args.a: 1 → 2", "train.lr: 0.0001 → 0.0002"]
+    assert differences("data.sources.b.path=x") == ['data.sources.b: absent → {"path": "x", "kind": "chat", "weight": 1.0}']
+    assert [line.split(":")[0] for line in frozen_differences(old, loads(SFT))] == ["recipe", "algo", "rollout"]
+
+
+# --- plugs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plug_is_its_callable_with_args_bound():
+    assert plug.resolve("json:dumps") is json.dumps
+    assert plug.bind(Plug(use="json:dumps", args={"indent": 1}))([1]) == "[\n 1\n]"
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        ("ptf.confg.load:x", "no module 'confg' in the package ptf  (did you mean config?)"),
+        ("ptf.config.load:lods", "the module ptf.config.load has no 'lods'  (did you mean loads?)"),
+        ("jsno:dumps", "no module 'jsno' in the Python path"),
+        ("ptf.config.load.deep:x", "which is no package"),
+        ("json.dumps", "is not of the form pkg.mod:name"),
+    ],
+)
+def test_a_wrong_plug_is_answered_with_the_nearest(use, words):
+    with pytest.raises(ConfigError) as refused:
+        plug.resolve(use)
+    assert words in str(refused.value)
+
+
+def test_an_error_inside_the_plugged_module_is_not_hidden(tmp_path, monkeypatch):
+    (tmp_path / "broken_plug.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        plug.resolve("broken_plug:x")
+    with pytest.raises(ConfigError, match="not callable"):
+        plug.bind(Plug(use="sys:path"))
+
+
+def test_config_and_storage_load_no_torch():
+    code = "import sys, ptf.config, ptf.config.plug, ptf.storage, ptf.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

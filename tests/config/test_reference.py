@@ -1,0 +1,48 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from ptf.config import dump, loads
+from ptf.config.explain import keys
+from ptf.config.reference import json_schema, markdown, write
+from ptf.config.schema import JOBS
+
+ROOT = Path(__file__).parents[2]
+GRPO = "{recipe: grpo, model: {path: m}, data: {sources: {a: {path: a}}}, train: {steps: 1, lr: 1e-4}, rollout: {reward: {use: a:b}}}"
+
+
+@pytest.mark.parametrize("name", ["docs/config.md", "configs/schema.json"])
+def test_generated_files_are_current(name, tmp_path):
+    for parent in ("docs", "configs"):
+        (tmp_path / parent).mkdir()
+    write(tmp_path)
+    assert (ROOT / name).read_text() == (tmp_path / name).read_text(), "run `python -m ptf.config.reference`"
+
+
+def test_every_key_has_a_row_and_a_description():
+    text = markdown()
+    for job in JOBS.values():
+        for key, field in keys(job):
+            assert f"| `{key.rpartition('.')[2]}` |" in text, key
+            assert field.description or field.annotation is None or "." not in key, f"{key} has no docstring"
+
+
+def test_free_keys_are_marked():
+    rows = {line.split("|")[1].strip(): line for line in markdown().splitlines() if line.startswith("| `")}
+    assert "| free |" in rows["`micro_rows`"]
+    assert "| free |" in rows["`retries`"]  # below a free key
+    assert "| frozen |" in rows["`lr`"]
+
+
+def test_json_schema_takes_what_the_loader_takes():
+    jsonschema = pytest.importorskip("jsonschema")
+    check = jsonschema.Draft202012Validator(json_schema())
+    whole = loads(GRPO).model_dump(mode="json")
+    check.validate(whole)
+    check.validate({"extends": "base.yaml", "compute": {"workers": 2}})  # a part of a config
+    check.validate({"recipe": "sft", "algo": {}})
+    for wrong in ({"trian": {}}, {"train": {"steps": 0}}, {"recipe": "sft", "algo": {"kl": 1.0}}, {"recipe": "grop"}, {"train": {"lr": "1e-4"}}):
+        assert not check.is_valid(wrong), wrong
+    assert json.loads(json.dumps(json_schema())) == json_schema()
+    assert dump(loads(GRPO))

@@ -1,0 +1,77 @@
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ptf import cli
+from ptf.config import load, loads
+from ptf.errors import UserError
+
+SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(SFT)
+    (tmp_path / "b.yaml").write_text("train: {steps: 20}\n")
+
+
+def test_check_prints_the_whole_job(capsys):
+    assert cli.main(["check", "a.yaml", "b.yaml", "--set", "seed=3", "--set", "train.warmup=2"]) == 0
+    out, err = capsys.readouterr()
+    assert loads(out) == load("a.yaml", "b.yaml", overrides=["seed=3", "train.warmup=2"])
+    assert err == ""
+
+
+def test_check_prints_every_problem_and_no_traceback(capsys):
+    assert (
+        cli.main(["check", "a.yaml", "--set", "trian.lr=1", "--set", "train.steps=0", "--set", "model.path=[bold]", "--set", "track.x" + "x" * 300 + "=1"]) == 2
+    )
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split("  ")[0][:20] for line in err.splitlines()] == [
+        "--set model.path=[bo",
+        "--set track.xxxxxxxx",
+        "--set train.steps=0",
+        "--set trian.lr=1",
+    ]
+    assert "did you mean train?" in err
+    assert "Traceback" not in err
+
+
+def test_train_hands_the_job_over(monkeypatch):
+    seen = {}
+    monkeypatch.setitem(sys.modules, "ptf.run", SimpleNamespace(main_train=lambda job, lineage: seen.update(job=job, lineage=lineage) or 5))
+    assert cli.main(["train", "a.yaml", "--set", "train.lr=2e-4", "--lineage", "x1"]) == 5
+    assert seen == {"job": load("a.yaml", overrides=["train.lr=2e-4"]), "lineage": "x1"}
+    assert cli.main(["train", "a.yaml"]) == 5
+    assert seen["lineage"] is None
+
+
+@pytest.mark.parametrize(("error", "status"), [(UserError("[bold] no such [thing]"), 2), (ValueError("our bug"), None)])
+def test_only_user_errors_lose_their_traceback(monkeypatch, capsys, error, status):
+    def main_train(*_):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "ptf.run", SimpleNamespace(main_train=main_train))
+    if status is None:
+        with pytest.raises(ValueError, match="our bug"):
+            cli.main(["train", "a.yaml"])
+    else:
+        assert cli.main(["train", "a.yaml"]) == status
+        assert capsys.readouterr().err == "[bold] no such [thing]\n"
+
+
+def test_a_wrong_command_line_is_status_2(capsys):
+    for argv in ([], ["chek", "a.yaml"], ["check"], ["check", "a.yaml", "--sett", "x"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == 2
+    assert "usage: ptf" in capsys.readouterr().err
+
+
+def test_the_console_script_exits_with_the_status():
+    run = subprocess.run([sys.executable, "-c", "import sys; from ptf.cli import main; sys.exit(main())", "check", "nope.yaml"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", "nope.yaml  cannot read the config file: no such file\n")
