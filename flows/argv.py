@@ -1,0 +1,74 @@
+"""A flow's command line: `run --config a.yaml b.yaml --set train.lr=1e-5`, put into the words that Metaflow has for it.
+
+The one idea: files and overrides are merged and checked once, at launch, before there is a run. What Metaflow stores, and what every
+task, retry and resume reads, is the whole checked job; the YAML files are not looked at again.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptf.config import dump, load
+from ptf.errors import UserError
+
+LAUNCHES = ("run", "argo-workflows", "step-functions", "airflow")  # need a config, so they get the default one
+COMMANDS = (*LAUNCHES, "resume", "spin", "step", "spin-step")
+FLAGS = ("--quiet", "--not-quiet", "--pylint", "--no-pylint")  # of Metaflow's options before a command, those without a value
+
+
+@dataclass(frozen=True)
+class Words:
+    """A command line with what belongs to us taken out."""
+
+    rest: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+
+def command(argv: Sequence[str]) -> str | None:
+    """Which of the commands that we treat specially this line has. A word after an option is the option's value (`--datastore spin`)."""
+    before = ("", *argv)
+    return next((word for last, word in zip(before, argv, strict=False) if word in COMMANDS and (last in FLAGS or not last.startswith("--"))), None)
+
+
+def sort(argv: Sequence[str]) -> Words:
+    """Tell `--config FILE...` and `--set KEY=VALUE` from the rest; both may stand anywhere, `=` or space, any number of times."""
+    rest, files, overrides, words = [], [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
+        if option == "--config":
+            if not equals and words[:1] == ["config"]:  # metaflow's own form: --config config FILE
+                words.pop(0)
+            files.append(value if equals else _value(option, words))
+            while words and words[0].endswith((".yaml", ".yml")) and not words[0].startswith("-"):
+                files.append(words.pop(0))
+        elif option == "--set":
+            overrides.append(value if equals else _value(option, words))
+        else:
+            rest.append(word)
+    return Words(tuple(rest), tuple(files), tuple(overrides))
+
+
+def _value(option: str, words: list[str]) -> str:
+    if not words or words[0].startswith("-"):
+        raise UserError(f"{option} needs a value: --config FILE.yaml, --set KEY=VALUE")
+    return words.pop(0)
+
+
+def rewrite(words: Words, recipe: str | None, default: Path) -> tuple[list[str], str | None]:
+    """The line for Metaflow, and one for the reader that says which config was taken. `default` is read only if the command needs a config
+    and the line has none. Raises UserError (ConfigError) before anything is written."""
+    verb = command(words.rest)
+    if verb == "resume" and (words.files or words.overrides):
+        raise UserError("resume takes its config from the run that it resumes: leave out --config and --set, or start a new run")
+    given = "--config-value" in words.rest or any(name in os.environ for name in ("METAFLOW_FLOW_CONFIG", "METAFLOW_FLOW_CONFIG_VALUE"))
+    if not (words.files or words.overrides) and (given or verb not in LAUNCHES):
+        return list(words.rest), None
+    files = words.files or (str(default),)
+    job = load(*files, overrides=words.overrides)
+    if recipe and isinstance(job.recipe, str) and job.recipe != recipe:
+        raise UserError(f"{' + '.join(files)} has recipe: {job.recipe}; this flow runs recipe: {recipe}")
+    note = "config: " + " + ".join(files + words.overrides) + ("" if words.files else "  (the flow's default)")
+    return ["--config-value", "config", dump(job), *words.rest], note

@@ -1,0 +1,163 @@
+"""The DAG that every recipe shares: start → prepare → tokenize → train → evaluate → publish → end. The one idea: a step names the function
+that does its work and what comes next; everything that makes it a good citizen of the orchestrator happens around it, here.
+
+    python flows/sft_flow.py run --config configs/tiny/sft.yaml --set train.lr=1e-5
+    python flows/sft_flow.py resume --origin-run-id RUN
+"""
+
+# metaflow makes its public names, and `current.card`, at run time:
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+import inspect
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metaflow import Config, FlowSpec, card, current, step
+from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
+from metaflow.system_context import system_context
+
+from flows import argv, cards, processes
+from flows.settings import FromConfig
+from ptf.config import ConfigError, Job, loads
+from ptf.errors import UserError
+
+if TYPE_CHECKING:
+    from steps.artifact import Artifact
+
+
+class BadConfig(MetaflowException):
+    headline = "Bad config"
+
+
+def parse(text: str) -> dict[str, Any]:
+    """What Metaflow makes of any config that reaches it: ours from the command line, or one from its own options and environment variables."""
+    try:
+        return loads(text).model_dump(mode="json")
+    except ConfigError as error:
+        raise BadConfig(str(error)) from None
+
+
+class PostTrainFlow(FlowSpec):
+    """Prepare data, tokenize it, train, evaluate, publish."""
+
+    recipe: str | None = None  # the configs that fit; one with a plugged recipe fits everywhere
+    default_config = "configs/tiny/sft.yaml"  # looked for in the folders above the flow's file
+
+    config = Config("config", parser=parse, help="The job; `run --config FILE.yaml [FILE.yaml ...] --set KEY=VALUE` is the usual way to give it.")
+
+    def __init__(self, use_cli: bool = True):
+        if use_cli:
+            self._command_line()
+        else:
+            super().__init__(use_cli=False)  # metaflow itself, once more, after the config has been applied to the class
+
+    @step
+    def start(self):
+        """Name the training run; a resume keeps the name, so it continues from this run's checkpoints."""
+        from steps.artifact import Artifact
+
+        flow = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__.removesuffix("Flow")).lower()
+        self.lineage = f"{flow}-{current.run_id}"
+        self.artifact = Artifact(lineage=self.lineage)
+        self.next(self.prepare)
+
+    @step
+    def prepare(self):
+        """Make the data that `data.prepare` describes."""
+        from steps.prepare import prepare
+
+        self._stage(prepare)
+        self.next(self.tokenize)
+
+    @step
+    def tokenize(self):
+        """Tokenize once, to parquet."""
+        from steps.tokenize import tokenize
+
+        self._stage(tokenize)
+        self.next(self.train)
+
+    @card(type="blank", id="train", refresh_interval=0)
+    @step
+    def train(self):
+        """Train, from the lineage's newest checkpoint if it has one."""
+        from steps.train import train
+
+        with cards.live(current.card["train"], self._job(), self._artifact().lineage):
+            self._stage(train)
+        self.next(self.evaluate)
+
+    @card(type="blank", id="evaluate")
+    @step
+    def evaluate(self):
+        """Score the trained model on held-out prompts."""
+        from steps.evaluate import evaluate
+
+        self._stage(evaluate)
+        cards.metrics_page(current.card["evaluate"], self.artifact.lineage, self.artifact.metrics)
+        self.next(self.publish)
+
+    @step
+    def publish(self):
+        """Publish it, if it passes the gate."""
+        from steps.publish import publish
+
+        self._stage(publish)
+        self.next(self.end)
+
+    @step
+    def end(self):
+        """Say where everything is."""
+        print(f"lineage    {self.lineage}\nmodel      {self.artifact.model}\npublished  {self.artifact.published}")
+
+    def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
+        """Do a step's work on the artifact. What the user can mend is printed as one message, and is not retried: it would fail again."""
+        try:
+            self.artifact = work(self._job(), self._artifact())
+        except UserError as error:
+            print(error, file=sys.stderr)
+            retried = current.retry_count < (system_context.max_user_code_retries or 0)
+            sys.exit(METAFLOW_EXIT_DISALLOW_RETRY if retried else 1)  # the former ends the run too, but in odd words
+
+    def _job(self) -> Job:
+        return loads(json.dumps(self.config))
+
+    def _artifact(self) -> "Artifact":
+        """What the steps before this one made. `spin` repeats a step of a finished run, whose checkpoints it must not touch: a lineage of its own."""
+        spinning = argv.command(sys.argv) == "spin-step"
+        return self.artifact.but(lineage=f"{self.artifact.lineage}-spin") if spinning else self.artifact
+
+    def _command_line(self) -> None:
+        """Metaflow's own, with our words for the config before it and the command that resumes after it."""
+        try:
+            words = argv.sort(sys.argv[1:])
+            sys.argv[1:], note = argv.rewrite(words, self.recipe, self._default())
+        except UserError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        if note:
+            print(note, file=sys.stderr)
+        verb = argv.command(words.rest)
+        if verb in ("step", "spin-step"):
+            processes.follow()
+        elif verb in ("run", "resume", "spin"):
+            processes.lead()
+        try:
+            super().__init__()
+        except SystemExit as stop:
+            if stop.code and verb in ("run", "resume") and (run := current.get("run_id")):
+                again = ["python", sys.argv[0], *words.rest[: words.rest.index(verb)], "resume", "--origin-run-id", run]
+                print(f"To continue where it stopped, with the same config:\n    {shlex.join(again)}", file=sys.stderr)
+            raise
+
+    def _default(self) -> Path:
+        above = Path(inspect.getfile(type(self))).resolve().parents
+        return next((folder / self.default_config for folder in above if (folder / self.default_config).exists()), Path(self.default_config))
+
+
+FromConfig(PostTrainFlow)  # applies to its subclasses; as a decorator it would put itself in the class's place

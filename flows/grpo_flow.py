@@ -1,0 +1,14 @@
+"""Reinforcement learning with GRPO, from prompts to a published model: `python flows/grpo_flow.py run --config configs/tiny/grpo.yaml`."""
+
+from flows.base import PostTrainFlow
+
+
+class GRPOFlow(PostTrainFlow):
+    """GRPO: prepare, tokenize, train, evaluate, publish."""
+
+    recipe = "grpo"
+    default_config = "configs/tiny/grpo.yaml"
+
+
+if __name__ == "__main__":
+    GRPOFlow()

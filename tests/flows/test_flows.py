@@ -1,0 +1,119 @@
+"""Flows as users meet them: as processes. The toy flow is the real DAG around toy work."""
+
+import base64
+import re
+import shlex
+import signal
+import sys
+
+import pytest
+
+from tests.flows.toy import ROOT, Toy, is_gone, wait_for
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("run --config absent.yaml", "absent.yaml"),
+        ("run --set train.stepz=3", "unknown key in train  (did you mean steps?)"),
+        ("run --set train.steps=many", "train.steps"),
+        ("run --config grpo.yaml", "this flow runs recipe: sft"),
+        ("run --config", "--config needs a value"),
+        ("resume --config grpo.yaml", "resume takes its config from the run that it resumes"),
+        ("resume --set train.lr=1", "resume takes its config from the run that it resumes"),
+    ],
+)
+def test_a_bad_line_ends_in_one_message_before_there_is_a_run(tmp_path, line, message):
+    toy = Toy(tmp_path)
+    (tmp_path / "grpo.yaml").write_text(
+        "recipe: grpo\nmodel: {path: m}\ndata: {sources: {p: {path: p.jsonl, kind: prompt}}}\nrollout: {reward: {use: 'a:b'}}\ntrain: {steps: 1, lr: 1.0}\n"
+    )
+    done = toy(*line.split())
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "grpo.yaml"}
+
+
+@pytest.mark.parametrize("flow", ["sft_flow.py", "grpo_flow.py"])
+def test_the_flows_show_their_steps_from_anywhere(tmp_path, flow):
+    done = Toy(tmp_path)("show", flow=ROOT / "flows" / flow)
+    assert done.returncode == 0, done.stderr
+    names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("Step ")]
+    assert names == ["start", "prepare", "tokenize", "train", "evaluate", "publish", "end"]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """A run that is refused, its resume that is stopped, the resume of that resume, which finishes, and a spin of it."""
+    toy = Toy(tmp_path_factory.mktemp("story"))
+    refused = toy("run", "--set", "train.lr=0.5", act="refuse")
+    stopped, task = toy.until_training(*again(refused.stderr))
+    stopped.send_signal(signal.SIGTERM)
+    out, err = stopped.communicate(timeout=30)
+    task_gone, unwound = is_gone(task), (toy.directory / "unwound").exists()
+    finished = toy(*again(err))
+    spun = toy("spin", "train")
+    return {"toy": toy, "refused": refused, "stopped": (stopped.returncode, out + err, task_gone, unwound), "finished": finished, "spun": spun}
+
+
+def again(stderr: str) -> list[str]:
+    """The words of the last line, which is the command that resumes."""
+    python, flow, *words = shlex.split(stderr.splitlines()[-1])
+    assert (python, flow.endswith("toy_flow.py"), words[:2]) == ("python", True, ["resume", "--origin-run-id"])
+    return words
+
+
+def test_a_user_error_in_a_step_is_one_message_and_is_not_retried(story):
+    done = story["refused"]
+    assert done.returncode == 1
+    assert done.stdout.count("no file matches data/*.jsonl") == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert len(story["toy"].trained()) == 4  # once in each of refused, stopped, finished and spun, although flow.steps.train.retries is 2
+
+
+def test_sigterm_unwinds_the_task_and_ends_the_run(story):
+    code, output, task_gone, unwound = story["stopped"]
+    assert code != 0
+    assert "Traceback" not in output
+    assert task_gone
+    assert unwound
+
+
+def test_a_resume_of_a_resume_is_the_same_training_run(story):
+    assert story["finished"].returncode == 0, story["finished"].stderr
+    first, *others = story["toy"].trained()[:3]
+    assert first["lineage"].startswith("toy-")
+    assert [line["lineage"] for line in others] == [first["lineage"]] * 2
+    assert {line["lr"] for line in others} == {0.5}  # the config is the first run's, overrides and all
+    assert first["lineage"] in story["finished"].stdout.splitlines()[-5]
+
+
+def test_a_spin_keeps_out_of_the_runs_checkpoints(story):
+    assert story["spun"].returncode == 0, story["spun"].stderr
+    first, *_, last = story["toy"].trained()
+    assert last["lineage"] == first["lineage"] + "-spin"
+
+
+def test_the_schedule_and_the_cards_are_there(story):
+    toy, run = story["toy"], again(story["refused"].stderr)[-1]
+    stored = toy("dump", "--private", "--max-value-size", "100000", f"{run}/start/1").stdout
+    assert "'cron': '0 3" in stored
+    html = toy("card", "get", "--id", "train", f"{run}/train/4").stdout  # of a train step that failed
+    assert any(b"step 3 of 3" in base64.b64decode(data) for data in re.findall(r'"([A-Za-z0-9+/]{200,}=*)"', html))
+
+
+def test_nothing_is_written_under_home(story):
+    assert list(story["toy"].home.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+def test_a_run_that_is_killed_takes_its_task_along(tmp_path):
+    toy = Toy(tmp_path)
+    run, task = toy.until_training("run")
+    run.kill()
+    run.communicate()
+    wait_for(lambda: is_gone(task), seconds=5)
+    assert not (tmp_path / "unwound").exists()  # the 60 s of its work were not over

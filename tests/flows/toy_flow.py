@@ -1,0 +1,42 @@
+"""The flow as it is, with toy work: the train stage leaves a line in trained.jsonl, the others do nothing. TOY=refuse, =hang: what train does next."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from flows.base import PostTrainFlow
+from ptf.config import Job
+from ptf.errors import UserError
+from steps.artifact import Artifact
+
+
+def nothing(job: Job, artifact: Artifact) -> Artifact:
+    return artifact
+
+
+def train(job: Job, artifact: Artifact) -> Artifact:
+    run = Path(job.output) / artifact.lineage
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in (1, 2, 3)))
+    with open("trained.jsonl", "a") as file:
+        print(json.dumps({"lineage": artifact.lineage, "lr": job.train.lr, "pid": os.getpid()}), file=file)
+    if os.environ.get("TOY") == "refuse":
+        raise UserError("no file matches data/*.jsonl")
+    try:
+        time.sleep(60 if os.environ.get("TOY") == "hang" else 0)
+    finally:
+        Path("unwound").touch()
+    return artifact.but(model="a-model", metrics={"train/loss": 1 / 3})
+
+
+class ToyFlow(PostTrainFlow):
+    recipe = "sft"
+    default_config = "toy.yaml"
+
+    def _stage(self, work):
+        super()._stage(train if work.__name__ == "train" else nothing)
+
+
+if __name__ == "__main__":
+    ToyFlow()
