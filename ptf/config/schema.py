@@ -162,7 +162,7 @@ class TrainConfig(Section):
     """Largest global norm of the gradient."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """`bf16` computes in bfloat16 over fp32 master weights, optimizer and reductions."""
-    validate_every: Count = 0
+    validate_every: Count = free(0)
     """Steps between held-out losses, or (online) between greedy passes over `evaluate.sources`; 0: never."""
 
 
@@ -213,32 +213,32 @@ class TrackConfig(Section):
 class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
-    sources: dict[str, Source] = {}
+    sources: dict[str, Source] = free({})
     """Held-out prompts by name; empty: only held-out loss."""
-    reward: Plug | None = None
+    reward: Plug | None = free(None)
     """Score of an answer, 1 is a pass; default: `rollout.reward`."""
-    engine: Literal["vllm", "native"] = "native"
+    engine: Literal["vllm", "native"] = free("native")
     """What generates."""
-    start: bool = True
+    start: bool = free(True)
     """Evaluate the model that training started from too, as `start/…`."""
-    limit: Positive = 512
+    limit: Positive = free(512)
     """Prompts taken from each source, the first ones."""
-    samples: Positive = 8
+    samples: Positive = free(8)
     """k of pass@k, sampled at `temperature`; pass@1 is greedy."""
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = free(1.0)
     """Sampling temperature of pass@k."""
-    max_new_tokens: Positive = 256
+    max_new_tokens: Positive = free(256)
     """Longest answer."""
 
 
 class PublishConfig(Section):
     """The publish stage."""
 
-    to: str | None = None
+    to: str | None = free(None)
     """Directory or URI of versions and their pointer; default `{output}/published`."""
-    metric: str | None = None
+    metric: str | None = free(None)
     """A metric of the evaluate stage, higher is better, that may not fall below the published version's by more than `max_drop`."""
-    max_drop: Annotated[float, Field(ge=0)] = 0.0
+    max_drop: Annotated[float, Field(ge=0)] = free(0.0)
     """Largest fall of `metric` that is still published."""
 
 
@@ -271,7 +271,7 @@ class Job(Section):
 
     recipe: str | Plug
     """The algorithm, or `use: pkg.mod:MyRecipe`."""
-    output: str = "runs"
+    output: str = free("runs")
     """Directory under which each run gets one of its own, named by its lineage."""
     seed: Count = 0
     """Of everything random."""

@@ -37,6 +37,9 @@ class Recipe(Protocol):
 
 
 class Online(Recipe, Protocol):
+    epochs: int  # passes over the rollouts of a step
+    minibatches: int  # optimizer steps in each pass
+
     def credit(self, groups: Sequence[Group]) -> list[Atom]:
         """Scored episodes to per-token advantages, on the driver, in numpy."""
         ...

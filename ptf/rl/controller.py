@@ -115,11 +115,10 @@ class Controller:
         """Packed rows of each optimizer step: `epochs` passes in `minibatches` parts, shuffled by (seed, step, epoch)."""
         if not atoms:
             raise UserError(f"step {self.step}: no group has two answers with a reward; there is nothing to train on")
-        epochs, parts = getattr(self.recipe, "epochs", 1), getattr(self.recipe, "minibatches", 1)
         out = []
-        for epoch in range(epochs):
+        for epoch in range(self.recipe.epochs):
             order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(atoms))
-            out += [pack_all([atoms[i] for i in part], self.job.data.seq_len) for part in np.array_split(order, min(parts, len(atoms)))]
+            out += [pack_all([atoms[i] for i in part], self.job.data.seq_len) for part in np.array_split(order, min(self.recipe.minibatches, len(atoms)))]
         return out
 
     def sync(self) -> dict[str, float]:

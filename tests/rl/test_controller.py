@@ -1,0 +1,162 @@
+"""The online loop in one process: it runs, resumes, and stops at every wrong weight before a token is sampled from it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ptf.compute.tracking import is_clock, read_metrics
+from ptf.config import loads
+from ptf.errors import UserError
+from ptf.rl.cluster import LocalGroup
+from ptf.rl.roles import Sampler
+from ptf.rl.sync import SyncError
+from ptf.run import run
+from tests.tiny import arithmetic
+
+
+def by_length(row, text):
+    """A reward that any model can improve on: short answers."""
+    return max(0.0, 1 - len(text) / 6)
+
+
+def crashes(row, text):
+    raise OSError("no connection to the judge")
+
+
+@pytest.fixture
+def raw(tmp_path):
+    raw = arithmetic(tmp_path)
+    raw |= {
+        "recipe": "grpo",
+        "algo": {"minibatches": 2},
+        "rollout": {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.test_controller:by_length"}},
+        "evaluate": {"sources": {"dev": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "limit": 20},
+    }
+    raw["data"] = {**raw["data"], "sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
+    raw["train"] = {**raw["train"], "steps": 6, "validate_every": 3}
+    raw["checkpoint"] = {"every": 2}
+    return raw
+
+
+def train(raw: dict, lineage: str = "a") -> Path:
+    return run(loads(yaml.safe_dump(raw)), lineage)
+
+
+def intercept(monkeypatch, method: str, wrapper) -> None:
+    """Stand between the controller and a role's method."""
+    call = LocalGroup.call
+    monkeypatch.setattr(LocalGroup, "call", lambda self, name, *args: wrapper(lambda *a: call(self, name, *a), *args) if name == method else call(self, name, *args))
+
+
+def watch_sampling(monkeypatch) -> list[int]:
+    """Versions from which answers were generated."""
+    seen: list[int] = []
+    trajectory = Sampler._trajectory
+
+    def noting(self, prompt, call):
+        seen.extend(call.versions.tolist())
+        return trajectory(self, prompt, call)
+
+    monkeypatch.setattr(Sampler, "_trajectory", noting)
+    return seen
+
+
+def test_it_runs_and_agrees_with_its_engine(raw):
+    rows = read_metrics(train({**raw, "algo": {"minibatches": 2, "kl": 0.01}}) / "metrics.jsonl")
+    assert [r["step"] for r in rows] == list(range(1, 7))
+    assert all(r["logprob_diff"] <= 1e-5 and r["canary_diff"] <= 1e-5 for r in rows)
+    assert all(r["sync_tensors"] == 24 for r in rows)
+    assert [r["step"] for r in rows if "pass@1/dev" in r] == [3, 6]
+    assert rows[0]["kl_reference"] < rows[-1]["kl_reference"]
+    assert {"seconds/rollout", "seconds/update", "seconds/sync", "entropy", "clip_share", "length", "cut_off", "no_result"} <= rows[0].keys()
+
+
+def test_it_learns_what_the_reward_asks_for(raw):
+    raw = {**raw, "train": {**raw["train"], "steps": 30, "lr": 3e-3, "validate_every": 0, "schedule": "constant"}}
+    rows = read_metrics(train(raw) / "metrics.jsonl")
+    assert sum(r["reward"] for r in rows[-5:]) / 5 > rows[0]["reward"] + 0.3
+
+
+def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
+    whole = train(raw, "whole")
+    with monkeypatch.context() as patch:
+
+        def dies(call, minibatches, step):
+            if step == 3:
+                raise KeyboardInterrupt
+            return call(minibatches, step)
+
+        intercept(patch, "update", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(raw, "stopped")
+    resumed = train(raw, "stopped")
+    from safetensors.torch import load_file
+
+    a, b = (load_file(d / "model" / "model.safetensors") for d in (whole, resumed))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    facts = [[{k: v for k, v in r.items() if not is_clock(k)} for r in read_metrics(d / "metrics.jsonl")] for d in (whole, resumed)]
+    assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize("fault", ["lost", "without a tensor", "garbled", "twice", "old"])
+def test_a_wrong_sync_is_caught_before_a_token_is_sampled(raw, fault, monkeypatch):
+    kept = {}
+
+    def faulty(call, buckets, manifest):
+        kept[manifest.version] = (buckets, manifest)
+        if manifest.version != 3:
+            return call(buckets, manifest)
+        if fault == "lost":
+            return type("Receipt", (), {"version": 3, "tensors": 24})()  # a transport that says it delivered
+        if fault == "without a tensor":
+            return call([bucket[1:] for bucket in buckets], manifest)
+        if fault == "garbled":
+            wrong = buckets[0][0][1].clone()
+            wrong.view(torch.uint8).view(-1)[12345 % wrong.nbytes] ^= 1
+            return call([[(buckets[0][0][0], wrong), *buckets[0][1:]], *buckets[1:]], manifest)
+        if fault == "twice":
+            call(buckets, manifest)
+            return call(buckets, manifest)
+        return call(kept[2][0], manifest)
+
+    intercept(monkeypatch, "load", faulty)
+    seen = watch_sampling(monkeypatch)
+    with pytest.raises(SyncError):
+        train(raw)
+    assert set(seen) == {0, 1, 2}
+
+
+def test_an_engine_that_computes_with_other_weights_is_caught_by_the_canary(raw, monkeypatch):
+    """What digests cannot see: the tensors arrive, but a part of the engine keeps a packed copy of the old ones."""
+    from ptf.rl.native_engine import NativeEngine
+
+    load = NativeEngine.load_weights
+
+    def stale(self, buckets, manifest):
+        old = self.model.layers[0].mlp.down_proj.weight.clone()
+        receipt = load(self, buckets, manifest)
+        if manifest.version == 3:
+            with torch.no_grad():
+                self.model.layers[0].mlp.down_proj.weight.copy_(old)
+        return receipt
+
+    monkeypatch.setattr(NativeEngine, "load_weights", stale)
+    raw["train"]["lr"] = 1e-2
+    seen = watch_sampling(monkeypatch)
+    with pytest.raises(SyncError, match="canary"):
+        train(raw)
+    assert 3 not in seen
+
+
+def test_a_reward_that_always_crashes_stops_the_run_and_says_why(raw):
+    raw["rollout"]["reward"]["use"] = "tests.rl.test_controller:crashes"
+    with pytest.raises(UserError, match="no connection to the judge"):
+        train(raw)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(raw):
+    raw["data"]["seq_len"] = 16
+    with pytest.raises(UserError, match=r"data\.seq_len leaves 10"):
+        train(raw)

@@ -1,0 +1,87 @@
+"""GRPO's loss and credit against the equations, written out densely in float64."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
+from ptf.model import bridge
+from ptf.recipes.advantages import group_relative
+from ptf.recipes.grpo import GRPO
+from tests.tiny import checkpoint
+
+
+def trajectory(seed: int, outcome, **streams) -> Trajectory:
+    rng = np.random.default_rng(seed)
+    context, sampled = rng.integers(0, 97, 5 + seed % 3).astype(np.int32), rng.integers(0, 97, 2 + seed % 5).astype(np.int32)
+    n = len(sampled)
+    call = Call(context, sampled, np.full(n, -1, np.float32), np.zeros(n, np.int32), True)
+    drawn = {name: (-rng.random(n) * 3).astype(np.float32) for name in ("old_logprobs", "reference_logprobs")}
+    return Trajectory(Prompt(context, {}, "a", seed), (call,), "", outcome, {**drawn, **streams})
+
+
+def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
+    return [tuple(trajectory(10 * g + i, Reward(float((g + i) % 3))) for i in range(size)) for g in range(n)]
+
+
+@pytest.mark.parametrize("recipe", [GRPO(), GRPO(kl=0.1), GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, temperature=0.8)])
+def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
+    directory = checkpoint(tmp_path / "m")
+    model, family = bridge.build(directory)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, directory, family)
+    model.double()
+    scored = groups()
+    rows = pack_all(recipe.credit(scored), 40)
+    batch = Batch.of(rows, 40)
+    assert len(rows) > 1
+    loss, metrics = recipe.loss(model, batch, {})
+    ours = torch.autograd.grad(loss / recipe.units(batch), list(model.parameters()))
+
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for group in scored:
+        r = np.array([t.outcome.value for t in group])
+        advantages = (r - r.mean()) / (r.std() + 1e-6) if recipe.scale_by_std else r - r.mean()
+        for t, a in zip(group, advantages, strict=True):
+            (call,) = t.calls
+            ids = torch.tensor(np.concatenate([call.context, call.sampled]).astype(np.int64))[None]
+            positions = torch.arange(ids.shape[1])[None]
+            logits = model(ids, positions, torch.zeros_like(positions), lambda x, head: x @ head.t())[0]
+            logp = (logits / recipe.temperature).log_softmax(-1)[len(call.context) - 1 : -1].gather(1, ids[0, len(call.context) :, None]).squeeze(1)
+            old, ref = (torch.tensor(t.streams[s]).double() for s in ("old_logprobs", "reference_logprobs"))
+            rho = (logp - old).exp()
+            surrogate = torch.minimum(rho * a, rho.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * a)
+            k3 = (ref - logp).exp() - (ref - logp) - 1
+            total = total + (-surrogate + recipe.kl * k3).sum()
+            tokens += len(call.sampled)
+    assert float(recipe.units(batch)) == tokens
+    assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
+    for a, b in zip(ours, torch.autograd.grad(total / tokens, list(model.parameters())), strict=True):
+        assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max()) + 1e-9
+    flipped = dataclasses.replace(recipe, clip_low=recipe.clip_high + 0.05)
+    assert float(flipped.loss(model, batch, {})[0].detach()) != float(loss.detach())
+
+
+def test_answers_without_a_result_enter_no_advantage():
+    ok = [trajectory(i, Reward(float(i % 2))) for i in range(4)]
+    failed = trajectory(9, NoResult("the reward crashed"))
+    atoms = GRPO().credit([(*ok[:2], failed, *ok[2:])])
+    assert len(atoms) == 4
+    expected = group_relative(np.array([0.0, 1.0, 0.0, 1.0]), True)
+    assert [float(a[0].streams["advantages"][-1]) for a in atoms] == pytest.approx(expected.tolist())
+    as_zero = group_relative(np.array([0.0, 1.0, 0.0, 0.0, 1.0]), True)  # what it would be if a crash were a 0
+    assert not np.allclose(expected, as_zero[[0, 1, 3, 4]])
+    assert GRPO().credit([(ok[0], failed)]) == []
+
+
+def test_context_is_never_trained():
+    for ((sample,), t) in zip(GRPO().credit(groups()), [t for g in groups() for t in g], strict=True):
+        c = len(t.prompt.tokens)
+        assert not sample.weights[:c].any()
+        assert sample.weights[c:].all()
+        assert not sample.streams["advantages"][:c].any()
+        assert sample.streams["old_logprobs"][c:].tolist() == t.streams["old_logprobs"].tolist()

@@ -1,0 +1,59 @@
+"""A reward that fails is no reward of 0."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from ptf.config import ConfigError, Plug
+from ptf.data.trajectory import NoResult, Reward
+from ptf.rl.rewards import Rewards, numeric
+
+
+def fickle(row, text):
+    """What a reward can do wrong, by the text it is given."""
+    if text == "raise":
+        raise KeyError("gold")
+    if text == "hang":
+        time.sleep(600)
+    if text == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text == "print":
+        print("rewards print things")
+    return {"nan": float("nan"), "text": "0.5", "none": None}.get(text, 1.0)
+
+
+@pytest.fixture
+def rewards():
+    made = Rewards(Plug(use="tests.rl.test_rewards:fickle"), timeout_s=1.0)
+    yield made
+    made.close()
+
+
+def test_every_failure_is_named_and_the_others_are_scored(rewards):
+    texts = ["ok", "raise", "nan", "hang", "ok", "die", "none", "print", "text"]
+    outcomes = rewards.score([({}, t) for t in texts])
+    found = dict(zip(texts, outcomes, strict=True))
+    assert found["ok"] == found["print"] == Reward(1.0)
+    assert found["text"] == Reward(0.5)
+    assert found["raise"] == NoResult("KeyError: 'gold'")
+    assert "nan" in found["nan"].reason
+    assert "longer than 1 s" in found["hang"].reason
+    assert "died" in found["die"].reason
+    assert isinstance(found["none"], NoResult)
+    assert outcomes[4] == Reward(1.0)
+    pid = rewards.process.pid
+    rewards.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_reward_that_does_not_exist_is_refused_at_once():
+    with pytest.raises(ConfigError, match="fickle"):
+        Rewards(Plug(use="tests.rl.test_rewards:fickel"))
+
+
+@pytest.mark.parametrize(("answer", "text", "value"), [("24", " 24 ", 1), ("0.5", "0.50", 1), ("1,000", "1000", 1), ("24", "25", 0), ("24", "", 0), ("a", "a", 1)])
+def test_numeric(answer, text, value):
+    assert numeric({"answer": answer}, text) == value
