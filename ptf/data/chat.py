@@ -90,7 +90,7 @@ def _said(message: Mapping[str, Any]) -> list[str]:
 
 
 def clean(messages: Any) -> list[dict[str, Any]]:
-    """Messages as servers hand them to a template: absent keys are absent (parquet makes them null), arguments of tool calls are objects."""
+    """Messages as servers hand them to a template: no null keys (parquet makes them), no null content, arguments of tool calls as objects."""
     if not isinstance(messages, list) or not messages:
         raise UserError("`messages` must be a list of messages, and not empty")
     return [_clean(i, message) for i, message in enumerate(messages)]
@@ -101,7 +101,7 @@ def _clean(i: int, message: Any) -> dict[str, Any]:
         raise UserError(f"message {i} must be an object with a `role`")
     if not isinstance(message.get("content"), str | None) or (message.get("content") is None and not message.get("tool_calls")):
         raise UserError(f"message {i} ({message['role']}): `content` must be a string")
-    message = {key: value for key, value in message.items() if value is not None or key == "content"}
+    message = {key: value for key, value in message.items() if value is not None} | {"content": message.get("content") or ""}
     if message.get("tool_calls"):
         message["tool_calls"] = [_clean_call(i, call) for call in message["tool_calls"]]
     return message

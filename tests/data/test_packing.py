@@ -1,0 +1,113 @@
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptf.data.packing import Packer, pack_all
+from ptf.data.sample import Atom, Sample, length
+from ptf.data.stream import settle
+from ptf.errors import UserError
+
+
+def atom(lengths: list[int], number: int) -> Atom:
+    return tuple(Sample(np.full(n, number, np.int32), np.ones(n, np.float32), str(number)) for n in lengths)
+
+
+class Numbered:
+    """An endless stream of atoms with given lengths, each marked with its number."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths, self.at = lengths, 0
+
+    def __next__(self) -> Atom:
+        self.at += 1
+        return atom([int(self.lengths[(self.at - 1) % len(self.lengths)])], self.at - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+def numbers(rows: list[list[Atom]]) -> list[list[int]]:
+    return [[int(a[0].source) for a in row] for row in rows]
+
+
+@given(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), max_size=60), st.integers(36, 50), st.integers(1, 40))
+def test_nothing_is_lost_repeated_or_split(lengths: list[list[int]], seq_len: int, lookahead: int) -> None:
+    atoms = [atom(sizes, i) for i, sizes in enumerate(lengths)]
+    rows = pack_all(atoms, seq_len, lookahead)
+    packed = [a for row in rows for a in row]
+    assert sorted(int(a[0].source) for a in packed) == list(range(len(atoms)))
+    assert all(a is atoms[int(a[0].source)] for a in packed)  # the very atom: no part of it is elsewhere
+    assert all(0 < sum(map(length, row)) <= seq_len for row in rows)
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=50), st.integers(1, 32))
+def test_no_atom_waits_longer_than_the_lookahead(lengths: list[int], lookahead: int) -> None:
+    packer = Packer(Numbered(np.array(lengths)), 64, lookahead)
+    for r in range(80):
+        for a in next(packer):
+            entered = int(a[0].source)  # rows begun before it came in number at most its own number
+            assert r <= entered + lookahead
+    rows = numbers([next(packer) for _ in range(40)])
+    assert all(row[0] == min(row) for row in rows)  # the oldest leads
+
+
+@given(st.integers(1, 40), st.integers(0, 20), st.integers(0, 1000))
+def test_resumes_in_mid_window(lookahead: int, steps: int, seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 60, 97)
+    one = Packer(Numbered(lengths), 64, lookahead)
+    for _ in range(steps):
+        next(one)
+    other = Packer(Numbered(lengths), 64, lookahead)
+    other.load_state_dict(settle(one.state_dict()))
+    assert numbers([next(one) for _ in range(20)]) == numbers([next(other) for _ in range(20)])
+
+
+def test_two_atoms_of_one_length_are_needed_for_a_pair() -> None:
+    atoms = [atom([n], i) for i, n in enumerate([6, 2, 3])]  # after 6 of 10 there is room for 2 + 2, but only one 2
+    assert numbers(pack_all(atoms, 10)) == [[0, 2], [1]]
+    atoms = [atom([n], i) for i, n in enumerate([6, 2, 3, 2])]
+    assert numbers(pack_all(atoms, 10)) == [[0, 1, 3], [2]]
+
+
+def log_normal(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Median 180, mean 298 before the cut at 2,048."""
+    return np.clip(rng.lognormal(np.log(180), 1.004, n), 1, 2048).astype(int)
+
+
+def bimodal(rng: np.random.Generator, n: int) -> np.ndarray:
+    return np.clip(np.where(rng.random(n) < 0.7, rng.normal(150, 40, n), rng.normal(1500, 300, n)), 1, 4096).astype(int)
+
+
+@pytest.mark.parametrize("lengths", [log_normal, bimodal])
+def test_fill(lengths: Any) -> None:
+    rows = list(itertools.islice(Packer(Numbered(lengths(np.random.default_rng(0), 20000)), 4096, 64), 1000))
+    fill = sum(length(a) for row in rows for a in row) / (len(rows) * 4096)
+    assert fill >= 0.998
+    greedy = sum(length(a) for row in first_fit(iter(Numbered(lengths(np.random.default_rng(0), 20000)).__next__, None)) for a in row)
+    assert greedy / (1000 * 4096) < 0.97  # the bar tells packers apart
+
+
+def first_fit(atoms: Iterator[Atom]) -> Iterator[list[Atom]]:
+    """1,000 rows, each closed by the first atom that does not fit."""
+    row: list[Atom] = []
+    for _ in range(1000):
+        while True:
+            a = next(atoms)
+            if sum(map(length, row)) + length(a) > 4096:
+                break
+            row.append(a)
+        yield row
+        row = [a]
+
+
+def test_an_atom_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(UserError, match="65 tokens does not fit a row of seq_len 64"):
+        pack_all([atom([40, 25], 0)], 64)

@@ -1,0 +1,29 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptf.data.sample import Atom, Sample, dump_atoms, load_atoms
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    n = draw(st.integers(1, 6))
+    streams = {}
+    if draw(st.booleans()):
+        streams["advantages"] = np.arange(n, dtype=np.float32)
+    if draw(st.booleans()):
+        streams["teacher"] = np.arange(2 * n, dtype=np.int64).reshape(n, 2)
+    tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=n, max_size=n)), np.int32)
+    return Sample(tokens, np.linspace(0, 1, n, dtype=np.float32), draw(st.sampled_from(["a", "b", ""])), streams)
+
+
+def same(a: Sample, b: Sample) -> bool:
+    arrays = [(a.tokens, b.tokens), (a.weights, b.weights), *((a.streams[k], b.streams[k]) for k in a.streams)]
+    return a.source == b.source and a.streams.keys() == b.streams.keys() and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in arrays)
+
+
+@given(st.lists(st.lists(samples(), min_size=1, max_size=3).map(tuple), max_size=5))
+def test_atoms_survive_being_written_out(atoms: list[Atom]) -> None:
+    again = load_atoms(dump_atoms(atoms))
+    assert [len(a) for a in again] == [len(a) for a in atoms]
+    assert all(same(s, t) for a, b in zip(atoms, again, strict=True) for s, t in zip(a, b, strict=True))

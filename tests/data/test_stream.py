@@ -1,0 +1,113 @@
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptf.data.mixer import Mixer
+from ptf.data.stream import Map, Shuffle, settle
+
+
+class Epochs:
+    """0 … n - 1, again and again, as (epoch, number)."""
+
+    def __init__(self, n: int):
+        self.n, self.at = n, 0
+
+    def __next__(self) -> tuple[int, int]:
+        self.at += 1
+        return self.epoch(), (self.at - 1) % self.n
+
+    def epoch(self) -> int:
+        return (self.at - 1) // self.n
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+def shuffled(n: int, window: int, key: str = "k") -> Shuffle:
+    stream = Epochs(n)
+    return Shuffle(stream, window, key, stream.epoch, list, list)
+
+
+def take(stream: Any, n: int) -> list[Any]:
+    return [next(stream) for _ in range(n)]
+
+
+@given(st.integers(1, 30), st.integers(0, 40), st.integers(1, 4))
+def test_shuffle_yields_every_item_of_an_epoch_before_any_of_the_next(n: int, window: int, epochs: int) -> None:
+    items = take(shuffled(n, window), n * epochs)
+    for e in range(epochs):
+        assert Counter(items[e * n : (e + 1) * n]) == Counter((e, i) for i in range(n))
+
+
+@given(st.integers(1, 30), st.integers(0, 40), st.integers(0, 70), st.integers(0, 70))
+def test_shuffle_resumes_anywhere_and_again(n: int, window: int, first: int, second: int) -> None:
+    whole = take(shuffled(n, window), first + second + 40)
+    one = shuffled(n, window)
+    parts = take(one, first)
+    for steps in (second, 40):
+        other = shuffled(n, window)
+        other.load_state_dict(settle(one.state_dict()))
+        parts += take(other, steps)
+        one = other
+    assert parts == whole
+
+
+def test_shuffle_shuffles_by_its_key_and_by_epoch() -> None:
+    a, b = take(shuffled(100, 100), 200), take(shuffled(100, 100, "another"), 100)
+    first, second = [i for _, i in a[:100]], [i for _, i in a[100:]]
+    assert first != sorted(first)
+    assert first != second
+    assert first != [i for _, i in b]
+    assert take(shuffled(100, 0), 100) == [(0, i) for i in range(100)]  # no window keeps the order
+    moved = np.abs(np.array(first) - np.arange(100)).mean()
+    assert 25 < moved < 42  # a uniform permutation moves an item by 33 places
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(1, 300))
+def test_mixture_keeps_its_shares_at_every_moment(weights: list[float], n: int) -> None:
+    names = [str(i) for i in range(len(weights))]
+    mixer = Mixer({name: Map(Epochs(7), lambda item, name=name: name) for name in names}, dict(zip(names, weights, strict=True)))
+    counts = Counter(take(mixer, n))
+    for name, weight in zip(names, weights, strict=True):
+        assert abs(counts[name] - n * weight / sum(weights)) < len(weights)
+
+
+@given(st.integers(0, 50))
+def test_mixture_resumes(steps: int) -> None:
+    def make() -> Mixer:
+        return Mixer({"a": Epochs(3), "b": Epochs(5)}, {"a": 1.0, "b": 2.5})
+
+    one, other = make(), make()
+    take(one, steps)
+    other.load_state_dict(settle(one.state_dict()))
+    assert take(one, 20) == take(other, 20)
+
+
+def test_states_hold_plain_values_only() -> None:
+    def plain(value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(isinstance(k, str) and plain(v) for k, v in value.items())
+        return isinstance(value, int | float | str | np.ndarray) or (isinstance(value, list | tuple) and all(map(plain, value)))
+
+    stream = shuffled(10, 5)
+    take(stream, 3)
+    assert plain(settle(stream.state_dict()))
+    assert not plain(stream.state_dict())  # until it is settled
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_state_is_of_the_moment_it_was_taken(window: int) -> None:
+    stream = shuffled(50, window)
+    take(stream, 10)
+    state = stream.state_dict()
+    after = take(stream, 30)  # moves on before the state is written out
+    other = shuffled(50, window)
+    other.load_state_dict(settle(state))
+    assert take(other, 30) == after

@@ -1,0 +1,96 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.errors import UserError
+
+CHAT = [{"role": "user", "content": "12+7="}, {"role": "assistant", "content": "19"}]
+
+
+@given(st.text("abcdefghijklmnopqrstuvwxyz0123456789 .,+-="))
+def test_one_id_a_character_and_back(characters: Tokenizer, text: str) -> None:
+    ids = characters.encode(text)
+    assert len(ids) == len(text)
+    assert characters.decode(ids) == text
+
+
+def test_character_tokenizer_is_one_that_transformers_loads(characters: Tokenizer) -> None:
+    hf = AutoTokenizer.from_pretrained(characters.hf.name_or_path)
+    assert hf.apply_chat_template(CHAT, add_generation_prompt=False, return_dict=False) == characters.render(CHAT, False)
+    assert (hf.eos_token, hf.pad_token, hf.unk_token) == ("<|im_end|>", "<|pad|>", "<unk>")
+    assert len(hf) == characters.vocab_size == 8 + 42
+
+
+def test_unknown_characters_are_refused(characters: Tokenizer) -> None:
+    with pytest.raises(UserError, match="cannot encode all of 'a❤b'"):
+        characters.encode("a❤b")
+    with pytest.raises(UserError, match="cannot encode"):
+        characters.render([{"role": "user", "content": "A"}], True)
+
+
+def test_render_is_what_a_server_renders(shared: Path) -> None:
+    tokenizer = Tokenizer.load(str(shared / "tokenizers/qwen3"))
+    for prompt in (False, True):
+        assert tokenizer.render(CHAT, prompt) == tokenizer.hf.apply_chat_template(CHAT, add_generation_prompt=prompt, return_dict=False)
+    assert tokenizer.vocab_size == 151669
+    assert [tokenizer.decode([i]) for i in tokenizer.stop_ids] == ["<|im_end|>", "<|endoftext|>"]  # the directory's eos alone would never stop a chat
+
+
+def test_stop_ids_come_from_the_generation_config_too(characters: Tokenizer, tmp_path: Path) -> None:
+    characters.save(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    assert characters.stop_ids == (3,)
+    assert Tokenizer.load(str(tmp_path)).stop_ids == (3, 7)
+
+
+def test_fingerprint_tells_tokenizers_apart(characters: Tokenizer, tmp_path: Path) -> None:
+    same = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .,+-=", tmp_path / "same")
+    other = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .,+-", tmp_path / "other")
+    template = Tokenizer.load(str(tmp_path / "same"))
+    template.hf.chat_template += "\n"
+    prints = [t.fingerprint() for t in (characters, same, other, template)]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_fingerprint_catches_a_lost_normalizer(shared: Path) -> None:
+    """Phi-3: AutoTokenizer builds LlamaTokenizer and drops the file's normalizer; the vocabulary is the same, the ids are not."""
+    from transformers import PreTrainedTokenizerFast
+
+    directory = str(shared / "tokenizers/phi3-mini")
+    auto, direct = Tokenizer.load(directory), Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))
+    assert auto.hf.get_vocab() == direct.hf.get_vocab()
+    assert auto.fingerprint() != direct.fingerprint()
+
+
+def test_fingerprint_is_the_same_in_another_process(characters: Tokenizer) -> None:
+    code = "import sys; from ptf.data.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).fingerprint())"
+    env = os.environ | {"PYTHONHASHSEED": "1"}
+    found = subprocess.run([sys.executable, "-c", code, characters.hf.name_or_path], capture_output=True, text=True, check=True, env=env).stdout.strip()
+    assert found == characters.fingerprint()
+
+
+def test_no_tokenizer_and_no_template_are_named(characters: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=str(tmp_path)):
+        Tokenizer.load(str(tmp_path))
+    characters.save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    bare = Tokenizer.load(str(tmp_path))
+    assert bare.stop_ids == (3,)
+    with pytest.raises(UserError, match="has no chat template"):
+        bare.render(CHAT, True)
+
+
+def test_a_refusing_template_is_named(characters: Tokenizer, tmp_path: Path) -> None:
+    characters.save(tmp_path)
+    strict = Tokenizer.load(str(tmp_path))
+    strict.hf.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match=f"chat template {tmp_path.name}#[0-9a-f]{{8}} refuses the messages: roles must alternate"):
+        strict.render(CHAT, True)
