@@ -1,0 +1,198 @@
+"""Every row says its own number, so what was trained can be read back from the batches."""
+
+import itertools
+import json
+import pickle
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptf.data.batch import Batch
+from ptf.data.encode import encode_chat
+from ptf.data.loader import Loader
+from ptf.data.pipeline import SourceSpec, lane_stream
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+
+LANES, ROWS, SEQ_LEN = 4, 8, 64
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
+    """61 + 29 rows; a at twice the share of b."""
+    root = tmp_path_factory.mktemp("loader")
+    for name, n in (("a", 61), ("b", 29)):
+        rows = [[{"role": "user", "content": f"{name}{i}."}, {"role": "assistant", "content": "x" * (i * i % 23)}] for i in range(n)]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in rows))
+    return {"a": SourceSpec(str(root / "a.jsonl"), 2.0), "b": SourceSpec(str(root / "b.jsonl"), 1.0)}
+
+
+def make(sources: dict[str, SourceSpec], tokenizer: Tokenizer, rank: int = 0, world: int = 1, micro_rows: int = 8, **kwargs: Any) -> Loader:
+    def lane(i: int) -> Any:
+        options = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6} | kwargs
+        return lane_stream(i, sources=sources, tokenizer=tokenizer, encode=lambda row, name: encode_chat(row, tokenizer, name), **options)
+
+    return Loader(lane, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2)
+
+
+def rows_of(batches: list[Batch]) -> list[tuple[bytes, bytes]]:
+    """Each row's bytes."""
+    return [(b.tokens[i].numpy().tobytes(), b.weights[i].numpy().tobytes()) for b in batches for i in range(len(b.tokens))]
+
+
+def run(loaders: list[Loader], steps: int) -> list[list[tuple[bytes, bytes]]]:
+    """Global steps, put together from the ranks: row j of a step is with rank j % W."""
+    out = []
+    for _ in range(steps):
+        ranks = [rows_of(next(loader)) for loader in loaders]
+        out.append([ranks[j % len(ranks)][j // len(ranks)] for j in range(ROWS)])
+    return out
+
+
+def together(loaders: list[Loader]) -> dict[str, Any]:
+    """The states of all ranks, through what a checkpoint does to them."""
+    states = [loader.state_dict() for loader in loaders]
+    assert len({s["step"] for s in states}) == 1
+    return pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}}))
+
+
+def close(loaders: list[Loader]) -> None:
+    for loader in loaders:
+        loader.close()
+
+
+@pytest.fixture(scope="module")
+def whole(sources: dict[str, SourceSpec], characters: Tokenizer) -> list[list[tuple[bytes, bytes]]]:
+    loader = make(sources, characters)
+    steps = run([loader], 30)
+    loader.close()
+    return steps
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_global_batches_do_not_depend_on_the_number_of_workers(sources: Any, characters: Tokenizer, whole: Any, world: int) -> None:
+    loaders = [make(sources, characters, rank, world, micro_rows=3) for rank in range(world)]
+    assert run(loaders, 30) == whole
+    close(loaders)
+
+
+@settings(max_examples=15, deadline=None)
+@given(cuts=st.lists(st.integers(0, 8), min_size=1, max_size=3))
+def test_resumes_after_any_step_and_again(sources: Any, characters: Tokenizer, whole: Any, cuts: list[int]) -> None:
+    loader, steps = make(sources, characters), []
+    for cut in [*cuts, 2]:
+        steps += run([loader], cut)
+        state = together([loader])
+        loader.close()
+        loader = make(sources, characters)
+        loader.load_state_dict(state)
+    assert steps == whole[: len(steps)]
+    assert loader.step == len(steps)
+
+
+def test_elastic_resume_repeats_and_loses_nothing(sources: Any, characters: Tokenizer, whole: Any) -> None:
+    steps: list[Any] = []
+    state = None
+    for world in (1, 2, 4, 1):
+        loaders = [make(sources, characters, rank, world) for rank in range(world)]
+        for loader in loaders if state else []:
+            loader.load_state_dict(state)
+        steps += run(loaders, 7)
+        state = together(loaders)
+        close(loaders)
+    assert steps == whole[:28]
+
+
+def test_every_row_once_before_any_twice(sources: Any, characters: Tokenizer, whole: Any) -> None:
+    """Each lane deals a source's rows in turn, so over all lanes the counts differ by no more than the lanes' windows can hold back."""
+    loader = make(sources, characters)
+    seen: Counter[str] = Counter()
+    for _ in range(60):
+        for batch in next(loader):
+            for i, n in enumerate(batch.lengths):
+                at = (batch.segments == i).nonzero()
+                ids = batch.tokens[at[0, 0], at[0, 1] : at[0, 1] + n]
+                seen[characters.decode(ids).split(".")[0].removeprefix("<|im_start|><|user|>")] += 1
+    loader.close()
+    assert len(seen) == 61 + 29
+    for name in ("a", "b"):
+        counts = [n for key, n in seen.items() if key[0] == name]
+        assert max(counts) - min(counts) <= 2
+    share = sum(n for key, n in seen.items() if key[0] == "a") / seen.total()
+    assert abs(share - 2 / 3) < 0.02
+
+
+def test_batches_are_what_a_loss_expects(sources: Any, characters: Tokenizer) -> None:
+    loader = make(sources, characters, micro_rows=3)
+    batches = next(loader)
+    loader.close()
+    assert [b.tokens.shape for b in batches] == [(3, SEQ_LEN), (3, SEQ_LEN), (2, SEQ_LEN)]
+    tokens = sum(sum(b.lengths) for b in batches)
+    assert loader.fill == tokens / (ROWS * SEQ_LEN)
+    assert loader.waited_s > 0
+    for b in batches:
+        assert (b.targets[b.weights > 0] != 0).all()
+        assert torch.equal(b.positions[:, 0], torch.zeros(len(b.tokens), dtype=torch.int64))
+        assert (b.weights[b.segments < 0] == 0).all()
+
+
+def test_the_state_is_of_what_was_consumed_not_of_what_was_packed(sources: Any, characters: Tokenizer) -> None:
+    loader = make(sources, characters)
+    fresh = loader.state_dict()
+    assert fresh["step"] == 0
+    next(loader)
+    while loader._queue.qsize() < 2:  # two steps ahead
+        pass
+    counted = loader.state_dict()
+    assert counted["step"] == 1
+    assert loader.counts["samples"] == sum(lane["atoms"]["streams"][s]["stream"]["counts"]["samples"] for lane in counted["lanes"].values() for s in "ab")
+    second = rows_of(next(loader))
+    loader.close()
+    other = make(sources, characters)
+    other.load_state_dict(counted)
+    assert rows_of(next(other)) == second
+    other.load_state_dict(fresh)  # a loader that runs may be set back
+    next(other)
+    assert rows_of(next(other)) == second
+    other.close()
+
+
+def test_an_error_in_the_background_reaches_the_consumer(sources: Any, characters: Tokenizer, tmp_path: Path) -> None:
+    good = Path(sources["b"].path).read_text()
+    (tmp_path / "bad.jsonl").write_text(good + '{"messages": 1}\n')
+    loader = make({"bad": SourceSpec(str(tmp_path / "bad.jsonl"))}, characters)
+    for _ in range(2):  # it stays broken
+        with pytest.raises(UserError, match=r"bad\.jsonl:30 \(source bad\): `messages` must be a list"):
+            list(itertools.islice(loader, 20))
+    loader.close()
+
+
+def test_close_leaves_no_thread(sources: Any, characters: Tokenizer) -> None:
+    before = threading.active_count()
+    loader = make(sources, characters)
+    loader.close()  # not started
+    next(loader)
+    assert threading.active_count() == before + 1
+    loader.close()
+    assert threading.active_count() == before
+
+
+def test_workers_must_divide_and_lanes_must_be_there(sources: Any, characters: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"workers \(3\) must divide data.lanes \(4\) and train.rows \(8\)"):
+        make(sources, characters, world=3)
+    half = make(sources, characters, 0, 2).state_dict()
+    with pytest.raises(UserError, match=r"no state of lanes \[1, 3\]"):
+        make(sources, characters, 1, 2).load_state_dict(half)
+
+
+def test_a_source_of_which_nothing_is_left_is_an_error(sources: Any, characters: Tokenizer) -> None:
+    loader = make(sources, characters, seq_len=8, too_long="drop")
+    with pytest.raises(UserError, match=r"no row of .*a\.jsonl left a sample"):
+        next(loader)
+    loader.close()

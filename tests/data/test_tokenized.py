@@ -1,0 +1,111 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptf.data import tokenized
+from ptf.data.encode import encode_chat
+from ptf.data.pipeline import SourceSpec, atoms_once, lane_stream
+from ptf.data.sample import Atom, Sample
+from ptf.data.stream import settle
+from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.errors import UserError
+
+LIMITS: dict[str, Any] = {"seq_len": 32, "too_long": "drop"}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    chats = [[{"role": "user", "content": f"{i}."}, {"role": "assistant", "content": "x" * (i * i % 31)}] for i in range(1500)]
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))
+    return str(path)
+
+
+def write(path: str, directory: Path, tokenizer: Tokenizer, encode: Any = None, config: str = "c") -> Any:
+    encode = encode or (lambda row, name: encode_chat(row, tokenizer, name))
+    prints = {"tokenizer_fingerprint": tokenizer.fingerprint(), "config_fingerprint": config}
+    return tokenized.write(str(directory), path, "sums", encode=encode, **LIMITS, **prints)
+
+
+def lane(spec: SourceSpec, i: int, tokenizer: Tokenizer) -> Any:
+    def encode(row: Any, name: str) -> list[Atom]:
+        return encode_chat(row, tokenizer, name)
+
+    return lane_stream(i, sources={"sums": spec}, tokenizer=tokenizer, encode=encode, lanes=3, seed=1, shuffle=50, lookahead=8, **LIMITS)
+
+
+def rows_of(stream: Any, n: int) -> list[Any]:
+    return [[(s.source, s.tokens.tobytes(), s.weights.tobytes()) for a in next(stream) for s in a] for _ in range(n)]
+
+
+def test_training_sees_the_same_rows_as_on_the_fly(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    write(rows, tmp_path / "t", characters)
+    ahead = SourceSpec(str(tmp_path / "t"), kind="tokenized")
+    for i in range(3):
+        one, other = lane(SourceSpec(rows), i, characters), lane(ahead, i, characters)
+        assert rows_of(one, 400) == rows_of(other, 400)  # more than an epoch of about 240 rows a lane
+        state = settle(other.state_dict())
+        again = lane(ahead, i, characters)
+        again.load_state_dict(state)
+        assert rows_of(again, 30) == rows_of(one, 30)
+
+
+def test_one_pass_sees_the_same_atoms(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    manifest = write(rows, tmp_path / "t", characters)
+    direct = list(atoms_once({"sums": SourceSpec(rows)}, encode=lambda row, name: encode_chat(row, characters, name), **LIMITS))
+    ahead = list(atoms_once({"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=None, tokenizer=characters, **LIMITS))  # type: ignore[arg-type]
+    assert len(direct) == len(ahead) == manifest["samples"]
+    assert all(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.weights, b.weights) for (a,), (b,) in zip(direct, ahead, strict=True))
+
+
+def test_the_manifest_counts(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    manifest = write(rows, tmp_path / "t", characters)
+    assert manifest == json.loads((tmp_path / "t/manifest.json").read_text())
+    assert manifest["rows"] == 1500
+    assert manifest["samples"] + manifest["dropped"] == 1500
+    assert manifest["dropped"] > 0
+    assert manifest["expansion"] == 1.0
+    assert set(manifest["files"]) == {"rows.parquet"}
+
+
+def test_what_is_there_is_reused_unless_it_was_made_otherwise(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    first = write(rows, tmp_path / "t", characters)
+    assert write("nowhere", tmp_path / "t", characters) == first
+    assert write(rows, tmp_path / "t", characters, config="d")["config"] == "d"
+    with pytest.raises(UserError, match="nowhere"):
+        write("nowhere", tmp_path / "t", characters)  # the one for "c" is gone
+    assert not (tmp_path / "t/manifest.json").exists()
+
+
+def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    write(rows, tmp_path / "t", characters)
+    other = character_tokenizer("x0123456789.", tmp_path / "other")
+    with pytest.raises(UserError, match="written with another tokenizer"):
+        lane(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, other)
+    (tmp_path / "t/manifest.json").unlink()
+    with pytest.raises(UserError, match="its writing never finished"):
+        lane(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, characters)
+
+
+def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    def pairs(row: Any, name: str) -> list[Atom]:
+        (atom,) = encode_chat(row, characters, name)
+        return [] if len(atom[0]) % 2 else [(atom[0], Sample(atom[0].tokens[:3], atom[0].weights[:3], "second"))] * 2
+
+    write(rows, tmp_path / "t", characters, pairs)
+    direct = list(atoms_once({"sums": SourceSpec(rows)}, encode=pairs, **LIMITS))
+    ahead = list(atoms_once({"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=pairs, tokenizer=characters, **LIMITS))
+    assert [[s.tokens.tolist() for s in a] for a in direct] == [[s.tokens.tolist() for s in a] for a in ahead]
+    assert {tuple(s.source for s in a) for a in ahead} == {("sums", "second")}
+
+
+def test_streams_are_refused(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    def encode(row: Any, name: str) -> list[Atom]:
+        ((s,),) = encode_chat(row, characters, name)
+        return [(Sample(s.tokens, s.weights, name, {"advantages": s.weights}),)]
+
+    with pytest.raises(UserError, match=r"set data\.pretokenize: false"):
+        write(rows, tmp_path / "t", characters, encode)
