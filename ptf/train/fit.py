@@ -90,7 +90,7 @@ def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World) ->
 def held_out_rows(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[list[Atom]]]:
     """The validation sets, packed."""
     encode = lambda row, source: recipe.encode(row, tokenizer, source)  # noqa: E731
-    once = lambda name, spec: atoms_once({name: spec}, encode=encode, seq_len=job.data.seq_len, too_long=job.data.too_long)  # noqa: E731
+    once = lambda name, spec: atoms_once({name: spec}, tokenizer=tokenizer, encode=encode, seq_len=job.data.seq_len, too_long=job.data.too_long)  # noqa: E731
     return {name: pack_all(once(name, spec), job.data.seq_len) for name, spec in specs(job.data.validation).items()}
 
 
