@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ptf.data.growing import GrowingText
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -35,8 +36,9 @@ def chat_samples(messages: Any, tokenizer: Tokenizer, source: str = "", train_on
     if not turns:
         raise UserError("the conversation has no assistant turn: nothing to train on")
     samples: list[tuple[list[int], list[Turn]]] = []
+    growing = GrowingText(tokenizer)
     for i in turns if train_on == "assistant" else turns[-1:]:
-        turn = served_turn(messages, i, tokenizer, tools)
+        turn = served_turn(messages, i, growing, tools)
         if samples and len(samples[-1][0]) <= turn.start and turn.ids[: len(samples[-1][0])] == samples[-1][0]:
             samples[-1] = (turn.ids, [*samples[-1][1], turn])
         else:
@@ -51,8 +53,9 @@ def _sample(ids: list[int], spans: Sequence[Turn], source: str) -> Sample:
     return Sample(np.array(ids, np.int32), weights, source)
 
 
-def served_turn(messages: Sequence[Mapping[str, Any]], i: int, tokenizer: Tokenizer, tools: Any = None) -> Turn:
+def served_turn(messages: Sequence[Mapping[str, Any]], i: int, growing: GrowingText, tools: Any = None) -> Turn:
     """Message i, an assistant's, with all that a server would have shown the model before it."""
+    tokenizer = growing.tokenizer
 
     def fail(what: str) -> UserError:
         return UserError(f"chat template {tokenizer.template_name}, turn {i}: {what}")
@@ -68,7 +71,7 @@ def served_turn(messages: Sequence[Mapping[str, Any]], i: int, tokenizer: Tokeni
     for said in _said(messages[i]):
         if said not in answer:
             raise fail(f"the template leaves out {said[:60]!r}")
-    context, ids = tokenizer.encode(prompt), tokenizer.encode(through)
+    context, ids = growing.encode(prompt), growing.encode(through)
     if not context:
         raise fail("nothing comes before the answer, so all of the sample would be trained")
     if ids[: len(context)] != context:  # a token spans the end of the prompt; a server never sees that one: it continues the prompt's ids

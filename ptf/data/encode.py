@@ -57,8 +57,9 @@ class Encoder:
     """Turns a row into atoms that fit, and counts. `whole` are the tokens of each row's longest atom: tokens / whole is what splitting conversations cost."""
 
     def __init__(self, encode: Encode, name: str, seq_len: int, too_long: TooLong):
-        self._encode, self._name, self._seq_len, self._too_long = encode, name, seq_len, too_long
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self._encode, self._name, self._seq_len = encode, name, seq_len
+        self._too_long: TooLong = too_long
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
     def __call__(self, place: tuple[dict[str, Any], str]) -> list[Atom]:
         row, where = place

@@ -31,7 +31,7 @@ PROBES = (
 class Tokenizer:
     def __init__(self, hf: PreTrainedTokenizerBase, extra_stops: Sequence[int] = ()):
         """`extra_stops`: ids that also end an answer, from the model's generation_config.json."""
-        self.hf = hf
+        self.hf: Any = hf  # its type hints are looser than what it does
         self._extra_stops = tuple(extra_stops)
 
     @classmethod
@@ -39,11 +39,11 @@ class Tokenizer:
         """From a directory or a Hugging Face id; never from the network where HF_HUB_OFFLINE is set."""
         local = os.path.isdir(path) or os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
         try:
-            hf = AutoTokenizer.from_pretrained(path, revision=revision, local_files_only=local)
+            hf: Any = AutoTokenizer.from_pretrained(path, revision=revision, local_files_only=local)  # type: ignore[arg-type]
         except (OSError, ValueError) as e:
             raise UserError(f"no tokenizer in {path}: {str(e).splitlines()[0]}") from None
         try:
-            stops = GenerationConfig.from_pretrained(path, revision=revision, local_files_only=local).eos_token_id
+            stops = GenerationConfig.from_pretrained(path, revision=revision, local_files_only=local).eos_token_id  # type: ignore[arg-type]
         except OSError:
             stops = None
         return cls(hf, stops if isinstance(stops, list) else [] if stops is None else [stops])
@@ -90,7 +90,7 @@ class Tokenizer:
         if not self.hf.chat_template:
             raise UserError(f"the tokenizer {self.template_name.split('#')[0]} has no chat template: give model.tokenizer one that has")
         try:
-            return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False)  # type: ignore[return-value,arg-type]
+            return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False)
         except (TemplateError, TypeError, KeyError, IndexError) as e:
             raise UserError(f"chat template {self.template_name} refuses the messages: {e}") from None
 
@@ -103,7 +103,7 @@ class Tokenizer:
         """Ids that end an answer: what the template writes after an assistant's turn (first) and after a tool call, then eos and the generation config's."""
         known = [i for i in (self.hf.eos_token_id, *self._extra_stops) if i is not None]
         special = set(self.hf.all_special_ids)
-        special |= {i for i, token in getattr(self.hf, "added_tokens_decoder", {}).items() if token.special}
+        special |= {i for i, token in self.hf.added_tokens_decoder.items() if token.special}
         turn, call = ([i for i in self._ending(build) if i in special] for build in (_answer, _tool_call))
         stops = turn[:1] + known
         if call and not set(call) & set(stops):
@@ -122,6 +122,17 @@ class Tokenizer:
         while a != b and a[-1 - n] == b[-1 - n]:
             n += 1
         return a[len(a) - n :]
+
+    @cached_property
+    def cuts(self) -> dict[str, int]:
+        """The stop ids, by their text, that cut a text in two parts which are encoded independently: added tokens do, and the probes have to agree."""
+        cuts = {self.decode([i]): i for i in self.stop_ids if i in self.hf.added_tokens_decoder}
+        texts = [t for cut in cuts for a, b in zip(PROBES, PROBES[1:] + PROBES[:1], strict=True) for t in (a + cut + b, a + cut, cut + b)]
+        ids = iter(self.hf(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        cut_ids = (i for i in cuts.values() for _ in PROBES)
+        return (
+            cuts if all(left[-1] == right[0] == i and whole == left[:-1] + right for i, whole, left, right in zip(cut_ids, ids, ids, ids, strict=True)) else {}
+        )
 
     def fingerprint(self) -> str:
         """SHA-256 over what decides ids: vocabulary, merges, chat template, and the ids of probe strings (which catch a normalizer that was lost)."""
