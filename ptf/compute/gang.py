@@ -27,7 +27,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.single_controller.base import Worker
-from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SubRayResourcePool
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
 
@@ -155,8 +155,7 @@ class Gang:
         for worker in self._group.workers if self._group else []:
             ray.kill(worker)
         if self._owned:
-            for group in self._pool.pgs:
-                remove_placement_group(group)
+            release(self._pool)
         self._group = None
 
     def __enter__(self) -> "Gang":
@@ -202,11 +201,35 @@ def make_pool(workers: int, *, use_gpu: bool, timeout_s: float, colocate: int = 
     try:
         ray.get([group.ready() for group in pool.pgs], timeout=timeout_s)
     except GetTimeoutError:
-        for group in pool.pgs:
-            remove_placement_group(group)
+        release(pool)
         free = ray.available_resources().get(resource, 0)
         raise RuntimeError(f"no room for {workers} workers after {timeout_s:g} s: {free:g} {resource} slots are free in the cluster") from None
     return pool
+
+
+def part_of(pool: RayResourcePool, workers: int) -> RayResourcePool:
+    """The first `workers` places of a pool."""
+    if workers == pool.world_size:
+        return pool
+    return SubRayResourcePool(
+        placement_groups=pool.pgs, start_bundle_index=0, subgroup_world_size=workers,
+        process_on_nodes=pool.store, use_gpu=pool.use_gpu, max_colocate_count=pool.max_colocate_count,
+    )  # fmt: skip
+
+
+def release(pool: RayResourcePool) -> None:
+    for group in pool.pgs:
+        remove_placement_group(group)
+
+
+def gpus() -> int:
+    """GPUs of the cluster that this process is connected to."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def share(value: object) -> ray.ObjectRef:
+    """Put a value where all workers can read it, once; an argument that arrives as itself."""
+    return ray.put(value)
 
 
 def _rendezvous(group: PlacementGroup, timeout_s: float) -> tuple[str, str]:
@@ -218,4 +241,4 @@ def _rendezvous(group: PlacementGroup, timeout_s: float) -> tuple[str, str]:
             return ray.util.get_node_ip_address(), str(probe.getsockname()[1])
 
     place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
-    return ray.get(ray.remote(here).options(scheduling_strategy=place).remote(), timeout=timeout_s)
+    return ray.get(ray.remote(here).options(num_cpus=0, scheduling_strategy=place).remote(), timeout=timeout_s)

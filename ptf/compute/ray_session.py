@@ -1,11 +1,9 @@
 """Ray for the length of a run: one of its own, or a running cluster joined by address.
 
 The one idea: a run leaves nothing behind. Its own Ray lives in a temporary directory, token included (nothing goes under the home
-directory), and on exit every process that it started is gone, after a grace period by force. A Ray that this process is already
-connected to is used as it is and left running.
+directory), and on exit every process that it started is gone, after a grace period by force, also if the run itself is killed.
+A Ray that this process is already connected to is used as it is and left running.
 """
-
-
 
 import contextlib
 import logging
@@ -14,6 +12,8 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -23,9 +23,10 @@ from pathlib import Path
 # Ray reads the first when it is imported: import this module before ray or verl
 os.environ.update({"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0", "RAY_USAGE_STATS_ENABLED": "0", **os.environ})
 
-import psutil
 import ray
 from ray._raylet import AuthenticationTokenLoader
+
+from ptf.compute.reaper import end, family
 
 GRACE_S = 10.0  # for Ray's processes to end by themselves; they take 1-2 s on an idle 2-core machine
 
@@ -52,8 +53,10 @@ def ray_session(
         finally:
             ray.shutdown()
         return
-    home = Path(tempfile.mkdtemp(prefix="ptf-ray-"))  # short: Ray's socket paths must fit in 107 characters
-    before = {process.pid for process in psutil.Process().children()}
+    base = tempfile.gettempdir()  # Ray's socket paths, 62 characters longer than its directory, must fit in 107
+    home = Path(tempfile.mkdtemp(prefix="ptf-ray-", dir=base if len(base) <= 28 else "/tmp"))
+    watch = [sys.executable, "-m", "ptf.compute.reaper", str(os.getpid()), str(home)]
+    reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)  # no signal to our group reaches it
     try:
         _own_token(home / "auth_token")
         os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(timeout_s))  # noqa: SIM112  Ray's spelling
@@ -67,15 +70,11 @@ def ray_session(
             shutil.copytree(logs, workdir / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
         raise
     finally:
-        started = [child for child in psutil.Process().children() if child.pid not in before and _mentions(child, str(home))]
-        family = started + [process for child in started for process in _descendants(child)]
+        processes = family(home)
         ray.shutdown()
-        _, alive = psutil.wait_procs(family, timeout=GRACE_S)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=GRACE_S)
-        shutil.rmtree(home, ignore_errors=True)
+        end(processes, home, GRACE_S)
+        reaper.kill()
+        reaper.wait()
 
 
 def _own_token(path: Path) -> None:
@@ -114,15 +113,3 @@ def _sigterm_kept() -> Iterator[None]:
     yield
     if callable(handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-def _mentions(process: psutil.Process, word: str) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return any(word in part for part in process.cmdline())
-    return False
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.children(recursive=True)
-    return []

@@ -1,0 +1,213 @@
+"""vLLM as a rollout engine, inside this process: `generate` is one request, and the requests of all callers are batched continuously.
+
+The one idea: an answer is a function of (weights, context, sampling, seed), not of what else is in the batch. So every sampled request
+carries its own seed and greedy requests never share a batch with sampled ones (vLLM on a CPU drops all seeds of a mixed batch).
+"""
+
+import asyncio
+import itertools
+import os
+from collections import deque
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from ptf.data.trajectory import Call
+from ptf.rl.engine import Request
+from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
+
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+CPU = {
+    "TORCH_COMPILE_DISABLE": "1",  # compiling two sampler helpers takes 13 s, saves nothing at this speed
+    "OMP_NUM_THREADS": "1",  # 4 ms a step against 100 ms on a busy box, where threads spin for their turn
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+CACHES = (
+    "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
+)  # fmt: skip
+
+
+def on_cpu() -> bool:
+    """True if the vLLM that is installed is the CPU build."""
+    try:
+        return bool(metadata.version("vllm-cpu"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def engine_env(workdir: Path) -> dict[str, str]:
+    """Environment that a process must have before it imports vLLM; all that vLLM caches goes under `workdir`."""
+    caches = {name: str(Path(workdir).absolute() / name.lower()) for name in CACHES}
+    return {**IN_PROCESS, **QUIET, **caches, **(CPU if on_cpu() else {})}
+
+
+class VLLMEngine:
+    """`path` is a Hugging Face directory with config.json and safetensors; its tokenizer is not read. `version` is the policy step of
+    those weights. `kv_cache_gib` is the size of the key-value cache on a CPU; on a GPU it is what `gpu_share` of its memory leaves."""
+
+    name = "vllm"
+
+    def __init__(self, path: str, *, seed: int, dtype: str, max_model_len: int, kv_cache_gib: float = 0.25, version: int = 0, gpu_share: float = 0.7) -> None:
+        missing = [f"{k}={v}" for k, v in {**IN_PROCESS, **(CPU if on_cpu() else {})}.items() if os.environ.get(k) != v]
+        if missing:
+            raise RuntimeError(f"vLLM needs a process of its own with {' '.join(missing)} (see engine_env)")
+        from vllm import EngineArgs, LLMEngine  # 6-8 s, and it reads the environment
+
+        cpu = {
+            "enforce_eager": True, "kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "max_num_seqs": 512,
+            "max_num_batched_tokens": max(16384, max_model_len + 1), "enable_chunked_prefill": False,  # seeds fail where a prompt is cut in two
+        }  # fmt: skip
+        gpu = {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
+        arguments: dict[str, Any] = {
+            "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len + 1,  # score() asks for one token more
+            "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "async_scheduling": False,
+            "disable_log_stats": True, "use_tqdm_on_load": False, "worker_extension_cls": "ptf.rl.vllm_extension.WeightLoader",
+            **(cpu if on_cpu() else gpu),
+        }  # fmt: skip
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.version, self.max_model_len = version, max_model_len
+        config = self.engine.model_config.hf_config
+        self.vocab = config.vocab_size
+        self.expected = _tensor_names(Path(path)) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+        self.unusable: str | None = None
+        self._ids = itertools.count()
+        self._queue: deque[tuple[Request, asyncio.Future[Call]]] = deque()
+        self._running: dict[str, tuple[Request, asyncio.Future[Call]]] = {}
+        self._pump: asyncio.Task[None] | None = None
+
+    async def generate(self, request: Request) -> Call:
+        """See RolloutEngine. Raises ValueError for a context that cannot be served, SyncError if the weights are not known to be right."""
+        self._refuse_if_unusable()
+        self._check_context(request.context, self.max_model_len - 1)
+        future: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+        self._queue.append((request, future))
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._serve())
+        return await future
+
+    async def _serve(self) -> None:
+        """Step the engine while there is work; between steps others may add requests, or give up on theirs."""
+        try:
+            while self._queue or self._running:
+                self._admit()
+                for output in self.engine.step():
+                    request, future = self._running.pop(output.request_id)
+                    if not future.done():
+                        future.set_result(self._call(request, output.outputs[0]))
+                await asyncio.sleep(0)
+                self._drop([id_ for id_, (_, future) in self._running.items() if future.cancelled()])
+        except Exception as error:
+            self.unusable = f"it failed while generating: {error!r}"
+            for _, future in [*self._running.values(), *self._queue]:
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            self._queue.clear()
+            self._drop(list(self._running))
+
+    def _admit(self) -> None:
+        """Hand waiting requests to vLLM, oldest first, as long as they are of the kind that is running: greedy or sampled."""
+        kind = next((request.sampling.temperature == 0 for request, _ in self._running.values()), None)
+        while self._queue and kind in (None, self._queue[0][0].sampling.temperature == 0):
+            request, future = self._queue.popleft()
+            if future.done():
+                continue
+            kind = request.sampling.temperature == 0
+            self._running[self._submit(request.context, **_parameters(request, self.max_model_len))] = (request, future)
+
+    def _submit(self, tokens: np.ndarray, **parameters: Any) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        how = SamplingParams(**parameters, ignore_eos=True, detokenize=False, flat_logprobs=True, skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        return self.engine.add_request(str(next(self._ids)), {"type": "token", "prompt_token_ids": tokens.tolist()}, how)
+
+    def _call(self, request: Request, output: Any) -> Call:
+        sampled = np.array(output.token_ids, np.int32)
+        logprobs = np.array(output.logprobs.logprobs, np.float32)
+        if output.finish_reason not in ("stop", "length") or len(logprobs) != len(sampled):
+            raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, {len(sampled)} tokens and {len(logprobs)} log-probs")
+        return Call(request.context, sampled, logprobs, np.full(len(sampled), self.version, np.int32), output.finish_reason == "stop")
+
+    def _drop(self, ids: list[str]) -> None:
+        if ids:
+            self.engine.abort_request(ids)
+        for id_ in ids:
+            self._running.pop(id_, None)
+
+    def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+        self._refuse_if_unusable()
+        self._refuse_if_busy("score")
+        for sequence in tokens:
+            self._check_context(sequence, self.max_model_len)
+        order = {self._submit(sequence, temperature=0.0, max_tokens=1, prompt_logprobs=0): i for i, sequence in enumerate(tokens)}
+        found: dict[int, np.ndarray] = {}
+        while self.engine.has_unfinished_requests():
+            found |= {order[o.request_id]: np.array(o.prompt_logprobs.logprobs, np.float32) for o in self.engine.step()}
+        return [found[i] for i in range(len(tokens))]
+
+    def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
+        self._refuse_if_busy("load weights")
+        receipt = check(buckets, manifest, self.version)
+        wrong = self.expected ^ set(manifest.digests)
+        if wrong:
+            raise SyncError(f"weight sync {manifest.version} refused: the model has other tensors than were sent, they differ in {sorted(wrong)[:5]}")
+        self.unusable = f"weight sync {manifest.version} did not complete"
+        try:
+            self.engine.collective_rpc("ptf_load", args=([pair for bucket in buckets for pair in bucket],))
+        except Exception as error:
+            self.unusable = f"weight sync {manifest.version} failed half way: {error!r}"
+            raise SyncError(f"{self.unusable}; this engine generates nothing more, start a new one") from error
+        self._forget_prefixes()
+        self.version, self.unusable = manifest.version, None
+        return receipt
+
+    def sleep(self) -> None:
+        self._refuse_if_busy("sleep")
+        if not on_cpu():
+            self._forget_prefixes()
+            self.engine.sleep(level=1)  # weights to host memory, the cache is dropped
+
+    def wake(self) -> None:
+        if not on_cpu() and self.engine.is_sleeping():
+            self.engine.wake_up()
+
+    def _forget_prefixes(self) -> None:
+        if not self.engine.reset_prefix_cache():
+            raise SyncError("vLLM did not drop its cached prefixes: they belong to the weights of before")
+
+    def _refuse_if_unusable(self) -> None:
+        if self.unusable:
+            raise SyncError(f"this engine generates nothing: {self.unusable}")
+
+    def _refuse_if_busy(self, what: str) -> None:
+        if self._running or self._queue:
+            raise RuntimeError(f"the engine cannot {what} while {len(self._running) + len(self._queue)} requests are being served")
+
+    def _check_context(self, tokens: np.ndarray, limit: int) -> None:
+        if not 1 <= len(tokens) <= limit:
+            raise ValueError(f"{len(tokens)} tokens cannot be served: between 1 and {limit} fit max_model_len {self.max_model_len}")
+        if tokens.min() < 0 or tokens.max() >= self.vocab:
+            raise ValueError(f"token ids must be in 0…{self.vocab - 1}; found {tokens.min()}…{tokens.max()}")
+
+
+def _parameters(request: Request, max_model_len: int) -> dict[str, Any]:
+    how = request.sampling
+    return {
+        "temperature": how.temperature, "stop_token_ids": list(how.stop), "logprobs": 0, "seed": request.seed if how.temperature else None,
+        "max_tokens": min(how.max_new_tokens, max_model_len - len(request.context)),
+    }  # fmt: skip
+
+
+def _tensor_names(directory: Path) -> set[str]:
+    """Names in the checkpoint's safetensors, without the buffers that old exports hold."""
+    names: set[str] = set()
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="np") as tensors:
+            names |= set(tensors.keys())
+    return {name for name in names if not name.endswith("rotary_emb.inv_freq")}
