@@ -47,7 +47,9 @@ def clustered(job: Job, run: Path, roles: int) -> Iterator[Cluster]:
 
 
 def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str, version: int, workers: int) -> RoleSpec:
+    """One role that generates from a Hugging Face directory."""
     options: dict[str, object] = {}
+    positions = bridge.build(directory)[0].config.max_positions
     env: dict[str, str] = {}
     if engine == "vllm":
         from ptf.rl.vllm_engine import engine_env
@@ -56,7 +58,7 @@ def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine
         env = engine_env(run / "vllm")
     kwargs = {
         "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
-        "max_length": job.data.seq_len, "timeout_s": job.compute.timeout_s, **options,
+        "max_length": min(job.data.seq_len, positions - 1), "timeout_s": job.compute.timeout_s, **options,
     }  # fmt: skip
     return RoleSpec("rollout", Sampler, kwargs, workers, env)
 
