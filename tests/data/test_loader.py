@@ -33,10 +33,21 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
     return {"a": SourceSpec(str(root / "a.jsonl"), 2.0), "b": SourceSpec(str(root / "b.jsonl"), 1.0)}
 
 
-def make(sources: dict[str, SourceSpec], tokenizer: Tokenizer, rank: int = 0, world: int = 1, micro_rows: int = 8, **kwargs: Any) -> Loader:
+def once(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
+    return encode_chat(row, tokenizer, name)
+
+
+def repeated(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
+    """One to three atoms, as of conversations that had to be split."""
+    return encode_chat(row, tokenizer, name) * (1 + len(row["messages"][1]["content"]) % 3)
+
+
+def make(
+    sources: dict[str, SourceSpec], tokenizer: Tokenizer, rank: int = 0, world: int = 1, micro_rows: int = 8, encode: Any = repeated, **kwargs: Any
+) -> Loader:
     def lane(i: int) -> Any:
         options = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6} | kwargs
-        return lane_stream(i, sources=sources, tokenizer=tokenizer, encode=lambda row, name: encode_chat(row, tokenizer, name), **options)
+        return lane_stream(i, sources=sources, tokenizer=tokenizer, encode=lambda row, name: encode(row, name, tokenizer), **options)
 
     return Loader(lane, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2)
 
@@ -111,7 +122,7 @@ def test_elastic_resume_repeats_and_loses_nothing(sources: Any, characters: Toke
 
 def test_every_row_once_before_any_twice(sources: Any, characters: Tokenizer, whole: Any) -> None:
     """Each lane deals a source's rows in turn, so over all lanes the counts differ by no more than the lanes' windows can hold back."""
-    loader = make(sources, characters)
+    loader = make(sources, characters, encode=once)
     seen: Counter[str] = Counter()
     for _ in range(60):
         for batch in next(loader):
