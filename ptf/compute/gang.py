@@ -33,7 +33,6 @@ logging.root.handlers[:] = _handlers  # verl installs one, after which the progr
 
 ECHO_S = 2.0  # after the first failure: one rank's error makes the collectives of the others fail, so wait for the one that speaks plainly
 FETCH_S = 600.0  # to copy one finished result to the driver
-DRAIN_S = 0.6  # the last lines that workers print take up to 0.5 s to reach the driver
 
 
 @dataclass(frozen=True)
@@ -172,10 +171,7 @@ def run_gang(
     """`fn(*args)` on every rank until all are done, however long that takes; returns rank 0's result. `timeout_s` bounds the start alone:
     a rank that dies is noticed when it dies."""
     with Gang(label, workers=workers, timeout_s=timeout_s, use_gpu=use_gpu, threads=threads, env=env) as gang:
-        try:
-            return gang.execute(fn, [tuple(args)] * workers, timeout_s=float("inf"))[0]
-        finally:
-            time.sleep(DRAIN_S)
+        return gang.execute(fn, [tuple(args)] * workers, timeout_s=float("inf"))[0]
 
 
 def _cause(error: RayTaskError | RayActorError) -> BaseException:

@@ -29,6 +29,7 @@ from ray._raylet import AuthenticationTokenLoader
 from ptf.compute.reaper import end, family
 
 GRACE_S = 10.0  # for Ray's processes to end by themselves; they take 1-2 s on an idle 2-core machine
+DRAIN_S = 0.6  # the last lines that workers print take up to 0.5 s to reach the driver
 
 
 @contextlib.contextmanager
@@ -51,6 +52,7 @@ def ray_session(
         try:
             yield
         finally:
+            time.sleep(DRAIN_S)
             ray.shutdown()
         return
     base = tempfile.gettempdir()  # Ray's socket paths, 62 characters longer than its directory, must fit in 107
@@ -70,6 +72,7 @@ def ray_session(
             shutil.copytree(logs, workdir / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
         raise
     finally:
+        time.sleep(DRAIN_S)
         processes = family(home)
         ray.shutdown()
         end(processes, home, GRACE_S)
