@@ -1,0 +1,208 @@
+"""The main job by the commands that a user types: SFT on two workers, a kill and a resume, GRPO on vLLM, what is published, in order."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ptf.compute.tracking import is_clock, read_metrics
+from ptf.config import load
+from ptf.run import resolved, run
+
+ROOT = Path(__file__).parents[2]
+SFT, GRPO = "configs/tiny/sft.yaml", "configs/tiny/grpo.yaml"
+
+
+class Place:
+    """A directory for all output of this file, and the commands run with it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.env = {
+            **os.environ, "HOME": str(home / "home"), "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(home), "METAFLOW_USER": "test",
+            "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        (home / "home").mkdir()
+
+    def sets(self, name: str, *more: str) -> list[str]:
+        return [f"output={self.home}/{name}", "track.tensorboard=false", "track.print_every=1", "compute.threads=1", "evaluate.limit=20", *more]
+
+    def command(self, flow: str, *words: str) -> list[str]:
+        return [sys.executable, str(ROOT / "flows" / f"{flow}_flow.py"), *words]
+
+    def run_words(self, config: str, sets: list[str]) -> list[str]:
+        return ["run", "--config", str(ROOT / config), *(w for s in sets for w in ("--set", s)), "--run-id-file", str(self.home / "run_id")]
+
+    def do(self, command: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout, check=False)
+
+    def start(self, command: list[str], log: Path) -> subprocess.Popen:
+        return subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return Place(tmp_path_factory.mktemp("main_job"))
+
+
+def facts(directory: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")]
+
+
+def run_directory(output: Path) -> Path:
+    """The one run under an output directory."""
+    (found,) = [p.parent for p in output.glob("*/metrics.jsonl")]
+    return found
+
+
+def until(found, timeout: float = 180):
+    """Poll until `found()` gives something."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"nothing after {timeout} s")
+
+
+def kill_actor_at(log: Path, output: Path, role: str, step: int) -> None:
+    """SIGKILL the training process once it has logged `step`."""
+    pid = int(until(lambda: re.search(rf"{role}: rank 0 \(actor \w+, pid (\d+)", log.read_text() if log.exists() else ""))[1])
+    until(lambda: any(row["step"] >= step for p in output.glob("*/metrics.jsonl") for row in read_metrics(p)))
+    os.kill(pid, signal.SIGKILL)
+
+
+STEPS = ["train.steps=24", "train.decay=4", "checkpoint.every=5", "train.validate_every=8"]
+
+
+@pytest.fixture(scope="module")
+def sft(place):
+    """A whole SFT flow on two workers."""
+    done = place.do(place.command("sft", *place.run_words(SFT, place.sets("sft", "compute.workers=2", *STEPS))))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    """The same job uninterrupted on one worker, in this process."""
+    job = load(str(ROOT / SFT), overrides=place.sets("alone", "compute.launcher=local", "data.pretokenize=false", *STEPS))
+    return run(resolved(job), "alone")
+
+
+def test_two_workers_are_distinct_ray_actors_and_train_what_one_trains(place, sft, alone):
+    actors = re.findall(r"train: rank (\d) \(actor (\w+), pid (\d+)", sft)
+    assert [rank for rank, _, _ in actors] == ["0", "1"]
+    assert len({actor for _, actor, _ in actors}) == len({pid for _, _, pid in actors}) == 2
+    one, two = facts(alone), facts(run_directory(place.home / "sft"))
+    assert len(one) == len(two) == 24
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
+        assert a.get("loss/dev") == pytest.approx(b.get("loss/dev"), rel=2e-6)
+    assert one[-1]["loss"] < one[0]["loss"] - 0.5
+
+
+def test_sft_that_is_killed_and_resumed_ends_with_the_same_bits(place, alone):
+    output = place.home / "killed"
+    log = place.home / "killed.log"
+    flow = place.start(place.command("sft", *place.run_words(SFT, place.sets("killed", *STEPS))), log)
+    kill_actor_at(log, output, "train", 13)
+    assert flow.wait(120) != 0
+    text = log.read_text()
+    assert re.search(r"train rank 0 \(actor \w+, pid \d+, node [\d.]+\) died", text), text[-3000:]
+    again = re.findall(r"resume --origin-run-id (\S+)", text)
+    assert again, text[-3000:]
+    assert not (run_directory(output) / "model").exists()
+    done = place.do(place.command("sft", "resume", "--origin-run-id", again[-1]))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    resumed = re.search(r"resumed from \S+ \(step (\d+) of 24\)", done.stdout + done.stderr)
+    assert resumed and int(resumed[1]) in (10, 15, 20)
+    directory = run_directory(output)
+    a, b = (load_file(d / "model" / "model.safetensors") for d in (alone, directory))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert facts(alone) == facts(directory)
+
+
+def answers_of(directory: Path) -> list[dict]:
+    return [json.loads(row) for row in (directory / "answers" / "test.jsonl").read_text().splitlines()]
+
+
+GENERATE = """
+import json, sys
+prompts, directory, limit = json.loads(sys.argv[1]), sys.argv[2], 8
+from vllm import LLM, SamplingParams
+llm = LLM(directory, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 26, max_model_len=64, disable_log_stats=True)
+out = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=limit), use_tqdm=False)
+print("ANSWERS", json.dumps([o.outputs[0].text for o in out]))
+"""
+
+
+def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, sft):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ptf.rl.vllm_engine import engine_env
+
+    root = place.home / "sft" / "published"
+    directory = root / json.loads((root / "latest.json").read_text())["version"]
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["logprob_difference"] <= 1e-4
+    assert "test/pass@1" in manifest["metrics"]
+    ours = answers_of(run_directory(place.home / "sft"))
+    tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    prompts = [tokenizer.apply_chat_template(a["prompt"]["messages"], add_generation_prompt=True, return_dict=False) for a in ours]
+    theirs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))[0, len(prompt) :]
+        theirs.append(tokenizer.decode(out, skip_special_tokens=True))
+    assert len(ours) == 20
+    assert [a["answer"] for a in ours] == theirs
+    env = {**place.env, **engine_env(place.home / "vllm")}
+    done = subprocess.run([sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)], env=env, capture_output=True, text=True, timeout=180, check=False)
+    served = re.search(r"^ANSWERS (.*)$", done.stdout, re.M)
+    assert served, done.stderr[-2000:]
+    assert json.loads(served[1]) == theirs
+
+
+def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
+    output, log = place.home / "grpo", place.home / "grpo.log"
+    sets = place.sets(
+        "grpo", f"model.path={place.home}/sft/published", "train.steps=8", "checkpoint.every=3", "rollout.prompts=8", "train.validate_every=4", "algo.kl=0.01"
+    )
+    flow = place.start(place.command("grpo", *place.run_words(GRPO, sets)), log)
+    kill_actor_at(log, output, "policy", 5)
+    assert flow.wait(120) != 0
+    text = log.read_text()
+    assert "engine=vllm" in text
+    assert re.search(r"policy rank 0 \(actor \w+, pid \d+", text)
+    again = re.findall(r"resume --origin-run-id (\S+)", text)
+    assert again, text[-3000:]
+    done = place.do(place.command("grpo", "resume", "--origin-run-id", again[-1]))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"resumed from \S+ \(step [36] of 8\)", done.stdout + done.stderr)
+    rows = read_metrics(run_directory(output) / "metrics.jsonl")
+    assert [r["step"] for r in rows] == list(range(1, 9))
+    assert all(r["sync_tensors"] == 35 for r in rows)
+    assert max(r["logprob_diff"] for r in rows) <= 1e-5
+    assert max(r["canary_diff"] for r in rows) <= 1e-5
+    assert np.isfinite([r["loss"] for r in rows]).all()
+    assert (output / "published" / "latest.json").exists()
+
+
+def test_torchrun_runs_the_same_job_without_ray(place, alone):
+    overrides = [w for s in place.sets("torchrun", "compute.workers=2", "data.pretokenize=false", *STEPS) for w in ("--set", s)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ptf.run", str(ROOT / SFT), *overrides]
+    done = place.do([*command, "--lineage", "a"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    for a, b in zip(facts(alone), facts(place.home / "torchrun" / "a"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)

@@ -1,0 +1,95 @@
+"""What a user gets wrong: one clear message, a status that is not 0, no traceback, nothing half-written. Through the console script's entry."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptf.cli import main
+from tests.tiny import arithmetic, write_jsonl
+
+
+@pytest.fixture
+def raw(tmp_path):
+    return arithmetic(tmp_path)
+
+
+def told(raw: dict, tmp_path: Path, capfd) -> str:
+    """What `ptf train` says about this job; it must refuse it."""
+    config = tmp_path / "job.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    status = main(["train", str(config), "--lineage", "a"])
+    said = capfd.readouterr()
+    assert status == 2
+    assert "Traceback" not in said.out + said.err
+    left = {p.name for p in Path(raw["output"]).rglob("*") if p.is_file() and p.stat().st_size} if Path(raw["output"]).exists() else set()
+    assert left <= {"job.yaml"}, left
+    return said.err.strip()
+
+
+def test_a_missing_data_path(raw, tmp_path, capfd):
+    raw["data"]["sources"]["sums"]["path"] = str(tmp_path / "absent.jsonl")
+    assert "absent.jsonl" in told(raw, tmp_path, capfd)
+
+
+def test_empty_data(raw, tmp_path, capfd):
+    (tmp_path / "train.jsonl").write_text("")
+    message = told(raw, tmp_path, capfd)
+    assert "train.jsonl" in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_malformed_row_is_named_with_file_and_line(raw, tmp_path, capfd):
+    good = (tmp_path / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join([*good[:6], '{"messages": [', *good[6:]]) + "\n")
+    assert "train.jsonl:7" in told(raw, tmp_path, capfd)
+
+
+def test_a_row_without_messages_is_named_with_file_and_line(raw, tmp_path, capfd):
+    write_jsonl(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}, {"text": "1+1=2"}])
+    message = told(raw, tmp_path, capfd)
+    assert "train.jsonl:2" in message
+    assert "messages" in message
+
+
+def test_a_model_directory_without_config(raw, tmp_path, capfd):
+    (tmp_path / "model" / "config.json").unlink()
+    assert "no config.json" in told(raw, tmp_path, capfd)
+
+
+def test_a_model_that_does_not_exist(raw, tmp_path, capfd):
+    raw["model"]["path"] = str(tmp_path / "nowhere")
+    assert "nowhere" in told(raw, tmp_path, capfd)
+
+
+def test_a_model_of_an_unknown_family(raw, tmp_path, capfd):
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_next"}))
+    message = told(raw, tmp_path, capfd)
+    assert "qwen3_next" in message
+    assert "qwen3" in message
+
+
+def test_a_job_that_nothing_was_published_by(raw, tmp_path, capfd):
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({**raw, "output": str(tmp_path / "other")}))
+    raw["model"] = {"path": f"job:{other}"}
+    message = told(raw, tmp_path, capfd)
+    assert "has published no model yet" in message
+    assert f"run --config {other}" in message
+
+
+def test_a_plug_that_does_not_exist(raw, tmp_path, capfd):
+    raw["data"]["prepare"] = {"use": "ptf.tasks.arithmetic:prepar"}
+    message = told(raw, tmp_path, capfd)
+    assert "prepar" in message
+    assert "prepare" in message
+
+
+def test_a_control_that_is_accepted(raw, tmp_path, capfd):
+    """Negative control: the same job without a fault trains."""
+    raw["train"]["steps"] = 1
+    config = tmp_path / "job.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    assert main(["train", str(config), "--lineage", "a"]) == 0
