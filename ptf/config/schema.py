@@ -20,6 +20,7 @@ Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
 
 
 class Section(BaseModel):
@@ -121,7 +122,7 @@ class RolloutConfig(Section):
     """Answers sampled for each prompt."""
     max_new_tokens: Positive = 256
     """Longest answer, end-of-turn included."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; the trainer's log-probs are taken at the same."""
     workers: Positive = free(1)
     """Engine replicas."""
@@ -225,7 +226,7 @@ class EvaluateConfig(Section):
     """Prompts taken from each source, the first ones."""
     samples: Positive = free(8)
     """k of pass@k, sampled at `temperature`; pass@1 is greedy."""
-    temperature: PositiveFloat = free(1.0)
+    temperature: Temperature = free(1.0)
     """Sampling temperature of pass@k."""
     max_new_tokens: Positive = free(256)
     """Longest answer."""

@@ -107,7 +107,7 @@ def test_two_workers_are_distinct_ray_actors_and_train_what_one_trains(place, sf
     assert len(one) == len(two) == 24
     for a, b in zip(one, two, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
-        assert a.get("loss/dev") == pytest.approx(b.get("loss/dev"), rel=2e-6)
+        assert a.get("loss/dev", 0) == pytest.approx(b.get("loss/dev", 0), rel=2e-6)
     assert one[-1]["loss"] < one[0]["loss"] - 0.5
 
 
