@@ -1,19 +1,21 @@
 """The main job, end to end: SFT on sums and differences, stopped early, then GRPO from what it published; a table of what came of it.
 
     python benchmarks/main_job.py                                        # what `make run` does: one seed, about 8 minutes on 2 cores
-    python benchmarks/main_job.py --seeds 0 1 2 --control --longer-sft   # what `make bench` does; writes benchmarks/results/main_job.md
+    python benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control --longer-sft      # what `make bench` does; writes results/main_job.md
 
 Every stage is the command a user would type; the numbers come from the manifests that the publish stage wrote. `--control` repeats GRPO with
 the answers shuffled between prompts (it must not learn); `--longer-sft` goes on with SFT for as long as GRPO took.
 """
 
 import argparse
+import contextlib
 import json
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,14 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "main_job.md"
 
 
-def flow(name: str, config: str, overrides: Sequence[str]) -> float:
-    """Run a flow to its end; wall seconds. Exits with the flow's status if it fails."""
+def flow(name: str, config: str, overrides: Sequence[str], log: Path | None = None) -> float:
+    """Run a flow to its end, its output on the console or in `log`; wall seconds. Raises SystemExit with the flow's status if it fails."""
     command = [sys.executable, f"flows/{name}_flow.py", "run", "--config", config, *(word for o in overrides for word in ("--set", o))]
     print("$ " + " ".join(["python", *command[1:]]), flush=True)
     began = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, check=False)
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(log.open("a")) if log else None
+        done = subprocess.run(command, cwd=ROOT, check=False, stdout=out, stderr=out)
     if done.returncode:
-        sys.exit(done.returncode)
+        sys.exit(f"{name} flow failed with status {done.returncode}" + (f"; see {log}" if log else ""))
     return time.perf_counter() - began
 
 
@@ -49,23 +53,27 @@ def line(name: str, metrics: dict[str, float], prefix: str, more: str = "") -> s
     return f"{name:<28}{metrics[f'{prefix}test/pass@1']:>10.3f}{metrics[f'{prefix}test/pass@8']:>10.3f}{more}"
 
 
-def seed_run(seed: int, base: str, control: bool, longer: bool) -> dict[str, dict[str, Any]]:
-    """All runs of one seed, by name."""
+def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -> dict[str, dict[str, Any]]:
+    """All runs of one seed, by name. With several jobs at once each run has one thread and writes to a log."""
     common = [f"seed={seed}"] if base != "runs/tiny" else []
+    common += ["compute.threads=1", "track.tensorboard=false"] if jobs > 1 else []
+    log = ROOT / base / "log.txt" if jobs > 1 else None
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
     at = lambda name: [f"output={base}/{name}", *common] if base != "runs/tiny" else []  # noqa: E731
     found: dict[str, dict[str, Any]] = {}
-    wall = flow("sft", "configs/tiny/sft.yaml", at("sft"))
+    wall = flow("sft", "configs/tiny/sft.yaml", at("sft"), log)
     found["SFT"] = published(f"{base}/sft") | {"wall_s": wall}
     start = [f"model.path={base}/sft/published"] if common else []
-    wall = flow("grpo", "configs/tiny/grpo.yaml", [*at("grpo"), *start])
+    wall = flow("grpo", "configs/tiny/grpo.yaml", [*at("grpo"), *start], log)
     found["GRPO"] = published(f"{base}/grpo") | {"wall_s": wall}
     if control:
-        wall = flow("grpo", "configs/tiny/grpo.yaml", [*at("control"), *start, "data.prepare.args.shuffle_answers=true"])
+        wall = flow("grpo", "configs/tiny/grpo.yaml", [*at("control"), *start, "data.prepare.args.shuffle_answers=true"], log)
         found["GRPO, shuffled answers"] = published(f"{base}/control") | {"wall_s": wall}
     if longer:
         steps = max(100, round(found["GRPO"]["train_s"] / found["SFT"]["step_s"]))
         more = [*at("longer"), f"train.steps={steps}", "train.validate_every=0", "checkpoint.every=1000", *start, "model.init=pretrained"]
-        wall = flow("sft", "configs/tiny/sft.yaml", more)
+        wall = flow("sft", "configs/tiny/sft.yaml", more, log)
         found["SFT, for as long as GRPO"] = published(f"{base}/longer") | {"wall_s": wall}
     return found
 
@@ -115,6 +123,7 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=None, help="several seeds, under runs/main_job/, with a results page")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at once, one thread each")
     parser.add_argument("--control", action="store_true", help="GRPO with shuffled answers too")
     parser.add_argument("--longer-sft", action="store_true", help="SFT for as long as GRPO took, too")
     given = parser.parse_args()
@@ -122,9 +131,11 @@ def main() -> None:
         print(f"\n{table(seed_run(0, 'runs/tiny', given.control, given.longer_sft))}")
         return
     every: dict[int, dict[str, dict[str, Any]]] = {}
-    for seed in given.seeds:
-        every[seed] = seed_run(seed, f"runs/main_job/{seed}", given.control, given.longer_sft)
-        print(f"\nseed {seed}\n{table(every[seed])}\n", flush=True)
+    with ThreadPoolExecutor(given.jobs) as pool:
+        futures = {s: pool.submit(seed_run, s, f"runs/main_job/{s}", given.control, given.longer_sft, given.jobs) for s in given.seeds}
+        for seed, future in futures.items():
+            every[seed] = future.result()
+            print(f"\nseed {seed}\n{table(every[seed])}\n", flush=True)
     write_results(every, "python " + " ".join(["benchmarks/main_job.py", *sys.argv[1:]]))
 
 
