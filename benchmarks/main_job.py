@@ -111,8 +111,8 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
         "Held-out exact match on 500 questions whose pairs of operands were never trained on, greedy (pass@1) / any of 8 samples at temperature 1\n"
         "(pass@8). A single pass@1 of 0.5 on 500 questions has a 95 % interval of ± 0.044.\n\n"
         "| seed | untrained | " + " | ".join(names) + " | GRPO over SFT, points |\n|" + "---|" * (len(names) + 3) + "\n" + "\n".join(rows) + "\n\n"
-        f"GRPO over its SFT start: {100 * min(gains):+.1f} to {100 * max(gains):+.1f} points. Largest log-prob difference between vLLM and the trainer over all\n"
-        f"{len(diffs)} GRPO steps: {max(diffs):.2e} (median of the steps' maxima {median(diffs):.2e}).\n\n"
+        f"GRPO over its SFT start: {100 * min(gains):+.1f} to {100 * max(gains):+.1f} points. Largest log-prob difference between vLLM and the trainer in\n"
+        f"all {len(diffs)} GRPO steps: {max(diffs):.2e} (median of the steps' maxima {median(diffs):.2e}).\n\n"
         "| run | steps | s per step (median) | wall seconds of the flow |\n|---|---|---|---|\n" + "\n".join(times) + "\n"
     )
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,7 @@ def main() -> None:
         print(f"\n{table(seed_run(0, 'runs/tiny', given.control, given.longer_sft))}")
         return
     every: dict[int, dict[str, dict[str, Any]]] = {}
+    (ROOT / ".metaflow").mkdir(exist_ok=True)  # two first runs at once would both make it, and one would fail
     with ThreadPoolExecutor(given.jobs) as pool:
         futures = {s: pool.submit(seed_run, s, f"runs/main_job/{s}", given.control, given.longer_sft, given.jobs) for s in given.seeds}
         for seed, future in futures.items():
