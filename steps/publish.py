@@ -16,7 +16,8 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     from ptf import storage
     from ptf.eval import refuse_regression
 
-    assert artifact.run is not None and artifact.model is not None
+    assert artifact.run is not None
+    assert artifact.model is not None
     resolved = artifact.resolve(job)
     root = job.publish.to or f"{job.output}/published"
     if job.publish.metric:

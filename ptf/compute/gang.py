@@ -87,7 +87,7 @@ class Gang:
         environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}  # spinning is 25 times slower on a busy CPU
         self._pool = pool or make_pool(workers, use_gpu=use_gpu, timeout_s=timeout_s)
         try:
-            address, port = _rendezvous(self._pool.pgs[0], timeout_s)
+            address, port = _rendezvous(_groups(self._pool)[0], timeout_s)
             self._group = RayWorkerGroup(
                 resource_pool=self._pool, ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker), label), worker_env=environment,
                 bin_pack=True, use_gpu=use_gpu, device_name="cuda" if use_gpu else "cpu", master_addr=address, master_port=port,
@@ -192,7 +192,7 @@ def make_pool(workers: int, *, use_gpu: bool, timeout_s: float, colocate: int = 
     resource = "GPU" if use_gpu else "CPU"
     nodes = layout(workers, [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]])
     pool = RayResourcePool(process_on_nodes=nodes, use_gpu=use_gpu, max_colocate_count=colocate)
-    place = {"CPU": colocate, **({"GPU": 1} if use_gpu else {})}
+    place: dict[str, float] = {"CPU": colocate, **({"GPU": 1} if use_gpu else {})}
     pool.pgs = [placement_group([place] * count, strategy="STRICT_PACK") for count in nodes]  # verl would wait for them without a deadline
     try:
         ray.get([group.ready() for group in pool.pgs], timeout=timeout_s)
@@ -208,13 +208,18 @@ def part_of(pool: RayResourcePool, workers: int) -> RayResourcePool:
     if workers == pool.world_size:
         return pool
     return SubRayResourcePool(
-        placement_groups=pool.pgs, start_bundle_index=0, subgroup_world_size=workers,
+        placement_groups=_groups(pool), start_bundle_index=0, subgroup_world_size=workers,
         process_on_nodes=pool.store, use_gpu=pool.use_gpu, max_colocate_count=pool.max_colocate_count,
     )  # fmt: skip
 
 
+def _groups(pool: RayResourcePool) -> list[PlacementGroup]:
+    assert pool.pgs is not None, "the pool came from make_pool, which reserves its places"
+    return pool.pgs
+
+
 def release(pool: RayResourcePool) -> None:
-    for group in pool.pgs:
+    for group in _groups(pool):
         remove_placement_group(group)
 
 

@@ -5,7 +5,7 @@ The one idea: `World.sum` is the only reduction that losses and metrics need, an
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,7 +28,7 @@ class World:
         """True on the one rank that writes what only one may write."""
         return self.rank == 0
 
-    def sum(self, value: torch.Tensor | float) -> torch.Tensor:
+    def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
         """Sum over all ranks, as float64 on the CPU; a scalar or a vector."""
         total = torch.as_tensor(value, dtype=torch.float64).detach().to(self.device if self.device.type == "cuda" else "cpu")
         if self.mesh is not None and self.size > 1:
@@ -78,7 +78,8 @@ def joined(device: str, timeout_s: float, replicate: int = 1, threads: int | Non
     if size > 1:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     try:
         mesh = init_device_mesh(where.type, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
         yield World(rank, size, where, mesh)

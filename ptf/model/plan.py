@@ -18,4 +18,5 @@ def parallelize(model: Decoder, mesh: DeviceMesh | None, precision: str) -> Deco
     over = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     for block in model.layers:
         fully_shard(block, mesh=over, mp_policy=policy)
-    return fully_shard(model, mesh=over, mp_policy=policy)
+    fully_shard(model, mesh=over, mp_policy=policy)
+    return model

@@ -21,7 +21,11 @@ Metrics = dict[str, Tensor]  # each a sum over the recipe's units
 class Recipe(Protocol):
     online: ClassVar[bool]  # False: an SPMD gang. True: a controller and role groups
     head: ClassVar[Literal["lm", "scalar"]]
-    companions: tuple[str, ...]  # frozen models by role name
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """Frozen models by role name."""
+        ...
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         """None skips the row, several split it."""
@@ -37,8 +41,15 @@ class Recipe(Protocol):
 
 
 class Online(Recipe, Protocol):
-    epochs: int  # passes over the rollouts of a step
-    minibatches: int  # optimizer steps in each pass
+    @property
+    def epochs(self) -> int:
+        """Passes over the rollouts of a step."""
+        ...
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer steps in each pass."""
+        ...
 
     def credit(self, groups: Sequence[Group]) -> list[Atom]:
         """Scored episodes to per-token advantages, on the driver, in numpy."""

@@ -77,7 +77,7 @@ class RoleGroup(Protocol):
 
 class Cluster(Protocol):
     def start(self, spec: RoleSpec) -> RoleGroup: ...
-    def phase(self, group: RoleGroup, name: str) -> contextlib.AbstractContextManager[None]:
+    def phase(self, group: Any, name: str) -> contextlib.AbstractContextManager[None]:
         """It is `group`'s turn: it wakes, roles on the same devices are parked. The seconds are added to `seconds[name]`."""
         ...
 

@@ -103,7 +103,7 @@ class VLLMEngine:
                 for output in self.engine.step():
                     request, future = self._running.pop(output.request_id)
                     if not future.done():
-                        future.set_result(self._call(request, output.outputs[0]))
+                        future.set_result(self._call(request, output.outputs[0]))  # pyright: ignore[reportIndexIssue]
                 await asyncio.sleep(0)
                 self._drop([id_ for id_, (_, future) in self._running.items() if future.cancelled()])
         except Exception as error:
@@ -158,7 +158,8 @@ class VLLMEngine:
         order = {self._submit(sequence, temperature=0.0, max_tokens=1, prompt_logprobs=0): i for i, sequence in enumerate(tokens)}
         found: dict[int, np.ndarray] = {}
         while self.engine.has_unfinished_requests():
-            found |= {order[o.request_id]: np.array(o.prompt_logprobs.logprobs, np.float32) for o in self.engine.step()}
+            outputs: list[Any] = self.engine.step()
+            found |= {order[o.request_id]: np.array(o.prompt_logprobs.logprobs, np.float32) for o in outputs}
         return [found[i] for i in range(len(tokens))]
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:

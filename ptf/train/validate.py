@@ -12,9 +12,7 @@ from ptf.train.deal import deal
 
 
 @torch.no_grad()
-def held_out_loss(
-    model: Decoder, recipe: Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], world: World, micro_rows: int, width: int
-) -> dict[str, float]:
+def held_out_loss(model: Decoder, recipe: Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], world: World, micro_rows: int, width: int) -> dict[str, float]:
     """Mean loss per unit of each named set of packed rows, as `loss/NAME`."""
     out: dict[str, float] = {}
     for name, rows in sets.items():

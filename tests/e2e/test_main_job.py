@@ -125,7 +125,8 @@ def test_sft_that_is_killed_and_resumed_ends_with_the_same_bits(place, alone):
     done = place.do(place.command("sft", "resume", "--origin-run-id", again[-1]))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     resumed = re.search(r"resumed from \S+ \(step (\d+) of 24\)", done.stdout + done.stderr)
-    assert resumed and int(resumed[1]) in (10, 15, 20)
+    assert resumed
+    assert int(resumed[1]) in (10, 15, 20)
     directory = run_directory(output)
     a, b = (load_file(d / "model" / "model.safetensors") for d in (alone, directory))
     assert a.keys() == b.keys()
@@ -168,7 +169,9 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
     assert len(ours) == 20
     assert [a["answer"] for a in ours] == theirs
     env = {**place.env, **engine_env(place.home / "vllm")}
-    done = subprocess.run([sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)], env=env, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)], env=env, capture_output=True, text=True, timeout=180, check=False
+    )
     served = re.search(r"^ANSWERS (.*)$", done.stdout, re.M)
     assert served, done.stderr[-2000:]
     assert json.loads(served[1]) == theirs

@@ -1,5 +1,6 @@
 """Our Qwen3 against transformers': logits, gradients, packing, and the way through a checkpoint and back."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -124,16 +125,14 @@ def test_random_weights_depend_on_seed_and_name_only(tmp_path):
 
 def test_what_is_wrong_with_a_model_directory_is_said(tmp_path):
     directory = checkpoint(tmp_path / "m")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no config\.json"):
-        (tmp_path / "empty").mkdir()
         bridge.locate(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="no directory"):
         bridge.locate(str(tmp_path / "absent"))
     with pytest.raises(UserError, match=r"qwen2_5.*ptf has qwen3"):
         bridge.family_of({"model_type": "qwen2_5"})
     config = bridge.read_config(directory)
-    import json
-
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "intermediate_size": 95}))
     with pytest.raises(UserError) as error:
         ours(directory)

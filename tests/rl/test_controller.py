@@ -47,7 +47,9 @@ def train(raw: dict, lineage: str = "a") -> Path:
 def intercept(monkeypatch, method: str, wrapper) -> None:
     """Stand between the controller and a role's method."""
     call = LocalGroup.call
-    monkeypatch.setattr(LocalGroup, "call", lambda self, name, *args: wrapper(lambda *a: call(self, name, *a), *args) if name == method else call(self, name, *args))
+    monkeypatch.setattr(
+        LocalGroup, "call", lambda self, name, *args: wrapper(lambda *a: call(self, name, *a), *args) if name == method else call(self, name, *args)
+    )
 
 
 def watch_sampling(monkeypatch) -> list[int]:

@@ -39,7 +39,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     rows = pack_all(recipe.credit(scored), 40)
     batch = Batch.of(rows, 40)
     assert len(rows) > 1
-    loss, metrics = recipe.loss(model, batch, {})
+    loss, _ = recipe.loss(model, batch, {})
     ours = torch.autograd.grad(loss / recipe.units(batch), list(model.parameters()))
 
     total, tokens = torch.zeros((), dtype=torch.float64), 0
@@ -79,7 +79,7 @@ def test_answers_without_a_result_enter_no_advantage():
 
 
 def test_context_is_never_trained():
-    for ((sample,), t) in zip(GRPO().credit(groups()), [t for g in groups() for t in g], strict=True):
+    for (sample,), t in zip(GRPO().credit(groups()), [t for g in groups() for t in g], strict=True):
         c = len(t.prompt.tokens)
         assert not sample.weights[:c].any()
         assert sample.weights[c:].all()

@@ -54,6 +54,8 @@ def test_a_reward_that_does_not_exist_is_refused_at_once():
         Rewards(Plug(use="tests.rl.test_rewards:fickel"))
 
 
-@pytest.mark.parametrize(("answer", "text", "value"), [("24", " 24 ", 1), ("0.5", "0.50", 1), ("1,000", "1000", 1), ("24", "25", 0), ("24", "", 0), ("a", "a", 1)])
+@pytest.mark.parametrize(
+    ("answer", "text", "value"), [("24", " 24 ", 1), ("0.5", "0.50", 1), ("1,000", "1000", 1), ("24", "25", 0), ("24", "", 0), ("a", "a", 1)]
+)
 def test_numeric(answer, text, value):
     assert numeric({"answer": answer}, text) == value

@@ -42,7 +42,5 @@ def family_of(config: Mapping[str, Any]) -> Family:
     model_type = str(config.get("model_type"))
     if model_type not in families:
         near = get_close_matches(model_type, families, 1, 0.3)
-        raise UserError(
-            f"model_type {model_type!r} is not supported; ptf has {', '.join(families)}" + (f" (nearest: {near[0]})" if near else "")
-        )
+        raise UserError(f"model_type {model_type!r} is not supported; ptf has {', '.join(families)}" + (f" (nearest: {near[0]})" if near else ""))
     return families[model_type]
