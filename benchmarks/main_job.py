@@ -8,45 +8,15 @@ the answers shuffled between prompts (it must not learn); `--longer-sft` goes on
 """
 
 import argparse
-import contextlib
-import json
-import platform
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from flow_runs import ROOT, cpu, flow, published
+
 RESULTS = ROOT / "benchmarks" / "results" / "main_job.md"
-
-
-def flow(name: str, config: str, overrides: Sequence[str], log: Path | None = None) -> float:
-    """Run a flow to its end, its output on the console or in `log`; wall seconds. Raises SystemExit with the flow's status if it fails."""
-    command = [sys.executable, f"flows/{name}_flow.py", "run", "--config", config, *(word for o in overrides for word in ("--set", o))]
-    print("$ " + " ".join(["python", *command[1:]]), flush=True)
-    began = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(log.open("a")) if log else None
-        done = subprocess.run(command, cwd=ROOT, check=False, stdout=out, stderr=out)
-    if done.returncode:
-        sys.exit(f"{name} flow failed with status {done.returncode}" + (f"; see {log}" if log else ""))
-    return time.perf_counter() - began
-
-
-def published(output: str) -> dict[str, Any]:
-    """The manifest of a job's newest published version, and where the run and the version lie."""
-    root = ROOT / output / "published"
-    version = json.loads((root / "latest.json").read_text())["version"]
-    rows = [json.loads(line) for line in (ROOT / output / version / "metrics.jsonl").read_text().splitlines()]
-    manifest = json.loads((root / version / "manifest.json").read_text())
-    return {
-        "metrics": manifest["metrics"], "steps": len(rows), "step_s": median(r["step_s"] for r in rows), "train_s": sum(r["step_s"] for r in rows),
-        "run": f"{output}/{version}", "published": f"{output}/published/{version}", "rows": rows,
-    }  # fmt: skip
 
 
 def line(name: str, metrics: dict[str, float], prefix: str, more: str = "") -> str:
@@ -86,11 +56,6 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     for name, run in found.items():
         lines.append(f"{name}: run {run['run']}, metrics {run['run']}/metrics.jsonl, published {run['published']}")
     return "\n".join(lines)
-
-
-def cpu() -> str:
-    names = [row.split(":", 1)[1].strip() for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")]
-    return f"{len(names)} × {names[0]}" if names else platform.processor()
 
 
 def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> None:
