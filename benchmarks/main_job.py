@@ -1,7 +1,7 @@
 """The main job, end to end: SFT on sums and differences, stopped early, then GRPO from what it published; a table of what came of it.
 
     python benchmarks/main_job.py                                        # what `make run` does: one seed, about 8 minutes on 2 cores
-    python benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control --longer-sft      # what `make bench` does; writes results/main_job.md
+    python benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control --longer-sft 0    # what `make bench` does; writes results/main_job.md
 
 Every stage is the command a user would type; the numbers come from the manifests that the publish stage wrote. `--control` repeats GRPO with
 the answers shuffled between prompts (it must not learn); `--longer-sft` goes on with SFT for as long as GRPO took.
@@ -60,16 +60,19 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> None:
     rows, gains = [], []
+    names = list(max(every.values(), key=len))
     for seed, found in every.items():
         sft, start = found["SFT"]["metrics"], found["SFT"]["metrics"]["start/test/pass@1"]
-        cells = [f"{r['metrics']['test/pass@1']:.3f} / {r['metrics']['test/pass@8']:.3f}" for r in found.values()]
+        cells = [f"{found[n]['metrics']['test/pass@1']:.3f} / {found[n]['metrics']['test/pass@8']:.3f}" if n in found else "–" for n in names]
         gain = found["GRPO"]["metrics"]["test/pass@1"] - sft["test/pass@1"]
         gains.append(gain)
         rows.append(f"| {seed} | {start:.3f} | " + " | ".join(cells) + f" | {100 * gain:+.1f} |")
-    names = list(next(iter(every.values())))
     diffs = [row["logprob_diff"] for found in every.values() for row in found["GRPO"]["rows"]]
-    times = [f"| {n} | {median(f[n]['steps'] for f in every.values()):.0f} | {median(f[n]['step_s'] for f in every.values()):.3f} | "
-             f"{min(f[n]['wall_s'] for f in every.values()):.0f} – {max(f[n]['wall_s'] for f in every.values()):.0f} |" for n in names]  # fmt: skip
+    times = []
+    for name in names:
+        runs = [f[name] for f in every.values() if name in f]
+        walls = [r["wall_s"] for r in runs]
+        times.append(f"| {name} | {median(r['steps'] for r in runs):.0f} | {median(r['step_s'] for r in runs):.3f} | {min(walls):.0f} – {max(walls):.0f} |")
     text = (
         "# The main job: SFT, then GRPO, on sums and differences\n\n"
         f"Command: `{command}`  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
@@ -90,15 +93,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=None, help="several seeds, under runs/main_job/, with a results page")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at once, one thread each")
     parser.add_argument("--control", action="store_true", help="GRPO with shuffled answers too")
-    parser.add_argument("--longer-sft", action="store_true", help="SFT for as long as GRPO took, too")
+    parser.add_argument("--longer-sft", type=int, nargs="*", default=[], metavar="SEED", help="SFT for as long as GRPO took, too, on these seeds")
     given = parser.parse_args()
     if given.seeds is None:
-        print(f"\n{table(seed_run(0, 'runs/tiny', given.control, given.longer_sft))}")
+        print(f"\n{table(seed_run(0, 'runs/tiny', given.control, 0 in given.longer_sft))}")
         return
     every: dict[int, dict[str, dict[str, Any]]] = {}
     (ROOT / ".metaflow").mkdir(exist_ok=True)  # two first runs at once would both make it, and one would fail
     with ThreadPoolExecutor(given.jobs) as pool:
-        futures = {s: pool.submit(seed_run, s, f"runs/main_job/{s}", given.control, given.longer_sft, given.jobs) for s in given.seeds}
+        futures = {s: pool.submit(seed_run, s, f"runs/main_job/{s}", given.control, s in given.longer_sft, given.jobs) for s in given.seeds}
         for seed, future in futures.items():
             every[seed] = future.result()
             print(f"\nseed {seed}\n{table(every[seed])}\n", flush=True)
