@@ -29,7 +29,7 @@ def evaluate(job: Job, run: Path) -> dict[str, float]:
     metrics: dict[str, float] = {}
     rewards = Rewards(reward)
     try:
-        with clustered(job, run, len(models)) as cluster:
+        with clustered(job, run, len(models), local=knobs.engine == "native") as cluster:  # our own decoder needs no process of its own
             for prefix, directory in models.items():
                 group = cluster.start(sampler_spec(job, directory, tokenizer_path, run, engine=knobs.engine, version=0, workers=1))
                 with cluster.phase(group, "evaluate"):

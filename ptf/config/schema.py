@@ -307,6 +307,21 @@ class Job(Section):
         if self.evaluate.sources and not (self.evaluate.reward or self.rollout):
             faults.append("evaluate.sources needs evaluate.reward to score the answers")
         faults += [f"data.validation.{name} has the name of one of data.sources" for name in self.data.validation if name in self.data.sources]
+        wants_prompts = {f"evaluate.sources.{n}": s for n, s in self.evaluate.sources.items()}
+        if self.rollout:
+            wants_prompts |= {f"data.sources.{n}": s for n, s in self.data.sources.items()}
+            if self.compute.launcher == "torchrun":
+                faults.append("compute.launcher: torchrun has no rollouts; use ray, or local with rollout.engine: native")
+            if self.rollout.max_new_tokens >= self.data.seq_len:
+                faults.append(f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in data.seq_len ({self.data.seq_len})")
+        elif isinstance(self.recipe, str):
+            faults += [f"data.sources.{n}.kind: prompt is for recipes with rollouts" for n, s in self.data.sources.items() if s.kind == "prompt"]
+        faults += [f"{key}.kind must be prompt, not {s.kind}" for key, s in wants_prompts.items() if s.kind != "prompt"]
+        if self.compute.launcher == "local":
+            engines = {"rollout.engine": self.rollout.engine if self.rollout else None, "evaluate.engine": self.evaluate.engine}
+            faults += [
+                f"{key}: vllm needs a process of its own, which compute.launcher: local does not give; use native" for key, e in engines.items() if e == "vllm"
+            ]
         if faults:
             raise ValueError("\n".join(faults))
         return self

@@ -25,11 +25,11 @@ from ptf.train.start import start_directory, tokenizer_directory
 
 
 @contextlib.contextmanager
-def clustered(job: Job, run: Path, roles: int) -> Iterator[Cluster]:
-    """Where this job's roles live: Ray actors, or this process."""
+def clustered(job: Job, run: Path, roles: int, local: bool = False) -> Iterator[Cluster]:
+    """Where this job's roles live: Ray actors, or (launcher local, or `local`) this process."""
     compute = job.compute
     threads = compute.threads or default_threads(1)
-    if compute.launcher == "local":
+    if local or compute.launcher == "local":
         with joined(compute.device, compute.timeout_s, threads=threads) as world:
             yield LocalCluster(world)
     elif compute.launcher == "ray":

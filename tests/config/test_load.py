@@ -11,7 +11,7 @@ from ptf.config import ConfigError, Plug, dump, fingerprint, frozen_differences,
 from ptf.config.tree import Node, Place, _over, merge
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
-GRPO = SFT.replace("sft", "grpo") + "rollout: {reward: {use: ptf.rl.rewards:exact, args: {a: 1}}}\n"
+GRPO = SFT.replace("sft", "grpo").replace("path: a.jsonl", "path: a.jsonl, kind: prompt") + "rollout: {reward: {use: ptf.rl.rewards:exact, args: {a: 1}}}\n"
 
 
 @pytest.fixture
@@ -52,6 +52,18 @@ sources = st.dictionaries(
     max_size=2,
 )
 positive = st.integers(1, 2**70)
+
+
+def agreeing(values: dict) -> dict:
+    """The same job with kinds of sources and a length that suit its recipe."""
+    online = "rollout" in values
+    kinds = {
+        name: {**s, "kind": "prompt"} if online else {**s, "kind": "chat"} if s.get("kind") == "prompt" else s for name, s in values["data"]["sources"].items()
+    }
+    room = {"seq_len": values["data"].get("seq_len", 1) + 256} if online else {}
+    return {**values, "data": {**values["data"], "sources": kinds, **room}}
+
+
 jobs = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries({"path": texts}, optional={"revision": st.none() | texts}),
@@ -73,7 +85,7 @@ jobs = st.fixed_dictionaries(
         .flatmap(lambda recipe: st.just(recipe) if recipe["recipe"] == "sft" else plugs.map(lambda reward: recipe | {"rollout": {"reward": reward}}))
         .map(lambda recipe: values | recipe)
         | plugs.map(lambda own: values | {"recipe": own, "algo": {"k": 1}})
-    )
+    ).map(agreeing)
 )
 
 
@@ -171,7 +183,23 @@ def test_rules_between_keys_are_reported_together(write):
         "v.yaml:3  data.lanes  (8) must be a multiple of compute.workers (3)",
         "v.yaml:4  train.rows  (8) must be a multiple of compute.workers (3)",
         "v.yaml:6  evaluate.sources  needs evaluate.reward to score the answers",
+        "v.yaml:6  evaluate.sources.e.kind  must be prompt, not chat",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("data.sources.chat.kind=chat", "data.sources.chat.kind  must be prompt, not chat"),
+        ("compute.launcher=torchrun", "compute.launcher  torchrun has no rollouts; use ray, or local with rollout.engine: native"),
+        ("rollout.max_new_tokens=4000", "rollout.max_new_tokens  (4000) leaves no room for a prompt in data.seq_len (2048)"),
+        ("compute.launcher=local", "rollout.engine  vllm needs a process of its own, which compute.launcher: local does not give; use native"),
+    ],
+)
+def test_what_rollouts_need_is_said_before_they_start(write, override, what):
+    write(a=GRPO)
+    load("a.yaml")
+    assert [problem.partition("  ")[2] for problem in problems("a.yaml", overrides=(override,))] == [what]
 
 
 def test_unknown_recipe(write):
@@ -269,7 +297,10 @@ def test_extends_refuses_circles_and_absent_files(write):
 
 def test_overrides(write):
     write(a=GRPO)
-    job = load("a.yaml", overrides=["train.lr=1e-5", "train.lr=2e-5", "compute.address=", "data.sources.more={path: x, weight: 2}", "model.path=s3://b/k=v"])
+    job = load(
+        "a.yaml",
+        overrides=["train.lr=1e-5", "train.lr=2e-5", "compute.address=", "data.sources.more={path: x, kind: prompt, weight: 2}", "model.path=s3://b/k=v"],
+    )
     assert job.train.lr == 2e-5
     assert job.compute.address is None
     assert job.data.sources["more"].weight == 2
@@ -283,7 +314,7 @@ def test_a_plug_is_replaced_when_it_names_another(write):
     assert reward("rollout.reward={use: 'ptf.rl.rewards:exact', args: {b: 2}}").args == {"a": 1, "b": 2}
     assert reward("rollout.reward.use=my.mod:other") == Plug(use="my.mod:other")
     assert reward("rollout.reward={use: my.mod:other, args: {b: 2}}").args == {"b": 2}
-    assert load("a.yaml", overrides=["data.sources.use.path=x", "data.sources.use.weight=2"]).data.sources.keys() == {"chat", "use"}
+    assert load("a.yaml", overrides=["data.sources.use.path=x", "data.sources.use.kind=prompt"]).data.sources.keys() == {"chat", "use"}
 
 
 def test_merge_keeps_the_place_of_every_key(write):
@@ -310,7 +341,7 @@ def test_fingerprint_depends_on_the_named_sections_only():
 def test_resolve_puts_paths_in_place():
     job = loads(
         SFT.replace("path: m", "path: job:sft.yaml, tokenizer: prepare:tok").replace("a.jsonl", "prepare:a.jsonl, weight: 2")
-        + "evaluate: {sources: {e: {path: prepare:e}}, reward: {use: a:b, args: {tables: [prepare:t, plain]}}}\noutput: prepare:kept\n"
+        + "evaluate: {sources: {e: {path: prepare:e, kind: prompt}}, reward: {use: a:b, args: {tables: [prepare:t, plain]}}}\noutput: prepare:kept\n"
     )
     assert resolve(job) == job
     done = resolve(job, prepared="s3://p", start="/ckpt", tokenized={"chat": "/tok/chat", "other": "x"})
@@ -329,8 +360,8 @@ def test_frozen_differences_names_the_frozen_keys_only(write):
     assert differences() == []
     assert differences("compute.workers=2", "compute.mesh.replicate=2", "train.micro_rows=1", "flow.steps.train.gpu=1", "checkpoint.every=7") == []
     assert differences("train.lr=2e-4", "rollout.reward.args.a=2", "compute.workers=2") == ["rollout.reward.args.a: 1 → 2", "train.lr: 0.0001 → 0.0002"]
-    assert differences("data.sources.b.path=x") == ['data.sources.b: absent → {"path": "x", "kind": "chat", "weight": 1.0}']
-    assert [line.split(":")[0] for line in frozen_differences(old, loads(SFT))] == ["recipe", "algo", "rollout"]
+    assert differences("data.sources.b={path: x, kind: prompt}") == ['data.sources.b: absent → {"path": "x", "kind": "prompt", "weight": 1.0}']
+    assert [line.split(":")[0] for line in frozen_differences(old, loads(SFT))] == ["recipe", "data.sources.chat.kind", "algo", "rollout"]
 
 
 # --- plugs ------------------------------------------------------------------------------------------------------

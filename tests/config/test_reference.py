@@ -9,7 +9,7 @@ from ptf.config.reference import json_schema, markdown, write
 from ptf.config.schema import JOBS
 
 ROOT = Path(__file__).parents[2]
-GRPO = "{recipe: grpo, model: {path: m}, data: {sources: {a: {path: a}}}, train: {steps: 1, lr: 1e-4}, rollout: {reward: {use: a:b}}}"
+GRPO = "{recipe: grpo, model: {path: m}, data: {sources: {a: {path: a, kind: prompt}}}, train: {steps: 1, lr: 1e-4}, rollout: {reward: {use: a:b}}}"
 
 
 @pytest.mark.parametrize("name", ["docs/config.md", "configs/schema.json"])
