@@ -28,7 +28,7 @@ docs: setup                              ## regenerate docs/config.md and config
 	$(PY) -m ptf.config.reference
 
 bench: setup                             ## every benchmark; results go to benchmarks/results/
-	$(PY) benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control --longer-sft 0
+	$(PY) benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control 0 --longer-sft 0
 	$(PY) benchmarks/gsm8k_steps.py
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there

@@ -1,7 +1,7 @@
 """The main job, end to end: SFT on sums and differences, stopped early, then GRPO from what it published; a table of what came of it.
 
     python benchmarks/main_job.py                                        # what `make run` does: one seed, about 8 minutes on 2 cores
-    python benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control --longer-sft 0    # what `make bench` does; writes results/main_job.md
+    python benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control 0 --longer-sft 0  # what `make bench` does; writes results/main_job.md
 
 Every stage is the command a user would type; the numbers come from the manifests that the publish stage wrote. `--control` repeats GRPO with
 the answers shuffled between prompts (it must not learn); `--longer-sft` goes on with SFT for as long as GRPO took.
@@ -24,27 +24,32 @@ def line(name: str, metrics: dict[str, float], prefix: str, more: str = "") -> s
 
 
 def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -> dict[str, dict[str, Any]]:
-    """All runs of one seed, by name. With several jobs at once each run has one thread and writes to a log."""
-    common = [f"seed={seed}"] if base != "runs/tiny" else []
+    """All runs of one seed, by name. With several jobs at once each run has one thread and writes to a log. Under runs/main_job/ what is
+    published already is not run again."""
+    demo = base == "runs/tiny"
+    common = [] if demo else [f"seed={seed}"]
     common += ["compute.threads=1", "track.tensorboard=false"] if jobs > 1 else []
     log = ROOT / base / "log.txt" if jobs > 1 else None
-    if log:
-        log.parent.mkdir(parents=True, exist_ok=True)
-    at = lambda name: [f"output={base}/{name}", *common] if base != "runs/tiny" else []  # noqa: E731
     found: dict[str, dict[str, Any]] = {}
-    wall = flow("sft", "configs/tiny/sft.yaml", at("sft"), log)
-    found["SFT"] = published(f"{base}/sft") | {"wall_s": wall}
-    start = [f"model.path={base}/sft/published"] if common else []
-    wall = flow("grpo", "configs/tiny/grpo.yaml", [*at("grpo"), *start], log)
-    found["GRPO"] = published(f"{base}/grpo") | {"wall_s": wall}
+
+    def run(title: str, name: str, recipe: str, *more: str) -> None:
+        spent = ROOT / base / name / "seconds"
+        if demo or not spent.exists():
+            spent.parent.mkdir(parents=True, exist_ok=True)
+            output = [] if demo and name == recipe else [f"output={base}/{name}"]
+            seconds = flow(recipe, f"configs/tiny/{recipe}.yaml", [*output, *common, *more], log)
+            spent.write_text(f"{seconds:.1f}")
+        found[title] = published(f"{base}/{name}") | {"wall_s": float(spent.read_text())}
+
+    start = [] if demo else [f"model.path={base}/sft/published"]
+    run("SFT", "sft", "sft")
+    run("GRPO", "grpo", "grpo", *start)
     if control:
-        wall = flow("grpo", "configs/tiny/grpo.yaml", [*at("control"), *start, "data.prepare.args.shuffle_answers=true"], log)
-        found["GRPO, shuffled answers"] = published(f"{base}/control") | {"wall_s": wall}
+        run("GRPO, shuffled answers", "control", "grpo", *start, "data.prepare.args.shuffle_answers=true")
     if longer:
         steps = max(100, round(found["GRPO"]["train_s"] / found["SFT"]["step_s"]))
-        more = [*at("longer"), f"train.steps={steps}", "train.validate_every=0", "checkpoint.every=1000", *start, "model.init=pretrained"]
-        wall = flow("sft", "configs/tiny/sft.yaml", more, log)
-        found["SFT, for as long as GRPO"] = published(f"{base}/longer") | {"wall_s": wall}
+        further = [f"train.steps={steps}", "train.validate_every=0", "checkpoint.every=1000", f"model.path={base}/sft/published", "model.init=pretrained"]
+        run("SFT, for as long as GRPO", "longer", "sft", *further)
     return found
 
 
@@ -92,16 +97,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=None, help="several seeds, under runs/main_job/, with a results page")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at once, one thread each")
-    parser.add_argument("--control", action="store_true", help="GRPO with shuffled answers too")
+    parser.add_argument("--control", type=int, nargs="*", default=[], metavar="SEED", help="GRPO with shuffled answers, too, on these seeds")
     parser.add_argument("--longer-sft", type=int, nargs="*", default=[], metavar="SEED", help="SFT for as long as GRPO took, too, on these seeds")
     given = parser.parse_args()
     if given.seeds is None:
-        print(f"\n{table(seed_run(0, 'runs/tiny', given.control, 0 in given.longer_sft))}")
+        print(f"\n{table(seed_run(0, 'runs/tiny', 0 in given.control, 0 in given.longer_sft))}")
         return
     every: dict[int, dict[str, dict[str, Any]]] = {}
     (ROOT / ".metaflow").mkdir(exist_ok=True)  # two first runs at once would both make it, and one would fail
     with ThreadPoolExecutor(given.jobs) as pool:
-        futures = {s: pool.submit(seed_run, s, f"runs/main_job/{s}", given.control, s in given.longer_sft, given.jobs) for s in given.seeds}
+        futures = {s: pool.submit(seed_run, s, f"runs/main_job/{s}", s in given.control, s in given.longer_sft, given.jobs) for s in given.seeds}
         for seed, future in futures.items():
             every[seed] = future.result()
             print(f"\nseed {seed}\n{table(every[seed])}\n", flush=True)
