@@ -27,16 +27,18 @@ def evaluate(job: Job, run: Path) -> dict[str, float]:
     prompts = held_out_prompts(job.evaluate.sources, Tokenizer.load(tokenizer_path), knobs.limit)
     models = {"": run / "model"} | ({"start/": start_directory(job.model, base, run, tokenizer_path, job.seed)} if knobs.start else {})
     metrics: dict[str, float] = {}
+    length = max(len(p.tokens) for asked in prompts.values() for p in asked) + knobs.max_new_tokens
+    max_no_result = job.rollout.max_no_result if job.rollout else 0.1
     rewards = Rewards(reward)
     try:
         with clustered(job, run, len(models), local=knobs.engine == "native") as cluster:  # our own decoder needs no process of its own
             for prefix, directory in models.items():
-                group = cluster.start(sampler_spec(job, directory, tokenizer_path, run, engine=knobs.engine, version=0, workers=1))
+                group = cluster.start(sampler_spec(job, directory, tokenizer_path, run, engine=knobs.engine, version=0, workers=1, length=length))
                 with cluster.phase(group, "evaluate"):
                     for name, asked in prompts.items():
                         rates, answers = pass_rates(
                             group, rewards, asked, 0, f"evaluate {name}", samples=knobs.samples, temperature=knobs.temperature,
-                            max_new_tokens=knobs.max_new_tokens,
+                            max_new_tokens=knobs.max_new_tokens, max_no_result=max_no_result,
                         )  # fmt: skip
                         metrics |= {f"{prefix}{name}/{key}": value for key, value in rates.items()}
                         text = "".join(json.dumps(a) + "\n" for a in answers)
@@ -51,5 +53,5 @@ def refuse_regression(metrics: Mapping[str, float], published: Mapping[str, floa
     if metric not in metrics:
         raise UserError(f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}")
     before = published.get(metric)
-    if before is not None and metrics[metric] < before - max_drop:
+    if before is not None and not metrics[metric] >= before - max_drop:
         raise UserError(f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g} (publish.max_drop {max_drop:g})")

@@ -1,9 +1,11 @@
 """Running a job: the hybrid of SPMD and single controller in one `if`. Also `python -m ptf.run CONFIG` under torchrun."""
 
 import argparse
+import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ptf import recipes, storage
@@ -12,6 +14,7 @@ from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, plug, resolve
 from ptf.data.prepare import prepare
 from ptf.errors import UserError
+from ptf.train.resume import refuse_frozen_changes
 
 
 def mint(prefix: str) -> str:
@@ -26,22 +29,25 @@ def prepared_directory(job: Job) -> str | None:
     return prepare(plug.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared")
 
 
-def published_by(config: str) -> str | None:
-    """The directory of the model that another config last published; None if nothing is."""
-    other = load(config)
-    root = other.publish.to or f"{other.output}/published"
-    return root if storage.exists(f"{root}/latest.json") else None
+def published_start(job: Job) -> str | None:
+    """The published version that the job starts from now, so that every later stage and resume starts from the same one; None if
+    `model.path` is neither a `job:` that has published something nor a directory of versions."""
+    path = job.model.path
+    if path.startswith("job:"):
+        other = load(path.removeprefix("job:"))
+        path = other.publish.to or f"{other.output}/published"
+    if path.startswith("prepare:") or not storage.exists(f"{path}/latest.json"):
+        return None
+    return f"{path}/{json.loads(storage.read_text(f'{path}/latest.json'))['version']}"
 
 
-def resolved(job: Job) -> Job:
+def resolved(job: Job, start: str | None = None) -> Job:
     """The job with `prepare:` and `job:` replaced by what they point at. Raises UserError if a `job:` has published nothing."""
-    start = None
-    if job.model.path.startswith("job:"):
+    start = start or published_start(job)
+    if start is None and job.model.path.startswith("job:"):
         config = job.model.path.removeprefix("job:")
-        start = published_by(config)
-        if start is None:
-            flow = f"flows/{load(config).recipe}_flow.py"
-            raise UserError(f"model.path: {config} has published no model yet; make it first: python {flow} run --config {config}")
+        flow = f"flows/{load(config).recipe}_flow.py"
+        raise UserError(f"model.path: {config} has published no model yet; make it first: python {flow} run --config {config}")
     return resolve(job, prepared=prepared_directory(job), start=start)
 
 
@@ -49,9 +55,8 @@ def run(job: Job, lineage: str) -> Path:
     """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory: metrics.jsonl, tensorboard/,
     checkpoints/, and `model/`, a Hugging Face directory."""
     directory = Path(job.output) / lineage
-    directory.mkdir(parents=True, exist_ok=True)
     text = dump(job)
-    storage.write_text(str(directory / "job.yaml"), text)
+    record(job, directory)
     compute = job.compute
     if recipes.build(job).online:
         from ptf.rl.fit import fit_online
@@ -68,6 +73,21 @@ def run(job: Job, lineage: str) -> Path:
     else:
         work(text, str(directory))
     return directory
+
+
+def record(job: Job, directory: Path) -> None:
+    """Write the run's job.yaml. Raises UserError, leaving it, if the run was begun by a job with other frozen keys."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "job.yaml"
+    if file.exists():
+        refuse_frozen_changes(file.read_text(), job)
+    storage.write_text(str(file), dump(job))
+
+
+def begun(job: Job, lineage: str | None) -> str | None:
+    """The model that an earlier attempt at this lineage started from."""
+    file = Path(job.output) / (lineage or "") / "job.yaml"
+    return loads(file.read_text()).model.path if lineage and file.exists() and published_start(job) else None
 
 
 def work(text: str, directory: str) -> None:
@@ -89,7 +109,7 @@ def main_train(job: Job, lineage: str | None) -> int:
     """`ptf train`: a whole training run without an orchestrator."""
     lineage = lineage or mint(job.recipe if isinstance(job.recipe, str) else "plug")
     print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
-    directory = run(resolved(job), lineage)
+    directory = run(resolved(job, begun(job, lineage)), lineage)
     print(f"trained: {directory / 'model'}   metrics: {directory / 'metrics.jsonl'}", flush=True)
     return 0
 
@@ -102,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lineage", help="continue this run from its newest checkpoint")
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))
+    launch.leave_with_parent()
     try:
         job = load(*given.config, overrides=given.set)
         if recipes.build(job).online:
@@ -111,31 +132,30 @@ def main(arguments: list[str] | None = None) -> int:
         from ptf.train.fit import fit
 
         with world_of(job) as world:
-            job = _resolve_once(job, world)
+            text = together(world, lambda: dump(resolved(job, begun(job, given.lineage))) if world.leads else "")
+            job = loads(str(text))
             lineage = str(world.share(given.lineage or mint("sft")))
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)
-                directory.mkdir(parents=True, exist_ok=True)
-                storage.write_text(str(directory / "job.yaml"), dump(job))
+            together(world, lambda: record(job, directory) if world.leads else None)
             fit(job, world, directory)
     except UserError as error:
-        if rank == 0:
-            print(error, file=sys.stderr, flush=True)
+        print(f"rank {rank}: {error}" if rank else error, file=sys.stderr, flush=True)
         return 2
     return 0
 
 
-def _resolve_once(job: Job, world: World) -> Job:
-    """Rank 0 prepares, the others take what it made; its error is everyone's."""
+def together(world: World, act: Callable[[], object]) -> object:
+    """What rank 0's `act` gives, on every rank; its UserError is everyone's."""
     try:
-        text: str | UserError = dump(resolved(job)) if world.leads else ""
+        result = act()
     except UserError as error:
-        text = error
-    shared = world.share(text)
+        result = error
+    shared = world.share(result)
     if isinstance(shared, UserError):
         raise shared
-    return loads(str(shared))
+    return shared
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from ptf.config import Job, resolve
 class Artifact:
     lineage: str  # names the training run; every resume keeps it
     prepared: str | None = None  # directory that data.prepare wrote
-    start: str | None = None  # directory of the model that training starts from, where it was a `job:`
+    start: str | None = None  # published version that training starts from, where `model.path` is a `job:` or a directory of versions
     tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
     run: str | None = None  # directory of the training run: metrics, checkpoints, model
     model: str | None = None  # Hugging Face directory that training exported

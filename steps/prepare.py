@@ -6,16 +6,14 @@ from steps.artifact import Artifact
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Idempotent: what is there is reused. A start model that no one has published yet is trained and published first."""
-    from ptf.run import prepared_directory, published_by
+    from ptf.run import prepared_directory, published_start
 
     artifact = artifact.but(prepared=prepared_directory(job))
-    if not job.model.path.startswith("job:"):
-        return artifact
-    config = job.model.path.removeprefix("job:")
-    if published_by(config) is None:
+    if job.model.path.startswith("job:") and published_start(job) is None:
+        config = job.model.path.removeprefix("job:")
         print(f"prepare: {config} has published no model yet; running its stages first", flush=True)
         _run_stages(load(config), f"{artifact.lineage}-start")
-    return artifact.but(start=published_by(config))
+    return artifact.but(start=published_start(job))
 
 
 def _run_stages(job: Job, lineage: str) -> None:

@@ -24,11 +24,12 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     data = resolved.data
     tokenizer = Tokenizer.load(resolved.model.tokenizer or str(locate(resolved.model.path, resolved.model.revision)))
     made: dict[str, str] = {}
+    made_by = fingerprint(job, "recipe", "algo", "data.seq_len", "data.too_long", "data.train_on"), tokenizer.fingerprint()
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue
         files = [(f, *_stamp(f)) for f in storage.listing(source.path)]
-        key = hashlib.sha256(repr((files, fingerprint(job, "recipe", "algo", "data.seq_len", "data.too_long", "data.train_on"))).encode()).hexdigest()[:16]
+        key = hashlib.sha256(repr((files, made_by)).encode()).hexdigest()[:16]
         made[name] = f"{job.output}/tokenized/{name}-{key}"
         began = time.perf_counter()
         counts = tokenized.write(

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.single_controller.base import Worker
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SubRayResourcePool
+
+from ptf.compute.launch import leave_with_parent
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
 
@@ -52,7 +53,7 @@ class Rank(Worker):
     def __init__(self, label: str) -> None:
         super().__init__()
         self.label = label
-        threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+        leave_with_parent()  # by itself it may stay for a minute after its raylet is gone
 
     def __repr__(self) -> str:  # Ray puts it before every line that this process prints
         return f"{self.label} {self.rank}"
@@ -63,13 +64,6 @@ class Rank(Worker):
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
-
-
-def _leave_with(parent: int) -> None:
-    """End this process when its raylet is gone, busy or not: by itself it may stay for a minute."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 class Gang:

@@ -3,13 +3,16 @@
 The one idea: the function is `module:name` with plain arguments and finds its rank in the environment, so it does not know who started it.
 """
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ptf.compute.world import pick_device
 from ptf.errors import UserError
 
 
@@ -20,9 +23,33 @@ def default_threads(workers: int) -> int:
 def torchrun(arguments: Sequence[str], workers: int, threads: int) -> None:
     """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises UserError with its exit status if it fails (its output says why)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "-m", "ptf.run", *arguments]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, check=False)
-    if done.returncode:
-        raise UserError(f"torchrun ended with status {done.returncode}; its lines above say why")
+    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, preexec_fn=_end_with_parent)
+    try:
+        status = agent.wait()
+    except BaseException:
+        agent.terminate()  # it passes the signal on to its ranks
+        agent.wait(30)
+        raise
+    if status:
+        raise UserError(f"torchrun ended with status {status}; its lines above say why")
+
+
+def _end_with_parent() -> None:
+    """In a child, before it runs: SIGTERM when this process dies (prctl PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def leave_with_parent() -> None:
+    """End this process within a second of its parent's death, whatever it is doing."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def on_ray(
@@ -30,9 +57,9 @@ def on_ray(
     workdir: Path, timeout_s: float,
 ) -> None:  # fmt: skip
     """A verl worker group runs the function on every rank."""
-    from ptf.compute.gang import run_gang
+    from ptf.compute.gang import gpus, run_gang
     from ptf.compute.ray_session import ray_session
 
-    gpu = pick_device(device).type == "cuda"
     with ray_session(address=address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
+        gpu = device == "cuda" or (device == "auto" and gpus() > 0)
         run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads or default_threads(workers), timeout_s=timeout_s, label="train")

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ptf.errors import UserError
+
 CPU = torch.device("cpu")
 
 
@@ -55,9 +57,9 @@ class World:
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """`auto` is the GPU where there is one. Raises RuntimeError if `cuda` is asked for and absent."""
+    """`auto` is the GPU where there is one. Raises UserError if `cuda` is asked for and absent."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("compute.device is cuda, but torch sees no GPU on this machine; use cpu or auto")
+        raise UserError("compute.device is cuda, but torch sees no GPU on this machine; use cpu or auto")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -47,7 +47,7 @@ def fingerprint(job: Job, *sections: str) -> str:
 
 
 def resolve(job: Job, *, prepared: str | None = None, start: str | None = None, tokenized: Mapping[str, str] = {}) -> Job:
-    """The job with what earlier stages made in place of `prepare:NAME`, `job:CONFIG` and the sources that were tokenized."""
+    """The job with what earlier stages made in place of `prepare:NAME`, of `model.path` (`start`) and of the sources that were tokenized."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -59,7 +59,7 @@ def resolve(job: Job, *, prepared: str | None = None, start: str | None = None, 
     values = job.model_dump()
     if prepared is not None:
         values |= {section: placed(values[section]) for section in ("model", "data", "evaluate")}
-    if start is not None and values["model"]["path"].startswith("job:"):
+    if start is not None:
         values["model"]["path"] = start
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():

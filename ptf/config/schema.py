@@ -293,11 +293,10 @@ class Job(Section):
     def _agrees(self) -> "Job":
         """Rules between keys: one line for each that is broken, beginning with the key to change."""
         workers = self.compute.workers
-        faults = [
-            f"{key} ({value}) must be a multiple of compute.workers ({workers})"
-            for key, value in (("data.lanes", self.data.lanes), ("train.rows", self.train.rows))
-            if value % workers
-        ]
+        dealt = {} if self.rollout else {"data.lanes": self.data.lanes, "train.rows": self.train.rows}
+        faults = [f"{key} ({value}) must be a multiple of compute.workers ({workers})" for key, value in dealt.items() if value % workers]
+        if "://" in self.output:
+            faults.append("output must be a directory on this machine; publish.to may be a URI")
         if workers % self.compute.mesh.replicate:
             faults.append(f"compute.mesh.replicate ({self.compute.mesh.replicate}) must divide compute.workers ({workers})")
         if self.compute.launcher == "local" and workers > 1:
@@ -310,6 +309,12 @@ class Job(Section):
         wants_prompts = {f"evaluate.sources.{n}": s for n, s in self.evaluate.sources.items()}
         if self.rollout:
             wants_prompts |= {f"data.sources.{n}": s for n, s in self.data.sources.items()}
+            if self.data.validation:
+                faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
+            if self.data.too_long == "truncate":
+                faults.append("data.too_long: a prompt cannot be truncated; use error or drop")
+            if self.compute.launcher == "local" and self.rollout.workers > 1:
+                faults.append("rollout.workers: compute.launcher: local has one process")
             if self.compute.launcher == "torchrun":
                 faults.append("compute.launcher: torchrun has no rollouts; use ray, or local with rollout.engine: native")
             if self.rollout.max_new_tokens >= self.data.seq_len:
@@ -317,10 +322,15 @@ class Job(Section):
         elif isinstance(self.recipe, str):
             faults += [f"data.sources.{n}.kind: prompt is for recipes with rollouts" for n, s in self.data.sources.items() if s.kind == "prompt"]
         faults += [f"{key}.kind must be prompt, not {s.kind}" for key, s in wants_prompts.items() if s.kind != "prompt"]
-        if self.compute.launcher == "local":
-            engines = {"rollout.engine": self.rollout.engine if self.rollout else None, "evaluate.engine": self.evaluate.engine}
+        if self.compute.launcher != "ray":
+            engines = {
+                "rollout.engine": self.rollout.engine if self.rollout and self.compute.launcher == "local" else None,
+                "evaluate.engine": self.evaluate.engine,
+            }
             faults += [
-                f"{key}: vllm needs a process of its own, which compute.launcher: local does not give; use native" for key, e in engines.items() if e == "vllm"
+                f"{key}: vllm needs a process of its own, which compute.launcher: {self.compute.launcher} does not give; use native"
+                for key, e in engines.items()
+                if e == "vllm"
             ]
         if faults:
             raise ValueError("\n".join(faults))

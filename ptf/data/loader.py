@@ -36,13 +36,14 @@ class Loader:
 
     def __init__(
         self, lane_factory: Callable[[int], Counted], *, lanes: int, rows: int, rank: int = 0, world_size: int = 1, micro_rows: int,
-        seq_len: int, prefetch: int = 2,
+        seq_len: int, prefetch: int = 2, timeout_s: float = 1800.0,
     ):  # fmt: skip
         if lanes % world_size or rows % world_size:
             raise UserError(f"the number of workers ({world_size}) must divide data.lanes ({lanes}) and train.rows ({rows})")
         self._factory, self._lanes, self._rows, self._rank, self._world = lane_factory, lanes, rows, rank, world_size
         self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
         self._thread: threading.Thread | None = None
+        self._timeout_s = timeout_s
         self.step = 0  # the next to be yielded
         self.waited_s = 0.0  # how long the last step kept the consumer waiting
         self.fill = 0.0  # share of the last step's slots that hold tokens
@@ -92,7 +93,10 @@ class Loader:
             self._thread = threading.Thread(target=self._work, args=(self.step, self._queue, self._stop), name="ptf-loader", daemon=True)
             self._thread.start()
         start = time.perf_counter()
-        item = self._queue.get()
+        try:
+            item = self._queue.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"no data for step {self.step} within {self._timeout_s:g} s: a read of the data hangs") from None
         self.waited_s = time.perf_counter() - start
         if isinstance(item, BaseException):
             self._queue.put(item)  # and again, should one ask again

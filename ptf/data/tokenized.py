@@ -5,6 +5,9 @@ the source would be, so the batches are the same, and whatever reads parquet rea
 """
 
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -34,16 +37,24 @@ def write(
         manifest = json.loads((root / storage.MANIFEST).read_text())
         if manifest.items() >= made_with.items():
             return manifest
-        (root / storage.MANIFEST).unlink()
-    root.mkdir(parents=True, exist_ok=True)
-    encoder = Encoder(encode, name, seq_len, too_long)
-    schema = pa.schema([(column, pa.list_(kind)) for column, kind in COLUMNS.items()])
-    with pq.ParquetWriter(root / "rows.parquet", schema, compression="zstd") as file:
-        encoded = (_columns(encoder(place)) for place in rows_once(path))
-        while group := list(islice(encoded, ROWS_IN_GROUP)):
-            file.write_table(pa.Table.from_pylist(group, schema))
-    counts = encoder.counts
-    return storage.commit(directory, {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])})
+    root.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent))  # others may be reading what is there
+    try:
+        (part / "new").mkdir()
+        encoder = Encoder(encode, name, seq_len, too_long)
+        schema = pa.schema([(column, pa.list_(kind)) for column, kind in COLUMNS.items()])
+        with pq.ParquetWriter(part / "new" / "rows.parquet", schema, compression="zstd") as file:
+            encoded = (_columns(encoder(place)) for place in rows_once(path))
+            while group := list(islice(encoded, ROWS_IN_GROUP)):
+                file.write_table(pa.Table.from_pylist(group, schema))
+        counts = encoder.counts
+        manifest = storage.commit(part / "new", {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])})
+        if root.exists():
+            os.replace(root, part / "old")  # from another tokenizer or config, under the same name
+        os.replace(part / "new", root)
+        return manifest
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _columns(atoms: list[Atom]) -> dict[str, Any]:

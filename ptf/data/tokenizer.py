@@ -50,6 +50,8 @@ class Tokenizer:
 
     def save(self, directory: str | Path) -> None:
         self.hf.save_pretrained(directory)
+        if self._extra_stops:
+            (Path(directory) / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self._extra_stops)}))
 
     @property
     def vocab_size(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -59,6 +60,12 @@ def _from_hub(path: str, revision: str | None) -> Path:
 
 def read_config(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "config.json").read_text())
+
+
+def export_dtype(directory: Path) -> torch.dtype:
+    """What a checkpoint's weights are stored in, by its config.json."""
+    config = read_config(directory)
+    return DTYPES[config.get("dtype") or config.get("torch_dtype") or "float32"]
 
 
 def build(directory: Path) -> tuple[Decoder, Family]:
@@ -146,6 +153,8 @@ def load_hf(model: Decoder, directory: Path, family: Family) -> None:
 def hf_tensors(model: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) one by one. Every rank must iterate, since each gathers its part."""
     names = family.names(model.config)
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward pass without a backward the root still shows its copies in the compute dtype
     for ours, parameter in model.named_parameters():
         data = parameter.detach()
         yield names[ours], data.full_tensor() if isinstance(data, DTensor) else data
@@ -154,8 +163,7 @@ def hf_tensors(model: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
 def save_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, directory: Path, *, writes: bool, tokenizer: str | None = None) -> None:
     """Write safetensors in the source's dtype, its config.json, and what else lies beside it except weights; the tokenizer's files from
     its own directory if that is another. Every rank calls it; the one that `writes` does. The directory appears only when it is complete."""
-    config = read_config(source)
-    dtype = DTYPES[config.get("dtype") or config.get("torch_dtype") or "float32"]
+    dtype = export_dtype(source)
     temporary = directory.with_name(directory.name + ".tmp")
     shards: list[dict[str, Tensor]] = [{}]
     if writes:

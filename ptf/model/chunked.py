@@ -46,7 +46,7 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (upstream,) = grads
         dx, dhead = ctx.saved_tensors
-        scale = lambda t: None if t is None else t * upstream.to(t.dtype)  # noqa: E731
+        scale = lambda t: None if t is None else (t * upstream.to(torch.promote_types(t.dtype, upstream.dtype))).to(t.dtype)  # noqa: E731
         return scale(dx), scale(dhead), None, None
 
 

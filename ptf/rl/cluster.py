@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from ptf.compute.world import World
+from ptf.errors import UserError
 
 F = TypeVar("F", bound=Callable)
 
@@ -61,6 +62,7 @@ class RoleSpec:
     kwargs: Mapping[str, Any]
     workers: int = 1
     env: Mapping[str, str] = field(default_factory=dict)  # environment of its processes
+    replicate: int = 1  # copies of its sharded model, where its workers form a process group
 
 
 class RoleGroup(Protocol):
@@ -91,7 +93,7 @@ class LocalGroup:
 
     def __init__(self, spec: RoleSpec, world: World) -> None:
         if spec.workers != 1:
-            raise ValueError(f"role {spec.name}: compute.launcher local has one worker; {spec.workers} were asked for")
+            raise UserError(f"role {spec.name}: compute.launcher local has one worker; {spec.workers} were asked for")
         self.spec = spec
         self.role = spec.cls(world, **spec.kwargs)
 

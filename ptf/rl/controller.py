@@ -28,17 +28,18 @@ from ptf.train.resume import refuse_frozen_changes
 class Controller:
     def __init__(
         self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
-        *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, rewards: Rewards, run: Path,
+        *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, rewards: Rewards, judge: Rewards | None, run: Path,
     ) -> None:  # fmt: skip
         assert job.rollout is not None
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
         self.policy, self.rollout, self.reference, self.rewards = policy, rollout, reference, rewards
+        self.judge = judge or rewards  # of held-out answers
         bf16 = job.train.precision == "bf16"
-        self.bound = self.knobs.max_logprob_diff or (0.2 if bf16 else 1e-4)
+        self.bound = self.knobs.max_logprob_diff or (0.5 if bf16 else 1e-4)
         self.saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps)
+        self.canary: list[np.ndarray] = []
         self.step = self._restore()
         self.track = Tracker(run, resumed=self.step, steps=job.train.steps, tensorboard=job.track.tensorboard, print_every=job.track.print_every)
-        self.canary: list[np.ndarray] = []
 
     def run(self) -> None:
         """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""
@@ -146,15 +147,18 @@ class Controller:
             found: dict[str, float] = {}
             for name, prompts in self.held_out.items():
                 rates, _ = pass_rates(
-                    self.rollout, self.rewards, prompts, self.step, f"validate {name}", samples=0, temperature=1.0, max_new_tokens=self.knobs.max_new_tokens
-                )
+                    self.rollout, self.judge, prompts, self.step, f"validate {name}", samples=0, temperature=1.0,
+                    max_new_tokens=min(self.job.evaluate.max_new_tokens, self.job.data.seq_len - max(len(p.tokens) for p in prompts)),
+                    max_no_result=self.knobs.max_no_result,
+                )  # fmt: skip
                 found |= {f"{key}/{name}": value for key, value in rates.items()}
             return found
 
     def save(self) -> None:
         path = self.saves.begin(self.step)
-        self.policy.call("save", str(path))
-        checkpoint.save_host(path / "controller.pt", {"prompts": self.prompts.state_dict()})
+        with self.cluster.phase(self.policy, "save"):
+            self.policy.call("save", str(path))
+        checkpoint.save_host(path / "controller.pt", {"prompts": self.prompts.state_dict(), "canary": self.canary})
         self.saves.commit(self.step, dump(self.job))
 
     def _restore(self) -> int:
@@ -163,11 +167,15 @@ class Controller:
             return 0
         step, path, text = found
         refuse_frozen_changes(text, self.job)
-        self.policy.call("load", str(path))
-        self.prompts.load_state_dict(checkpoint.load_host(path / "controller.pt")["prompts"])
+        with self.cluster.phase(self.policy, "load"):
+            self.policy.call("load", str(path))
+        state = checkpoint.load_host(path / "controller.pt")
+        self.prompts.load_state_dict(state["prompts"])
+        self.canary = state["canary"]
         print(f"resumed from {path} (step {step} of {self.job.train.steps})", flush=True)
         return step
 
     def close(self) -> None:
         self.track.close()
         self.rewards.close()
+        self.judge.close()

@@ -11,7 +11,7 @@ from ptf.compute.world import joined
 from ptf.config import Job
 from ptf.config.schema import Source
 from ptf.data.pipeline import prompts_once, prompts_stream
-from ptf.data.stream import Map
+from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -22,6 +22,8 @@ from ptf.rl.rewards import Rewards
 from ptf.rl.roles import Learner, Sampler, Scorer
 from ptf.train.fit import specs
 from ptf.train.start import start_directory, tokenizer_directory
+
+CHECKED = 10_000  # prompts of each source whose length is looked at before training starts
 
 
 @contextlib.contextmanager
@@ -46,10 +48,12 @@ def clustered(job: Job, run: Path, roles: int, local: bool = False) -> Iterator[
         raise UserError("compute.launcher: torchrun runs offline recipes only; use ray or local for rollouts")
 
 
-def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str, version: int, workers: int) -> RoleSpec:
-    """One role that generates from a Hugging Face directory."""
+def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str, version: int, workers: int, length: int) -> RoleSpec:
+    """One role that generates from a Hugging Face directory, up to `length` tokens in all. Raises UserError if the model has fewer positions."""
     options: dict[str, object] = {}
     positions = bridge.build(directory)[0].config.max_positions
+    if length > positions:
+        raise UserError(f"prompt and answer may take {length} tokens together, but {directory} has {positions} positions; lower data.seq_len or max_new_tokens")
     env: dict[str, str] = {}
     if engine == "vllm":
         from ptf.rl.vllm_engine import engine_env
@@ -58,15 +62,41 @@ def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine
         env = engine_env(run / "vllm")
     kwargs = {
         "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
-        "max_length": min(job.data.seq_len, positions - 1), "timeout_s": job.compute.timeout_s, **options,
+        "max_length": length, "timeout_s": job.compute.timeout_s, **options,
     }  # fmt: skip
     return RoleSpec("rollout", Sampler, kwargs, workers, env)
 
 
-def fits(prompt: Prompt, room: int) -> Prompt:
+def refuse_too_long(prompt: Prompt, room: int) -> None:
     if len(prompt.tokens) > room:
-        raise UserError(f"a prompt of source {prompt.source} has {len(prompt.tokens)} tokens; data.seq_len leaves {room} beside rollout.max_new_tokens")
-    return prompt
+        raise UserError(
+            f"a prompt of source {prompt.source} has {len(prompt.tokens)} tokens; data.seq_len leaves {room} beside rollout.max_new_tokens "
+            "(data.too_long: drop leaves such prompts out)"
+        )
+
+
+class Fitting:
+    """Stream[Prompt]: those that leave room for an answer; the others are left out and counted, or refused."""
+
+    def __init__(self, prompts: Stream[Prompt], room: int, drop: bool) -> None:
+        self.prompts, self.room, self.drop, self.dropped = prompts, room, drop, 0
+
+    def __next__(self) -> Prompt:
+        for _ in range(100_000):
+            prompt = next(self.prompts)
+            if len(prompt.tokens) <= self.room:
+                return prompt
+            if not self.drop:
+                refuse_too_long(prompt, self.room)
+            self.dropped += 1
+        raise UserError(f"100,000 prompts one after the other are longer than the {self.room} tokens that data.seq_len leaves beside rollout.max_new_tokens")
+
+    def state_dict(self) -> dict:
+        return {"prompts": self.prompts.state_dict(), "dropped": self.dropped}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        self.dropped = int(state["dropped"])
 
 
 def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit: int) -> dict[str, list[Prompt]]:
@@ -79,29 +109,42 @@ def fit_online(job: Job, run: Path) -> None:
     if knobs is None:
         raise UserError("an online recipe needs the section rollout")
     recipe = recipes.build(job)
+    evaluation = job.evaluate.reward
     directory = bridge.locate(job.model.path, job.model.revision)
     tokenizer_path = tokenizer_directory(job.model, directory, run)
     tokenizer = Tokenizer.load(tokenizer_path)
-    prompts = Map(
-        prompts_stream(specs(job.data.sources), tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle),
-        lambda prompt: fits(prompt, job.data.seq_len - knobs.max_new_tokens),
-    )
+    room = job.data.seq_len - knobs.max_new_tokens
+    drop = job.data.too_long == "drop"
+    prompts = Fitting(prompts_stream(specs(job.data.sources), tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle), room, drop)
+    if not drop:  # better now than in the middle of the night
+        for name, source in job.data.sources.items():
+            for prompt in itertools.islice(prompts_once(source.path, name, tokenizer), CHECKED):
+                refuse_too_long(prompt, room)
+    temperature = getattr(recipe, "temperature", knobs.temperature)
+    if temperature != knobs.temperature:
+        raise UserError(f"rollout.temperature is {knobs.temperature:g}, but the recipe's loss takes its log-probs at {temperature:g}; give both the same")
     held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit) if job.train.validate_every else {}
     start = start_directory(job.model, directory, run, tokenizer_path, job.seed)
-    workers = job.compute.workers
+    workers, replicate = job.compute.workers, job.compute.mesh.replicate
     common = {"directory": str(start), "init": "pretrained", "seed": job.seed, "width": job.data.seq_len, "temperature": knobs.temperature}
     frozen = {"precision": job.train.precision, "micro_rows": job.train.micro_rows}
     with clustered(job, run, workers * 2 + knobs.workers) as cluster:
-        policy = cluster.start(RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers))
-        reference = cluster.start(RoleSpec("reference", Scorer, {**common, **frozen}, workers)) if "reference" in recipe.companions else None
-        spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers)
+        policy = cluster.start(
+            RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, replicate=replicate)
+        )
+        reference = (
+            cluster.start(RoleSpec("reference", Scorer, {**common, **frozen}, workers, replicate=replicate)) if "reference" in recipe.companions else None
+        )
+        spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
         rollout = cluster.start(spec)
         print(f"rollout: engine={knobs.engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
+        judge = Rewards(evaluation) if evaluation else None
         controller = Controller(
-            job, recipe, prompts, held_out, cluster, policy=policy, rollout=rollout, reference=reference, rewards=Rewards(knobs.reward), run=run  # type: ignore[arg-type]
+            job, recipe, prompts, held_out, cluster, policy=policy, rollout=rollout, reference=reference, rewards=Rewards(knobs.reward), judge=judge, run=run  # type: ignore[arg-type]
         )  # fmt: skip
         try:
             controller.run()
-            policy.call("export", str(run / "model"))
+            with cluster.phase(policy, "export"):
+                policy.call("export", str(run / "model"))
         finally:
             controller.close()

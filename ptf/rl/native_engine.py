@@ -22,7 +22,7 @@ from ptf.model.attention import Attend, backend
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.rl.engine import Request
-from ptf.rl.sync import Buckets, Manifest, Receipt, check
+from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
 
 
 class Cache:
@@ -165,6 +165,8 @@ class NativeEngine:
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         receipt = check(buckets, manifest, self.version)
         theirs = {t: o for o, t in self.family.names(self.model.config).items()}
+        if unlike := theirs.keys() ^ manifest.digests.keys():
+            raise SyncError(f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: {sorted(unlike)[:5]}")
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             for bucket in buckets:

@@ -4,17 +4,21 @@ The one idea: a reward that raises, returns no number, or takes too long gives `
 killed and replaced. Run as `python -m ptf.rl.rewards` it is the worker: it reads (row, text) pairs from a pipe until the pipe closes.
 """
 
+import contextlib
 import math
 import multiprocessing.connection as mpc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ptf.compute.launch import leave_with_parent
 from ptf.config import Plug, plug
 from ptf.data.trajectory import Group, NoResult, Reward
+from ptf.errors import UserError
 
 
 def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
@@ -39,37 +43,47 @@ class Rewards:
         ours, theirs = mpc.Pipe()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ptf.rl.rewards", str(theirs.fileno())], pass_fds=[theirs.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
+                [sys.executable, "-m", "ptf.rl.rewards", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
         self.pipe = ours
-        ours.send(self.reward.model_dump())
-        if not ours.poll(60) or ours.recv() != "ready":
-            raise RuntimeError(f"the process for reward {self.reward.use} did not start in 60 s")
+        try:
+            ours.send(self.reward.model_dump())
+            ready = ours.poll(60) and ours.recv() == "ready"
+        except (EOFError, OSError):
+            ready = False
+        if not ready:
+            self.close()
+            raise UserError(f"the process for the reward {self.reward.use} died or did not start in 60 s; its lines above say why")
         return ours
 
     def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | NoResult]:
         """Outcomes in order; at most `timeout_s` seconds each."""
         outcomes: list[Reward | NoResult] = []
         while len(outcomes) < len(items):
+            served = self.pipe is None  # a process that has just started and dies has died on its first answer
             pipe = self.pipe or self._start()
-            pipe.send([(dict(row), text) for row, text in items[len(outcomes) :]])
             try:
+                pipe.send([(dict(row), text) for row, text in items[len(outcomes) :]])
                 while len(outcomes) < len(items):
                     if not pipe.poll(self.timeout_s):
                         outcomes.append(NoResult(f"took longer than {self.timeout_s:g} s"))
                         self.close()
                         break
                     outcomes.append(pipe.recv())
-            except EOFError:
-                outcomes.append(NoResult("the reward's process died"))
+                    served = True
+            except (EOFError, OSError):
                 self.close()
+                if served:  # it died on this answer; if it was dead before, a new one gets the same answer
+                    outcomes.append(NoResult("the reward's process died"))
         return outcomes
 
     def close(self) -> None:
         if self.pipe:
             self.pipe.close()
         if self.process:
-            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # what the reward started dies with it
             self.process.wait(10)
         self.pipe = self.process = None
 
@@ -81,7 +95,8 @@ def score_groups(rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
 
 
 def serve(pipe: mpc.Connection) -> None:
-    """The worker's loop."""
+    """The worker's loop; it ends with the process that started it, even while a reward hangs."""
+    leave_with_parent()
     function = plug.bind(Plug(**pipe.recv()))
     pipe.send("ready")
     while True:

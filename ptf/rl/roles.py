@@ -26,7 +26,7 @@ from ptf.recipes import Recipe
 from ptf.rl.cluster import everywhere, sharded
 from ptf.rl.engine import Request, RolloutEngine, Sampling, generate_all
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
-from ptf.train.deal import IDLE, deal
+from ptf.train.deal import deal
 from ptf.train.export import export
 from ptf.train.trainer import Trainer, load_model
 
@@ -41,7 +41,7 @@ def sample_logprobs(model: Decoder, samples: Sequence[Sample], world: World, *, 
     alone = World(device=world.device)
     batches = deal(rows, alone, micro_rows, width)
     passes = int(world.max(len(batches)))
-    idle = deal([[IDLE]], alone, 1, width)[0]
+    idle = deal([], alone, 1, width)[0]
     for i in range(passes):
         batch = (batches[i] if i < len(batches) else idle).to(world.device)
         reduce = lambda x, head, b=batch: token_logprobs(x, head, b.targets, b.weights, temperature)[0]  # noqa: E731
@@ -100,9 +100,10 @@ class Learner:
 
     @everywhere
     def update(self, minibatches: list[list[list[Atom]]], step: int) -> dict[str, float]:
-        """One optimizer step for each minibatch of packed rows, which are dealt to the ranks; mean metrics."""
+        """One optimizer step for each minibatch of packed rows, which are dealt to the ranks; metrics are means over all units."""
         results = [self.trainer.step(deal(rows, self.world, self.micro_rows, self.width), self.recipe, step) for rows in minibatches]
-        return {name: float(np.mean([r[name] for r in results])) for name in results[0]}
+        units = [r["units"] for r in results]
+        return {name: float(np.average([r[name] for r in results], weights=None if name == "units" else units)) for name in results[0]}
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:

@@ -12,11 +12,20 @@ from ptf.rl.rewards import Rewards, score_groups
 
 
 def pass_rates(
-    rollout: RoleGroup, rewards: Rewards, prompts: Sequence[Prompt], version: int, key: str, *, samples: int, temperature: float, max_new_tokens: int
+    rollout: RoleGroup,
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    version: int,
+    key: str,
+    *,
+    samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    max_no_result: float,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """`pass@1` (one greedy answer), `reward` (its mean), and with samples > 1 `pass@k` (any of k sampled answers), as shares of the prompts;
     and the greedy answers with their outcomes. A pass is a reward of 1 or more. Answers without a result are counted in `no_result` and left
-    out; raises UserError if all are."""
+    out; raises UserError if they are more than `max_no_result` of all, since what is left would flatter."""
 
     def play(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:
         return score_groups(rewards, rollout.call("rollout", list(prompts), version, f"{key} {name}", n, max_new_tokens, temperature))
@@ -24,8 +33,8 @@ def pass_rates(
     greedy = [group[0] for group in play(1, 0.0, "greedy")]
     values = np.array([t.outcome.value for t in greedy if isinstance(t.outcome, Reward)])
     failed = [t.outcome.reason for t in greedy if isinstance(t.outcome, NoResult)]
-    if not len(values):
-        raise UserError(f"none of {len(greedy)} held-out answers has a reward; it says: {failed[0] if failed else 'nothing: there are no prompts'}")
+    if len(failed) > max_no_result * len(greedy) or not len(values):
+        raise UserError(f"{len(failed)} of {len(greedy)} held-out answers have no reward; it says: {failed[0] if failed else 'nothing: there are no prompts'}")
     rates = {"pass@1": float((values >= 1).mean()), "reward": float(values.mean()), "no_result": len(failed) / len(greedy)}
     if samples > 1:
         passed = [[t.outcome.value >= 1 for t in g if isinstance(t.outcome, Reward)] for g in play(samples, temperature, "sampled")]

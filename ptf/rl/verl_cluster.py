@@ -20,9 +20,9 @@ ON_ONE_GPU = 4  # processes that may share a device: policy, reference, rollout,
 class RoleRank(Rank):
     """A worker that holds a role."""
 
-    def build(self, cls: type, kwargs: Mapping[str, Any], device: str, timeout_s: float) -> str:
+    def build(self, cls: type, kwargs: Mapping[str, Any], device: str, timeout_s: float, replicate: int) -> str:
         self.leaving = contextlib.ExitStack()  # never left: the process group lasts as long as the process
-        world = self.leaving.enter_context(joined(device, timeout_s)) if cls.distributed else World(device=pick_device(device))
+        world = self.leaving.enter_context(joined(device, timeout_s, replicate)) if cls.distributed else World(device=pick_device(device))
         self.role = cls(world, **kwargs)
         return str(world.device)
 
@@ -35,7 +35,7 @@ class VerlGroup:
 
     def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
         self.spec, self.gang = spec, gang
-        what = (spec.cls, dict(spec.kwargs), device, gang.timeout_s)
+        what = (spec.cls, dict(spec.kwargs), device, gang.timeout_s, spec.replicate)
         devices = gang.invoke("build", [what] * spec.workers, doing=f"building {spec.cls.__name__}")
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 

@@ -12,14 +12,21 @@ from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.sample import Atom, Sample, length
 
-IDLE: Atom = (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32)),)
+
+def idle(rows: Sequence[Sequence[Atom]]) -> Atom:
+    """One token that trains nothing, with the streams that the other samples have."""
+    like = rows[0][0][0].streams if rows and rows[0] else {}
+    streams = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
+    return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", streams),)
 
 
 def deal(rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> list[Batch]:
-    """This rank's share (rows r, r + W, …) as micro-batches; equally many on every rank. All ranks pass the same rows."""
-    most = -(-len(rows) // world.size)
+    """This rank's share (rows r, r + W, …) as micro-batches; equally many on every rank, one at least. All ranks pass the same rows."""
+    most = max(1, -(-len(rows) // world.size))
+    if world.device.type == "cuda":  # a GPU wants batches of one shape, whose attention is compiled once; a CPU wants no padding
+        most = -(-most // micro_rows) * micro_rows
     mine = list(rows[world.rank :: world.size])
-    mine += [[IDLE]] * (most - len(mine))
-    if world.device.type == "cpu":  # a GPU wants one shape, a CPU wants no padding
+    mine += [[idle(rows)]] * (most - len(mine))
+    if world.device.type == "cpu":
         width = max(sum(length(atom) for atom in row) for row in mine)
     return [Batch.of(mine[i : i + micro_rows], width) for i in range(0, most, micro_rows)]

@@ -51,9 +51,12 @@ def fit(job: Job, world: World, run: Path) -> None:
             slots = sum(batch.tokens.numel() for batch in micro)
             tokens, work, slots = world.sum([sum(lengths), flops.step(lengths, targets), slots]).tolist()
             metrics |= {"tokens": tokens, "fill": tokens / slots}
+            if job.data.too_long != "error":
+                dropped, truncated = world.sum([loader.counts["dropped"], loader.counts["truncated"]]).tolist()
+                metrics |= {"dropped": dropped, "truncated": truncated}
+            spent = time.perf_counter() - began
             if job.data.validation and job.train.validate_every and ((step + 1) % job.train.validate_every == 0 or step + 1 == job.train.steps):
                 metrics |= held_out_loss(model, recipe, held_out, world, job.train.micro_rows, job.data.seq_len)
-            spent = time.perf_counter() - began
             metrics |= {"tok_s": tokens / spent, "mfu": work / spent / peak, "mem_gib": memory_gib(world.device)}
             metrics |= {"data_wait_s": loader.waited_s, "step_s": spent}
             if track:
@@ -83,7 +86,7 @@ def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World) ->
 
     return Loader(
         lane, lanes=data.lanes, rows=job.train.rows, rank=world.rank, world_size=world.size,
-        micro_rows=job.train.micro_rows, seq_len=data.seq_len, prefetch=data.prefetch,
+        micro_rows=job.train.micro_rows, seq_len=data.seq_len, prefetch=data.prefetch, timeout_s=job.compute.timeout_s,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What training starts from: the model's directory, its tokenizer, and random weights written out where something must load them."""
 
+import os
 from pathlib import Path
 
 from ptf.compute.world import World
@@ -16,7 +17,9 @@ def tokenizer_directory(model: ModelConfig, directory: Path, run: Path) -> str:
         return wanted or str(directory)
     copy = run / "tokenizer"
     if not copy.is_dir():
-        Tokenizer.load(wanted).save(copy)
+        part = copy.with_name(copy.name + ".tmp")
+        Tokenizer.load(wanted).save(part)
+        os.replace(part, copy)
     return str(copy)
 
 

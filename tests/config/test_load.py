@@ -349,7 +349,7 @@ def test_resolve_puts_paths_in_place():
     assert done.data.sources["chat"].model_dump() == {"path": "/tok/chat", "kind": "tokenized", "weight": 2.0}
     assert done.evaluate.sources["e"].path == "s3://p/e"
     assert done.evaluate.reward == Plug(use="a:b", args={"tables": ["s3://p/t", "plain"]})
-    assert resolve(loads(SFT), start="/ckpt").model.path == "m"
+    assert resolve(loads(SFT)).model.path == "m"
     assert type(done) is type(job)
 
 

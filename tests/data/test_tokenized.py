@@ -77,7 +77,8 @@ def test_what_is_there_is_reused_unless_it_was_made_otherwise(rows: str, charact
     assert write(rows, tmp_path / "t", characters, config="d")["config"] == "d"
     with pytest.raises(UserError, match="nowhere"):
         write("nowhere", tmp_path / "t", characters)  # the one for "c" is gone
-    assert not (tmp_path / "t/manifest.json").exists()
+    assert json.loads((tmp_path / "t/manifest.json").read_text())["config"] == "d"  # a write that fails leaves what is there, and nothing beside it
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path: Path) -> None:

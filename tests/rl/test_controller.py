@@ -158,7 +158,22 @@ def test_a_reward_that_always_crashes_stops_the_run_and_says_why(raw):
         train(raw)
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(raw):
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_or_dropped(raw, tmp_path):
     raw["data"]["seq_len"] = 16
     with pytest.raises(UserError, match=r"data\.seq_len leaves 10"):
+        train(raw)
+    raw["data"]["too_long"] = "drop"
+    raw["train"]["steps"] = 1
+    assert len(read_metrics(train(raw, "b") / "metrics.jsonl")) == 1  # sums of one digit fit
+
+
+def often_crashes(row, text):
+    if hash(row["answer"]) % 2:
+        raise OSError("busy")
+    return 1.0
+
+
+def test_an_evaluation_most_of_whose_rewards_crash_is_no_evaluation(raw):
+    raw["evaluate"]["reward"] = {"use": "tests.rl.test_controller:often_crashes"}
+    with pytest.raises(UserError, match="held-out answers have no reward"):
         train(raw)

@@ -49,6 +49,13 @@ def test_every_failure_is_named_and_the_others_are_scored(rewards):
         os.kill(pid, 0)
 
 
+def test_a_process_that_died_between_two_batches_is_replaced(rewards):
+    assert rewards.score([({}, "ok")]) == [Reward(1.0)]
+    os.kill(rewards.process.pid, signal.SIGKILL)
+    rewards.process.wait(10)
+    assert rewards.score([({}, "ok"), ({}, "die"), ({}, "ok")]) == [Reward(1.0), NoResult("the reward's process died"), Reward(1.0)]
+
+
 def test_a_reward_that_does_not_exist_is_refused_at_once():
     with pytest.raises(ConfigError, match="fickle"):
         Rewards(Plug(use="tests.rl.test_rewards:fickel"))

@@ -1,6 +1,7 @@
 """The offline loop: what it promises about resuming, splitting and refusing."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from ptf.compute.tracking import Tracker, is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
-from ptf.run import run
+from ptf.run import begun, resolved, run
 from tests.tiny import arithmetic
 
 
@@ -102,6 +103,31 @@ def test_a_frozen_key_may_not_change_and_a_free_one_may(raw):
     train(raw, "a", train__micro_rows=4)
     with pytest.raises(UserError, match=r"train\.lr"):
         train(raw, "a", train__lr=2e-3)
+
+
+def test_a_frozen_key_may_not_change_before_the_first_checkpoint_either(raw, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        with pytest.raises(Stopped):
+            train(raw, "a")
+    with pytest.raises(UserError, match=r"seed: 1 → 2"):
+        train({**raw, "seed": 2}, "a")
+    assert loads((Path(raw["output"]) / "a" / "job.yaml").read_text()).seed == 1
+
+
+def test_a_run_keeps_the_version_that_it_started_from(raw, tmp_path):
+    """Publishing a newer one in between changes nothing for it."""
+    versions = tmp_path / "published"
+    shutil.copytree(train(raw, "first") / "model", versions / "v1")
+    shutil.copytree(train({**raw, "seed": 2}, "second") / "model", versions / "v2")
+    (versions / "latest.json").write_text('{"version": "v1"}')
+    job = loads(yaml.safe_dump({**raw, "model": {"path": str(versions)}}))
+    pinned = resolved(job)
+    assert pinned.model.path == str(versions / "v1")
+    run(pinned, "third")
+    (versions / "latest.json").write_text('{"version": "v2"}')
+    assert resolved(job).model.path == str(versions / "v2")
+    assert resolved(job, begun(job, "third")).model.path == str(versions / "v1")
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
