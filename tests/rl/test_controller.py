@@ -16,22 +16,13 @@ from ptf.run import run
 from tests.tiny import arithmetic
 
 
-def by_length(row, text):
-    """A reward that any model can improve on: short answers."""
-    return max(0.0, 1 - len(text) / 6)
-
-
-def crashes(row, text):
-    raise OSError("no connection to the judge")
-
-
 @pytest.fixture
 def raw(tmp_path):
     raw = arithmetic(tmp_path)
     raw |= {
         "recipe": "grpo",
         "algo": {"minibatches": 2},
-        "rollout": {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.test_controller:by_length"}},
+        "rollout": {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:by_length"}},
         "evaluate": {"sources": {"dev": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "limit": 20},
     }
     raw["data"] = {**raw["data"], "sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
@@ -153,7 +144,7 @@ def test_an_engine_that_computes_with_other_weights_is_caught_by_the_canary(raw,
 
 
 def test_a_reward_that_always_crashes_stops_the_run_and_says_why(raw):
-    raw["rollout"]["reward"]["use"] = "tests.rl.test_controller:crashes"
+    raw["rollout"]["reward"]["use"] = "tests.rl.plugs:crashes"
     with pytest.raises(UserError, match="no connection to the judge"):
         train(raw)
 
@@ -167,13 +158,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_or_dropped(raw, t
     assert len(read_metrics(train(raw, "b") / "metrics.jsonl")) == 1  # sums of one digit fit
 
 
-def often_crashes(row, text):
-    if hash(row["answer"]) % 2:
-        raise OSError("busy")
-    return 1.0
-
-
 def test_an_evaluation_most_of_whose_rewards_crash_is_no_evaluation(raw):
-    raw["evaluate"]["reward"] = {"use": "tests.rl.test_controller:often_crashes"}
+    raw["evaluate"]["reward"] = {"use": "tests.rl.plugs:often_crashes"}
     with pytest.raises(UserError, match="held-out answers have no reward"):
         train(raw)

@@ -1,0 +1,16 @@
+"""Rewards for tests, in a module that imports nothing: each run starts a process that imports it."""
+
+
+def by_length(row, text):
+    """A reward that any model can improve on: short answers."""
+    return max(0.0, 1 - len(text) / 6)
+
+
+def crashes(row, text):
+    raise OSError("no connection to the judge")
+
+
+def often_crashes(row, text):
+    if int(row["answer"]) % 2:
+        raise OSError("busy")
+    return 1.0
