@@ -61,12 +61,12 @@ class VLLMEngine:
 
         cpu = {
             "enforce_eager": True, "kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "max_num_seqs": 512,
-            "max_num_batched_tokens": max(16384, max_model_len + 1), "enable_chunked_prefill": False,  # seeds fail where a prompt is cut in two
+            "max_num_batched_tokens": max(16384, max_model_len), "enable_chunked_prefill": False,  # seeds fail where a prompt is cut in two
             "enable_prefix_caching": max_model_len >= 256,  # its blocks are of 128 tokens; 10% of the time of short requests
         }  # fmt: skip
         gpu = {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
         arguments: dict[str, Any] = {
-            "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len + 1,  # score() asks for one token more
+            "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len,
             "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "async_scheduling": False,
             "disable_log_stats": True, "use_tqdm_on_load": False, "worker_extension_cls": "ptf.rl.vllm_extension.WeightLoader",
             **(cpu if on_cpu() else gpu),
@@ -154,7 +154,7 @@ class VLLMEngine:
         self._refuse_if_unusable()
         self._refuse_if_busy("score")
         for sequence in tokens:
-            self._check_context(sequence, self.max_model_len)
+            self._check_context(sequence, self.max_model_len - 1)  # vLLM scores a prompt only if it may add a token
         order = {self._submit(sequence, temperature=0.0, max_tokens=1, prompt_logprobs=0): i for i, sequence in enumerate(tokens)}
         found: dict[int, np.ndarray] = {}
         while self.engine.has_unfinished_requests():
