@@ -35,6 +35,15 @@ def paired(before: list[int], after: list[int]) -> tuple[float, float]:
     return mean, 1.959964 * math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1) / n)
 
 
+def once(recipe: str, output: str, more: list[str]) -> float:
+    """Run a flow unless it has published under `output`; its minutes."""
+    spent = ROOT / output / "seconds"
+    if not spent.exists():
+        spent.parent.mkdir(parents=True, exist_ok=True)
+        spent.write_text(f"{flow(recipe, f'configs/gsm8k/{recipe}.yaml', [f'output={output}', *more]):.1f}")
+    return float(spent.read_text()) / 60
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -43,8 +52,7 @@ def main() -> None:
     for seed in seeds:
         base = f"runs/gsm8k_steps/{seed}"
         at = [f"seed={seed}", "track.tensorboard=false"]
-        minutes = [flow("sft", "configs/gsm8k/sft.yaml", [f"output={base}/sft", *at]) / 60]
-        minutes.append(flow("grpo", "configs/gsm8k/grpo.yaml", [f"output={base}/grpo", f"model.path={base}/sft/published", *at]) / 60)
+        minutes = [once("sft", f"{base}/sft", at), once("grpo", f"{base}/grpo", [f"model.path={base}/sft/published", *at])]
         sft, grpo = published(f"{base}/sft"), published(f"{base}/grpo")
         before, after = passes(ROOT / grpo["run"], "start_test"), passes(ROOT / grpo["run"], "test")
         gain, half = paired(before, after)
@@ -55,6 +63,7 @@ def main() -> None:
             row = (seed, name, run["steps"], f"{spent:.1f}", n, f"{p:.3f} [{low:.3f}, {high:.3f}]", f"{run['metrics']['test/pass@8']:.3f}", more)
             lines.append("| " + " | ".join(map(str, row)) + " |")
             print(lines[-1], flush=True)
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(
         "# The calculator steps of GSM8K\n\n"
         f"Command: `python {' '.join(['benchmarks/gsm8k_steps.py', *sys.argv[1:]])}`, which runs `flows/sft_flow.py` and `flows/grpo_flow.py` with\n"

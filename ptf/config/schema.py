@@ -151,6 +151,8 @@ class TrainConfig(Section):
     """Steps of linear warm-up."""
     decay: Positive | None = None
     """Steps of decay at the end; by default all that follow the warm-up."""
+    decay_at: PositiveFloat | None = None
+    """Held-out loss (of the first of `data.validation`) at which the decay begins early; the run then ends `decay` steps later, at `steps` at the latest."""
     min_lr: Fraction = 0.0
     """Where the decay ends, as a share of `lr`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -303,6 +305,8 @@ class Job(Section):
             faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
         if self.train.warmup + (self.train.decay or 0) > self.train.steps:
             faults.append("train.warmup and train.decay together are longer than train.steps")
+        if self.train.decay_at and not (self.train.decay and self.train.validate_every and self.data.validation):
+            faults.append("train.decay_at needs train.decay, train.validate_every and data.validation")
         if self.evaluate.sources and not (self.evaluate.reward or self.rollout):
             faults.append("evaluate.sources needs evaluate.reward to score the answers")
         faults += [f"data.validation.{name} has the name of one of data.sources" for name in self.data.validation if name in self.data.sources]

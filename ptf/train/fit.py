@@ -1,6 +1,7 @@
 """The offline loop, the same program on every rank."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,13 @@ def fit(job: Job, world: World, run: Path) -> None:
     saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps)
     flops, peak = Flops.of(model), peak_flops(world.device, job.train.precision) * world.size
     announce(job, world, model.config)
-    start = restore(saves, job, trainer, loader, world)
-    track = Tracker(run, resumed=start, steps=job.train.steps, tensorboard=job.track.tensorboard, print_every=job.track.print_every) if world.leads else None
+    start, ends = restore(saves, job, trainer, loader, world)
+    step = start
+    saves.steps = ends
+    trainer.schedule = replace(trainer.schedule, steps=ends)
+    track = Tracker(run, resumed=start, steps=ends, tensorboard=job.track.tensorboard, print_every=job.track.print_every) if world.leads else None
     try:
-        for step in range(start, job.train.steps):
+        while step < ends:
             began = time.perf_counter()
             micro = next(loader)
             metrics = trainer.step(micro, recipe, step)
@@ -55,14 +59,21 @@ def fit(job: Job, world: World, run: Path) -> None:
                 dropped, truncated = world.sum([loader.counts["dropped"], loader.counts["truncated"]]).tolist()
                 metrics |= {"dropped": dropped, "truncated": truncated}
             spent = time.perf_counter() - began
-            if job.data.validation and job.train.validate_every and ((step + 1) % job.train.validate_every == 0 or step + 1 == job.train.steps):
-                metrics |= held_out_loss(model, recipe, held_out, world, job.train.micro_rows, job.data.seq_len)
+            if job.data.validation and job.train.validate_every and ((step + 1) % job.train.validate_every == 0 or step + 1 == ends):
+                losses = held_out_loss(model, recipe, held_out, world, job.train.micro_rows, job.data.seq_len)
+                metrics |= losses
+                if ends == job.train.steps and job.train.decay_at and next(iter(losses.values())) <= job.train.decay_at:
+                    ends = saves.steps = min(ends, step + 1 + (job.train.decay or 0))
+                    trainer.schedule = replace(trainer.schedule, steps=ends)
+                    if track:
+                        track.steps = ends
             metrics |= {"tok_s": tokens / spent, "mfu": work / spent / peak, "mem_gib": memory_gib(world.device)}
             metrics |= {"data_wait_s": loader.waited_s, "step_s": spent}
+            step += 1
             if track:
-                track.log(step + 1, metrics)
-            if saves.due(step + 1):
-                save(saves, step + 1, job, trainer, loader, world)
+                track.log(step, metrics)
+            if saves.due(step):
+                save(saves, step, ends, job, trainer, loader, world)
     finally:
         loader.close()
         if track:
@@ -105,28 +116,31 @@ def announce(job: Job, world: World, config: Any) -> None:
               f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}", flush=True)  # fmt: skip
 
 
-def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, world: World) -> int:
-    """Continue from the newest good checkpoint; 0 if there is none."""
+def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, world: World) -> tuple[int, int]:
+    """Continue from the newest good checkpoint: the steps that are done (0 if there is none), and the step at which the run ends."""
     found = world.share(saves.latest() if world.leads else None)
     if found is None:
-        return 0
+        return 0, job.train.steps
     step, path, text = found  # type: ignore[misc]
     refuse_frozen_changes(text, job)
     checkpoint.load_tensors(path, trainer.model, trainer.optimizer, world)
     lanes: dict[str, Any] = {}
+    ends = job.train.steps
     for file in sorted(path.glob("host_*.pt")):
-        lanes |= checkpoint.load_host(file)["lanes"]
+        state = checkpoint.load_host(file)
+        lanes |= state["lanes"]
+        ends = int(state["ends"])
     loader.load_state_dict({"step": step, "lanes": lanes})
     if world.leads:
-        print(f"resumed from {path} (step {step} of {job.train.steps})", flush=True)
-    return step
+        print(f"resumed from {path} (step {step} of {ends})", flush=True)
+    return step, ends
 
 
-def save(saves: Checkpoints, step: int, job: Job, trainer: Trainer, loader: Loader, world: World) -> None:
+def save(saves: Checkpoints, step: int, ends: int, job: Job, trainer: Trainer, loader: Loader, world: World) -> None:
     """Every rank writes its part, then rank 0 the manifest."""
     path = Path(str(world.share(str(saves.begin(step)) if world.leads else None)))
     checkpoint.save_tensors(path, trainer.model, trainer.optimizer, world)
-    checkpoint.save_host(path / f"host_{world.rank:05}.pt", loader.state_dict())
+    checkpoint.save_host(path / f"host_{world.rank:05}.pt", {**loader.state_dict(), "ends": ends})
     world.barrier()
     if world.leads:
         saves.commit(step, dump(job))

@@ -81,7 +81,7 @@ def kill_actor_at(log: Path, output: Path, role: str, step: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-STEPS = ["train.steps=24", "train.decay=4", "checkpoint.every=5", "train.validate_every=8"]
+STEPS = ["train.steps=24", "train.decay=4", "train.decay_at=null", "checkpoint.every=5", "train.validate_every=8"]
 
 
 @pytest.fixture(scope="module")

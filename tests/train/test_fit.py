@@ -91,6 +91,26 @@ def test_bf16_trains_near_fp32_over_fp32_weights(raw):
     assert weights(b)["model.norm.weight"].dtype == torch.float32
 
 
+def test_the_decay_begins_where_the_held_out_loss_says_and_a_resume_knows_it(raw, monkeypatch):
+    raw["train"] |= {"steps": 40, "schedule": "linear", "decay": 6, "validate_every": 2}
+    plain = facts(train(raw, "plain"))
+    at = next(row["step"] for row in plain if row["step"] >= 8 and "loss/held_out" in row)
+    raw["train"]["decay_at"] = plain[at - 1]["loss/held_out"]
+    whole = train(raw, "whole")
+    rows = facts(whole)
+    assert [r["step"] for r in rows] == list(range(1, at + 7))
+    assert rows[:at] == plain[:at]
+    assert [r["lr"] for r in rows[at:]] == pytest.approx([1e-3 * (6 - i) / 6 for i in range(6)])
+    for stop in (at - 1, at + 3):
+        with monkeypatch.context() as patch:
+            stop_at(patch, stop)
+            with pytest.raises(Stopped):
+                train(raw, "stopped")
+    resumed = train(raw, "stopped")
+    assert facts(resumed) == rows
+    assert same(weights(whole), weights(resumed))
+
+
 def test_a_finished_run_that_is_run_again_trains_nothing(raw):
     directory = train(raw, "a")
     before = (directory / "metrics.jsonl").read_text()
