@@ -1,9 +1,12 @@
 """The one Ray that all tests of a session share: starting it takes 3-8 s, and every test gives its places back."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Ray reads the first when it is imported: import this module before ray or verl
+# Ray reads these when it is imported: import this module before ray or verl. A mode that is set later reaches Ray's servers but not this
+# process, which they then refuse.
+if "ray" not in sys.modules:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.update({"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0", "RAY_USAGE_STATS_ENABLED": "0", **os.environ})
 
 import ray
