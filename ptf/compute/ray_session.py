@@ -84,8 +84,7 @@ def ray_session(
 
 
 def _own_token(path: Path) -> None:
-    """A fresh secret that only this user reads. Token authentication itself is Ray's default for a local cluster; RAY_AUTH_MODE set
-    after ray was imported is seen by the servers and not by the driver, so it is left to Ray."""
+    """A fresh secret that only this user reads."""
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
