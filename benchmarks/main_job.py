@@ -1,6 +1,6 @@
 """The main job, end to end: SFT on sums and differences, stopped early, then GRPO from what it published; a table of what came of it.
 
-    python benchmarks/main_job.py                                        # what `make run` does: one seed, about 8 minutes on 2 cores
+    python benchmarks/main_job.py                                        # what `make run` does: one seed, about 9 minutes on 2 cores
     python benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control 0 --longer-sft 0  # what `make bench` does; writes results/main_job.md
 
 Every stage is the command a user would type; the numbers come from the manifests that the publish stage wrote. `--control` repeats GRPO with
