@@ -35,7 +35,7 @@ class Controller:
         self.policy, self.rollout, self.reference, self.rewards = policy, rollout, reference, rewards
         self.judge = judge or rewards  # of held-out answers
         bf16 = job.train.precision == "bf16"
-        self.bound = self.knobs.max_logprob_diff or (0.5 if bf16 else 1e-4)
+        self.bound = self.knobs.max_logprob_diff or (0.2 if bf16 else 1e-4)
         self.saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps)
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
