@@ -68,7 +68,7 @@ def main() -> None:
         "# The calculator steps of GSM8K\n\n"
         f"Command: `python {' '.join(['benchmarks/gsm8k_steps.py', *sys.argv[1:]])}`, which runs `flows/sft_flow.py` and `flows/grpo_flow.py` with\n"
         f"`configs/gsm8k/{{sft,grpo}}.yaml`  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        "The 11,021 distinct steps (`<<48/2=24>>`) of the training problems, 500 of their expressions kept for development, and 20,000 generated\n"
+        "The 11,021 distinct steps (`<<48/2=24>>`) of the training problems, 500 of their expressions kept for development, and 50,000 generated\n"
         "expressions of the same shapes to imitate; GRPO answers the real ones. Tested greedily on every expression of the test problems that no\n"
         "training problem has. Answers are compared as numbers. Brackets: 95 % Wilson intervals; the last column: difference on the same questions\n"
         "with its 95 % interval.\n\n"

@@ -48,7 +48,14 @@ def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -
         run("GRPO, shuffled answers", "control", "grpo", *start, "data.prepare.args.shuffle_answers=true")
     if longer:
         steps = max(100, round(found["GRPO"]["train_s"] / found["SFT"]["step_s"]))
-        further = [f"train.steps={steps}", "train.validate_every=0", "checkpoint.every=1000", f"model.path={base}/sft/published", "model.init=pretrained"]
+        further = [
+            f"train.steps={steps}",
+            "train.decay_at=null",
+            "train.validate_every=0",
+            "checkpoint.every=1000",
+            f"model.path={base}/sft/published",
+            "model.init=pretrained",
+        ]
         run("SFT, for as long as GRPO", "longer", "sft", *further)
     return found
 
