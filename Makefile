@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -30,6 +30,9 @@ docs: setup                              ## regenerate docs/config.md and config
 bench: setup                             ## every benchmark; results go to benchmarks/results/
 	$(PY) benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control 0 --longer-sft 0
 	$(PY) benchmarks/gsm8k_steps.py
+
+bench-verify: setup                      ## the logit verifier over every family, with seeded porting mistakes; writes benchmarks/results/verify.md
+	$(PY) benchmarks/verify.py
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there
 	python3 -m pytest tests/gpu -m gpu

@@ -21,11 +21,11 @@ from ptf.data.packing import pack_all
 from ptf.data.sample import Sample
 from ptf.model.bridge import materialize, random_init
 from ptf.model.chunked import cross_entropy
-from ptf.model.config import DecoderConfig
+from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.plan import parallelize
-from ptf.train.optim import adamw
+from ptf.train.optim import adamw, groups
 
 # (dim, layers, heads, kv_heads, hidden, tied): the published Qwen3 shapes of these sizes, to be timed and not loaded
 SHAPES = {
@@ -45,8 +45,8 @@ def batches(rows: int, width: int, vocab: int, count: int) -> list[Batch]:
 def measure(name: str, width: int, rows: int, steps: int) -> dict:
     dim, layers, heads, kv, hidden, tied = SHAPES[name]
     config = DecoderConfig(
-        vocab=151_936, dim=dim, layers=layers, heads=heads, kv_heads=kv, head_dim=128, hidden=hidden, norm_eps=1e-6, rope_theta=1e6,
-        max_positions=width, tied=tied, qk_norm=True,
+        vocab=151_936, dim=dim, layers=layers, heads=heads, kv_heads=kv, head_dim=128, hidden=hidden, norm_eps=1e-6,
+        max_positions=width, tied=tied, kinds=(Layer(Rope(1e6)),) * layers, qk_norm=True,
     )  # fmt: skip
     with joined("cuda", 600) as world:
         with torch.device("meta"):
@@ -54,7 +54,7 @@ def measure(name: str, width: int, rows: int, steps: int) -> dict:
         parallelize(model, world.mesh, "bf16")
         materialize(model, world.device)
         random_init(model, 0)
-        optimizer = adamw(model, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        optimizer = adamw(groups(model, 0.0, {}), lr=1e-5, betas=(0.9, 0.95), eps=1e-8)
         flops, seconds, work, tokens = Flops.of(model), [], [], []
         for i, cpu_batch in enumerate(batches(rows, width, config.vocab, steps)):
             batch = cpu_batch.to(world.device)

@@ -12,7 +12,7 @@ from ptf.model import bridge
 from ptf.rl.fit import clustered, held_out_prompts, sampler_spec
 from ptf.rl.rewards import Rewards
 from ptf.rl.validate import pass_rates
-from ptf.train.start import start_directory, tokenizer_directory
+from ptf.train.start import extended, start_directory, tokenizer_directory
 
 
 def evaluate(job: Job, run: Path) -> dict[str, float]:
@@ -23,9 +23,10 @@ def evaluate(job: Job, run: Path) -> dict[str, float]:
     if not knobs.sources or reward is None:
         return {}
     base = bridge.locate(job.model.path, job.model.revision)
-    tokenizer_path = tokenizer_directory(job.model, base, run)
+    spec, base = extended(job.model, base, run, job.seed)
+    tokenizer_path = tokenizer_directory(spec, base, run)
     prompts = held_out_prompts(job.evaluate.sources, Tokenizer.load(tokenizer_path), knobs.limit)
-    models = {"": run / "model"} | ({"start/": start_directory(job.model, base, run, tokenizer_path, job.seed)} if knobs.start else {})
+    models = {"": run / "model"} | ({"start/": start_directory(spec, base, run, tokenizer_path, job.seed)} if knobs.start else {})
     metrics: dict[str, float] = {}
     length = max(len(p.tokens) for asked in prompts.values() for p in asked) + knobs.max_new_tokens
     max_no_result = job.rollout.max_no_result if job.rollout else 0.1

@@ -102,7 +102,7 @@ def work(text: str, directory: str) -> None:
 def world_of(job: Job):
     compute = job.compute
     threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
-    return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads)
+    return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor)
 
 
 def main_train(job: Job, lineage: str | None) -> int:

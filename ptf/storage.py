@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,21 +85,34 @@ def upload(directory: str | os.PathLike[str], uri: str) -> None:
             files.put_file(source, target)
 
 
-def localize(uri: str, into: str | os.PathLike[str]) -> str:
-    """A local directory with what is at `uri`: a local one as it is, a remote one copied to a place of its own below `into`, its manifest
-    last. A copy that has the same manifest is not made again."""
+def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()) -> str:
+    """A local directory with what is at `uri`, but for names that match `without`: a local one as it is, a remote one copied to a place of its
+    own below `into`. The copy appears only when it is complete, whoever else makes it at the same time, and is made again only when something
+    at `uri` has changed. Raises Missing if nothing is there."""
     files, path = _open(uri)
     if not files.exists(path):
         raise Missing(f"no such directory: {uri}")
     if _local(files):
         return path
-    root, own = path.rstrip("/") + "/", hashlib.sha256(uri.rstrip("/").encode()).hexdigest()[:8]
-    copy = Path(into) / f"{Path(path).name}-{own}"
-    if (copy / MANIFEST).exists() and files.exists(root + MANIFEST) and files.cat_file(root + MANIFEST) == (copy / MANIFEST).read_bytes():
+    root = path.rstrip("/") + "/"
+    found = {name: info for name, info in files.find(path, detail=True).items() if not any(fnmatch(name.removeprefix(root), p) for p in without)}
+    state = json.dumps([uri.rstrip("/"), found], sort_keys=True, default=str)  # sizes, and times or ETags
+    copy = Path(into) / f"{Path(path).name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
+    if copy.is_dir():
         return str(copy)
-    for name in _last(str(found).removeprefix(root) for found in files.find(path)):
-        with _replacing(copy / name) as part:
-            files.get_file(root + name, str(part))
+    part = copy.with_name(f".{copy.name}.{uuid.uuid4().hex}")
+    try:
+        for name in found:
+            target = part / name.removeprefix(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            files.get_file(name, str(target))
+        try:
+            os.replace(part, copy)
+        except OSError:
+            if not copy.is_dir():  # another process was first
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return str(copy)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ptf.config import Job, dump, fingerprint
+from ptf.config.schema import LOGPROB_BOUND
 from ptf.errors import UserError
 from steps.artifact import Artifact
 
@@ -42,17 +43,28 @@ def gate(job: Job, run: Path, model: Path) -> float:
     """Load the export as its users will. Returns the largest log-prob difference; raises UserError if it is too large."""
     import torch
 
+    from ptf.data.added import tokenizer_of
     from ptf.data.tokenizer import Tokenizer
     from ptf.model.bridge import export_dtype, locate
-    from ptf.model.verify import export_difference
+    from ptf.model.components import FILES
+    from ptf.model.verify import export_difference, head_difference
+    from ptf.train.parts import parts_of
 
-    trained = Tokenizer.load(job.model.tokenizer or str(locate(job.model.path, job.model.revision)))
+    if (model / FILES["layers."]).is_file():
+        raise UserError(
+            f"not published: layers of model.replace have tensors that no Hugging Face model has, so whoever loads {model} with transformers or vLLM would "
+            f"get random ones in their place. The whole model is there, theirs in {FILES['layers.']}: train on from it with the same model.replace"
+        )
+    trained = tokenizer_of(job.model.tokenizer or str(locate(job.model.path, job.model.revision)), job.model.tokens)
     if Tokenizer.load(str(model)).fingerprint() != trained.fingerprint():
         raise UserError(f"not published: the tokenizer in {model} gives other ids than the one that was trained with")
     probe = json.loads((run / "probe.json").read_text())
-    difference = export_difference(model, probe["tokens"], probe["logprobs"])
+    if "values" in probe:
+        difference = head_difference(model, probe["tokens"], probe["values"], parts_of(job.model))
+    else:
+        difference = export_difference(model, probe["tokens"], probe["logprobs"])
     whole = job.train.precision == "fp32" and export_dtype(model) == torch.float32
-    bound = 1e-4 if whole else 0.2
+    bound = LOGPROB_BOUND["fp32" if whole else "bf16"]
     if not difference <= bound:
         raise UserError(f"not published: loaded in transformers, {model} differs from the trained model by {difference:.3g} in a log-prob (bound {bound:g})")
     return difference

@@ -13,7 +13,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     go, and so does `data.pretokenize: false`; then there is nothing to do."""
     from ptf import recipes, storage
     from ptf.data import tokenized
-    from ptf.data.tokenizer import Tokenizer
+    from ptf.data.added import tokenizer_of
     from ptf.model.bridge import locate
 
     recipe = recipes.build(job)
@@ -22,7 +22,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
         print("tokenize: on the fly, nothing to do ahead", flush=True)
         return artifact
     data = resolved.data
-    tokenizer = Tokenizer.load(resolved.model.tokenizer or str(locate(resolved.model.path, resolved.model.revision)))
+    tokenizer = tokenizer_of(resolved.model.tokenizer or str(locate(resolved.model.path, resolved.model.revision)), resolved.model.tokens)
     made: dict[str, str] = {}
     made_by = fingerprint(job, "recipe", "algo", "data.seq_len", "data.too_long", "data.train_on"), tokenizer.fingerprint()
     for name, source in {**data.sources, **data.validation}.items():

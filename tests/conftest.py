@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("ptf", deadline=None)  # no test asserts a time
+settings.load_profile("ptf")
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
 
 

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ import pytest
 from ptf import cli
 from ptf.config import load, loads
 from ptf.errors import UserError
+from tests.model.mistakes import MISTAKES
+from tests.tiny import checkpoint
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
 
@@ -62,6 +65,44 @@ def test_only_user_errors_lose_their_traceback(monkeypatch, capsys, error, statu
     else:
         assert cli.main(["train", "a.yaml"]) == status
         assert capsys.readouterr().err == "[bold] no such [thing]\n"
+
+
+def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
+    assert cli.main(["verify", "llama", "--configs", "2", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "llama: pass"
+    assert all(word in out for word in ("logit error", "gradient error", "worst tensor", "first diverging place", "problems", "model.layers."))
+    assert err == ""
+    with next(m for m in MISTAKES if m.name == "gate and up swapped").made():
+        assert cli.main(["verify", "llama", "--configs", "1"]) == 1
+        out, _ = capsys.readouterr()
+        assert out.splitlines()[-1] == "llama: fail"
+        assert "layer 0, mlp" in out
+        assert cli.main(["verify", "llama", "--configs", "1", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["passed"], len(report["cases"]), report["cases"][0]["config"]["model_type"]) == (False, 1, "llama")
+
+
+def test_verify_takes_a_directory(tmp_path, capsys):
+    directory = checkpoint(tmp_path / "model")
+    capsys.readouterr()
+    assert cli.main(["verify", str(directory)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{directory}: pass"
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    assert cli.main(["verify", str(directory)]) == 2
+    assert "transformers cannot load it" in capsys.readouterr().err
+
+
+def test_verify_refuses_what_is_neither_with_one_message(capsys):
+    assert cli.main(["verify", "lama"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lama is neither a directory with a config.json nor a family: llama, ")
+    assert len(err.splitlines()) == 1
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["verify", "llama", "--configs", "0"])
+    assert stop.value.code == 2
 
 
 def test_a_wrong_command_line_is_status_2(capsys):

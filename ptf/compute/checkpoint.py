@@ -15,29 +15,36 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ptf import storage
 from ptf.compute.world import World
 from ptf.errors import UserError
 
 
-def save_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Every rank writes its shards of weights and optimizer."""
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What training changes: weights that are frozen, under any of their names, are where it started from."""
     weights, moments = get_state_dict(model, optimizer)
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {"model": {name: w for name, w in weights.items() if name not in frozen}, "optimizer": moments}
+
+
+def save_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Every rank writes its shards of the optimizer and of the weights that train; the others are where training started from."""
+    state = _state(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=str(directory / "tensors"), no_dist=world.mesh is None)
+        dcp.save(state, checkpoint_id=str(directory / "tensors"), no_dist=world.mesh is None)
 
 
 def load_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """The reverse, into a model of any number of ranks."""
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
+    state = _state(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=str(directory / "tensors"), no_dist=world.mesh is None)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        options = StateDictOptions(strict=False)  # frozen weights are not there; dcp.load has raised for anything else
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
 
 
 def _to_tensors(value: Any) -> Any:

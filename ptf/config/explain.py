@@ -37,6 +37,14 @@ LIMITS = {
 }
 
 
+PARALLELISM = {"pipeline": "pipeline parallelism", "pp": "pipeline parallelism", "context": "context parallelism", "cp": "context parallelism"}
+NOT_HERE = {  # what one may well look for, by the first word of the key or value that would ask for it; parallelism only below `compute`
+    **PARALLELISM,
+    **dict.fromkeys(("fp8", "float8", "mxfp8", "fp4", "nvfp4"), "training in fewer bits than bf16 (FP8, FP4)"),
+    **dict.fromkeys(("image", "images", "vision", "audio", "video", "multimodal"), "multimodal training; only text is trained"),
+}
+
+
 def core(annotation: Any) -> Any:
     """An annotation without `| None` and its limits."""
     if get_origin(annotation) is Annotated:
@@ -92,7 +100,7 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
         what = _unknown(name, path[:-1], job)
     elif kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        what = f"expected one of {', '.join(choices)}, got {given(value)}{near(str(value), choices)}"
+        what = f"expected one of {', '.join(choices)}, got {given(value)}" + (_not_here(str(value), path) or near(str(value), choices))
     elif kind == "none_required":
         what = f"recipe {root.value['recipe'].value} does not take this section"
     elif kind == "string_pattern_mismatch":
@@ -107,6 +115,13 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
     yield Problem(root.nearest(path), ".".join(map(str, path)), what)
 
 
+def _not_here(name: str, path: Sequence[str | int]) -> str:
+    """That ptf does not have what a key or a value of this name would ask for."""
+    word = name.lower().split("_")[0]
+    of = NOT_HERE.get(word, "") if path[:1] == ("compute",) or word not in PARALLELISM else ""
+    return f"; ptf has no {of}" if of else ""
+
+
 def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
     """Not a key here: the nearest that is, or else where in the job a key of this very name is."""
     section = section_at(job, path)
@@ -114,4 +129,5 @@ def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
     elsewhere = [key for key, _ in keys(job) if key.rpartition(".")[2] == name]
     where = f"in {'.'.join(map(str, path))}" if path else "at the top"
     hint = near(name, names) or (f"  (did you mean {elsewhere[0]}?)" if elsewhere else "")
+    hint = _not_here(name, path) or hint
     return f"unknown key {where}" + (hint or (f"; known: {', '.join(names)}" if names else "; it has no keys"))

@@ -101,6 +101,8 @@ def _word(annotation: Any, limits: Any = ()) -> str:
         return ", ".join(f"`{choice}`" for choice in inner)
     if origin is dict:
         return f"{_word(inner[1])} by name" if inner[1] is not Any else "keys and values"
+    if origin is list:
+        return f"list of {_word(inner[0])}"
     if origin is tuple:
         return f"list of {len(inner)}: {_word(inner[0])}"
     if origin is Union or (not isinstance(annotation, type) and inner):

@@ -10,6 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Largest difference between two engines' log-prob of a token that is rounding and not a fault. A small model trained to a sharp function turns
+# fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of: measured against float64, in the trainer and in vLLM alike.
+LOGPROB_BOUND = {"fp32": 1e-3, "bf16": 0.2}
+
 
 def free(default: Any, **limits: Any) -> Any:
     """A key that may differ between a checkpoint and the run that resumes it."""
@@ -20,6 +24,7 @@ Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
 Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
 
 
@@ -36,6 +41,37 @@ class Plug(Section):
     """Keyword arguments."""
 
 
+class TokensConfig(Section):
+    """Tokens that the tokenizer does not have yet. The run starts from an extended copy of the model, which has rows for them; a token that the
+    tokenizer has already keeps its id and its rows."""
+
+    added: list[str] = []
+    """Tokens, in the order of their ids."""
+    file: str | None = None
+    """jsonl of further tokens: rows of `token` and, for `init: description`, `description`; `prepare:NAME`."""
+    semantic_ids: list[Positive] = []
+    """Codes on each level of semantic ids: [256, 256] adds <a_0> … <a_255> and <b_0> … <b_255>."""
+    special: bool = False
+    """Register them as special tokens, which decoders may leave out of a text."""
+    init: Literal["mean", "description", "vectors"] = "mean"
+    """How their rows begin: the mean of the rows in use, the mean of the rows of their description's tokens, or `vectors`."""
+    vectors: str | None = None
+    """safetensors with `embed` [tokens, width], in the order of the tokens, and `head` where the head is not tied (else it takes the mean); `prepare:NAME`."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: the model's own weights stay as they are, unless `model.train` says otherwise."""
+
+    rank: Positive = 16
+    """Inner width of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's output counts alpha / rank."""
+    rslora: bool = False
+    """It counts alpha / √rank, so that its size does not depend on the rank."""
+    targets: Patterns = ["layers.*_proj"]
+    """Patterns of unified names of the projections that get one (`layers.*.attn.q_proj`, `layers.*.moe.experts.*`); by default all but routers."""
+
+
 class ModelConfig(Section):
     """The model that is trained."""
 
@@ -47,6 +83,18 @@ class ModelConfig(Section):
     """Tokenizer directory, where it is not beside the model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only config.json and draws the weights from `seed`."""
+    backend: Literal["ptf", "hf"] = "ptf"
+    """`ptf`: our own decoder. `hf`: any causal language model of transformers, slower and with fewer features (ptf.model.hf_backend)."""
+    tokens: TokensConfig | None = None
+    """Tokens to add."""
+    replace: dict[str, Plug] = {}
+    """Components of your own, by a pattern of unified names (`layers.*.mlp`, `layers.0.attn`): made instead of the class there, with its arguments."""
+    head: Plug | None = None
+    """An output head of your own, with its loss (ptf.model.declared); its tensors are exported to `head.safetensors`."""
+    lora: LoraConfig | None = None
+    """Train adapters (LoRA); the run leaves them in `adapter` (PEFT) and merged in `model`."""
+    train: Patterns | None = None
+    """Patterns of unified names of what trains (`embed`, `layers.*.attn`); default: everything, or with `lora` the adapters, which these come on top of."""
 
 
 class Source(Section):
@@ -127,7 +175,7 @@ class RolloutConfig(Section):
     workers: Positive = free(1)
     """Engine replicas."""
     max_logprob_diff: PositiveFloat | None = None
-    """Largest difference between the engine's and the trainer's log-prob of a sampled token before the run stops; default 1e-4 in fp32, 0.2 in bf16."""
+    """Largest difference between the engine's and the trainer's log-prob of a sampled token before the run stops; default 1e-3 in fp32, 0.2 in bf16."""
     max_no_result: Fraction = 0.1
     """Largest share of answers in a step that may have no reward before the run stops."""
     kv_cache_gib: PositiveFloat = free(0.25)
@@ -141,6 +189,8 @@ class TrainConfig(Section):
     """Global steps (of rollout and update, in online recipes)."""
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
+    lr_groups: dict[str, PositiveFloat] = {}
+    """Factors on `lr` by pattern of unified names (`{embed: 10, "*.lora_b": 16}`); the first that fits counts, 1 for the rest."""
     rows: Positive = 8
     """Packed rows in a global step (offline recipes), over all workers."""
     micro_rows: Positive = free(8)
@@ -165,15 +215,22 @@ class TrainConfig(Section):
     """Largest global norm of the gradient."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """`bf16` computes in bfloat16 over fp32 master weights, optimizer and reductions."""
+    checkpointing: Literal["none", "block", "selective"] = free("none")
+    """What the backward finds again instead of keeping it. `block`: everything inside a layer. `selective`: what is cheap, that is all but matrix
+    products and attention."""
+    compile: bool = free(False)
+    """Compile norms and gates (torch.compile, any shape): half a minute at the start, fewer passes over memory after it."""
     validate_every: Count = free(0)
     """Steps between held-out losses, or (online) between greedy passes over `evaluate.sources`; 0: never."""
 
 
 class MeshConfig(Section):
-    """How the workers divide the model: replicate × shard = workers."""
+    """How the workers divide the model: replicate × shard × tensor = workers."""
 
     replicate: Positive = free(1)
     """Copies of the sharded model; each reduces its gradients with the others."""
+    tensor: Positive = free(1)
+    """Workers that hold every layer together (heads, MLP, experts and vocabulary are cut) and see the same rows; it must divide the heads."""
 
 
 class ComputeConfig(Section):
@@ -295,18 +352,22 @@ class Job(Section):
     def _agrees(self) -> "Job":
         """Rules between keys: one line for each that is broken, beginning with the key to change."""
         workers = self.compute.workers
+        mesh = self.compute.mesh
+        data_ranks, of = (workers // mesh.tensor or 1), f"compute.workers ({workers})" + (f" / compute.mesh.tensor ({mesh.tensor})" if mesh.tensor > 1 else "")
         dealt = {} if self.rollout else {"data.lanes": self.data.lanes, "train.rows": self.train.rows}
-        faults = [f"{key} ({value}) must be a multiple of compute.workers ({workers})" for key, value in dealt.items() if value % workers]
+        faults = [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
         if "://" in self.output:
             faults.append("output must be a directory on this machine; publish.to may be a URI")
-        if workers % self.compute.mesh.replicate:
-            faults.append(f"compute.mesh.replicate ({self.compute.mesh.replicate}) must divide compute.workers ({workers})")
+        if workers % (mesh.replicate * mesh.tensor):
+            faults.append(f"compute.mesh: replicate ({mesh.replicate}) × tensor ({mesh.tensor}) must divide compute.workers ({workers})")
         if self.compute.launcher == "local" and workers > 1:
             faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
         if self.train.warmup + (self.train.decay or 0) > self.train.steps:
             faults.append("train.warmup and train.decay together are longer than train.steps")
         if self.train.decay_at and not (self.train.decay and self.train.validate_every and self.data.validation):
             faults.append("train.decay_at needs train.decay, train.validate_every and data.validation")
+        faults += self._own_components()
+        faults += self._foreign_model()
         if self.evaluate.sources and not (self.evaluate.reward or self.rollout):
             faults.append("evaluate.sources needs evaluate.reward to score the answers")
         faults += [f"data.validation.{name} has the name of one of data.sources" for name in self.data.validation if name in self.data.sources]
@@ -339,6 +400,40 @@ class Job(Section):
         if faults:
             raise ValueError("\n".join(faults))
         return self
+
+    def _foreign_model(self) -> list[str]:
+        """What `model.backend: hf` does not have."""
+        if self.model.backend != "hf":
+            return []
+        asked = {
+            "model.tokens": self.model.tokens is not None,
+            "model.replace": bool(self.model.replace),
+            "model.head": self.model.head is not None,
+            "model.lora": getattr(self.model, "lora", None) is not None,
+            "compute.mesh.tensor": getattr(self.compute.mesh, "tensor", 1) > 1,
+            "rollout.engine: native": self.rollout is not None and self.rollout.engine == "native",
+            "evaluate.engine: native": bool(self.evaluate.sources) and self.evaluate.engine == "native",
+        }
+        return [f"{key} is not there with model.backend: hf" for key, there in asked.items() if there]
+
+    def _own_components(self) -> list[str]:
+        """What goes with components and tokens of the user's own, and what does not."""
+        model, tokens, faults = self.model, self.model.tokens, []
+        if tokens and not (tokens.added or tokens.file or tokens.semantic_ids):
+            faults.append("model.tokens adds none: give added, file or semantic_ids")
+        if tokens and (tokens.init == "vectors") != (tokens.vectors is not None):
+            faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
+        if tokens and tokens.init == "description" and not tokens.file:
+            faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
+        declared = model.head or "head" in model.replace
+        if declared and self.rollout:
+            faults.append("model.head: rollouts are sampled from logits over the vocabulary; a declared head trains with offline recipes")
+        if declared and self.evaluate.sources:
+            faults.append("model.head: evaluate.sources needs a model that generates text")
+        engines = {"rollout.engine": self.rollout.engine if self.rollout else None, "evaluate.engine": self.evaluate.engine if self.evaluate.sources else None}
+        if model.replace:
+            faults += [f"{key}: vllm does not know the components of model.replace; use native" for key, engine in engines.items() if engine == "vllm"]
+        return faults
 
 
 class SFTJob(Job):

@@ -103,7 +103,7 @@ def _clean(i: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"message {i} must be an object with a `role`")
     if not isinstance(message.get("content"), str | None) or (message.get("content") is None and not message.get("tool_calls")):
-        raise UserError(f"message {i} ({message['role']}): `content` must be a string")
+        raise UserError(f"message {i} ({message['role']}): `content` must be a string; ptf trains text only")
     message = {key: value for key, value in message.items() if value is not None} | {"content": message.get("content") or ""}
     if message.get("tool_calls"):
         message["tool_calls"] = [_clean_call(i, call) for call in message["tool_calls"]]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ptf.errors import UserError
@@ -52,6 +52,12 @@ class Tokenizer:
         self.hf.save_pretrained(directory)
         if self._extra_stops:
             (Path(directory) / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self._extra_stops)}))
+
+    def add(self, tokens: Sequence[str], special: bool = False) -> None:
+        """Give each text an id of its own, in this order; what was derived from the vocabulary before is forgotten."""
+        self.hf.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens], special_tokens=special)
+        for name in ("_unknown", "stop_ids", "cuts", "_fingerprint"):
+            self.__dict__.pop(name, None)
 
     @property
     def vocab_size(self) -> int:

@@ -5,15 +5,17 @@ process owns, so that loading a sharded model needs no whole copy anywhere.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -22,12 +24,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ptf import storage
 from ptf.errors import UserError
+from ptf.model import hub
+from ptf.model.components import OWN, constructed, file_of, fill_buffers, own_files, own_tensors, refuse_unmatched, standard
+from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family, family_of
+from ptf.model.families import MODULES, Family, family_of
+from ptf.model.layers import Parts
+from ptf.model.lora import Lora, Merged, adapter_names, drawn, refuse_unmatched_targets
+from ptf.model.ops import Op, Rename, Rows, Slices
+from ptf.model.scalar import HF_NAME, is_scalar
+from ptf.model.tensor_files import TensorFiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 4 << 30
-Slices = tuple[slice, ...]
 
 
 def locate(path: str, revision: str | None = None, cache: str | None = None) -> Path:
@@ -36,11 +45,11 @@ def locate(path: str, revision: str | None = None, cache: str | None = None) -> 
     if storage.exists(f"{path}/latest.json"):
         path = f"{path}/{json.loads(storage.read_text(f'{path}/latest.json'))['version']}"
     if "://" in path:
-        local = Path(storage.localize(path, cache or os.path.join("runs", "models")))
+        local = Path(storage.localize(path, cache or os.path.join("runs", "models"), without=hub.COPIES))
     elif os.path.isdir(path):
         local = Path(path)
     elif path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        local = _from_hub(path, revision)
+        local = hub.fetch(path, revision)
     else:
         raise UserError(f"model.path: there is no directory {path}")
     if not (local / "config.json").is_file():
@@ -48,32 +57,61 @@ def locate(path: str, revision: str | None = None, cache: str | None = None) -> 
     return local
 
 
-def _from_hub(path: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
-    except Exception as error:  # the hub raises a dozen kinds; each means that the model is not to be had
-        why = str(error).strip().split("\n")[0]
-        raise UserError(f"model.path: {path} is no directory here, and as a Hugging Face id it cannot be had: {why}") from error
-
-
 def read_config(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "config.json").read_text())
+    """Raises UserError if it is not a JSON object."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"model.path: {directory}/config.json is not a JSON object")
+    return config
+
+
+def _mapped(family: Family, hf: Mapping[str, Any], directory: Path) -> DecoderConfig:
+    try:
+        return family.config(hf)
+    except KeyError as error:  # a setting without a default
+        if error.args[0] in hf:
+            raise
+        raise UserError(f"model.path: {directory}/config.json has no {error.args[0]}") from error
 
 
 def export_dtype(directory: Path) -> torch.dtype:
     """What a checkpoint's weights are stored in, by its config.json."""
     config = read_config(directory)
-    return DTYPES[config.get("dtype") or config.get("torch_dtype") or "float32"]
+    name = config.get("dtype") or config.get("torch_dtype") or ("bfloat16" if "quantization_config" in config else "float32")
+    if name not in DTYPES:
+        raise UserError(f"model.path: {directory}/config.json stores weights as {name}; ptf trains {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
-def build(directory: Path) -> tuple[Decoder, Family]:
-    """A decoder of the right shape on the meta device: no memory yet."""
+def build(directory: Path, *, head: Literal["lm", "scalar"] | None = None, parts: Parts | None = None) -> tuple[Decoder, Family]:
+    """A decoder of the right shape on the meta device: no memory yet. `head`: what the positions are turned into; None takes what the checkpoint
+    has. `parts` replaces components and adds adapters. Raises UserError for what cannot be trained, or a replacement or an adapter of nothing."""
     hf = read_config(directory)
     family = family_of(hf)
+    if (method := hf.get("quantization_config", {}).get("quant_method", "mxfp4")) != "mxfp4":
+        raise UserError(f"model.path: {directory} is quantised ({method}), and ptf cannot train that; take the checkpoint it was made from")
+    config = _mapped(family, hf, directory)
+    config = replace(config, head=head or ("scalar" if is_scalar(hf) else "lm"))
+    if parts is not None:
+        refuse_unmatched(config, parts)
     with torch.device("meta"):
-        return Decoder(family.config(hf)), family
+        model = Decoder(config, parts)
+        if parts is not None and parts.lora is not None:
+            refuse_unmatched_targets(model, parts.lora, Decoder(config, replace(parts, lora=Lora(targets=("*",)))))
+    return model, family
+
+
+def shape(directory: Path, backend: Literal["ptf", "hf"] = "ptf") -> DecoderConfig:
+    """The sizes of the model that a backend makes of a directory."""
+    if backend == "hf":
+        from ptf.model import hf_backend
+
+        return hf_backend.shape(hf_backend.configured(directory))
+    hf = read_config(directory)
+    return _mapped(family_of(hf), hf, directory)
 
 
 def materialize(model: Decoder, device: torch.device) -> None:
@@ -83,7 +121,7 @@ def materialize(model: Decoder, device: torch.device) -> None:
         model.head._parameters["weight"] = model.embed._parameters["weight"]
 
 
-def _fill(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
+def fill(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
     """Write what `read` gives for the slices that this process owns."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
@@ -96,73 +134,140 @@ def _fill(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
 
 
 def random_init(model: Decoder, seed: int) -> None:
-    """Normal weights and unit norms; each tensor from a generator of its own, keyed by seed and name, so that sharding changes nothing."""
+    """Normal weights, unit norms, zero biases; each tensor from a generator of its own, keyed by seed and name, so that sharding changes nothing."""
+    own = constructed(model, [n for n, _ in model.named_parameters()], seed)
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            _fill(parameter, lambda part: torch.ones([s.stop - s.start for s in part]))
-            continue
-        key = int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
-        values = torch.empty(parameter.shape).normal_(0, model.config.init_std, generator=torch.Generator().manual_seed(key))
-        _fill(parameter, values.__getitem__)
+        if name in own:  # of a component of the user's own: as its constructor leaves it
+            fill(parameter, own[name].__getitem__)
+        else:
+            _draw(name, parameter, model.config, seed)
+    init_adapters(model, seed)
+    fill_buffers(model)
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name → the safetensors file that holds it."""
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
-    try:
-        if index.is_file():
-            return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        if not single.is_file():
-            raise UserError(f"model.path: {directory} has no model.safetensors (for random weights set model.init: random)")
-        with safe_open(single, "pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except SafetensorError as error:
-        raise UserError(f"model.path: {single} cannot be read: {error}") from error
+def init_adapters(model: Decoder, seed: int) -> None:
+    """Adapters begin from the seed, for no checkpoint of the model has them; with them it computes what it did without."""
+    names = adapter_names(model)
+    for name, parameter in model.named_parameters():
+        if name in names:
+            fill(parameter, drawn(name, parameter.shape, seed).__getitem__)
 
 
-def load_hf(model: Decoder, directory: Path, family: Family) -> None:
-    """Fill the model from safetensors. Raises UserError that lists every missing, unexpected or misshapen tensor."""
-    files = _tensor_files(directory)
-    names = family.names(model.config)
-    wanted = set(names.values())
-    ignorable = {"lm_head.weight"} if model.config.tied else set()
-    problems = [f"missing: {n}" for n in sorted(wanted - set(files))]
-    problems += [f"unexpected: {n}" for n in sorted(set(files) - wanted - ignorable)]
-    parameters = {names[ours]: p for ours, p in model.named_parameters()}
-    handles: dict[Path, Any] = {}
-    try:
-        for name in sorted(wanted & set(files)):
-            path = files[name]
-            if path not in handles:
-                handles[path] = safe_open(path, "pt").__enter__()
-            view = handles[path].get_slice(name)
-            if tuple(view.get_shape()) != tuple(parameters[name].shape):
-                problems.append(f"wrong shape: {name} is {tuple(view.get_shape())}, the config says {tuple(parameters[name].shape)}")
-            elif not problems:
-                _fill(parameters[name], lambda part, view=view: view[part])
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"model.path: {directory} cannot be read: {error}") from error
-    finally:
-        for handle in handles.values():
-            handle.__exit__(None, None, None)
-    if problems:
-        raise UserError(f"model.path: {directory} does not fit its config.json:\n  " + "\n  ".join(problems))
+def _draw(name: str, parameter: Tensor, config: DecoderConfig, seed: int) -> None:
+    constant = 0.0 if name.endswith(("bias", "sinks")) else float(not config.norm_offset)
+    if name.endswith(("norm.weight", "bias", "sinks")):
+        fill(parameter, lambda part: torch.full([s.stop - s.start for s in part], constant))
+        return
+    key = int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
+    rows = config.vocab if _in_vocabulary(name, config) else len(parameter)
+    values = torch.empty(rows, *parameter.shape[1:]).normal_(0, config.init_std, generator=torch.Generator().manual_seed(key))
+    fill(parameter, partial(Rows(name, name, rows).read, 0, read=lambda _, part: values[part], experts=0))
+
+
+def _in_vocabulary(name: str, config: DecoderConfig) -> bool:
+    """True for the tensors whose last rows may be padding."""
+    return name == "embed.weight" or (name == "head.weight" and config.head == "lm")
+
+
+def links(model: Decoder, family: Family) -> list[Op]:
+    """The ops of this model: padding of the vocabulary stays on our side, a scalar head has a name of its own, own components have no ops."""
+    other, config = {*own_tensors(model, family), *adapter_names(model)}, model.config
+    ops = family.links(n for n, _ in model.named_parameters() if n not in other)
+    changed: dict[str, Op] = {name: Rows(name, other, config.vocab) for name, other in _outer(ops) if _in_vocabulary(name, config)}
+    if config.head == "scalar":
+        changed["head.weight"] = Rename("head.weight", HF_NAME)
+    return [changed.get(op.ours[0], op) for op in ops]
+
+
+def _outer(ops: Sequence[Op]) -> list[tuple[str, str]]:
+    return [(op.ours[0], op.theirs(0)[0]) for op in ops if not op.ours[0].startswith("layers.")]
+
+
+def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> tuple[str, ...]:
+    """Fill the model from safetensors, components of the user's own from the files beside them. Returns the unified names of what the checkpoint
+    does not have because a scalar head or an own component is new: these are drawn from `seed`. Raises UserError that lists every missing,
+    unexpected or misshapen tensor."""
+    parameters = dict(model.named_parameters())
+    ops, experts = links(model, family), model.config.experts
+    own = own_tensors(model, family)
+    beside = own_files(directory, {name: tuple(parameters[name].shape) for name in own})
+    new: dict[str, Tensor] = constructed(model, [n for n in own if n not in beside], seed)
+    with TensorFiles(directory, family.aliases) as files:
+        missing = ("head.weight",) if model.config.head == "scalar" and HF_NAME not in files.names else ()
+        ops = [op for op in ops if op.ours != missing]
+        shapes = {family.prefix + name: op.shape(parameters[op.ours[0]].shape) for op in ops for name in op.theirs(experts)}
+        extra = {n for n in files.names - set(shapes) if not n.startswith(family.carried)}
+        ignorable = {f"{family.prefix}lm_head.weight"} if model.config.tied or model.config.head != "lm" else set()
+        ignorable |= {HF_NAME} if model.config.head != "scalar" else set()
+        if model.parts.own:  # what was replaced may be left over
+            usual = family.links(standard(model.config))
+            ignorable |= {family.prefix + name for op in usual for name in op.theirs(experts)}
+        problems = [f"missing: {n}" for n in sorted(set(shapes) - files.names)]
+        problems += [f"unexpected: {n}" for n in sorted(extra - ignorable) if not n.endswith("rotary_emb.inv_freq")]
+        for name in sorted(set(shapes) & files.names):
+            if files.shape(name) != shapes[name]:
+                problems.append(f"wrong shape: {name} is {files.shape(name)}, the config says {shapes[name]}")
+        if problems:
+            raise UserError(f"model.path: {directory} does not fit its config.json:\n  " + "\n  ".join(problems))
+        read = lambda name, part: files.read(family.prefix + name, part)  # noqa: E731
+        for op in ops:
+            for i, ours in enumerate(op.ours):
+                fill(parameters[ours], partial(op.read, i, read=read, experts=experts))
+    for name in own:
+        fill(parameters[name], beside.get(name) or new[name].__getitem__)
+    for name in missing:
+        _draw(name, parameters[name], model.config, seed)
+    init_adapters(model, seed)
+    fill_buffers(model)
+    return (*missing, *new)
+
+
+def copy_hf(model: Decoder, tensors: Mapping[str, Tensor], family: Family) -> None:
+    """Fill the model from whole tensors under the names of `hf_tensors`. Raises KeyError for one that is missing."""
+    parameters = dict(model.named_parameters())
+    experts = model.config.experts
+    read = lambda name, part: tensors[family.prefix + name][part]  # noqa: E731
+    for op in links(model, family):
+        for i, ours in enumerate(op.ours):
+            fill(parameters[ours], partial(op.read, i, read=read, experts=experts))
+    for name in own_tensors(model, family):
+        fill(parameters[name], tensors[OWN + name].__getitem__)
+
+
+def hf_names(model: Decoder, family: Family) -> set[str]:
+    """The names under which `hf_tensors` gives this model's tensors."""
+    experts = model.config.experts
+    return {family.prefix + n for op in links(model, family) for n in op.theirs(experts)} | {OWN + n for n in own_tensors(model, family)}
+
+
+def under_hf_names(values: Mapping[str, Tensor], model: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of the model's weights, or of anything shaped like them, given under our names; a sharded tensor is gathered.
+    What has no Hugging Face name comes last, under ours (`own:…`)."""
+    whole = lambda name: value.full_tensor() if isinstance(value := values[name], DTensor) else value  # noqa: E731
+    for op in links(model, family):
+        for name, tensor in zip(op.theirs(model.config.experts), op.write([whole(ours) for ours in op.ours]), strict=True):
+            yield family.prefix + name, tensor
+    for name in own_tensors(model, family):
+        yield OWN + name, whole(name)
 
 
 def hf_tensors(model: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) one by one. Every rank must iterate, since each gathers its part."""
-    names = family.names(model.config)
+    """(Hugging Face name, whole tensor) one by one, adapters merged. Every rank must iterate, since each gathers its part."""
+    if not isinstance(model, Decoder):  # hf_backend.py
+        yield from model.hf_tensors()
+        return
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward pass without a backward the root still shows its copies in the compute dtype
-    for ours, parameter in model.named_parameters():
-        data = parameter.detach()
-        yield names[ours], data.full_tensor() if isinstance(data, DTensor) else data
+    yield from under_hf_names(Merged(model), model, family)
 
 
-def save_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, directory: Path, *, writes: bool, tokenizer: str | None = None) -> None:
-    """Write safetensors in the source's dtype, its config.json, and what else lies beside it except weights; the tokenizer's files from
-    its own directory if that is another. Every rank calls it; the one that `writes` does. The directory appears only when it is complete."""
+def save_hf(
+    tensors: Iterator[tuple[str, Tensor]], source: Path, directory: Path, *, writes: bool, tokenizer: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write safetensors in the source's dtype, its config.json (or `config`), and what else lies beside it except weights; the tokenizer's files
+    from its own directory if that is another; components of the user's own in files of theirs (components.py). Every rank calls it; the one that
+    `writes` does. The directory appears only when it is complete."""
     dtype = export_dtype(source)
     temporary = directory.with_name(directory.name + ".tmp")
     shards: list[dict[str, Tensor]] = [{}]
@@ -171,10 +276,15 @@ def save_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, directory: Path
         temporary.mkdir(parents=True)
     size = total = 0
     weight_map: dict[str, int] = {}
-    for name, tensor in tensors:
+    own: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in itertools.chain(tensors, _carried(source) if writes else ()):
         if not writes:
             continue
         tensor = tensor.to("cpu", dtype).contiguous()
+        if name.startswith(OWN):
+            ours = name.removeprefix(OWN)
+            own.setdefault(file_of(ours), {})[ours] = tensor
+            continue
         if size and size + tensor.nbytes > SHARD_BYTES:
             _write_shard(temporary, shards)
             size = 0
@@ -186,13 +296,28 @@ def save_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, directory: Path
         return
     _write_shard(temporary, shards)
     _name_shards(temporary, len(shards) - 1, weight_map, total)
+    for file, inside in own.items():
+        save_file(inside, temporary / file, metadata={"format": "pt"})
     beside = {f.name: f for d in (source, Path(tokenizer or source)) for f in sorted(d.iterdir()) if f.suffix in (".json", ".jinja", ".txt", ".model")}
     for name, file in beside.items():
         if name != "config.json" and not name.startswith(("model.safetensors", "manifest")):
             (temporary / name).write_bytes(file.read_bytes())
-    (temporary / "config.json").write_bytes((source / "config.json").read_bytes())
+    written = {k: v for k, v in (config or read_config(source)).items() if k != "quantization_config"}  # MXFP4 was dequantised
+    (temporary / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(temporary, directory)
+
+
+def _carried(source: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint that its family does not train but keeps."""
+    if (config := read_config(source))["model_type"] not in MODULES:  # hf_backend.py
+        return
+    family = family_of(config)
+    stored = any((source / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
+    if family.carried and stored:
+        with TensorFiles(source, family.aliases) as files:
+            for name in sorted(n for n in files.names if n.startswith(family.carried)):
+                yield name, files.read(name, tuple(slice(0, n) for n in files.shape(name)))
 
 
 def _write_shard(directory: Path, shards: list[dict[str, Tensor]]) -> None:

@@ -1,105 +1,167 @@
 """Losses over hidden states that never hold [B, T, V]: positions that are not trained are dropped before the head, the rest goes through it
 in chunks whose fp32 logits take about 64 MiB. Every function returns a sum or per-token values.
+
+The one idea: a gradient is taken where the logits are, in the forward, so that a step needs three GEMMs a chunk and nothing is recomputed.
+Only `token_logprobs`, whose upstream gradient is not known by then, makes its logits again.
+
+Vocabulary-parallel (Megatron-LM, Shoeybi et al. 2019, section 3): every rank has all hidden states and some rows of the head. Two numbers a
+token are reduced for the normaliser. The head's gradient is then complete where its rows are; that of the hidden states is a sum over ranks.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ptf.model.head import Head
+from ptf.model.projection import Projection, summed
 
 CHUNK_BYTES = 64 << 20
 
 
-def _chunks(n: int, vocab: int) -> list[slice]:
-    size = max(1, CHUNK_BYTES // (4 * vocab))
+def _chunks(n: int, *heads: Head) -> list[slice]:
+    """Equal on every rank of a group, for each chunk is a collective."""
+    rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
+    size = max(1, CHUNK_BYTES // (4 * rows))
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
+class _Targets:
+    """Where the logit of each target [N] lies."""
+
+    def __init__(self, targets: Tensor, head: Head) -> None:
+        here = targets - head.first
+        self.at = here if head.group is None else here.clamp(0, len(head.weight) - 1)
+        self.counts = torch.ones_like(here, dtype=torch.float32) if head.group is None else (here == self.at).float()  # 0: on another rank
+
+    def pick(self, chunk: slice, values: Tensor) -> Tensor:
+        """Of values [n, V]: [n], to be summed over the ranks."""
+        return values.gather(1, self.at[chunk, None]).squeeze(1) * self.counts[chunk]
+
+    def subtract(self, chunk: slice, values: Tensor) -> Tensor:
+        """1 from the target's place in values [n, V], in place."""
+        return values.scatter_add_(1, self.at[chunk, None], -self.counts[chunk, None])
+
+
+def _scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients that the forward saved, times the loss's, in place: a head's is too big for a copy (594 MiB for 151,936 × 1,024). A second
+    backward finds them changed and raises."""
+    return tuple(None if t is None else t.mul_(upstream) for t in ctx.saved_tensors)
+
+
 class _CrossEntropy(Function):
-    """The gradient is taken in the forward pass (three GEMMs, nothing recomputed) and the head's is summed in fp32."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor) -> Tensor:
+        chunks, where = _chunks(len(x), head), _Targets(targets, head)
+        ours = Projection(x, head, chunks, 1.0, ctx.needs_input_grad[:3])
+        values = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        for chunk in chunks:
+            logprobs = ours.logprobs(chunk)
+            values[chunk] = where.pick(chunk, logprobs)
+            if any(ctx.needs_input_grad):
+                ours.pull(chunk, where.subtract(chunk, ours.probabilities(logprobs, out=logprobs)), weights[chunk])
+        ctx.save_for_backward(*ours.gradients())
+        return -summed((values * weights).sum(dtype=torch.float32), head.group)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
-        needs_x, needs_head = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if needs_x else None
-        dhead = torch.zeros(head.shape, dtype=torch.float32, device=x.device) if needs_head else None
-        for part in _chunks(len(x), len(head)):
-            logits = (x[part] @ head.t()).float()  # [n, V]
-            lse = logits.logsumexp(-1)
-            picked = logits.gather(1, targets[part, None]).squeeze(1)
-            total += ((lse - picked) * weights[part]).sum()
-            if dx is None and dhead is None:
-                continue
-            grad = logits.sub_(lse[:, None]).exp_()  # softmax
-            grad.scatter_add_(1, targets[part, None], torch.full_like(lse, -1.0)[:, None])
-            grad = grad.mul_(weights[part, None]).to(x.dtype)
-            if dx is not None:
-                dx[part] = grad @ head
-            if dhead is not None:
-                dhead += grad.t() @ x[part]
-        ctx.save_for_backward(dx, None if dhead is None else dhead.to(head.dtype))
-        return total
-
-    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        (upstream,) = grads
-        dx, dhead = ctx.saved_tensors
-        scale = lambda t: None if t is None else (t * upstream.to(torch.promote_types(t.dtype, upstream.dtype))).to(t.dtype)  # noqa: E731
-        return scale(dx), scale(dhead), None, None
+        return *_scaled(ctx, grads[0]), None, None, None
+
+
+class _KL(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, x_teacher: Tensor, teacher: Head, weights: Tensor, temperature: float
+    ) -> Tensor:
+        chunks, real = _chunks(len(x), head, teacher), slice(head.real)
+        ours = Projection(x, head, chunks, temperature, ctx.needs_input_grad[:3])
+        theirs = Projection(x_teacher, teacher, chunks, temperature)
+        values = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        spare = torch.empty_like(theirs.wide)
+        for chunk in chunks:
+            log_p, log_q = ours.logprobs(chunk), theirs.logprobs(chunk)
+            q = theirs.probabilities(log_q, out=spare[: len(log_q)])[:, real]
+            values[chunk] = log_q[:, real].sub_(log_p[:, real]).mul_(q).sum(-1)
+            if any(ctx.needs_input_grad):
+                grad = ours.probabilities(log_p, out=log_p)
+                grad[:, real].sub_(q)
+                ours.pull(chunk, grad, weights[chunk])
+        ctx.save_for_backward(*ours.gradients())
+        return summed((values * weights).sum(dtype=torch.float32), head.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return *_scaled(ctx, grads[0]), None, None, None, None, None
 
 
 class _TokenLogprobs(Function):
-    """Log-prob of each target and entropy of each distribution; the logits are made again in the backward pass. Entropy carries no gradient."""
+    """Log-prob of each target and entropy of each distribution. Entropy carries no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        entropy = torch.empty_like(logprobs)
-        normalisers = torch.empty_like(logprobs)
-        for part in _chunks(len(x), len(head)):
-            logits = (x[part] @ head.t()).float() / temperature
-            normalisers[part] = lse = logits.logsumexp(-1)
-            logits -= lse[:, None]
-            logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -(logits.exp() * logits).sum(-1)
-        ctx.save_for_backward(x, head, targets, normalisers)
-        ctx.temperature = temperature
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        chunks, where = _chunks(len(x), head), _Targets(targets, head)
+        ours = Projection(x, head, chunks, temperature)
+        picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        entropy, spare = torch.empty_like(picked), torch.empty_like(ours.wide)
+        for chunk in chunks:
+            logprobs = ours.logprobs(chunk)
+            picked[chunk] = where.pick(chunk, logprobs)
+            entropy[chunk] = -ours.probabilities(logprobs, out=spare[: len(logprobs)]).mul_(logprobs).sum(-1)
+        ctx.save_for_backward(x, weight, bias, targets)
+        ctx.head, ctx.temperature = head, temperature
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return summed(picked, head.group), summed(entropy, head.group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        upstream = grads[0]
-        x, head, targets, normalisers = ctx.saved_tensors
-        needs_x, needs_head = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if needs_x else None
-        dhead = torch.zeros(head.shape, dtype=torch.float32, device=x.device) if needs_head else None
-        for part in _chunks(len(x), len(head)):
-            grad = ((x[part] @ head.t()).float() / ctx.temperature - normalisers[part, None]).exp_().neg_()  # -softmax
-            grad.scatter_add_(1, targets[part, None], torch.ones_like(normalisers[part])[:, None])
-            grad = grad.mul_(upstream[part, None] / ctx.temperature).to(x.dtype)
-            if dx is not None:
-                dx[part] = grad @ head
-            if dhead is not None:
-                dhead += grad.t() @ x[part]
-        return dx, None if dhead is None else dhead.to(head.dtype), None, None
+        x, weight, bias, targets = ctx.saved_tensors
+        head = replace(ctx.head, weight=weight, bias=bias)
+        chunks, where = _chunks(len(x), head), _Targets(targets, head)
+        ours = Projection(x, head, chunks, ctx.temperature, ctx.needs_input_grad[:3])
+        for chunk in chunks:
+            logprobs = ours.logprobs(chunk)
+            ours.pull(chunk, where.subtract(chunk, ours.probabilities(logprobs, out=logprobs)), -grads[0][chunk])
+        return *ours.gradients(), None, None, None
 
 
 def _trained(weights: Tensor) -> Tensor:
     return weights.reshape(-1).nonzero().squeeze(1)
 
 
-def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Σ weights · (−log p(target)), fp32 scalar. x [B, T, D], head [V, D], targets and weights [B, T]."""
+def _inputs(x: Tensor, kept: Tensor, head: Head) -> list[Tensor | None]:
+    """What may have a gradient: x [N, D] of the positions kept, the head's weight and its bias. A Function does not notice `no_grad` by itself."""
+    inputs = [x.flatten(0, -2).index_select(0, kept), head.weight, head.bias]
+    return inputs if torch.is_grad_enabled() else [t if t is None else t.detach() for t in inputs]
+
+
+def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor) -> Tensor:
+    """Σ weights · (−log p(target)), fp32 scalar. x [B, T, D], targets and weights [B, T]. It can be differentiated once."""
     kept = _trained(weights)
-    return _CrossEntropy.apply(x.flatten(0, 1)[kept], head, targets.reshape(-1)[kept], weights.reshape(-1)[kept])  # type: ignore[return-value]
+    return _CrossEntropy.apply(*_inputs(x, kept, head), head, targets.reshape(-1)[kept], weights.reshape(-1)[kept])  # type: ignore[return-value]
 
 
-def token_logprobs(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def kl(x: Tensor, head: Head, x_teacher: Tensor, head_teacher: Head, weights: Tensor, temperature: float = 1.0) -> Tensor:
+    """Σ weights · KL(teacher ‖ student) of the full distributions at `temperature` (Hinton et al., 2015, without their factor T²), fp32 scalar.
+    x [B, T, D], x_teacher [B, T, D'], weights [B, T]. It can be differentiated once, by the student's x and head.
+    Raises ValueError unless both heads hold the same rows of the same vocabulary; their padding may differ."""
+    rows = [(h.vocab, h.first, h.real, h.group) for h in (head, head_teacher)]
+    if rows[0] != rows[1]:
+        raise ValueError(f"student and teacher must hold the same rows of one vocabulary; (vocab, first, rows, group) are {rows[0]} and {rows[1]}")
+    kept = _trained(weights)
+    with torch.no_grad():
+        from_teacher = x_teacher.flatten(0, -2).index_select(0, kept)
+    return _KL.apply(*_inputs(x, kept, head), head, from_teacher, head_teacher, weights.reshape(-1)[kept], temperature)  # type: ignore[return-value]
+
+
+def token_logprobs(x: Tensor, head: Head, targets: Tensor, weights: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy (no gradient) at `temperature`, where `weights` is not 0; 0 elsewhere. Two of [B, T], fp32."""
     kept = _trained(weights)
-    logprobs, entropy = _TokenLogprobs.apply(x.flatten(0, 1)[kept], head, targets.reshape(-1)[kept], temperature)  # type: ignore[misc]
+    logprobs, entropy = _TokenLogprobs.apply(*_inputs(x, kept, head), head, targets.reshape(-1)[kept], temperature)  # type: ignore[misc]
     empty = torch.zeros(weights.numel(), dtype=torch.float32, device=x.device)
     return (empty.index_put((kept,), logprobs).view_as(weights), empty.index_put((kept,), entropy).view_as(weights))

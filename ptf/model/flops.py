@@ -1,36 +1,135 @@
 """Floating-point operations, counted from the modules that do them: what MFU divides by.
 
-The one idea: a projection costs 2 · parameters a token forward and twice that backward; attention costs what its documents need (causal
-pairs, not the row's square); the head only counts positions that are trained.
+The one idea: a matrix costs 2 · its size for each token forward, as much again for the gradient of its input and as much for its own. Neither
+gradient is counted where nobody asks for it: a frozen weight has none, and nothing trainable may lie before the first adapter. Attention costs
+what its documents need (causal pairs inside the window, not the row's square), experts what `top_k` of them do, and the head counts trained
+positions alone. What is computed twice (activation checkpointing) counts once.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
-from ptf.model.decoder import Decoder
+from ptf.model.attention import Attention
+from ptf.model.decoder import Block, Decoder
+from ptf.model.layers import MLP
+from ptf.model.moe import Experts, MixtureOfExperts
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Of a forward pass; a step is three times that."""
+    """Of a forward and a backward pass."""
 
-    per_token: int  # all projections but the head
-    per_pair: int  # query-key pair, all layers
-    per_target: int  # the head
+    per_token: float  # all projections but the head
+    per_pair: Mapping[int | None, float]  # window → what a query and a key that it sees cost, in all layers of that window
+    per_target: float  # the head
 
     @staticmethod
     def of(model: Decoder) -> "Flops":
-        c = model.config
-        head = 2 * c.dim * c.vocab
-        total = sum(2 * m.in_features * m.out_features for m in model.modules() if isinstance(m, nn.Linear))
-        return Flops(total - head, 4 * c.layers * c.heads * c.head_dim, head)
+        """Also of a model behind Decoder's interface, whose layers are not known: as if everything in them were trained or frozen together."""
+        tally = _Tally()
+        if not isinstance(model, Decoder):
+            return _foreign(model, tally)
+        upstream = _trains(model.embed)
+        for block in model.layers:
+            upstream = tally.block(block, upstream)  # type: ignore[arg-type]
+        body = tally.tokens
+        tally.tokens = 0.0
+        tally.chain(model.head, upstream or _trains(model.norm))
+        return Flops(body, tally.pairs, tally.tokens)
 
     def step(self, lengths: Iterable[int], targets: float) -> float:
-        """Forward and backward over packed documents of these lengths with `targets` trained positions."""
-        tokens = pairs = 0
-        for n in lengths:
-            tokens += n
-            pairs += n * (n + 1) // 2
-        return 3 * (self.per_token * tokens + self.per_pair * pairs + self.per_target * targets)
+        """Over packed documents of these lengths with `targets` trained positions."""
+        lengths = list(lengths)
+        attention = sum(each * pairs(n, window) for window, each in self.per_pair.items() for n in lengths)
+        return self.per_token * sum(lengths) + attention + self.per_target * targets
+
+
+def pairs(length: int, window: int | None) -> int:
+    """(query, key) pairs of one document under causal attention to the last `window` keys, its own included."""
+    w = length if window is None else min(window, length)
+    return w * (w + 1) // 2 + (length - w) * w
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Adds up. `upstream` everywhere: whether the input needs a gradient; what is returned: whether the output does."""
+
+    tokens: float = 0.0
+    pairs: dict[int | None, float] = field(default_factory=dict)
+
+    def block(self, block: Block, upstream: bool) -> bool:
+        attend = self.attention if isinstance(block.attn, Attention) else self.chain
+        upstream |= attend(block.attn, upstream or _trains(block.attn_norm)) or _trains(block.attn_post_norm)  # type: ignore[arg-type]
+        into = upstream or _trains(block.mlp_norm)
+        part = block.mlp if block.moe is None else block.moe
+        kinds = {MLP: self.mlp, MixtureOfExperts: self.mixture}
+        count = next((count for kind, count in kinds.items() if isinstance(part, kind)), self.chain)
+        return upstream | count(part, into) | _trains(block.mlp_post_norm)  # type: ignore[arg-type, operator]
+
+    def attention(self, m: Attention, upstream: bool) -> bool:
+        q, k, v = (self.chain(p, upstream) for p in (m.q_proj, m.k_proj, m.v_proj))
+        q, k = q or _trains(m.q_norm), k or _trains(m.k_norm)
+        scores = q or k or (m.sinks is not None and m.sinks.requires_grad)
+        width = m.o_proj.in_features if isinstance(m.o_proj, nn.Linear) else 0
+        products = 2 + 2 * scores - (not v and scores) + (v and not scores) + q + k  # forward QK, PV; backward dP and dV, dQ, dK
+        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * width * products
+        return self.chain(m.o_proj, scores or v)
+
+    def mlp(self, m: MLP, upstream: bool) -> bool:
+        inside = [self.chain(p, upstream) for p in (m.gate_proj, m.up_proj)]
+        return self.chain(m.down_proj, any(inside))
+
+    def mixture(self, m: MixtureOfExperts, upstream: bool) -> bool:
+        routed = self.chain(m.router, upstream)
+        if not isinstance(m.experts, Experts):
+            return self.chain(m.experts, upstream) | routed
+        share = m.config.top_k / m.config.experts
+        inside = [self.matrix(m.experts, f"{p}_proj", upstream, share) | _own(m.experts, f"{p}_bias") for p in ("gate", "up")]
+        return self.matrix(m.experts, "down_proj", any(inside), share) | _own(m.experts, "down_bias") | routed
+
+    def chain(self, module: nn.Module, upstream: bool) -> bool:
+        """Projections one after the other: exact for one, and an upper bound for a component whose inside is not known."""
+        for m in module.modules():
+            if isinstance(m, nn.Linear):
+                upstream = self.matrix(m, "weight", upstream) | _own(m, "bias")
+            else:
+                upstream |= any(p.requires_grad for p in m.parameters(recurse=False))
+        return upstream
+
+    def matrix(self, module: nn.Module, name: str, upstream: bool, share: float = 1.0) -> bool:
+        """A weight, with its adapter, of which each token uses this share."""
+        weight = module._parameters[name]
+        assert weight is not None
+        self.tokens += 2 * share * weight.numel() * (1 + upstream + weight.requires_grad)
+        needs = upstream or weight.requires_grad
+        if (adapter := getattr(module, "adapters", {}).get(name)) is not None:
+            a, b = (module._parameters[n] for n in (adapter.a, adapter.b))
+            assert a is not None
+            assert b is not None
+            low = upstream or a.requires_grad
+            self.tokens += 2 * share * (a.numel() * (1 + upstream + a.requires_grad) + b.numel() * (1 + low + b.requires_grad))
+            needs |= low or b.requires_grad
+        return needs
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _own(module: nn.Module, name: str) -> bool:
+    parameter = module._parameters.get(name)
+    return parameter is not None and parameter.requires_grad
+
+
+def _foreign(model: Decoder, tally: _Tally) -> Flops:
+    c, trains = model.config, _trains(model)
+    head = {id(m) for m in model.head.modules()}
+    for m in model.modules():
+        if isinstance(m, nn.Linear) and id(m) not in head:
+            tally.matrix(m, "weight", trains)
+    body = tally.tokens
+    tally.tokens = 0.0
+    tally.chain(model.head, trains)
+    return Flops(body, {None: 4 * c.layers * c.heads * c.head_dim * (3 if trains else 1)}, tally.tokens)

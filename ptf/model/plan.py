@@ -1,22 +1,101 @@
-"""Sharding from outside: the model file knows one device, this file cuts it over many."""
+"""Sharding from outside: the model files know one device, this one cuts them over many.
+
+The one idea: who holds what is a table over unified names; data parallelism (FSDP2, HSDP) needs none, for it cuts every parameter alike.
+"""
+
+from collections.abc import Mapping
+from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
+from ptf.model.layers import MLP, RMSNorm, gated, normalised
+from ptf.model.recompute import Recompute, recompute
+from ptf.model.tensor_parallel import Cut, Style, cut, embed, mix, normalise_and_gather, own_experts, refuse
+
+ROWS, COLUMNS, PART = Cut(0), Cut(1), Cut(partial=True)
+COLUMN = Style({"weight": ROWS, "bias": ROWS, "lora_a": PART, "lora_b": ROWS})  # the output is cut: a matrix [out, in] by rows
+ROW = Style({"weight": COLUMNS, "bias": Cut(partial=True, once=True), "lora_a": COLUMNS, "lora_b": PART})  # the input is cut; the output is a part of a sum
+SEQUENCE = Style({"weight": PART})  # a norm, whole, over a part of the sequence, or over the heads of this rank
+ROUTER = Style({w: PART for w in ("weight", "bias", "lora_a", "lora_b")})  # whole, over all tokens, but it only hears of the experts that are here
+EXPERT = Style({f"{p}_{w}": ROWS for p in ("gate", "up", "down") for w in ("proj", "bias", "proj_lora_a", "proj_lora_b")}, forward=own_experts)
+WHOLE = Style()
+
+PLAN: Mapping[str, Style] = {
+    "embed": Style({"weight": ROWS}, forward=embed),
+    "layers.*.attn_norm": SEQUENCE,
+    "layers.*.attn": Style({"sinks": ROWS}, region=True),
+    "layers.*.attn.[qkv]_proj": COLUMN,
+    "layers.*.attn.[qk]_norm": SEQUENCE,
+    "layers.*.attn.o_proj": ROW,
+    "layers.*.attn_post_norm": SEQUENCE,
+    "layers.*.mlp_norm": SEQUENCE,
+    "layers.*.mlp": Style(region=True),
+    "layers.*.mlp.gate_proj": COLUMN,
+    "layers.*.mlp.up_proj": COLUMN,
+    "layers.*.mlp.down_proj": ROW,
+    "layers.*.moe": Style(region=True, forward=mix),
+    "layers.*.moe.router": ROUTER,
+    "layers.*.moe.experts": EXPERT,
+    "layers.*.mlp_post_norm": SEQUENCE,
+    "norm": Style({"weight": PART}, forward=normalise_and_gather),
+    "head": COLUMN,
+}
 
 
-def parallelize(model: Decoder, mesh: DeviceMesh | None, precision: str) -> Decoder:
-    """FSDP2 over the mesh ("replicate", "shard"), block by block. `bf16` computes in bfloat16 over fp32 master weights and reductions.
-    One process in fp32 needs no wrapper and gets none. Raises ValueError for bf16 without a mesh, whose master weights FSDP keeps."""
+def refuse_mesh(c: DecoderConfig, mesh: DeviceMesh | None) -> None:
+    """Raises UserError for a tensor group that does not divide the model, before anything of it is built."""
+    if mesh is not None and mesh["tensor"].size() > 1:
+        refuse(c, mesh["tensor"].size())
+
+
+def parallelize(
+    model: Decoder, mesh: DeviceMesh | None, precision: str, *, recomputed: Recompute = "none", compiled: bool = False, plan: Mapping[str, Style] = PLAN
+) -> Decoder:
+    """Tensor → activation checkpointing → compile → FSDP, because each wraps the one before, over the mesh ("replicate", "shard", "tensor").
+
+    `bf16` computes in bfloat16 over fp32 master weights and reductions. One process in fp32 needs no FSDP and gets none. Raises ValueError for
+    bf16 without a mesh, whose master weights FSDP keeps; UserError for a model that cannot be cut.
+    """
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")
+    refuse_mesh(model.config, mesh)
+    if mesh is not None and mesh["tensor"].size() > 1:
+        cut(model, mesh["tensor"], plan if model.config.head == "lm" else {**plan, **_whole_head(model)})
+    for block in model.layers:
+        recompute(block, recomputed)  # type: ignore[arg-type]
+    if compiled:
+        compile_parts(model)
     if mesh is None or (mesh.size() == 1 and precision == "fp32"):
         return model
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
-    over = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
-    for block in model.layers:
-        fully_shard(block, mesh=over, mp_policy=policy)
-    fully_shard(model, mesh=over, mp_policy=policy)
+    over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=over, mp_policy=policy, shard_placement_fn=partial(_evenly, mesh["shard"].size()))
     return model
+
+
+def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """The first dimension that the ranks divide: 32 experts over 128 ranks, cut as experts, would leave 96 of them with none. None: rows."""
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    return next((Shard(dim) for dim, size in enumerate(shape) if size % ranks == 0), None)
+
+
+def _whole_head(model: Decoder) -> dict[str, Style]:
+    """A scalar head, or one of the user's own, is not cut."""
+    return {name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}
+
+
+def compile_parts(model: nn.Module) -> None:
+    """Compile what lies between the matrix products (norms, gates), for any shape. Attention is compiled where it gains (attention.py), and the
+    whole model never, for the number of documents differs from step to step. One function serves all layers: torch makes 8 variants of one at
+    most, and would compute the rest of the layers uncompiled."""
+    norm, gate = torch.compile(normalised, dynamic=True), torch.compile(gated, dynamic=True)
+    for module in model.modules():
+        if isinstance(module, RMSNorm | MLP):
+            module.compute = norm if isinstance(module, RMSNorm) else gate  # type: ignore[assignment]

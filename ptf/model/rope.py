@@ -1,18 +1,49 @@
-"""Rotary position embedding (Su et al., RoFormer, 2021), in the half-rotated layout of Hugging Face checkpoints; tables are made in fp32 from the positions."""
+"""Rotary position embedding (Su et al., RoFormer, 2021), in the half-rotated layout of Hugging Face checkpoints; tables are made in fp32 from
+the positions. Beyond the length of pre-training the frequencies are stretched: all of them (linear), the slow ones (Llama 3), or along a ramp
+between few and many turns (YaRN, Peng et al., 2023)."""
+
+import math
 
 import torch
 from torch import Tensor
 
+from ptf.model.config import Rope
 
-def rotary(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+Table = tuple[Tensor, Tensor]  # cosines and sines
+
+
+def frequencies(rope: Rope, dim: int, device: torch.device | None = None) -> Tensor:
+    """Radians a position, [dim / 2], fp32."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    if rope.kind == "default":
+        return plain
+    slow = plain / rope.factor
+    if rope.kind == "linear":
+        return slow
+    if rope.kind == "llama3":
+        turns = rope.original_positions * plain / (2 * math.pi)  # over the length of pre-training
+        kept = ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
+    else:
+        at = lambda turns: dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))  # noqa: E731  which dimension
+        first, last = at(rope.high), at(rope.low)
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        if first == last:
+            last += 0.001
+        kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device=device) - first) / (last - first)).clamp(0, 1)
+    return slow * (1 - kept) + plain * kept
+
+
+def rotary(positions: Tensor, dim: int, rope: Rope) -> Table:
     """Cosines and sines: [B, T] → two of [B, T, 1, dim], fp32."""
-    inverse = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)  # [dim / 2]
-    angles = positions[..., None].float() * inverse
+    angles = positions[..., None].float() * frequencies(rope, dim, positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if rope.scale == 1.0 else (cos * rope.scale, sin * rope.scale)
 
 
-def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, table: Table) -> Tensor:
     """Apply to queries or keys, [B, T, heads, dim]."""
     cos, sin = (t.to(x.dtype) for t in table)
     a, b = x.chunk(2, dim=-1)

@@ -15,7 +15,7 @@ from ptf.data.batch import Batch
 from ptf.data.encode import encode_chat
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
-from ptf.model.chunked import cross_entropy
+from ptf.model.declared import next_token_loss
 from ptf.model.decoder import Decoder
 from ptf.recipes import Metrics
 
@@ -34,5 +34,5 @@ class SFT:
         return batch.weights.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        loss = model(batch.tokens, batch.positions, batch.segments, partial(cross_entropy, targets=batch.targets, weights=batch.weights))
+        loss = model(batch.tokens, batch.positions, batch.segments, partial(next_token_loss, batch=batch))
         return loss, {"loss": loss.detach()}

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable)
 
 
 def sharded(method: F) -> F:
-    """Split the first argument, a list, over the workers; join the lists they return."""
+    """Split the first argument, a list, over the data-parallel workers; join the lists they return."""
     method.dispatch = "sharded"  # type: ignore[attr-defined]
     return method
 
@@ -63,6 +63,7 @@ class RoleSpec:
     workers: int = 1
     env: Mapping[str, str] = field(default_factory=dict)  # environment of its processes
     replicate: int = 1  # copies of its sharded model, where its workers form a process group
+    tensor: int = 1  # neighbours who hold one model's layers together: they get the same part of a sharded argument
 
 
 class RoleGroup(Protocol):

@@ -11,6 +11,7 @@ from ptf.compute import checkpoint
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
+from ptf.config.schema import LOGPROB_BOUND
 from ptf.data.packing import pack_all
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream
@@ -34,8 +35,7 @@ class Controller:
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
         self.policy, self.rollout, self.reference, self.rewards = policy, rollout, reference, rewards
         self.judge = judge or rewards  # of held-out answers
-        bf16 = job.train.precision == "bf16"
-        self.bound = self.knobs.max_logprob_diff or (0.2 if bf16 else 1e-4)
+        self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
         self.saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps)
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
@@ -60,7 +60,8 @@ class Controller:
             metrics |= self.parity(difference)
             if self.reference:
                 with phase(self.reference, "reference"):
-                    groups, _ = self.annotate(groups, self.reference, "reference_logprobs")
+                    verb = "base_logprobs" if self.reference is self.policy else "logprobs"  # LoRA: the policy without its adapters
+                    groups, _ = self.annotate(groups, self.reference, "reference_logprobs", verb)
             atoms = self.recipe.credit(groups)
             with phase(self.policy, "update"):
                 metrics |= self.policy.call("update", self.minibatches(atoms), self.step)
@@ -94,10 +95,10 @@ class Controller:
             "cut_off": float(np.mean([not c.finished for c in calls])),
         }
 
-    def annotate(self, groups: Sequence[Group], role: RoleGroup, name: str) -> tuple[list[Group], np.ndarray]:
+    def annotate(self, groups: Sequence[Group], role: RoleGroup, name: str, verb: str = "logprobs") -> tuple[list[Group], np.ndarray]:
         """Add a role's log-probs of every sampled token as a stream; also |role − engine| of each token."""
         samples = [sample_of(t) for g in groups for t in g]
-        values = iter(role.call("logprobs", samples))
+        values = iter(role.call(verb, samples))
         marked = [tuple(replace(t, streams={**t.streams, name: next(values)[len(t.prompt.tokens) :]}) for t in g) for g in groups]
         difference = np.concatenate([np.abs(t.streams[name] - t.calls[0].logprobs) for g in marked for t in g])
         return marked, difference

@@ -4,24 +4,27 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ptf import recipes
 from ptf.compute.launch import default_threads
 from ptf.compute.world import joined
 from ptf.config import Job
-from ptf.config.schema import Source
+from ptf.config.schema import ModelConfig, Source
 from ptf.data.pipeline import prompts_once, prompts_stream
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.vocabulary import refuse_larger_tokenizer
 from ptf.rl.cluster import Cluster, LocalCluster, RoleSpec
 from ptf.rl.controller import Controller
 from ptf.rl.rewards import Rewards
 from ptf.rl.roles import Learner, Sampler, Scorer
 from ptf.train.fit import specs
-from ptf.train.start import start_directory, tokenizer_directory
+from ptf.train.parts import unadapted
+from ptf.train.start import extended, start_directory, tokenizer_directory
 
 CHECKED = 10_000  # prompts of each source whose length is looked at before training starts
 
@@ -51,7 +54,7 @@ def clustered(job: Job, run: Path, roles: int, local: bool = False) -> Iterator[
 def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str, version: int, workers: int, length: int) -> RoleSpec:
     """One role that generates from a Hugging Face directory, up to `length` tokens in all. Raises UserError if the model has fewer positions."""
     options: dict[str, object] = {}
-    positions = bridge.build(directory)[0].config.max_positions
+    positions = bridge.shape(directory, job.model.backend).max_positions
     if length > positions:
         raise UserError(f"prompt and answer may take {length} tokens together, but {directory} has {positions} positions; lower data.seq_len or max_new_tokens")
     env: dict[str, str] = {}
@@ -60,6 +63,8 @@ def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine
 
         options = {"kv_cache_gib": job.rollout.kv_cache_gib if job.rollout else 0.25}
         env = engine_env(run / "vllm")
+    if engine == "native":
+        options = {"spec": job.model}
     kwargs = {
         "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
         "max_length": length, "timeout_s": job.compute.timeout_s, **options,
@@ -103,6 +108,11 @@ def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit:
     return {name: list(itertools.islice(prompts_once(source.path, name, tokenizer), limit)) for name, source in sources.items()}
 
 
+def own_reference(model: ModelConfig) -> bool:
+    """Only adapters train, so the policy without them is the model that training started from."""
+    return model.lora is not None and not model.train and not model.replace
+
+
 def fit_online(job: Job, run: Path) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory."""
     knobs = job.rollout
@@ -111,8 +121,10 @@ def fit_online(job: Job, run: Path) -> None:
     recipe = recipes.build(job)
     evaluation = job.evaluate.reward
     directory = bridge.locate(job.model.path, job.model.revision)
-    tokenizer_path = tokenizer_directory(job.model, directory, run)
+    model, directory = extended(job.model, directory, run, job.seed)
+    tokenizer_path = tokenizer_directory(model, directory, run)
     tokenizer = Tokenizer.load(tokenizer_path)
+    refuse_larger_tokenizer(directory, tokenizer_path, tokenizer.vocab_size)
     room = job.data.seq_len - knobs.max_new_tokens
     drop = job.data.too_long == "drop"
     prompts = Fitting(prompts_stream(specs(job.data.sources), tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle), room, drop)
@@ -124,17 +136,22 @@ def fit_online(job: Job, run: Path) -> None:
     if temperature != knobs.temperature:
         raise UserError(f"rollout.temperature is {knobs.temperature:g}, but the recipe's loss takes its log-probs at {temperature:g}; give both the same")
     held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit) if job.train.validate_every else {}
-    start = start_directory(job.model, directory, run, tokenizer_path, job.seed)
-    workers, replicate = job.compute.workers, job.compute.mesh.replicate
-    common = {"directory": str(start), "init": "pretrained", "seed": job.seed, "width": job.data.seq_len, "temperature": knobs.temperature}
-    frozen = {"precision": job.train.precision, "micro_rows": job.train.micro_rows}
+    start = start_directory(model, directory, run, tokenizer_path, job.seed)
+    workers = job.compute.workers
+    mesh: dict[str, Any] = {"replicate": job.compute.mesh.replicate, "tensor": job.compute.mesh.tensor}
+    common = {
+        "directory": str(start),
+        "spec": model.model_copy(update={"init": "pretrained"}),
+        "seed": job.seed,
+        "width": job.data.seq_len,
+        "temperature": knobs.temperature,
+    }
+    frozen = {"spec": unadapted(common["spec"]), "precision": job.train.precision, "micro_rows": job.train.micro_rows}
     with clustered(job, run, workers * 2 + knobs.workers) as cluster:
-        policy = cluster.start(
-            RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, replicate=replicate)
-        )
-        reference = (
-            cluster.start(RoleSpec("reference", Scorer, {**common, **frozen}, workers, replicate=replicate)) if "reference" in recipe.companions else None
-        )
+        policy = cluster.start(RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, **mesh))
+        reference = None
+        if "reference" in recipe.companions:
+            reference = policy if own_reference(model) else cluster.start(RoleSpec("reference", Scorer, {**common, **frozen}, workers, **mesh))
         spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
         rollout = cluster.start(spec)
         print(f"rollout: engine={knobs.engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)

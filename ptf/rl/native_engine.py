@@ -11,16 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Call
 from ptf.model import bridge
-from ptf.model.attention import Attend, backend
+from ptf.model.attention import Attend, Attention, backend, sdpa
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
+from ptf.model.head import Head
+from ptf.model.layers import Parts
 from ptf.rl.engine import Request
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
 
@@ -42,10 +43,10 @@ class Cache:
         real = segments.reshape(-1) >= 0
         row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.k[layer, row, :, at] = k.flatten(0, 1)[real]
-            self.v[layer, row, :, at] = v.flatten(0, 1)[real]
-            return inside(layer, q, k, v)
+        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.k[of.layer, row, :, at] = k.flatten(0, 1)[real]
+            self.v[of.layer, row, :, at] = v.flatten(0, 1)[real]
+            return inside(of, q, k, v)
 
         return attend
 
@@ -53,14 +54,15 @@ class Cache:
         """Attend from one new token a row, at `positions` [n, 1], to everything before it."""
         rows = torch.arange(len(positions), device=positions.device)
         longest = int(positions.max()) + 1
-        seen = (torch.arange(longest, device=positions.device) <= positions)[:, None, None]  # [n, 1, 1, longest]
+        at = torch.arange(longest, device=positions.device)
+        before = (at <= positions)[:, None, None]  # [n, 1, 1, longest]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.k[layer, rows, :, positions[:, 0]] = k[:, 0]
-            self.v[layer, rows, :, positions[:, 0]] = v[:, 0]
-            keys, values = self.k[layer, :, :, :longest], self.v[layer, :, :, :longest]
-            out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
-            return out.transpose(1, 2)
+        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.k[of.layer, rows, :, positions[:, 0]] = k[:, 0]
+            self.v[of.layer, rows, :, positions[:, 0]] = v[:, 0]
+            keys, values = self.k[of.layer, :, :, :longest], self.v[of.layer, :, :, :longest]
+            seen = before if of.window is None else before & (positions - at < of.window)[:, None, None]
+            return sdpa(of, q.transpose(1, 2), keys, values, seen).transpose(1, 2)
 
         return attend
 
@@ -68,10 +70,12 @@ class Cache:
 class NativeEngine:
     name = "native"
 
-    def __init__(self, directory: str, *, device: torch.device, dtype: torch.dtype, version: int, batch: int = 1024) -> None:
-        self.model, self.family = bridge.build(Path(directory))
+    def __init__(
+        self, directory: str, *, device: torch.device, dtype: torch.dtype, version: int, batch: int = 1024, parts: Parts | None = None, seed: int = 0
+    ) -> None:
+        self.model, self.family = bridge.build(Path(directory), head="lm", parts=parts)
         bridge.materialize(self.model, device)
-        bridge.load_hf(self.model, Path(directory), self.family)
+        bridge.load_hf(self.model, Path(directory), self.family, seed)
         self.model.to(dtype).requires_grad_(False).eval()
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
         self.waiting: list[tuple[Request, asyncio.Future[Call]]] = []
@@ -141,13 +145,13 @@ class NativeEngine:
         batch = self._packed(contexts)
         ends = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(self.device)
 
-        def last(x: Tensor, head: Tensor) -> Tensor:
-            return (x[0, ends] @ head.t()).float()
+        def last(x: Tensor, head: Head) -> Tensor:
+            return head.logits(x[0, ends])
 
         return self.model(batch.tokens, batch.positions, batch.segments, last, cache.prefill(batch.segments, batch.positions))
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.model(tokens, positions, positions, lambda x, head: (x[:, 0] @ head.t()).float(), attend)
+        return self.model(tokens, positions, positions, lambda x, head: head.logits(x[:, 0]), attend)
 
     def _packed(self, sequences: Sequence[np.ndarray]) -> Batch:
         """One row of documents, every token of which counts."""
@@ -164,14 +168,9 @@ class NativeEngine:
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         receipt = check(buckets, manifest, self.version)
-        theirs = {t: o for o, t in self.family.names(self.model.config).items()}
-        if unlike := theirs.keys() ^ manifest.digests.keys():
+        if unlike := bridge.hf_names(self.model, self.family) ^ manifest.digests.keys():
             raise SyncError(f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: {sorted(unlike)[:5]}")
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for bucket in buckets:
-                for name, tensor in bucket:
-                    parameters[theirs[name]].copy_(tensor)
+        bridge.copy_hf(self.model, {name: tensor for bucket in buckets for name, tensor in bucket}, self.family)
         self.version = manifest.version
         return receipt
 

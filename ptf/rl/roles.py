@@ -14,7 +14,7 @@ import torch
 from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
 from ptf.compute.world import World
-from ptf.config.schema import TrainConfig
+from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.data.packing import pack_all
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
@@ -22,12 +22,15 @@ from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.model import bridge
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
+from ptf.model.lora import adapters_off
 from ptf.recipes import Recipe
 from ptf.rl.cluster import everywhere, sharded
 from ptf.rl.engine import Request, RolloutEngine, Sampling, generate_all
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
+from ptf.train.adapter import export_adapter
 from ptf.train.deal import deal
 from ptf.train.export import export
+from ptf.train.parts import parts_of
 from ptf.train.trainer import Trainer, load_model
 
 
@@ -59,9 +62,9 @@ class Scorer:
 
     distributed: ClassVar[bool] = True
 
-    def __init__(self, world: World, *, directory: str, init: str, seed: int, precision: str, width: int, micro_rows: int, temperature: float) -> None:
+    def __init__(self, world: World, *, directory: str, spec: ModelConfig, seed: int, precision: str, width: int, micro_rows: int, temperature: float) -> None:
         self.world, self.width, self.micro_rows, self.temperature = world, width, micro_rows, temperature
-        self.model, self.family = load_model(Path(directory), world, init=init, seed=seed, precision=precision)
+        self.model, self.family = load_model(Path(directory), world, spec, seed=seed, precision=precision)
         self.model.requires_grad_(False)
 
     @sharded
@@ -90,12 +93,14 @@ class Learner:
     distributed: ClassVar[bool] = True
 
     def __init__(
-        self, world: World, *, directory: str, tokenizer: str, init: str, seed: int, train: TrainConfig, recipe: Recipe, width: int, temperature: float
+        self, world: World, *, directory: str, tokenizer: str, spec: ModelConfig, seed: int, train: TrainConfig, recipe: Recipe, width: int, temperature: float
     ) -> None:
         self.world, self.source, self.recipe, self.width, self.temperature = world, Path(directory), recipe, width, temperature
-        self.tokenizer = tokenizer
+        self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
         self.micro_rows = train.micro_rows
-        self.model, self.family = load_model(self.source, world, init=init, seed=seed, precision=train.precision)
+        self.model, self.family = load_model(
+            self.source, world, spec, seed=seed, precision=train.precision, head=recipe.head, recomputed=train.checkpointing, compiled=train.compile
+        )
         self.trainer = Trainer(self.model, world, train)
 
     @everywhere
@@ -109,6 +114,12 @@ class Learner:
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """As Scorer.logprobs, of the weights as they are now."""
         return sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=self.temperature)
+
+    @sharded
+    def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
+        """As Scorer.logprobs, of the model without its adapters: what it was when training started, with no second model."""
+        with adapters_off(self.model):
+            return self.logprobs(samples)
 
     @sharded
     def score(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
@@ -141,6 +152,8 @@ class Learner:
     def export(self, directory: str) -> None:
         """Write a Hugging Face directory, and beside it the probe that it must reproduce."""
         export(self.model, self.family, self.source, Path(directory), self.world, self.tokenizer)
+        if self.spec.lora:
+            export_adapter(self.model, self.family, self.source, Path(directory), self.world, self.spec, self.precision)
 
     def park(self) -> None:
         """Weights, gradients and optimizer leave the GPU."""
@@ -231,7 +244,8 @@ def make_engine(
     if kind == "native":
         from ptf.rl.native_engine import NativeEngine
 
-        return NativeEngine(directory, device=world.device, dtype=getattr(torch, dtype), version=version)
+        parts = parts_of(options["spec"]) if "spec" in options else None  # type: ignore[arg-type]
+        return NativeEngine(directory, device=world.device, dtype=getattr(torch, dtype), version=version, parts=parts, seed=seed)
     from ptf.rl.vllm_engine import VLLMEngine
 
     return VLLMEngine(directory, seed=seed, dtype=dtype, max_model_len=max_length, version=version, **options)  # type: ignore[arg-type]

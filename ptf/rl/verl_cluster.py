@@ -20,9 +20,9 @@ ON_ONE_GPU = 4  # processes that may share a device: policy, reference, rollout,
 class RoleRank(Rank):
     """A worker that holds a role."""
 
-    def build(self, cls: type, kwargs: Mapping[str, Any], device: str, timeout_s: float, replicate: int) -> str:
+    def build(self, cls: type, kwargs: Mapping[str, Any], device: str, timeout_s: float, replicate: int, tensor: int) -> str:
         self.leaving = contextlib.ExitStack()  # never left: the process group lasts as long as the process
-        world = self.leaving.enter_context(joined(device, timeout_s, replicate)) if cls.distributed else World(device=pick_device(device))
+        world = self.leaving.enter_context(joined(device, timeout_s, replicate, tensor=tensor)) if cls.distributed else World(device=pick_device(device))
         self.role = cls(world, **kwargs)
         return str(world.device)
 
@@ -35,17 +35,17 @@ class VerlGroup:
 
     def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
         self.spec, self.gang = spec, gang
-        what = (spec.cls, dict(spec.kwargs), device, gang.timeout_s, spec.replicate)
+        what = (spec.cls, dict(spec.kwargs), device, gang.timeout_s, spec.replicate, spec.tensor)
         devices = gang.invoke("build", [what] * spec.workers, doing=f"building {spec.cls.__name__}")
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
     def call(self, method: str, *args: Any) -> Any:
-        workers = self.spec.workers
+        workers, tensor = self.spec.workers, self.spec.tensor
         dispatch = getattr(getattr(self.spec.cls, method), "dispatch", "everywhere")
         shared = [share(arg) for arg in args[dispatch == "sharded" :]]  # once, however many workers read it
-        first = [[part] for part in split(args[0], workers)] if dispatch == "sharded" else [[]] * workers
+        first = [[part] for part in split(args[0], workers // tensor) for _ in range(tensor)] if dispatch == "sharded" else [[]] * workers
         results = self.gang.invoke("call", [(method, *part, *shared) for part in first], doing=f"{self.spec.name}.{method}")
-        return [item for part in results for item in part] if dispatch == "sharded" else results[0]
+        return [item for part in results[::tensor] for item in part] if dispatch == "sharded" else results[0]
 
     def where(self) -> list[str]:
         """Each worker with the memory that it holds now."""

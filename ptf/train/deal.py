@@ -21,11 +21,11 @@ def idle(rows: Sequence[Sequence[Atom]]) -> Atom:
 
 
 def deal(rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> list[Batch]:
-    """This rank's share (rows r, r + W, …) as micro-batches; equally many on every rank, one at least. All ranks pass the same rows."""
-    most = max(1, -(-len(rows) // world.size))
+    """This data-parallel rank's share (rows r, r + W, …) as micro-batches; equally many on every rank, one at least. All ranks pass the same rows."""
+    most = max(1, -(-len(rows) // world.data_size))
     if world.device.type == "cuda":  # a GPU wants batches of one shape, whose attention is compiled once; a CPU wants no padding
         most = -(-most // micro_rows) * micro_rows
-    mine = list(rows[world.rank :: world.size])
+    mine = list(rows[world.data_rank :: world.data_size])
     mine += [[idle(rows)]] * (most - len(mine))
     if world.device.type == "cpu":
         width = max(sum(length(atom) for atom in row) for row in mine)

@@ -7,6 +7,7 @@ checkpoint with the training run and not with another reading of the same files.
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,21 +16,31 @@ from ptf import storage
 from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
+from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
+from ptf.model.scalar import Scalar, as_scalar
 
 
 @torch.no_grad()
 def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
-    """Fixed tokens, and the model's log-prob of each given those before it."""
+    """Fixed tokens, and the model's log-prob of each given those before it; or `values`, what another head says at each."""
     n = min(length, model.config.max_positions)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
     batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)
+    if model.config.head != "lm":
+        values = model(batch.tokens, batch.positions, batch.segments, said)
+        return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
     reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights)
     logprobs, _ = model(batch.tokens, batch.positions, batch.segments, reduce)
     return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
+
+
+def said(x: torch.Tensor, head: Any) -> torch.Tensor:
+    """Hidden states [B, T, D] → what a scalar or declared head says, [B, T, …]."""
+    return head.values(x) if isinstance(head, Scalar) else head(x)
 
 
 def export(model: Decoder, family: Family, source: Path, directory: Path, world: World, tokenizer: str) -> None:
@@ -37,5 +48,8 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
     found = probe(model, world)
     if world.leads:
         storage.write_text(str(directory.with_name("probe.json")), json.dumps(found))
-    bridge.save_hf(bridge.hf_tensors(model, family), source, directory, writes=world.leads, tokenizer=tokenizer)
+    config = bridge.read_config(source)
+    if model.config.head == "scalar":
+        config = as_scalar(config, Tokenizer.load(tokenizer).hf.pad_token_id)
+    bridge.save_hf(bridge.hf_tensors(model, family), source, directory, writes=world.leads, tokenizer=tokenizer, config=config)
     world.barrier()

@@ -19,21 +19,30 @@ from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
 from ptf.model.flops import Flops
+from ptf.model.vocabulary import refuse_larger_tokenizer
 from ptf.recipes import Recipe
+from ptf.train.adapter import export_adapter
 from ptf.train.export import export
 from ptf.train.resume import refuse_frozen_changes
-from ptf.train.start import tokenizer_directory
+from ptf.train.start import adapted_from, extended, tokenizer_directory
 from ptf.train.trainer import Trainer, load_model
 from ptf.train.validate import held_out_loss
 
 
 def fit(job: Job, world: World, run: Path) -> None:
-    """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory."""
+    """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory, and
+    with LoRA `run/adapter`."""
     recipe = recipes.build(job)
     directory = bridge.locate(job.model.path, job.model.revision)
-    tokenizer_path = str(world.share(tokenizer_directory(job.model, directory, run) if world.leads else None))
+    spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
+    tokenizer_path = str(world.share(tokenizer_directory(spec, directory, run) if world.leads else None))
     tokenizer = Tokenizer.load(tokenizer_path)
-    model, family = load_model(directory, world, init=job.model.init, seed=job.seed, precision=job.train.precision)
+    refuse_larger_tokenizer(directory, tokenizer_path, tokenizer.vocab_size)
+    spec, directory = world.share(adapted_from(spec, directory, run, tokenizer_path, job.seed) if world.leads else None)  # type: ignore[misc]
+    model, family = load_model(
+        directory, world, spec, seed=job.seed, precision=job.train.precision, head=recipe.head,
+        recomputed=job.train.checkpointing, compiled=job.train.compile,
+    )  # fmt: skip
     trainer = Trainer(model, world, job.train)
     loader = make_loader(job, recipe, tokenizer, world)
     held_out = held_out_rows(job, recipe, tokenizer)
@@ -79,6 +88,8 @@ def fit(job: Job, world: World, run: Path) -> None:
         if track:
             track.close()
     export(model, family, directory, run / "model", world, tokenizer_path)
+    if spec.lora:
+        export_adapter(model, family, directory, run / "model", world, spec, job.train.precision)
 
 
 def specs(sources: Any) -> dict[str, SourceSpec]:
@@ -96,7 +107,7 @@ def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World) ->
         )  # fmt: skip
 
     return Loader(
-        lane, lanes=data.lanes, rows=job.train.rows, rank=world.rank, world_size=world.size,
+        lane, lanes=data.lanes, rows=job.train.rows, rank=world.data_rank, world_size=world.data_size,
         micro_rows=job.train.micro_rows, seq_len=data.seq_len, prefetch=data.prefetch, timeout_s=job.compute.timeout_s,
     )  # fmt: skip
 
@@ -112,6 +123,8 @@ def announce(job: Job, world: World, config: Any) -> None:
     """The run's first lines: what was chosen, and why if it is not what one would expect."""
     if world.leads:
         attention = "flex_attention" if world.device.type == "cuda" else "SDPA per document (FlexAttention has no backward on a CPU)"
+        if job.model.backend == "hf":
+            attention = "transformers' (a row for each document; no dropout, no load-balancing loss)"
         print(f"train: {job.train.steps} steps of {job.train.rows} rows × {job.data.seq_len} tokens, workers={world.size}, device={world.device}, "
               f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}", flush=True)  # fmt: skip
 

@@ -1,11 +1,14 @@
-"""AdamW and its learning rate. The schedule is a function of the step, so it has no state to save."""
+"""AdamW and its learning rates. The schedule is a function of the step, so it has no state to save."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
+
+from ptf.train.trainable import fits, refuse_unmatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,27 @@ class Schedule:
         return self.lr * (self.floor + (1 - self.floor) * left)
 
 
-def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> torch.optim.AdamW:
-    """Fused AdamW (4.5 times faster than foreach on a CPU); only matrices decay."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that are trained alike."""
+
+    factor: float  # of the schedule's learning rate
+    weight_decay: float
+    params: list[nn.Parameter]
+
+
+def groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) -> list[Group]:
+    """What trains, by the first pattern of `factors` that fits; only matrices decay. Raises UserError for a pattern that fits nothing that trains."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    refuse_unmatched("train.lr_groups", factors, list(named))
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        factor = next((factor for pattern, factor in factors.items() if fits(name, pattern)), 1.0)
+        found.setdefault((factor, weight_decay if parameter.dim() > 1 else 0.0), []).append(parameter)
+    return [Group(*key, params) for key, params in found.items()]
+
+
+def adamw(groups: list[Group], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    """Fused AdamW (4.5 times faster than foreach on a CPU), one of its groups for each of these."""
+    made = [{"params": g.params, "weight_decay": g.weight_decay} for g in groups]
+    return torch.optim.AdamW(made, lr=lr, betas=betas, eps=eps, fused=True)

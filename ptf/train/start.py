@@ -1,12 +1,17 @@
-"""What training starts from: the model's directory, its tokenizer, and random weights written out where something must load them."""
+"""What training starts from: the model's directory, its tokenizer, tokens added to both, and random weights written out where something must load
+them."""
 
 import os
+import shutil
 from pathlib import Path
 
 from ptf.compute.world import World
-from ptf.config.schema import ModelConfig
+from ptf.config.schema import ModelConfig, TokensConfig
+from ptf.data.added import add, wanted
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
+from ptf.model.vocabulary import NewRows, extend, read_vectors, refuse_larger_tokenizer, rows
+from ptf.train.parts import unadapted
 from ptf.train.trainer import load_model
 
 
@@ -23,12 +28,50 @@ def tokenizer_directory(model: ModelConfig, directory: Path, run: Path) -> str:
     return str(copy)
 
 
+def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple[ModelConfig, Path]:
+    """The model with the tokens that `model.tokens` adds, written to `run/extended` once, and the section that says how to load it; both as they
+    were if it adds none."""
+    if model.tokens is None:
+        return model, directory
+    there = run / "extended"
+    if not there.is_dir():
+        tokenizer = tokenizer_directory(model, directory, run)
+        base = start_directory(model, directory, run, tokenizer, seed)
+        larger = Tokenizer.load(tokenizer)
+        refuse_larger_tokenizer(base, tokenizer, larger.vocab_size)
+        new = rows_of(model.tokens, base, larger)
+        larger.save(run / "extended.tokenizer")
+        extend(base, there, str(run / "extended.tokenizer"), new)
+        shutil.rmtree(run / "extended.tokenizer")
+        before, after = (rows(bridge.read_config(d)) for d in (base, there))
+        frozen = "" if model.lora is None or model.train else "; under model.lora their rows stay as they begin: model.train: [embed, head] trains them"
+        print(f"model: {len(new.ids)} tokens added ({model.tokens.init}), vocabulary {before} → {after}{frozen}", flush=True)
+    return model.model_copy(update={"init": "pretrained", "tokenizer": None, "tokens": None}), there
+
+
+def rows_of(tokens: TokensConfig, base: Path, tokenizer: Tokenizer) -> NewRows:
+    """Add the tokens to the tokenizer; what their rows in the model `base` begin as."""
+    config = bridge.build(base)[0].config
+    known = tokenizer.vocab_size
+    pieces = {text: tokenizer.encode(text) for text in wanted(tokens).values()} if tokens.init == "description" else {}
+    new = add(tokenizer, tokens)
+    vectors = read_vectors(tokens.vectors, len(new.ids), config.dim, config.tied) if tokens.vectors else None
+    return NewRows(new.ids, known, [pieces[text] for text in new.descriptions] if pieces else None, vectors)
+
+
 def start_directory(model: ModelConfig, directory: Path, run: Path, tokenizer: str, seed: int) -> Path:
     """The starting model with weights: random ones are drawn once and written to `run/start`."""
     start = run / "start"
     if model.init == "pretrained":
         return directory
     if not start.is_dir():
-        drawn, family = load_model(directory, World(), init="random", seed=seed, precision="fp32")
+        drawn, family = load_model(directory, World(), unadapted(model), seed=seed, precision="fp32")
         bridge.save_hf(bridge.hf_tensors(drawn, family), directory, start, writes=True, tokenizer=tokenizer)
     return start
+
+
+def adapted_from(model: ModelConfig, directory: Path, run: Path, tokenizer: str, seed: int) -> tuple[ModelConfig, Path]:
+    """Under LoRA, a base model that others can load, too: an adapter is worth nothing without it."""
+    if model.lora is None:
+        return model, directory
+    return model.model_copy(update={"init": "pretrained"}), start_directory(model, directory, run, tokenizer, seed)

@@ -3,32 +3,61 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ptf.compute.world import World
-from ptf.config.schema import TrainConfig
+from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.data.batch import Batch
+from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.plan import parallelize
+from ptf.model.recompute import Recompute
 from ptf.recipes import Recipe
-from ptf.train.optim import Schedule, adamw
+from ptf.train.optim import Schedule, adamw, groups
+from ptf.train.parts import parts_of, report
+from ptf.train.trainable import freeze
 
 
-def load_model(directory: Path, world: World, *, init: str, seed: int, precision: str) -> tuple[Decoder, Family]:
-    """A sharded model with its weights: read from the directory, or drawn from the seed."""
-    model, family = bridge.build(directory)
-    parallelize(model, world.mesh, precision)
+def load_model(
+    directory: Path, world: World, spec: ModelConfig, *, seed: int, precision: str, head: Literal["lm", "scalar"] = "lm",
+    recomputed: Recompute = "none", compiled: bool = False,
+) -> tuple[Decoder, Family]:  # fmt: skip
+    """A sharded model with its weights: read from the directory, or drawn from the seed. What it has beyond the checkpoint (a new scalar head,
+    components of the user's own) begins from the seed and is reported."""
+    if spec.backend == "hf":
+        return _load_foreign(directory, world, spec, seed=seed, precision=precision, head=head, recomputed=recomputed)
+    model, family = bridge.build(directory, head=head, parts=parts_of(spec, adapted=True))
+    freeze(model, family, spec.train)
+    parallelize(model, world.mesh, precision, recomputed=recomputed, compiled=compiled)
     bridge.materialize(model, world.device)
-    if init == "random":
+    if spec.init == "random":
         bridge.random_init(model, seed)
     else:
-        bridge.load_hf(model, directory, family)
+        new = bridge.load_hf(model, directory, family, seed)
+        if world.leads:
+            report(directory, new, own_tensors(model, family))
     return model, family
+
+
+def _load_foreign(
+    directory: Path, world: World, spec: ModelConfig, *, seed: int, precision: str, head: str, recomputed: Recompute
+) -> tuple[Decoder, Family]:  # fmt: skip
+    from ptf.model import hf_backend
+
+    if head != "lm":
+        raise UserError("model.backend: hf has no scalar heads (reward models, critics)")
+    model, family = hf_backend.build(directory)
+    freeze(model, family, spec.train)
+    parallelize(model, world.mesh, precision, recomputed=recomputed)  # type: ignore[arg-type]
+    hf_backend.load(model, directory, world.device, random=spec.init == "random", seed=seed)
+    return model, family  # type: ignore[return-value]
 
 
 class Trainer:
@@ -36,7 +65,8 @@ class Trainer:
         self.model, self.world, self.companions = model, world, companions or {}
         self.clip = config.clip
         self.schedule = Schedule(config.lr, config.steps, config.schedule, config.warmup, config.decay, config.min_lr)
-        self.optimizer = adamw(model, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+        self.groups = groups(model, config.weight_decay, config.lr_groups)
+        self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def step(self, micro: Sequence[Batch], recipe: Recipe, step: int) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches; every rank brings equally many. `step` sets the learning rate.
@@ -52,7 +82,10 @@ class Trainer:
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(i == len(micro) - 1)
             loss, metrics = recipe.loss(self.model, batch, self.companions)
-            (loss * (world.size / units)).backward()  # FSDP averages over ranks; the units are already everyone's
+            if (balance := self.model.balance()) is not None and (moe := self.model.config.moe):
+                share = balance * recipe.units(batch)  # balance is a mean: weighted like the units that it came with
+                loss, metrics = loss + moe.balance * share, {**metrics, "expert_balance": share.detach()}
+            (loss * (world.data_size / units)).backward()  # FSDP averages over the data-parallel ranks; the units are already everyone's
             for name, value in metrics.items():
                 totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
         sums = world.sum(torch.stack(list(totals.values())))
@@ -62,8 +95,8 @@ class Trainer:
         if not (math.isfinite(means["loss"]) and math.isfinite(grad_norm)):
             raise FloatingPointError(f"step {step}: loss {means['loss']}, gradient norm {grad_norm}; the weights are as before this step")
         lr = self.schedule(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, made in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["lr"] = lr * made.factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {**means, "grad_norm": grad_norm, "lr": lr, "units": units}

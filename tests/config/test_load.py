@@ -174,6 +174,22 @@ def test_one_fault_is_one_problem(write):
     assert load("a.yaml").train.steps == 10
 
 
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("compute.mesh.pipeline=2", "unknown key in compute.mesh; ptf has no pipeline parallelism"),
+        ("compute.mesh.context=2", "unknown key in compute.mesh; ptf has no context parallelism"),
+        ("compute.context_parallel=2", "unknown key in compute; ptf has no context parallelism"),
+        ("train.fp8=true", "unknown key in train; ptf has no training in fewer bits than bf16 (FP8, FP4)"),
+        ("train.precision=fp8", "expected one of fp32, bf16, got the text 'fp8'; ptf has no training in fewer bits than bf16 (FP8, FP4)"),
+        ("data.images=x", "unknown key in data; ptf has no multimodal training; only text is trained"),
+    ],
+)
+def test_what_ptf_does_not_have_is_refused_by_name(write, override, what):
+    write(a=SFT)
+    assert problems("a.yaml", overrides=(override,)) == [f"--set {override}  {override.split('=')[0]}  {what}"]
+
+
 def test_rules_between_keys_are_reported_together(write):
     write(a=SFT, v=SFT + "evaluate:\n  sources: {e: {path: x}}\n")
     assert problems("a.yaml", "v.yaml", overrides=("compute={workers: 3, launcher: local}", "train.warmup=20", "data.validation.chat.path=x")) == [

@@ -4,22 +4,48 @@ import pytest
 import torch
 
 from ptf.model import bridge
-from ptf.model.attention import Flex, PerDocument, backend
+from ptf.model.attention import Attention, Flex, backend
 from ptf.model.chunked import cross_entropy, token_logprobs
+from ptf.model.config import DecoderConfig, Layer, Rope
+from ptf.model.layers import Parts
 from tests.tiny import checkpoint, packed
 
 ROWS = [[100, 28, 1, 127], [256], [17, 200]]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_flex_equals_per_document(dtype, bound):
-    batch = packed(ROWS, 256)
+def attention(window: int | None, sinks: bool) -> Attention:
+    """What the backends ask a layer for: window, scale, sinks."""
+    kinds = (Layer(Rope(10_000.0), window),)
+    config = DecoderConfig(97, 64, 4, 2, 32, 96, 1e-6, 256, True, kinds, sinks=sinks)
+    module = Attention(config, 0, Parts(), "attn")
+    if module.sinks is not None:
+        module.sinks.data.normal_(0, 1, generator=torch.Generator().manual_seed(1))
+    return module
+
+
+def inputs() -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, 256, heads, 32, generator=g) for heads in (4, 2, 2))
-    expected = PerDocument(batch.segments)(0, q, k, v)
-    got = Flex(batch.segments.cuda())(0, *(t.to("cuda", dtype) for t in (q, k, v))).float().cpu()
+    return [torch.randn(3, 256, heads, 32, generator=g) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_flex_equals_per_document(dtype, bound, window, sinks):
+    batch, of = packed(ROWS, 256), attention(window, sinks)
     real = batch.segments >= 0
-    assert (got - expected)[real].abs().max() <= bound * expected[real].abs().max()
+    upstream = torch.randn(3, 256, 4, 32, generator=torch.Generator().manual_seed(2)) * real[..., None, None]
+    results = []
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        of.to(device)
+        of.zero_grad()
+        q, k, v = (t.to(device, kind).requires_grad_() for t in inputs())
+        out = backend(q.device)(batch.segments.to(device))(of, q, k, v)
+        (out.float() * upstream.to(device)).sum().backward()
+        grads = [t.grad for t in (q, k, v)] + ([of.sinks.grad] if of.sinks is not None else [])
+        results.append([(out * real.to(device)[..., None, None]).detach().float().cpu(), *(g.float().cpu() for g in grads)])
+    for expected, got in zip(*results, strict=True):
+        assert (got - expected).abs().max() <= bound * expected.abs().max()
 
 
 def test_the_backend_of_a_gpu_is_flex():
@@ -54,10 +80,10 @@ def test_attention_is_compiled_once_for_rows_of_one_shape():
     from torch._dynamo.testing import CompileCounter  # noqa: F401  (its import enables the counters)
     from torch._dynamo.utils import counters
 
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, 256, heads, 32, generator=g).cuda() for heads in (4, 2, 2))
-    Flex(packed(ROWS, 256).segments.cuda())(0, q, k, v)
+    of = attention(None, False)
+    q, k, v = (t.cuda() for t in inputs())
+    Flex(packed(ROWS, 256).segments.cuda())(of, q, k, v)
     counters.clear()
     for seed in range(5):
-        Flex(packed([[50 + seed, 100], [256 - seed], [9, 9, 9]], 256, seed).segments.cuda())(0, q, k, v)
+        Flex(packed([[50 + seed, 100], [256 - seed], [9, 9, 9]], 256, seed).segments.cuda())(of, q, k, v)
     assert counters["stats"].get("unique_graphs", 0) == 0

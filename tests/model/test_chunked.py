@@ -1,56 +1,355 @@
-"""Chunked losses against the dense computation."""
+"""Chunked losses against the dense computation in float64: on one rank, over a vocabulary cut in two, under FSDP2."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Self
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptf.model import chunked
-from ptf.model.chunked import cross_entropy, token_logprobs
+from ptf.model import chunked, projection
+from ptf.model.chunked import cross_entropy, kl, token_logprobs
+from ptf.model.head import Head
+from tests.model.ranks import two_ranks
 
-
-@pytest.fixture
-def problem():
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 13, 16, generator=g, dtype=torch.float64, requires_grad=True)
-    head = torch.randn(31, 16, generator=g, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 31, (2, 13), generator=g)
-    weights = torch.rand(2, 13, generator=g) * (torch.rand(2, 13, generator=g) > 0.4)
-    return x, head, targets, weights
-
-
-@pytest.mark.parametrize("chunk", [64 << 20, 31 * 4 * 3, 1])
-def test_cross_entropy_equals_dense(problem, chunk, monkeypatch):
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
-    x, head, targets, weights = problem
-    ours = cross_entropy(x, head, targets, weights)
-    dense = (torch.nn.functional.cross_entropy((x @ head.t()).flatten(0, 1), targets.flatten(), reduction="none") * weights.flatten()).sum()
-    assert abs(float(ours) - float(dense)) <= 1e-6 * float(dense)
-    mine, theirs = torch.autograd.grad(3 * ours, (x, head)), torch.autograd.grad(3 * dense, (x, head))
-    for a, b in zip(mine, theirs, strict=True):
-        assert float((a - b).abs().max() / b.abs().max()) <= 1e-6
+LOSSES = ["cross_entropy", "kl", "token_logprobs"]
+TYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("chunk", [64 << 20, 31 * 4 * 3])
+class Problem:
+    """Hidden states, the heads of a student and a teacher, targets, weights of which about `share` are not 0."""
+
+    def __init__(self, seed=0, shape=(2, 13), dim=16, vocab=31, padding=9, softcap=None, temperature=1.0, biased=True, share=0.6, dtype=torch.float64):
+        g = torch.Generator().manual_seed(seed)
+        normal = lambda *size: torch.randn(*size, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+        self.x, self.x_teacher = normal(*shape, dim), normal(*shape, dim + 3)
+        self.head = Head(normal(vocab + padding, dim) * dim**-0.5, vocab, softcap, normal(vocab + padding) if biased else None)
+        self.teacher = Head(normal(vocab + 2 * padding, dim + 3) * dim**-0.5, vocab, softcap)
+        self.targets = torch.randint(0, vocab, shape, generator=g)
+        self.weights = (0.1 + torch.rand(shape, generator=g)) * (torch.rand(shape, generator=g) < share)
+        self.upstream = normal(*shape).float().abs()  # of one sign, so that a sum is as large as its terms
+        self.temperature = temperature
+
+    def leaves(self) -> list[Tensor]:
+        """What the losses are differentiated by."""
+        return [t.requires_grad_() for t in (self.x, self.head.weight, self.head.bias) if t is not None]
+
+    def rows(self, part: slice) -> Self:
+        """The same on the rank that holds these rows of both heads."""
+        cut = lambda t: None if t is None else t[part].clone()  # noqa: E731
+        on_rank = lambda h: replace(h, weight=cut(h.weight), bias=cut(h.bias), first=part.start, group=dist.group.WORLD)  # noqa: E731
+        self.head, self.teacher = on_rank(self.head), on_rank(self.teacher)
+        return self
+
+    def entropy(self) -> Tensor:
+        return token_logprobs(self.x, self.head, self.targets, self.weights, self.temperature)[1]
+
+    def ours(self, name: str) -> Tensor:
+        if name == "cross_entropy":
+            return cross_entropy(self.x, self.head, self.targets, self.weights)
+        if name == "kl":
+            return kl(self.x, self.head, self.x_teacher, self.teacher, self.weights, self.temperature)
+        return (token_logprobs(self.x, self.head, self.targets, self.weights, self.temperature)[0] * self.upstream).sum()
+
+    def dense(self, name: str) -> Tensor:
+        log_p = dense_logprobs(self.x, self.head, 1.0 if name == "cross_entropy" else self.temperature)
+        if name == "kl":
+            log_q = dense_logprobs(self.x_teacher, self.teacher, self.temperature)
+            return ((log_q.exp() * (log_q - log_p)).sum(-1) * self.weights).sum()
+        picked = log_p.gather(-1, self.targets[..., None]).squeeze(-1)
+        return (picked * (-self.weights if name == "cross_entropy" else self.upstream * (self.weights != 0))).sum()
+
+
+def dense_logprobs(x: Tensor, head: Head, temperature: float) -> Tensor:
+    logits = x.double() @ head.weight.double().t() + (0 if head.bias is None else head.bias.double())
+    logits = logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+    return (logits[..., : head.vocab] / temperature).log_softmax(-1)
+
+
+def gap(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest distance of two gradients, relative to the largest element of theirs."""
+    return max(float((a.double() - b.double()).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in zip(mine, theirs, strict=True))
+
+
+def differ(ours: Tensor, dense: Tensor, leaves: list[Tensor], value: float = 1e-6, gradient: float = 1e-5) -> bool:
+    """Whether values (relative, or absolute below 1) or gradients are further apart than this."""
+    far = abs(ours.item() - dense.item()) > value * max(1.0, abs(dense.item()))
+    return far or gap(torch.autograd.grad(3 * ours, leaves), torch.autograd.grad(3 * dense, leaves)) > gradient
+
+
+problems = st.builds(
+    Problem,
+    seed=st.integers(0, 1000),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 9)),
+    dim=st.integers(1, 12),
+    vocab=st.integers(2, 40),
+    padding=st.sampled_from([0, 1, 9]),
+    softcap=st.sampled_from([None, 1.5, 30.0]),
+    temperature=st.sampled_from([1.0, 0.7, 2.0]),
+    biased=st.booleans(),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(problem=problems, rows=st.integers(1, 30))
+@settings(deadline=None, max_examples=60)
+def test_values_and_gradients_equal_dense_whatever_the_chunks(name, problem, rows):
+    leaves = problem.leaves()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "CHUNK_BYTES", 4 * len(problem.head.weight) * rows)
+        assert not differ(problem.ours(name), problem.dense(name), leaves)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("change", [{"softcap": 1.6}, {"softcap": None}, {"vocab": 30}, {"vocab": 40}, {"bias": None}])
+def test_the_comparison_notices_another_head(name, change):
+    ours, dense = Problem(softcap=1.5), Problem(softcap=1.5)
+    ours.targets = dense.targets = dense.targets.clamp(max=29)
+    ours.x = dense.x.requires_grad_()
+    assert not differ(ours.ours(name), dense.dense(name), [dense.x])
+    ours.head, ours.teacher = replace(ours.head, **change), replace(ours.teacher, vocab=change.get("vocab", 31))
+    assert differ(ours.ours(name), dense.dense(name), [dense.x])
+
+
+@pytest.mark.parametrize("name", ["kl", "token_logprobs"])
+def test_the_comparison_notices_another_temperature(name):
+    ours, dense = Problem(temperature=0.71), Problem(temperature=0.7)
+    ours.x = dense.x.requires_grad_()
+    assert differ(ours.ours(name), dense.dense(name), [dense.x])
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_logprobs_and_entropy_equal_dense(problem, chunk, temperature, monkeypatch):
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
-    x, head, targets, weights = problem
-    logprobs, entropy = token_logprobs(x, head, targets, weights, temperature)
-    every = ((x @ head.t()) / temperature).log_softmax(-1)
-    dense = every.gather(-1, targets[..., None]).squeeze(-1)
-    kept = weights != 0
-    assert (logprobs[kept] - dense[kept]).abs().max() <= 1e-5
-    assert (entropy[kept] + (every.exp() * every).sum(-1)[kept]).abs().max() <= 1e-5
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_token_logprobs_and_entropy_of_every_position(temperature, softcap):
+    problem = Problem(softcap=softcap)
+    logprobs, entropy = token_logprobs(problem.x.requires_grad_(), problem.head, problem.targets, problem.weights, temperature)
+    every, kept = dense_logprobs(problem.x, problem.head, temperature), problem.weights != 0
+    dense = every.gather(-1, problem.targets[..., None]).squeeze(-1)
+    torch.testing.assert_close(logprobs[kept].double(), dense[kept], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy[kept].double(), -(every.exp() * every).sum(-1)[kept], rtol=1e-6, atol=1e-6)
     assert not logprobs[~kept].any()
-    upstream = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)) * kept
-    mine = torch.autograd.grad((logprobs * upstream).sum(), (x, head))
-    theirs = torch.autograd.grad((dense * upstream).sum(), (x, head))
-    for a, b in zip(mine, theirs, strict=True):
-        assert float((a - b).abs().max() / b.abs().max()) <= 1e-5
+    assert not entropy[~kept].any()
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
 
 
-def test_nothing_to_train_gives_zero_and_zero_gradients(problem):
-    x, head, targets, weights = problem
-    loss = cross_entropy(x, head, targets, torch.zeros_like(weights))
-    assert float(loss) == 0
-    for grad in torch.autograd.grad(loss, (x, head)):
-        assert not grad.any()
+def test_kl_of_a_head_from_itself_is_exactly_zero_and_moves_nothing():
+    problem = Problem(softcap=1.5)
+    problem.x_teacher, problem.teacher = problem.x.clone(), problem.head
+    loss = problem.ours("kl")
+    assert loss.item() == 0
+    leaves = problem.leaves()
+    assert not any(g.any() for g in torch.autograd.grad(problem.ours("kl"), leaves))
+
+
+def test_kl_gives_the_teacher_no_gradient_and_refuses_other_rows():
+    problem = Problem()
+    for leaf in (*problem.leaves(), problem.x_teacher, problem.teacher.weight):
+        leaf.requires_grad_()
+    problem.ours("kl").backward()
+    assert problem.x.grad is not None
+    assert problem.x_teacher.grad is problem.teacher.weight.grad is None
+    with pytest.raises(ValueError, match="same rows"):
+        kl(problem.x, problem.head, problem.x_teacher, replace(problem.teacher, vocab=30), problem.weights)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_nothing_to_train_gives_zero_and_zero_gradients(name, dtype):
+    problem = Problem(share=0.0, dtype=dtype)
+    leaves = problem.leaves()
+    loss = problem.ours(name)
+    assert loss.item() == 0
+    assert not any(g.any() for g in torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_padding_has_a_gradient_of_exactly_zero(name, dtype):
+    problem = Problem(softcap=1.5, dtype=dtype)
+    problem.head.weight[problem.head.vocab :] *= 100  # such rows would win many positions
+    leaves = problem.leaves()
+    for grad in torch.autograd.grad(problem.ours(name), leaves)[1:]:
+        assert not grad[problem.head.vocab :].any()
+        assert grad[: problem.head.vocab].any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_bf16_is_as_near_as_its_gemms_and_chunks_add_up_in_fp32(name, monkeypatch):
+    problem = Problem(shape=(4, 100), share=1.0, dtype=torch.bfloat16)
+    leaves = problem.leaves()
+    assert not differ(problem.ours(name), problem.dense(name), leaves, value=1e-2, gradient=2e-2)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * len(problem.head.weight))  # one position a chunk
+    monkeypatch.setattr(projection, "BLOCK", 7)
+    assert not differ(problem.ours(name), problem.dense(name), leaves, value=1e-2, gradient=2e-2)
+
+
+def test_a_loss_is_differentiated_once():
+    problem = Problem()
+    leaves = problem.leaves()
+    loss = problem.ours("cross_entropy")
+    torch.autograd.grad(loss, leaves, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, leaves)
+
+
+def test_probabilities_that_would_be_denormal_leave_none_behind():
+    denormal = lambda t: bool(((t != 0) & (t.abs() < torch.finfo(torch.float32).tiny)).any())  # noqa: E731
+    weight = torch.tensor([[0.0], [-90.0], [-95.0]])
+    dense = weight.squeeze(1).softmax(0)
+    assert denormal(dense)
+    loss = cross_entropy(torch.ones(1, 1, 1), Head(weight.requires_grad_(), 3), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+    (grad,) = torch.autograd.grad(loss, weight)
+    assert not denormal(grad)
+    assert (grad.squeeze(1) - dense + torch.tensor([1.0, 0, 0])).abs().max() <= 1e-6
+
+
+class Seen(TorchDispatchMode):
+    """The operators called, and the tensors they gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.operators.append(func.name())
+        self.tensors += [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
+        return out
+
+    def buffers(self, shape: torch.Size) -> int:
+        """How many pieces of memory were of this shape."""
+        return len({t.untyped_storage().data_ptr() for t in self.tensors if t.shape == shape})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("dtype", "buffers"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_no_tensor_is_larger_than_a_chunk_and_the_heads_gradient_is_not_copied(name, dtype, buffers, monkeypatch):
+    problem = Problem(shape=(4, 501), vocab=500, padding=12, share=1.0, temperature=0.7, softcap=30.0, dtype=dtype)
+    chunk = 4 * 64 * len(problem.teacher.weight)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(projection, "BLOCK", 100)
+    leaves = problem.leaves()
+    with Seen() as seen:
+        torch.autograd.grad(problem.ours(name), leaves)
+    assert max(t.untyped_storage().nbytes() for t in seen.tensors) <= max(chunk, 4 * problem.x_teacher.numel())
+    assert seen.buffers(problem.head.weight.shape) == buffers, "in fp32 the sum, in bf16 what is returned beside it"
+    assert sum("nonzero" in o for o in seen.operators) == 1, "the one host sync"
+    assert not any("_local_scalar_dense" in o for o in seen.operators)
+    with Seen() as seen:
+        torch.autograd.grad(problem.dense(name), leaves)
+    assert max(t.numel() for t in seen.tensors) >= 4 * 501 * 500
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "kl"])
+def test_without_gradients_none_is_computed(name):
+    problem = Problem(dtype=torch.float32)
+    problem.leaves()
+    gemms = []
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled), Seen() as seen:
+            problem.ours(name)
+        gemms.append(sum("mm" in o for o in seen.operators))
+    assert gemms == ([3, 1] if name == "cross_entropy" else [4, 2])
+
+
+CASES = [(cut, softcap, dtype) for cut, softcap in ((20, None), (13, 1.5), (35, None)) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+
+
+def parallel_problem(softcap: float | None, dtype: torch.dtype) -> Problem:
+    return Problem(softcap=softcap, temperature=0.7, dtype=dtype)
+
+
+def parallel() -> list[tuple[float, tuple[Tensor, ...], Tensor]]:
+    """This rank's value, gradients and entropies of each case and loss. The cut at 35 leaves rank 1 nothing but padding."""
+    chunked.CHUNK_BYTES = 4 * 16 * 5  # this process's own
+    results = []
+    for cut, softcap, dtype in CASES:
+        problem = parallel_problem(softcap, dtype).rows((slice(0, cut), slice(cut, None))[dist.get_rank()])
+        leaves = problem.leaves()
+        results += [(loss.item(), torch.autograd.grad(3 * loss, leaves), problem.entropy()) for loss in map(problem.ours, LOSSES)]
+    return results
+
+
+def test_a_vocabulary_over_two_ranks_equals_one(tmp_path):
+    ranks = zip(*two_ranks(parallel, tmp_path), strict=True)
+    for _, softcap, dtype in CASES:
+        problem = parallel_problem(softcap, dtype)
+        leaves = problem.leaves()
+        value, gradient = (1e-2, 2e-2) if dtype == torch.bfloat16 else (1e-6, 1e-5)
+        for name in LOSSES:
+            loss = problem.ours(name)
+            dx, *of_head = torch.autograd.grad(3 * loss, leaves)
+            (value_0, (dx_0, *head_0), entropy_0), (value_1, (dx_1, *head_1), entropy_1) = next(ranks)
+            assert value_0 == value_1 == pytest.approx(loss.item(), rel=value, abs=value)
+            assert torch.equal(dx_0, dx_1)
+            assert torch.equal(entropy_0, entropy_1)
+            assert gap([dx_0, *map(torch.cat, zip(head_0, head_1, strict=True))], [dx, *of_head]) <= gradient
+            assert gap([entropy_0], [problem.entropy()]) <= value
+
+
+class Model(nn.Module):
+    """A layer and a head that is used inside forward, as Decoder's is."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        problem = Problem(seed, dtype=torch.float32)
+        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, len(problem.head.weight), bias=False)
+        self.head.weight = nn.Parameter(problem.head.weight)
+        nn.init.eye_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x, reduce):
+        return reduce(self.layer(x), Head(self.head.weight, 31))
+
+
+def gradients(student: Model, teacher: Model) -> list[Tensor]:
+    problem = Problem(dtype=torch.float32)
+    teacher.requires_grad_(False)
+
+    def distilled() -> Tensor:
+        inside = lambda xt, ht: student(problem.x, lambda x, h: kl(x, h, xt, ht, problem.weights))  # noqa: E731
+        return teacher(problem.x, inside)
+
+    found = []
+    for loss in (
+        lambda: student(problem.x, partial(cross_entropy, targets=problem.targets, weights=problem.weights)),
+        lambda: (student(problem.x, lambda x, h: token_logprobs(x, h, problem.targets, problem.weights)[0]) * problem.upstream).sum(),
+        distilled,
+    ):
+        student.zero_grad()
+        loss().backward()
+        grads = [p.grad for p in student.parameters() if p.grad is not None]
+        found += [g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in grads]
+    assert len(found) == 9
+    return found
+
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def sharded() -> list[list[Tensor]]:
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for dtype in BOUNDS:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        found.append(gradients(*(fully_shard(Model(seed), mesh=mesh, mp_policy=policy) for seed in (0, 1))))  # type: ignore[arg-type]
+    return found
+
+
+def test_under_fsdp_gradients_are_those_of_one_process(tmp_path):
+    alone = gradients(Model(0), Model(1))
+    for rank in two_ranks(sharded, tmp_path):
+        for grads, bound in zip(rank, BOUNDS.values(), strict=True):
+            assert gap(grads, alone) <= bound

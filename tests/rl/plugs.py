@@ -14,3 +14,8 @@ def often_crashes(row, text):
     if int(row["answer"]) % 2:
         raise OSError("busy")
     return 1.0
+
+
+def varied(row, text):
+    """A reward that differs between almost any two answers."""
+    return len(text) % 7 / 7

@@ -50,7 +50,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
             (call,) = t.calls
             ids = torch.tensor(np.concatenate([call.context, call.sampled]).astype(np.int64))[None]
             positions = torch.arange(ids.shape[1])[None]
-            logits = model(ids, positions, torch.zeros_like(positions), lambda x, head: x @ head.t())[0]
+            logits = model(ids, positions, torch.zeros_like(positions), lambda x, head: head.logits(x))[0]
             logp = (logits / recipe.temperature).log_softmax(-1)[len(call.context) - 1 : -1].gather(1, ids[0, len(call.context) :, None]).squeeze(1)
             old, ref = (torch.tensor(t.streams[s]).double() for s in ("old_logprobs", "reference_logprobs"))
             rho = (logp - old).exp()

@@ -6,6 +6,7 @@ import torch
 
 from ptf.compute.world import World
 from ptf.data.batch import Batch
+from ptf.model.head import Head
 from ptf.recipes.grpo import GRPO
 from ptf.train.deal import deal
 from tests.rl.test_grpo import groups
@@ -32,7 +33,7 @@ def test_a_batch_of_filling_alone_has_a_loss_of_zero_and_gradients():
 
     def model(tokens, positions, segments, reduce):
         x = torch.ones(*tokens.shape, 4) * weight
-        return reduce(x, torch.ones(97, 4))
+        return reduce(x, Head(torch.ones(97, 4), 97))
 
     loss, _ = GRPO(kl=0.1).loss(model, batch, {})
     loss.backward()

@@ -1,0 +1,121 @@
+"""The logit verifier over every family: the largest and the median error of 50 random configs each, and how many seeded porting mistakes it catches.
+Writes benchmarks/results/verify.md.
+
+    python benchmarks/verify.py [--configs 50] [--seed 1]
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # tests/model/mistakes.py
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from benchmarks.flow_runs import cpu  # noqa: E402
+from ptf.model.families import MODULES, family_of  # noqa: E402
+from ptf.model.verify import LENGTHS, TOLERANCE, Report, random_reference, verify  # noqa: E402
+from tests.model.mistakes import MISTAKES, Mistake  # noqa: E402
+
+PAGE = ROOT / "benchmarks" / "results" / "verify.md"
+
+
+def caught(mistake: Mistake) -> bool:
+    with mistake.made():
+        return not verify(mistake.model_type, configs=12, change=mistake.model, until_failure=True).passed
+
+
+def row(model_type: str, report: Report, found: int, total: int) -> str:
+    logits, gradients = [c.logits for c in report.cases], [c.gradients for c in report.cases]
+    passed = sum(c.passed for c in report.cases)
+    numbers = " | ".join(f"{n:.1e}" for n in (max(logits), median(logits), max(gradients), median(gradients)))
+    return f"| {model_type} | {passed} / {len(report.cases)} | {numbers} | {f'{found} / {total}' if total else '–'} |"
+
+
+def rounding(config: dict[str, Any], seed: int, tensor: str) -> float:
+    """How far transformers' own fp32 gradient of a tensor is from its float64 one, measured as the verifier measures."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = random_reference(config, seed).to(dtype).eval()
+        model.set_experts_implementation("eager")  # the grouped product knows no float64
+        generator = torch.Generator().manual_seed(0)
+        documents = [torch.randint(0, config["vocab_size"], (n,), generator=generator) for n in LENGTHS]
+        upstream = [torch.randn(n, config["vocab_size"], generator=generator) for n in LENGTHS]
+        sum((model(input_ids=d[None]).logits[0] * u.to(dtype)).sum() for d, u in zip(documents, upstream, strict=True)).backward()
+        found.append({n: p.grad.double() for n, p in model.named_parameters()})
+    floor = 3e-2 * max(float(g.abs().max()) for g in found[1].values())
+    return float((found[0][tensor] - found[1][tensor]).abs().max()) / max(floor, float(found[1][tensor].abs().max()))
+
+
+def failures(report: Report, seed: int) -> list[str]:
+    """What is known of each config that did not pass."""
+    told = []
+    for number, case in enumerate(report.cases):
+        if case.passed:
+            continue
+        line = f"{report.model}, config {number}: gradients {case.gradients:.1e} in `{case.worst_gradient}`, logits {case.logits:.1e}"
+        if case.logits <= TOLERANCE and not case.problems:
+            config = family_of({"model_type": report.model}).small(random.Random(f"{report.model}/{seed}/{number}"))
+            line += f"; transformers' own fp32 gradient of it is {rounding(config, seed * 1000 + number, case.worst_gradient):.1e} from its float64 one"
+        told.append(line)
+    return told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--configs", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1, help="other configs than those that the mistakes are sought in (0)")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    missed: list[Mistake] = []
+    for mistake in MISTAKES:
+        if not caught(mistake):
+            missed.append(mistake)
+            print(f"MISSED  {mistake.model_type}: {mistake.name}", flush=True)
+    print(f"{len(MISTAKES) - len(missed)} of {len(MISTAKES)} mistakes caught", flush=True)
+    totals, lost = Counter(m.model_type for m in MISTAKES), Counter(m.model_type for m in missed)
+    rows, failed = [], []
+    for model_type in MODULES:
+        report = verify(model_type, options.configs, options.seed)
+        failed += failures(report, options.seed)
+        rows.append(row(model_type, report, totals[model_type] - lost[model_type], totals[model_type]))
+        print(rows[-1], *failed, sep="\n", flush=True)
+    PAGE.write_text(page(options, rows, failed, missed, time.perf_counter() - began))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 1 if failed or missed else 0
+
+
+def page(options: argparse.Namespace, rows: list[str], failed: list[str], missed: list[Mistake], seconds: float) -> str:
+    table, lost = "\n".join(rows), "".join(f" Missed: {m.model_type}: {m.name}." for m in missed)
+    return f"""# The logit verifier
+
+Command: `python benchmarks/verify.py --configs {options.configs} --seed {options.seed}`  
+Hardware: {cpu()}, no GPU, torch {torch.__version__}, transformers {transformers.__version__}, fp32, {torch.get_num_threads()} thread(s), \
+{seconds / 60:.1f} minutes beside other work  
+Date: {date.today()}
+
+Each family against transformers' model on small random members of it: five documents of 1 to 52 tokens packed into rows for ptf, one at a time for
+transformers, from one saved checkpoint. Errors are relative to the largest magnitude of the reference; a config passes if both are at most {TOLERANCE:g}
+and every tensor comes back from ptf byte for byte. A gradient's error is the worst tensor's.
+
+| family | passed | logits, max | median | gradients, max | median | mistakes caught |
+|---|---|---|---|---|---|---|
+{table}
+
+Not passed: {"; ".join(failed) or "none"}.
+
+Mistakes: the {len(MISTAKES)} of `tests/model/mistakes.py`, each a wrong config mapping, wrong names or a wrong computation that one would make in porting the
+family; caught: {len(MISTAKES) - len(missed)} of {len(MISTAKES)}, each within 12 configs of seed 0.{lost}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

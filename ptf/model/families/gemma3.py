@@ -1,0 +1,117 @@
+"""Gemma 3 (`Gemma3ForCausalLM`, and the text part of `Gemma3ForConditionalGeneration`): a norm before and after each part, norms that scale by
+1 + weight, scaled embeddings, five layers with a sliding window and a short rotary base to one that sees everything.
+
+A multimodal checkpoint trains its language model; the vision tensors go through to the export untouched.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptf.model.config import DecoderConfig
+from ptf.model.families import ATTENTION, LAYER, MLP, OUTER, Family, alternating, common, refuse, rope, small, small_rope
+from ptf.model.ops import Op, Rename
+
+OPS: tuple[Op, ...] = (
+    *OUTER,
+    *ATTENTION,
+    *MLP,
+    Rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
+    Rename("layers.{i}.attn_post_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
+    Rename("layers.{i}.mlp_norm.weight", f"{LAYER}pre_feedforward_layernorm.weight"),
+    Rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
+)
+DEFAULTS = {  # what the reference assumes where a config.json is silent, as the published multimodal ones are
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    c = {**DEFAULTS, **c}
+    refuse(
+        "gemma3",
+        {
+            "hidden_activation": (act := c.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh" and act,
+            "attn_logit_softcapping": c.get("attn_logit_softcapping"),
+            "use_bidirectional_attention": c.get("use_bidirectional_attention"),
+        },
+    )
+    pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
+    types = c.get("layer_types") or ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(c["num_hidden_layers"])]
+    by_type = c.get("rope_parameters") or {}
+    ropes = {
+        "full_attention": rope(c, by_type.get("full_attention") or c.get("rope_scaling") or {}, 1_000_000.0),
+        "sliding_attention": rope({**c, "rope_theta": c.get("rope_local_base_freq")}, by_type.get("sliding_attention") or {}, 10_000.0),
+    }
+    bias = c.get("attention_bias", False)
+    return DecoderConfig(
+        **common(c),
+        tied=c["tie_word_embeddings"],
+        kinds=alternating(c, types, ropes),
+        qk_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        attention_scale=c["query_pre_attn_scalar"] ** -0.5,
+        activation="gelu_tanh",
+        sandwich=True,
+        norm_offset=True,
+        embed_scale=c["hidden_size"] ** 0.5,
+        softcap=c.get("final_logit_softcapping"),
+    )
+
+
+def multimodal_config(c: Mapping[str, Any]) -> DecoderConfig:
+    text = {**c["text_config"], "model_type": "gemma3"}
+    refuse("gemma3", {"text_config.final_logit_softcapping": text.get("final_logit_softcapping")})  # the reference ignores it here
+    return config({**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", True))})
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    c = small(
+        r,
+        "gemma3_text",
+        sliding_window=r.choice([3, 8, 20]),
+        sliding_window_pattern=r.choice([2, 3]),
+        query_pre_attn_scalar=r.choice([8, 16, 50]),
+        attention_bias=r.random() < 0.2,
+        final_logit_softcapping=r.choice([None, 20.0]),
+    )
+    full = small_rope(r, r.choice(["default", "linear"]))
+    return c | {"rope_parameters": {"full_attention": full, "sliding_attention": small_rope(r, "default")}}
+
+
+def random_multimodal_config(r: random.Random) -> dict[str, Any]:
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    text = random_config(r) | {"tie_word_embeddings": True, "final_logit_softcapping": None}
+    return {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model", **vision}, "mm_tokens_per_image": 4}
+
+
+TEXT = Family("gemma3_text", config, OPS, random_config)
+FAMILIES = {
+    "gemma3_text": TEXT,
+    "gemma3": replace(
+        TEXT,
+        model_type="gemma3",
+        config=multimodal_config,
+        small=random_multimodal_config,
+        prefix="language_model.",
+        aliases={
+            "model.language_model.": "language_model.model.",
+            "model.vision_tower.": "vision_tower.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "lm_head.": "language_model.lm_head.",
+        },
+        carried=("vision_tower.", "multi_modal_projector."),
+    ),
+}

@@ -1,0 +1,58 @@
+"""GPT-OSS (`GptOssForCausalLM`): attention sinks, every other layer with a sliding window, biases everywhere, YaRN, clamped SwiGLU experts whose
+weights are the softmax of the chosen. Published checkpoints hold the experts in MXFP4; they are dequantised as they are read."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptf.model.config import DecoderConfig, MoE
+from ptf.model.families import ATTENTION, LAYER, NORMS, OUTER, Family, alternating, common, rope, small, small_rope
+from ptf.model.ops import Interleave, Op, Rename, Transpose
+
+OURS = "layers.{i}.moe.experts."
+OPS: tuple[Op, ...] = (
+    *OUTER,
+    *ATTENTION,
+    *NORMS,
+    Rename("layers.{i}.attn.sinks", f"{LAYER}self_attn.sinks"),
+    *(Rename(f"layers.{{i}}.moe.router.{w}", f"{LAYER}mlp.router.{w}") for w in ("weight", "bias")),
+    Interleave((f"{OURS}gate_proj", f"{OURS}up_proj"), f"{LAYER}mlp.experts.gate_up_proj", transposed=True),
+    Interleave((f"{OURS}gate_bias", f"{OURS}up_bias"), f"{LAYER}mlp.experts.gate_up_proj_bias", transposed=False),
+    Transpose(f"{OURS}down_proj", f"{LAYER}mlp.experts.down_proj"),
+    Rename(f"{OURS}down_bias", f"{LAYER}mlp.experts.down_proj_bias"),
+)
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    c = {"sliding_window": 128, "rms_norm_eps": 1e-5, **c}
+    types = c.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])]
+    table = rope(c, c.get("rope_parameters") or c.get("rope_scaling") or YARN, 150_000.0)
+    kinds = tuple(replace(k, moe=True) for k in alternating(c, types, {"full_attention": table, "sliding_attention": table}))
+    bias = c.get("attention_bias", True)
+    moe = MoE(
+        experts=c.get("num_local_experts", c.get("num_experts", 128)),
+        top_k=c.get("num_experts_per_tok", c.get("experts_per_token", 4)),
+        hidden=c["intermediate_size"],
+        bias=True,
+        clamp=c.get("swiglu_limit", 7.0),
+        balance=c.get("router_aux_loss_coef", 0.001),
+    )
+    return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), kinds=kinds, qkv_bias=bias, out_bias=bias, sinks=True, moe=moe)
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    experts = r.choice([4, 5, 8])
+    return small(
+        r,
+        "gpt_oss",
+        num_local_experts=experts,
+        num_experts_per_tok=r.choice([1, 2, 4]),
+        sliding_window=r.choice([2, 5, 16]),
+        attention_bias=r.random() < 0.8,
+        rope_parameters=small_rope(r, "yarn") | {"truncate": r.random() < 0.5},
+    )
+
+
+FAMILIES = {"gpt_oss": Family("gpt_oss", config, OPS, random_config)}

@@ -1,0 +1,23 @@
+"""Llama 2 and 3 (`LlamaForCausalLM`): grouped-query attention, SwiGLU, pre-norm."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from ptf.model.config import DecoderConfig, Layer
+from ptf.model.families import DENSE, Family, common, refuse, rope, small
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    refuse("llama", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    bias = c.get("attention_bias", False)
+    kinds = (Layer(rope(c)),) * c["num_hidden_layers"]
+    tied = c.get("tie_word_embeddings", False)
+    return DecoderConfig(**common(c), tied=tied, kinds=kinds, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False))
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    return small(r, "llama", attention_bias=r.random() < 0.3, mlp_bias=r.random() < 0.3)
+
+
+FAMILIES = {"llama": Family("llama", config, DENSE, random_config)}

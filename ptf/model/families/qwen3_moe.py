@@ -1,0 +1,53 @@
+"""Qwen3-MoE (`Qwen3MoeForCausalLM`): Qwen3 whose MLPs are mixtures of experts, in all layers or some."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptf.model.config import DecoderConfig, Layer, MoE
+from ptf.model.families import DENSE, LAYER, Family, common, refuse, rope, small
+from ptf.model.ops import Op, Rename, Stack
+
+OPS: tuple[Op, ...] = (
+    *DENSE,
+    Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
+    *(Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight") for p in ("gate", "up", "down")),
+)
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    refuse("qwen3_moe", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    window = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
+    plain = Layer(rope(c), window)
+    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    experts = c.get("num_experts", c.get("num_local_experts", 0))
+    kinds = tuple(replace(plain, moe=i not in dense and experts > 0 and (i + 1) % step == 0) for i in range(c["num_hidden_layers"]))
+    bias = c.get("attention_bias", False)
+    moe = MoE(
+        experts=experts,
+        top_k=c["num_experts_per_tok"],
+        hidden=c["moe_intermediate_size"],
+        normalise=c.get("norm_topk_prob", False),
+        balance=c.get("router_aux_loss_coef", 0.001),
+    )
+    tied = c.get("tie_word_embeddings", False)
+    return DecoderConfig(**common(c), tied=tied, kinds=kinds, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    experts = r.choice([4, 6, 8])
+    sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+    return small(
+        r,
+        "qwen3_moe",
+        num_experts=experts,
+        num_experts_per_tok=r.choice([1, 2, 3]),
+        moe_intermediate_size=r.choice([16, 24]),
+        norm_topk_prob=r.random() < 0.6,
+        attention_bias=r.random() < 0.3,
+        **sparse,
+    )
+
+
+FAMILIES = {"qwen3_moe": Family("qwen3_moe", config, OPS, random_config)}

@@ -1,0 +1,101 @@
+"""Mixture of experts: a router sends each token to a few gated MLPs, which run as one grouped matrix product over the tokens sorted by expert.
+
+The load-balancing loss (Fedus et al., Switch Transformers, 2021, eq. 4-6) is Σ over experts of its share of the choices times its mean router
+probability, times the number of experts; `top_k` where the load is even. Padding does not count.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ptf.model.config import DecoderConfig, MoE
+from ptf.model.layers import Parts
+from ptf.model.lora import attach, grouped
+
+SWISH = 1.702  # GPT-OSS: gate · sigmoid(1.702 gate)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What one layer's router did with the real tokens of a batch."""
+
+    chosen: Tensor  # [experts] how often each was chosen
+    probability: Tensor  # [experts] sum of the router's probabilities, with gradient
+    tokens: Tensor  # how many
+
+
+class Experts(nn.Module):
+    """The projections of all experts, stacked: [experts, out, in]."""
+
+    def __init__(self, dim: int, c: MoE, parts: Parts, path: str) -> None:
+        super().__init__()
+        self.clamp = c.clamp
+        shapes = {"gate": (c.hidden, dim), "up": (c.hidden, dim), "down": (dim, c.hidden)}
+        for name, (out, into) in shapes.items():
+            self.register_parameter(f"{name}_proj", Parameter(torch.zeros(c.experts, out, into)))
+            self.register_parameter(f"{name}_bias", Parameter(torch.zeros(c.experts, out)) if c.bias else None)
+        lora = parts.lora
+        self.adapters = {p: attach(self, p, lora) for p in (f"{name}_proj" for name in shapes) if lora and lora.adapts(f"{path}.{p}")}
+        self.adapted = True  # False inside `adapters_off`
+
+    def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
+        """x [n, dim] sorted by expert, expert [n], ends [experts]: where the tokens of each end."""
+
+        def project(name: str, h: Tensor) -> Tensor:
+            bias = getattr(self, f"{name}_bias")
+            y = F.grouped_mm(h, getattr(self, f"{name}_proj").transpose(-2, -1), offs=ends)
+            adapter = self.adapters.get(f"{name}_proj")
+            if adapter is not None and self.adapted:
+                y = y + grouped(self, adapter, h, ends)
+            return y if bias is None else y + bias[expert]
+
+        gate, up = project("gate", x), project("up", x)
+        if self.clamp is None:
+            return project("down", F.silu(gate) * up)
+        gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+        return project("down", (up + 1) * (gate * torch.sigmoid(SWISH * gate)))
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
+        super().__init__()
+        assert c.moe is not None
+        self.config = c.moe
+        self.router = parts.linear(f"{path}.router", c.dim, c.moe.experts, c.moe.bias)
+        self.experts = parts.component(f"{path}.experts", Experts, c.dim, c.moe, parts, f"{path}.experts")
+        self.routing: Routing | None = None  # of the last forward pass
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        """x [B, T, D]; real [B, T] is False where there is padding."""
+        c, shape = self.config, x.shape
+        x = x.flatten(0, 1)
+        logits = self.router(x)  # [B·T, experts]
+        probability = logits.softmax(-1, dtype=torch.float32)
+        if c.clamp is None:
+            share, chosen = probability.topk(c.top_k, dim=-1)  # [B·T, k]
+            if c.normalise:
+                share = share / share.sum(-1, keepdim=True)
+        else:
+            best, chosen = logits.topk(c.top_k, dim=-1)
+            share = best.softmax(-1)
+        self.routing = self._routing(probability, chosen, real.flatten())
+        order = chosen.flatten().argsort(stable=True)
+        expert, token = chosen.flatten()[order], order // c.top_k
+        ends = torch.bincount(expert, minlength=c.experts).cumsum(0).to(torch.int32)
+        y = self.experts(x[token], ends, expert) * share.to(x.dtype).flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, token, y).view(shape)
+
+    def _routing(self, probability: Tensor, chosen: Tensor, real: Tensor) -> Routing:
+        kept = real.float()
+        counts = torch.zeros(self.config.experts, device=real.device).index_add(0, chosen.flatten(), kept.repeat_interleave(self.config.top_k))
+        return Routing(counts, kept @ probability, kept.sum())
+
+
+def balance(routings: list[Routing]) -> Tensor:
+    """The load-balancing loss over the layers together, as Hugging Face computes it; `top_k` at its best."""
+    tokens = torch.stack([r.tokens for r in routings]).sum().clamp(min=1)
+    chosen, probability = torch.stack([r.chosen for r in routings]).sum(0), torch.stack([r.probability for r in routings]).sum(0)
+    return len(chosen) * (chosen / tokens * probability / tokens).sum()

@@ -1,0 +1,154 @@
+"""How our tensors and Hugging Face's correspond: data, written once in a family's file and played both ways.
+
+The one idea: an op tells which slices of their tensors make up a slice of ours, so that a rank reads from a checkpoint only what it owns.
+`{i}` in a name runs over the layers, `{e}` over the experts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+Slices = tuple[slice, ...]
+Read = Callable[[str, Slices], Tensor]  # a slice of the tensor of that name in a checkpoint
+
+
+class Op(Protocol):
+    @property
+    def ours(self) -> tuple[str, ...]: ...
+    def theirs(self, experts: int) -> tuple[str, ...]: ...
+    def at(self, layer: int) -> Self:
+        """The op of one layer."""
+        ...
+
+    def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        """Of each of their tensors."""
+        ...
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """The slice `part` of `ours[which]`."""
+        ...
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Their tensors, from whole ones of ours."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """One tensor under two names."""
+
+    name: str
+    other: str
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def theirs(self, experts: int) -> tuple[str, ...]:
+        return (self.other,)
+
+    def at(self, layer: int) -> Self:
+        return replace(self, name=self.name.replace("{i}", str(layer)), other=self.other.replace("{i}", str(layer)))
+
+    def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        return tuple(ours)
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        return read(self.other, part)
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Rename):
+    """Theirs are the first `count` rows of ours; the others are padding, and zero."""
+
+    count: int
+
+    def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        return (self.count, *ours[1:])
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        first, last = (min(row, self.count) for row in (part[0].start, part[0].stop))
+        whole = torch.zeros([s.stop - s.start for s in part])
+        if first == last:
+            return whole
+        real = read(self.other, (slice(first, last), *part[1:]))
+        if last == part[0].stop:
+            return real
+        whole = whole.to(real.dtype)
+        whole[: last - first] = real
+        return whole
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0][: self.count]]
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(Rename):
+    """The same, with the last two dimensions of theirs swapped."""
+
+    def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        return (*ours[:-2], ours[-1], ours[-2])
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        return read(self.other, (*part[:-2], part[-1], part[-2])).transpose(-2, -1)
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0].transpose(-2, -1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Rename):
+    """One tensor of ours holds one of theirs for each expert."""
+
+    def theirs(self, experts: int) -> tuple[str, ...]:
+        return tuple(self.other.replace("{e}", str(e)) for e in range(experts))
+
+    def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        return tuple(ours[1:])
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        return torch.stack([read(name, part[1:]) for name in self.theirs(experts)[part[0]]])
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors[0].unbind(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Interleave:
+    """Two tensors of ours alternate along the last dimension of one of theirs, whose last two dimensions are swapped if it is `transposed`."""
+
+    names: tuple[str, str]
+    other: str
+    transposed: bool
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        return self.names
+
+    def theirs(self, experts: int) -> tuple[str, ...]:
+        return (self.other,)
+
+    def at(self, layer: int) -> Self:
+        first, second = (n.replace("{i}", str(layer)) for n in self.names)
+        return replace(self, names=(first, second), other=self.other.replace("{i}", str(layer)))
+
+    def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        return (*ours[:-2], ours[-1], 2 * ours[-2]) if self.transposed else (*ours[:-1], 2 * ours[-1])
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        if self.transposed:
+            part = (*part[:-2], part[-1], part[-2])
+        both = read(self.other, (*part[:-1], slice(2 * part[-1].start, 2 * part[-1].stop)))
+        one = both[..., which::2]
+        return one.transpose(-2, -1) if self.transposed else one
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.transposed:
+            tensors = [t.transpose(-2, -1) for t in tensors]
+        return [torch.stack(tuple(tensors), -1).flatten(-2)]

@@ -1,0 +1,102 @@
+"""The tensors of a checkpoint directory, read slice by slice from safetensors, one file or many; MXFP4 ones are dequantised as they are read.
+
+MXFP4 (OCP Microscaling Formats, 2023): blocks of 32 values of 4 bits (1 sign, 2 exponent, 1 mantissa) share a power of two. GPT-OSS stores a
+matrix `NAME` [.., in, out] as `NAME_blocks` [.., out, in / 32, 16] (two values a byte, the low half first) and `NAME_scales` [.., out, in / 32].
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ptf.errors import UserError
+from ptf.model.ops import Slices
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BLOCK = 32
+
+
+class TensorFiles:
+    """Tensors by name. `aliases`: other beginnings of names → the ones to know them by."""
+
+    def __init__(self, directory: Path, aliases: Mapping[str, str] | None = None) -> None:
+        self.directory, self.handles = directory, contextlib.ExitStack()
+        self.open: dict[Path, Any] = {}
+        self.where: dict[str, tuple[Path, str]] = {}  # name → file, name in the file
+        for stored, path in self._stored().items():
+            begins = next((b for b in aliases or {} if stored.startswith(b)), None)
+            name = stored if begins is None else (aliases or {})[begins] + stored.removeprefix(begins)
+            self.where[name] = (path, stored)
+        packed = {n.removesuffix("_blocks") for n in self.where if n.endswith("_blocks") and n.removesuffix("_blocks") + "_scales" in self.where}
+        self.names = {n for n in self.where if n.removesuffix("_blocks").removesuffix("_scales") not in packed} | packed
+        self.packed = packed
+
+    def _stored(self) -> dict[str, Path]:
+        index = self.directory / "model.safetensors.index.json"
+        single = self.directory / "model.safetensors"
+        if index.is_file():
+            found = {name: self.directory / file for name, file in _weight_map(index).items()}
+            if absent := sorted({p.name for p in found.values() if not p.is_file()}):
+                raise UserError(f"model.path: {index} names files that are not there: {', '.join(absent)}")
+            return found
+        if not single.is_file():
+            other = next((f.name for f in sorted(self.directory.glob("pytorch_model*.bin"))), None)
+            what = f"; {other} is in another format: convert it with transformers' save_pretrained" if other else ""
+            raise UserError(f"model.path: {self.directory} has no model.safetensors (for random weights set model.init: random){what}")
+        return dict.fromkeys(self._file(single).keys(), single)
+
+    def _file(self, path: Path) -> Any:
+        if path not in self.open:
+            try:
+                self.open[path] = self.handles.enter_context(safe_open(path, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"model.path: {path} cannot be read: {error}") from error
+        return self.open[path]
+
+    def _slice(self, name: str) -> Any:
+        path, stored = self.where[name]
+        try:
+            return self._file(path).get_slice(stored)
+        except SafetensorError as error:
+            raise UserError(f"model.path: {path} cannot be read: {error}") from error
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self.packed:
+            *outer, out, blocks = self._slice(f"{name}_scales").get_shape()
+            return (*outer, blocks * BLOCK, out)
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        if name not in self.packed:
+            return self._slice(name)[part]
+        *outer, rows, columns = part
+        inside = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        blocks = self._slice(f"{name}_blocks")[(*outer, columns, inside, slice(None))]
+        scales = self._slice(f"{name}_scales")[(*outer, columns, inside)]
+        first = rows.start - inside.start * BLOCK
+        return dequantise(blocks, scales)[..., first : first + rows.stop - rows.start].transpose(-2, -1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.handles.close()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model.path: {index} is no index of tensors: it has no weight_map") from error
+
+
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 [.., blocks, 16] uint8 and its exponents [.., blocks] uint8 (biased by 127) → bfloat16 [.., 32 · blocks], exactly."""
+    table = torch.tensor([*FP4, *(-v for v in FP4)], dtype=torch.bfloat16)
+    values = table[torch.stack((blocks & 15, blocks >> 4), -1).int()].flatten(-2)  # [.., blocks, 32]
+    return torch.ldexp(values, scales[..., None].int() - 127).to(torch.bfloat16).flatten(-2)

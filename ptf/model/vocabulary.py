@@ -1,0 +1,104 @@
+"""A checkpoint with more tokens than before: its embedding and its head get rows for them.
+
+The one idea: the extended model is written out once, as an ordinary Hugging Face directory, so that training, engines, evaluation and
+publishing see the same thing. Rows that a checkpoint has beyond its tokenizer (Qwen3: 151,936 against 151,669) are used before any is added.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor
+
+from ptf import storage
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.components import FILES, OWN
+from ptf.model.families import Family, family_of
+from ptf.model.tensor_files import TensorFiles
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """What the rows of new tokens begin as."""
+
+    ids: Sequence[int]
+    known: int  # rows in use before: those of the old tokens
+    pieces: Sequence[Sequence[int]] | None = None  # ids whose mean each row is
+    vectors: Mapping[str, Tensor] | None = None  # `embed` [tokens, D], and `head` where that is not tied
+
+    def of(self, which: str, old: Tensor) -> Tensor:
+        """[tokens, D] for the table `which` (`embed` or `head`), from its old rows [V, D]."""
+        used = old[: self.known].float()
+        if self.vectors is not None and which in self.vectors:
+            return self.vectors[which].float()
+        if self.pieces is not None:
+            return torch.stack([used[list(piece)].mean(0) for piece in self.pieces])
+        return used.mean(0).expand(len(self.ids), -1)
+
+
+def rows(config: Mapping[str, Any]) -> int:
+    """Tokens that a config.json has rows for."""
+    text = config.get("text_config", config)
+    return int(text["vocab_size"]) if "vocab_size" in text else family_of(config).config(config).vocab
+
+
+def refuse_larger_tokenizer(directory: Path, tokenizer: str, ids: int) -> None:
+    """Raises UserError if the tokenizer has ids that the model has no rows for."""
+    if ids > (there := rows(bridge.read_config(directory))):
+        raise UserError(
+            f"the tokenizer in {tokenizer} has ids up to {ids - 1}, but the model in {directory} has rows for {there} tokens (vocab_size). If tokens were "
+            "added to the tokenizer, take the one that the model was trained with and name them in model.tokens (added, file or semantic_ids), "
+            "which gives them rows; otherwise the two do not belong together"
+        )
+
+
+def read_vectors(file: str, tokens: int, width: int, tied: bool) -> dict[str, Tensor]:
+    """The rows given for new tokens. Raises UserError for another shape, or a `head` that the model ties to the embedding."""
+    try:
+        with storage.open_read(file) as stream:
+            found = load(stream.read())
+    except SafetensorError as error:
+        raise UserError(f"model.tokens.vectors: {file} cannot be read as safetensors: {error}") from error
+    wrong = [f"{n} is {tuple(t.shape)}" for n, t in found.items() if tuple(t.shape) != (tokens, width)]
+    if wrong or not {"embed"} <= found.keys() <= ({"embed"} if tied else {"embed", "head"}):
+        raise UserError(
+            f"model.tokens.vectors: {file} must hold `embed`{'' if tied else ' and may hold `head`'}, [{tokens}, {width}] each "
+            f"(new tokens, width); it has {', '.join(wrong or found)}"
+        )
+    return found
+
+
+def extend(source: Path, directory: Path, tokenizer: str, new: NewRows) -> None:
+    """Write the checkpoint in `source` with rows for the new tokens, its vocabulary raised, and the extended tokenizer's files."""
+    config = bridge.read_config(source)
+    family = family_of(config)
+    vocab = max([rows(config), *(i + 1 for i in new.ids)])
+    text = {"text_config": {**config["text_config"], "vocab_size": vocab}} if "text_config" in config else {"vocab_size": vocab}
+    bridge.save_hf(_tensors(source, family, new, vocab), source, directory, writes=True, tokenizer=tokenizer, config={**config, **text})
+
+
+def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint but those that save_hf carries over by itself."""
+    tables = {family.prefix + op.theirs(0)[0]: op.ours[0].removesuffix(".weight") for op in family.ops if op.ours[0] in ("embed.weight", "head.weight")}
+    copies = {name for name, which in tables.items() if which == "head" and family.config(bridge.read_config(source)).tied}
+    with TensorFiles(source, family.aliases) as files:
+        for name in sorted(n for n in files.names - copies if not family.carried or not n.startswith(family.carried)):
+            tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+            yield name, table(tensor, tables[name], new, vocab) if name in tables else tensor
+    for file in (source / name for name in FILES.values()):
+        if file.is_file():
+            with safe_open(file, "pt") as own:
+                yield from ((OWN + name, own.get_tensor(name)) for name in own.keys())  # noqa: SIM118
+
+
+def table(old: Tensor, which: str, new: NewRows, vocab: int) -> Tensor:
+    """[V, D] → [vocab, D] with the new rows in their places."""
+    made = torch.zeros(vocab, old.shape[1], dtype=old.dtype)
+    made[: len(old)] = old
+    made[list(new.ids)] = new.of(which, old).to(old.dtype)
+    return made

@@ -1,0 +1,225 @@
+"""Porting mistakes, each of which the logit verifier must catch: a wrong config mapping, wrong names, or a wrong computation."""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptf.model import moe
+from ptf.model.config import DecoderConfig, Layer, Rope
+from ptf.model.decoder import Decoder
+from ptf.model.families import MODULES, Family
+from ptf.model.ops import Interleave, Op, Rename
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    name: str
+    model_type: str
+    family: Callable[[Family], Family] | None = None
+    model: Callable[[Decoder], Any] | None = None
+    patch: tuple[Any, str, Any] | None = None  # object, attribute, wrong value
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        families = importlib.import_module(f"ptf.model.families.{MODULES[self.model_type]}").FAMILIES
+        right = families[self.model_type]
+        kept = getattr(self.patch[0], self.patch[1]) if self.patch else None
+        try:
+            if self.family:
+                families[self.model_type] = self.family(right)
+            if self.patch:
+                setattr(*self.patch)
+            yield
+        finally:
+            families[self.model_type] = right
+            if self.patch:
+                setattr(self.patch[0], self.patch[1], kept)
+
+
+def mapped(change: Callable[[DecoderConfig], DecoderConfig]) -> Callable[[Family], Family]:
+    """The config mapping, followed by `change`."""
+    return lambda family: replace(family, config=lambda c: change(family.config(c)))
+
+
+def fields(**values: Any) -> Callable[[Family], Family]:
+    return mapped(lambda c: replace(c, **values))
+
+
+def layers(change: Callable[[int, Layer], Layer]) -> Callable[[Family], Family]:
+    return mapped(lambda c: replace(c, kinds=tuple(change(i, kind) for i, kind in enumerate(c.kinds))))
+
+
+def ropes(change: Callable[[Rope], Rope]) -> Callable[[Family], Family]:
+    return layers(lambda i, kind: replace(kind, rope=change(kind.rope)))
+
+
+def experts(**values: Any) -> Callable[[Family], Family]:
+    return mapped(lambda c: replace(c, moe=replace(c.moe, **values)))
+
+
+def swapped(one: str, other: str) -> Callable[[Family], Family]:
+    """Two of our names change places."""
+
+    def swap(op: Op) -> Op:
+        if not isinstance(op, Rename) or not (one in op.name or other in op.name):
+            return op
+        return replace(op, name=op.name.replace(one, other) if one in op.name else op.name.replace(other, one))
+
+    return lambda family: replace(family, ops=tuple(swap(op) for op in family.ops))
+
+
+def each(part: str, change: Callable[[nn.Module], Any]) -> Callable[[Decoder], None]:
+    """Change a part of every layer that has it, without gradient."""
+
+    def apply(model: Decoder) -> None:
+        with torch.no_grad():
+            for layer in model.layers:
+                module = layer.get_submodule(part) if any(n == part for n, _ in layer.named_modules()) else None
+                if module is not None:
+                    change(module)
+
+    return apply
+
+
+def rows(order: Callable[[torch.Tensor, int], torch.Tensor], *names: str) -> Callable[[Decoder], None]:
+    """Reorder the rows of projections of attention."""
+
+    def change(attention: nn.Module) -> None:
+        for name in names:
+            projection = getattr(attention, name)
+            projection.weight.copy_(order(projection.weight.clone(), attention.head_dim))
+            if projection.bias is not None:
+                projection.bias.copy_(order(projection.bias.clone(), attention.head_dim))
+
+    return each("attn", change)
+
+
+def _pairs(weight: torch.Tensor, size: int) -> torch.Tensor:
+    """The layout of rotary dimensions in pairs, instead of halves."""
+    return weight.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def _tiled(attention: nn.Module) -> None:
+    """Query heads dealt to key heads in turn, instead of in groups."""
+    size = attention.head_dim
+    groups = attention.k_proj.weight.shape[0] // size
+    order = torch.arange(attention.q_proj.weight.shape[0] // size).view(groups, -1).t().flatten()
+    for p in (attention.q_proj.weight, attention.q_proj.bias):
+        if p is not None:
+            p.copy_(p.clone().unflatten(0, (-1, size))[order].flatten(0, 1))
+    out = attention.o_proj.weight
+    out.copy_(out.clone().unflatten(1, (-1, size))[:, order].flatten(1))
+
+
+def _norm_last(attention: nn.Module) -> None:
+    """Queries and keys normalised after the rotation."""
+    import ptf.model.attention as module
+
+    def forward(x: torch.Tensor, rope: Any, attend: Any) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, attention.head_dim)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k = attention.q_norm(module.rotate(q, rope)), attention.k_norm(module.rotate(k, rope))
+        return attention.o_proj(attend(attention, q, k, v).flatten(-2))
+
+    attention.forward = forward
+
+
+def _halves(op: Interleave, which: int, part: Any, read: Any, experts: int) -> torch.Tensor:
+    """Gate and up as the two halves of the tensor, instead of alternating."""
+    both = read(op.other, tuple(slice(0, 10**6) for _ in part))
+    one = both.chunk(2, -1)[which]
+    return (one.transpose(-2, -1) if op.transposed else one)[part]
+
+
+def _zero(name: str) -> Callable[[nn.Module], None]:
+    return lambda module: getattr(module, name).zero_()
+
+
+def _set(name: str, value: Any) -> Callable[[nn.Module], None]:
+    return lambda module: setattr(module, name, value)
+
+
+def _shift_window(by: int) -> Callable[[Family], Family]:
+    return layers(lambda i, kind: replace(kind, window=kind.window and kind.window + by))
+
+
+def _identity_norms(attention: nn.Module) -> None:
+    attention.q_norm = attention.k_norm = nn.Identity()
+
+
+def _transposed(experts_: nn.Module) -> None:
+    """The first expert's down projection read with its dimensions swapped."""
+    down = experts_.down_proj
+    down[0].copy_(down[0].clone().flatten().view(down.shape[2], -1).t())
+
+
+def _one_rope(c: DecoderConfig) -> DecoderConfig:
+    return replace(c, kinds=tuple(replace(kind, rope=c.kinds[0].rope) for kind in c.kinds))
+
+
+def _windows_moved(c: DecoderConfig) -> DecoderConfig:
+    return replace(c, kinds=tuple(replace(kind, window=c.kinds[i - 1].window) for i, kind in enumerate(c.kinds)))
+
+
+MISTAKES = (
+    Mistake("rope base 1 % off", "llama", ropes(lambda r: replace(r, theta=r.theta * 1.01))),
+    Mistake("rope scaling ignored", "llama", ropes(lambda r: Rope(r.theta))),
+    Mistake("rope scaling by half the factor", "llama", ropes(lambda r: replace(r, factor=max(1.0, r.factor / 2)))),
+    Mistake("Llama 3 scaling with the ends swapped", "llama", ropes(lambda r: replace(r, high=r.high * 2) if r.kind == "llama3" else r)),
+    Mistake("YaRN without its attention factor", "llama", ropes(lambda r: replace(r, scale=1.0))),
+    Mistake("YaRN with beta_fast and beta_slow swapped", "llama", ropes(lambda r: replace(r, low=r.high, high=r.low) if r.kind == "yarn" else r)),
+    Mistake("norm epsilon ten times too large", "llama", mapped(lambda c: replace(c, norm_eps=c.norm_eps * 10))),
+    Mistake("tied head taken for untied", "llama", mapped(lambda c: replace(c, tied=not c.tied))),
+    Mistake("attention biases left out", "llama", fields(qkv_bias=False, out_bias=False)),
+    Mistake("MLP biases left out", "llama", fields(mlp_bias=False)),
+    Mistake("gate and up swapped", "llama", swapped("gate_proj", "up_proj")),
+    Mistake("queries and keys swapped", "llama", swapped("q_proj", "k_proj")),
+    Mistake("norms of a block swapped", "llama", swapped("attn_norm", "mlp_norm")),
+    Mistake("rotary dimensions in pairs", "llama", model=rows(_pairs, "q_proj", "k_proj")),
+    Mistake("key heads dealt in turn", "llama", model=each("attn", _tiled)),
+    Mistake("attention scaled by the head size", "llama", mapped(lambda c: replace(c, attention_scale=1 / c.head_dim))),
+    Mistake("final norm not scaled", "llama", model=lambda m: m.norm.weight.data.fill_(1)),
+    Mistake("GELU for SiLU", "llama", fields(activation="gelu_tanh")),
+    Mistake("window one short", "mistral", _shift_window(-1)),
+    Mistake("window one long", "mistral", _shift_window(1)),
+    Mistake("window ignored", "mistral", layers(lambda i, kind: replace(kind, window=None))),
+    Mistake("biases of queries, keys and values left out", "qwen2", fields(qkv_bias=False)),
+    Mistake("value bias zero", "qwen2", model=each("attn.v_proj", _zero("bias"))),
+    Mistake("window from one layer later", "qwen2", mapped(lambda c: replace(c, kinds=(c.kinds[0], *c.kinds[:-1])))),
+    Mistake("no norm of queries and keys", "qwen3", model=each("attn", _identity_norms)),
+    Mistake("queries and keys normalised after the rotation", "qwen3", model=each("attn", _norm_last)),
+    Mistake("norms of queries and keys swapped", "qwen3", swapped("q_norm", "k_norm")),
+    Mistake("head size from the width", "qwen3", mapped(lambda c: replace(c, head_dim=c.dim // c.heads))),
+    Mistake("chosen experts not normalised", "qwen3_moe", experts(normalise=False)),
+    Mistake("chosen experts always normalised", "qwen3_moe", experts(normalise=True)),
+    Mistake("one expert too few", "qwen3_moe", mapped(lambda c: replace(c, moe=replace(c.moe, top_k=max(1, c.moe.top_k - 1))))),
+    Mistake("expert gates and ups swapped", "qwen3_moe", swapped("experts.gate_proj", "experts.up_proj")),
+    Mistake("experts in reverse order", "qwen3_moe", model=each("moe.router", lambda r: r.weight.copy_(r.weight.flip(0)))),
+    Mistake("an expert transposed", "qwen3_moe", model=each("moe.experts", _transposed)),
+    Mistake("experts in every layer", "qwen3_moe", layers(lambda i, kind: replace(kind, moe=True))),
+    Mistake("norms not offset by one", "gemma3_text", fields(norm_offset=False)),
+    Mistake("embeddings not scaled", "gemma3_text", fields(embed_scale=1.0)),
+    Mistake("attention scaled by the head size, not the config's scalar", "gemma3_text", fields(attention_scale=None)),
+    Mistake("SiLU for GELU", "gemma3_text", fields(activation="silu")),
+    Mistake("no norm after attention and MLP", "gemma3_text", fields(sandwich=False)),
+    Mistake("norm after attention taken for the one before the MLP", "gemma3_text", swapped("attn_post_norm", "mlp_norm")),
+    Mistake("one rotary base for all layers", "gemma3_text", mapped(_one_rope)),
+    Mistake("global layers one too early", "gemma3_text", mapped(lambda c: replace(c, kinds=(*c.kinds[1:], c.kinds[0])))),
+    Mistake("logits not soft-capped", "gemma3_text", fields(softcap=None)),
+    Mistake("window one long", "gemma3_text", _shift_window(1)),
+    Mistake("vision tensors not known", "gemma3", lambda family: replace(family, carried=())),
+    Mistake("sinks left out", "gpt_oss", model=each("attn", _set("sinks", None))),
+    Mistake("sinks of the other heads", "gpt_oss", model=each("attn", lambda a: a.sinks.copy_(a.sinks.flip(0)))),
+    Mistake("windows in the wrong half of the layers", "gpt_oss", mapped(_windows_moved)),
+    Mistake("gate and up not clamped", "gpt_oss", experts(clamp=1e9)),
+    Mistake("clamped at 6", "gpt_oss", experts(clamp=6.0)),
+    Mistake("plain sigmoid in the gate", "gpt_oss", patch=(moe, "SWISH", 1.0)),
+    Mistake("gate and up as halves", "gpt_oss", patch=(Interleave, "read", _halves)),
+    Mistake("router bias left out", "gpt_oss", model=each("moe.router", _zero("bias"))),
+    Mistake("expert biases of the up projection left out", "gpt_oss", model=each("moe.experts", _zero("up_bias"))),
+    Mistake("YaRN truncates where the config says not to", "gpt_oss", ropes(lambda r: replace(r, truncate=not r.truncate))),
+)  # fmt: skip

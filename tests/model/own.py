@@ -1,0 +1,82 @@
+"""Components as a user would write them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ptf.model.attention import Attend, Attention
+from ptf.model.chunked import cross_entropy
+from ptf.model.config import DecoderConfig
+from ptf.model.head import Head
+from ptf.model.layers import MLP, Parts
+from ptf.model.moe import MixtureOfExperts
+from ptf.model.rope import Table
+
+
+class SameMLP(nn.Module):
+    """The gated MLP, written another way: the same tensors and the same function."""
+
+    def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
+        super().__init__()
+        for name, (into, out) in {"gate": (c.dim, c.hidden), "up": (c.dim, c.hidden), "down": (c.hidden, c.dim)}.items():
+            setattr(self, f"{name}_proj", parts.linear(f"{path}.{name}_proj", into, out, c.mlp_bias))
+        self.act = F.silu if c.activation == "silu" else lambda x: F.gelu(x, approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ScaledMLP(MLP):
+    """One tensor more, which begins at `scale`."""
+
+    def __init__(self, c: DecoderConfig, parts: Parts, path: str, scale: float = 1.0) -> None:
+        super().__init__(c, parts, path)
+        self.scale = Parameter(torch.full((c.dim,), scale))
+        self.register_buffer("shift", torch.full((c.dim,), 0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.shift
+
+
+class NarrowMLP(nn.Module):
+    """Two projections through `width`, of other names and shapes."""
+
+    def __init__(self, c: DecoderConfig, parts: Parts, path: str, width: int = 24) -> None:
+        super().__init__()
+        self.into = parts.linear(f"{path}.into", c.dim, width)
+        self.out = parts.linear(f"{path}.out", width, c.dim)
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        return self.out(F.relu(self.into(x)))
+
+
+class GatedAttention(Attention):
+    """A gate on what attention says, which begins wide open."""
+
+    def __init__(self, c: DecoderConfig, layer: int, parts: Parts, path: str) -> None:
+        super().__init__(c, layer, parts, path)
+        self.gate = Parameter(torch.ones(c.dim))
+
+    def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
+        return super().forward(x, rope, attend) * self.gate
+
+
+class SameMoE(MixtureOfExperts):
+    """The same mixture."""
+
+
+class DeepHead(nn.Module):
+    """A layer before the vocabulary, with a loss of its own: cross-entropy with a bias."""
+
+    def __init__(self, c: DecoderConfig, parts: Parts, path: str, width: int = 32) -> None:
+        super().__init__()
+        self.vocab = c.vocab
+        self.into = parts.linear(f"{path}.into", c.dim, width)
+        self.out = parts.linear(f"{path}.out", width, c.vocab, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.into(x)))
+
+    def loss(self, x: Tensor, batch) -> Tensor:
+        return cross_entropy(F.silu(self.into(x)), Head(self.out.weight, self.vocab, bias=self.out.bias), batch.targets, batch.weights)

@@ -1,0 +1,134 @@
+"""Training a small member of a family on any mesh: what several ranks must find alike."""
+
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ptf.compute.world import World, make_mesh
+from ptf.config.schema import LoraConfig, ModelConfig
+from ptf.model import bridge
+from ptf.model.chunked import cross_entropy
+from ptf.model.families import family_of
+from ptf.model.plan import PLAN, parallelize
+from ptf.model.recompute import Recompute
+from ptf.model.tensor_parallel import Style
+from ptf.train import trainer
+from tests.tiny import packed
+
+ROWS = ([30, 11, 6], [47], [5, 41], [17, 1, 29])  # four micro-batches, by the lengths of their documents
+WIDTH = 47  # odd: a tensor group of 2 must fill it up
+SHAPE = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 48, "intermediate_size": 64, "vocab_size": 131,
+    "num_hidden_layers": 2, "attention_bias": True,
+}  # fmt: skip
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `mesh`: replicate, shard, tensor."""
+
+    directory: str
+    mesh: tuple[int, int, int] | None = None
+    lora: bool = False
+    steps: int = 20
+    recomputed: Recompute = "none"
+    precision: str = "fp32"
+    plan: Mapping[str, Style] = field(default_factory=dict)  # in place of entries of PLAN
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]  # of every fourth step and the last, whole; {} for the others
+
+
+def checkpoint(directory: Path, family: str, **more: Any) -> str:
+    """A model that 2 ranks divide, in which nothing is 0 or 1, so that no test passes by its being there."""
+    config = family_of({"model_type": family}).small(random.Random(f"parallel/{family}")) | SHAPE | more
+    config |= {k: 4 for k in ("num_experts", "num_local_experts") if k in config} | {"num_experts_per_tok": 2}
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    model, ours = trainer.load_model(directory, World(), ModelConfig(path=str(directory), init="random"), seed=0, precision="fp32")
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            real = p[: SHAPE["vocab_size"]] if name.startswith(("embed", "head")) else p
+            real += 0.1 * torch.randn(real.shape, generator=g)
+    save_file({n: t.contiguous() for n, t in bridge.hf_tensors(model, ours)}, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
+
+
+def train(case: Case) -> Trained:
+    """Every rank returns the same."""
+    mesh, rank = None, 0
+    if case.mesh is not None:
+        rank, mesh = dist.get_rank(), make_mesh("cpu", dist.get_world_size(), case.mesh[0], case.mesh[2])
+    world = World(rank, 1 if mesh is None else mesh.size(), mesh=mesh)
+    spec = ModelConfig(path=case.directory, lora=LORA if case.lora else None)
+    trainer.parallelize = partial(parallelize, plan={**PLAN, **case.plan})  # type: ignore[assignment]
+    model, _ = trainer.load_model(Path(case.directory), world, spec, seed=0, precision=case.precision, recomputed=case.recomputed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("lora_b"):
+                p += 0.02  # as if it had been trained: at 0 the gradient of A is
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-5, betas=(0.9, 0.95))
+    losses, gradients = [], []
+    for step in range(case.steps):
+        batches = [packed([list(row)], WIDTH, seed=100 * step + i) for i, row in enumerate(ROWS)]
+        units, total = sum(float(b.weights.sum()) for b in batches), 0.0
+        for b in batches[world.data_rank :: world.data_size]:
+            loss = model(b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights))
+            if (balance := model.balance()) is not None:
+                loss = loss + 0.01 * balance * float(b.weights.sum())
+            (loss * (world.data_size / units)).backward()
+            total += float(loss.detach()) / units
+        losses.append(float(world.sum(total)))
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        if step % 4 and step + 1 < case.steps:
+            found = {}  # gathering them takes most of the time
+        gradients.append({n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in found.items()})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, gradients)
+
+
+def _rank(rank: int, size: int, cases: Sequence[Case], directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
+    for i, case in enumerate(cases):
+        found = train(case)
+        if rank == 0:
+            torch.save(found, f"{directory}/{i}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(size: int, cases: Sequence[Case], directory: Path) -> list[Trained]:
+    """What each case finds on `size` processes, which are started once."""
+    directory.mkdir(parents=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    mp.spawn(_rank, (size, cases, str(directory)), nprocs=size)
+    return [torch.load(directory / f"{i}.pt", weights_only=False) for i in range(len(cases))]
+
+
+def difference(a: Trained, b: Trained) -> tuple[float, float]:
+    """Largest over the steps: of the losses, relative; of the gradients, norm of the difference over the norm. Infinite if not of the same tensors."""
+    loss = max(abs(x - y) / abs(x) for x, y in zip(a.losses, b.losses, strict=True))
+    norm = lambda g: float(torch.cat([t.double().flatten() for t in g]).norm())  # noqa: E731
+    if any(x.keys() != y.keys() for x, y in zip(a.gradients, b.gradients, strict=True)):
+        return loss, float("inf")
+    return loss, max(norm([x[n] - y[n] for n in x]) / norm(x.values()) for x, y in zip(a.gradients, b.gradients, strict=True) if x)

@@ -1,0 +1,65 @@
+"""The head's logits: soft-capped, biased, cut to the vocabulary, gathered over a group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptf.model.head import Head
+from tests.model.ranks import two_ranks
+
+ROWS, VOCAB, DIM = 40, 31, 8
+
+
+def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(*shape, generator=g) for shape in ((2, 5, DIM), (ROWS, DIM), (ROWS,)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_logits_equal_the_definition_and_have_its_gradients(softcap, biased):
+    x, weight, bias = (t.requires_grad_() for t in problem())
+    ours = Head(weight, VOCAB, softcap, bias if biased else None).logits(x)
+    dense = x.double() @ weight.double()[:VOCAB].t() + (bias.double()[:VOCAB] if biased else 0)
+    dense = dense if softcap is None else softcap * torch.tanh(dense / softcap)
+    assert ours.shape == (2, 5, VOCAB)
+    torch.testing.assert_close(ours.double(), dense, rtol=1e-6, atol=1e-6)
+    upstream = torch.randn(dense.shape, generator=torch.Generator().manual_seed(1))
+    leaves = (x, weight, bias) if biased else (x, weight)
+    mine, theirs = torch.autograd.grad((ours * upstream).sum(), leaves), torch.autograd.grad((dense * upstream).sum(), leaves)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert not mine[1][VOCAB:].any()
+    assert mine[1][:VOCAB].any(1).all()
+
+
+def test_logits_of_bf16_are_fp32():
+    x, weight, _ = problem()
+    logits = Head(weight.bfloat16(), VOCAB).logits(x.bfloat16())
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, (x.bfloat16() @ weight.bfloat16()[:VOCAB].t()).float())
+
+
+@pytest.mark.parametrize(("first", "rows", "real"), [(0, 40, 31), (0, 20, 20), (20, 20, 11), (32, 8, 0), (0, 31, 31)])
+def test_the_rows_of_a_rank_that_are_not_padding(first, rows, real):
+    assert Head(torch.zeros(rows, DIM), VOCAB, first=first).real == real
+
+
+def gathered(cut: int) -> torch.Tensor:
+    x, weight, bias = problem()
+    mine = slice(0, cut) if dist.get_rank() == 0 else slice(cut, ROWS)
+    logits = Head(weight[mine].requires_grad_(), VOCAB, 2.0, bias[mine], mine.start, dist.group.WORLD).logits(x)
+    assert not logits.requires_grad
+    return logits
+
+
+def several_cuts() -> list[torch.Tensor]:
+    return [gathered(cut) for cut in (20, 13, 35)]
+
+
+def test_a_group_gathers_the_whole_vocabulary_on_every_rank(tmp_path):
+    x, weight, bias = problem()
+    whole = Head(weight, VOCAB, 2.0, bias).logits(x)
+    for rank in two_ranks(several_cuts, tmp_path):
+        for logits in rank:
+            torch.testing.assert_close(logits, whole, rtol=1e-6, atol=1e-6)

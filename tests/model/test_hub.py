@@ -1,0 +1,152 @@
+"""Where models come from: the Hugging Face cache, with and without a network, and any file system that fsspec knows."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from ptf.errors import UserError
+from ptf.model import bridge
+from tests.tiny import checkpoint
+
+COMMIT, OTHER = "a" * 40, "b" * 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("hub") / "model")
+
+
+@pytest.fixture
+def home(model, tmp_path) -> Path:
+    """A cache as the hub's client lays it out: two commits of one model, the main branch at the second and a tag at the first."""
+    root = tmp_path / "hf" / "hub" / "models--me--tiny"
+    for commit, eps in ((COMMIT, 1e-5), (OTHER, 1e-6)):
+        snapshot = root / "snapshots" / commit
+        shutil.copytree(model, snapshot)
+        (snapshot / "config.json").write_text(json.dumps({**bridge.read_config(model), "rms_norm_eps": eps}))
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(OTHER)
+    (root / "refs" / "v1").write_text(COMMIT)
+    return tmp_path / "hf"
+
+
+def located(home: Path, path: str, revision: str | None = None, **environment: str) -> tuple[str, str]:
+    """What `hub.fetch` gives in a process of its own, for the client reads its environment once: (directory, what it printed or its message)."""
+    code = (
+        "import sys; from ptf.model import hub; from ptf.errors import UserError\n"
+        "try: print(hub.fetch(sys.argv[1], sys.argv[2] or None))\n"
+        "except UserError as error: print(error, file=sys.stderr)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, path, revision or ""], capture_output=True, text=True, timeout=60,
+        cwd=Path(__file__).parents[2], env={"PATH": "/usr/bin:/bin", "HF_HOME": str(home), "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    assert "Traceback" not in run.stderr
+    lines = run.stdout.strip().splitlines()
+    return (lines[-1] if lines else ""), "\n".join(lines[:-1]) + run.stderr.strip()
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody listens there
+
+
+@pytest.mark.parametrize("environment", [OFFLINE, NO_NETWORK], ids=["offline", "no network"])
+def test_a_cached_model_needs_no_network_and_its_revision_is_honoured(home, environment):
+    for revision, commit in ((None, OTHER), ("v1", COMMIT), (COMMIT, COMMIT)):
+        directory, said = located(home, "me/tiny", revision, **environment)
+        assert directory.endswith(f"models--me--tiny/snapshots/{commit}")
+        assert (commit in said) or (revision == COMMIT and environment is NO_NETWORK)  # which one it is, where it might not be the newest
+
+
+def test_what_is_not_in_the_cache_is_said_with_what_to_do(home):
+    for environment, why in ((OFFLINE, "HF_HUB_OFFLINE"), (NO_NETWORK, "cannot be reached")):
+        for path, revision, command in (("me/other", None, "hf download me/other`"), ("me/tiny", "v2", "hf download me/tiny --revision v2`")):
+            directory, said = located(home, path, revision, **environment)
+            assert directory == ""
+            assert why in said
+            assert command in said
+            assert len(said.splitlines()) == 1
+
+
+def test_a_half_fetched_model_counts_as_absent(home):
+    snapshot = home / "hub" / "models--me--tiny" / "snapshots" / OTHER
+    (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
+    directory, said = located(home, "me/tiny", **OFFLINE)
+    assert directory == ""
+    assert "does not have all of me/tiny" in said
+
+
+@pytest.fixture
+def memory():
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def test_a_uri_is_copied_once_whole_and_without_other_copies_of_the_weights(model, memory, tmp_path, monkeypatch):
+    memory.put(f"{model}/", "/models/tiny/", recursive=True)
+    memory.pipe("/models/tiny/pytorch_model.bin", b"the same again")
+    memory.pipe("/models/tiny/original/consolidated.00.pth", b"and again")
+    local = bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
+    assert {f.name for f in local.iterdir()} == {f.name for f in model.iterdir()}
+    inode = (local / "model.safetensors").stat().st_ino
+    again = bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
+    assert again == local
+    assert (again / "model.safetensors").stat().st_ino == inode
+    memory.pipe("/models/tiny/config.json", json.dumps({**bridge.read_config(model), "rms_norm_eps": 1e-5}).encode())
+    newer = bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
+    assert newer != local
+    assert bridge.read_config(newer)["rms_norm_eps"] == 1e-5
+    count = 0
+
+    def cut_off(*_, **__):
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise OSError("cut off")
+        return real(*_, **__)
+
+    real = type(memory).get_file
+    monkeypatch.setattr(type(memory), "get_file", lambda self, *a, **k: cut_off(self, *a, **k))
+    memory.pipe("/models/tiny/config.json", b"{}")
+    with pytest.raises(OSError, match="cut off"):
+        bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
+    assert sorted((tmp_path / "cache").iterdir()) == sorted([local, newer])
+
+
+def test_a_file_uri_and_a_missing_one(model, tmp_path):
+    assert bridge.locate(f"file://{model}") == model
+    with pytest.raises(UserError, match="memory://nowhere"):
+        bridge.locate("memory://nowhere", cache=str(tmp_path))
+
+
+def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_path, monkeypatch):
+    def loaded(directory: Path):
+        found, family = bridge.build(directory)
+        bridge.materialize(found, torch.device("cpu"))
+        bridge.load_hf(found, directory, family)
+        return found, family
+
+    first, family = loaded(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(bridge, "SHARD_BYTES", 50_000)
+        bridge.save_hf(bridge.hf_tensors(first, family), model, tmp_path / "sharded", writes=True)
+    shards = sorted(f.name for f in (tmp_path / "sharded").glob("*.safetensors"))
+    assert len(shards) > 2
+    memory.put(f"{tmp_path}/sharded/", "/models/sharded/", recursive=True)
+    local = bridge.locate("memory://models/sharded", cache=str(tmp_path / "cache"))
+    second, family = loaded(local)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    bridge.save_hf(bridge.hf_tensors(second, family), local, tmp_path / "whole", writes=True)
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert not list((tmp_path / "whole").glob("*.index.json"))
+    (local / shards[1]).unlink()
+    with pytest.raises(UserError, match=f"files that are not there: {shards[1]}"):
+        loaded(local)

@@ -1,0 +1,74 @@
+"""Routing, experts and the load-balancing loss, against transformers and against a plain loop."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ptf.model.config import DecoderConfig, Layer, MoE, Rope
+from ptf.model.families import family_of
+from ptf.model.layers import Parts
+from ptf.model.moe import MixtureOfExperts, balance
+from ptf.model.verify import random_reference
+
+
+def mixture(**more: object) -> MixtureOfExperts:
+    moe = MoE(**{"experts": 5, "top_k": 2, "hidden": 16, **more})
+    rope = Rope(10_000.0)
+    config = DecoderConfig(16, 8, 1, 1, 8, 12, 1e-6, 64, True, (Layer(rope, moe=True),), moe=moe)
+    layer = MixtureOfExperts(config, Parts(), "moe")
+    g = torch.Generator().manual_seed(0)
+    for p in layer.parameters():
+        p.data.normal_(0, 0.5, generator=g)
+    return layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_experts_equal_a_loop(bias: bool, dtype: torch.dtype) -> None:
+    layer = mixture(bias=bias).to(dtype)
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = layer(x, torch.ones(2, 9, dtype=torch.bool))
+    e = layer.experts
+    share, chosen = layer.router(x).softmax(-1, dtype=torch.float32).topk(2, -1)
+    share = share / share.sum(-1, keepdim=True)
+    expected = torch.zeros_like(x)
+    for b, t, k in [(b, t, k) for b in range(2) for t in range(9) for k in range(2)]:
+        i = chosen[b, t, k]
+        gate, up = (F.linear(x[b, t], getattr(e, f"{n}_proj")[i], getattr(e, f"{n}_bias")[i] if bias else None) for n in ("gate", "up"))
+        y = F.linear(F.silu(gate) * up, e.down_proj[i], e.down_bias[i] if bias else None)
+        expected[b, t] += share[b, t, k].to(dtype) * y
+    assert (found - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 5e-2) * expected.abs().max()
+
+
+def test_balance_equals_transformers() -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    config = family_of({"model_type": "qwen3_moe"}).small(random.Random(3)) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    hf = random_reference(config, 0)
+    ids = torch.randint(0, config["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(0))
+    logits = hf(input_ids=ids, output_router_logits=True).router_logits
+    theirs = load_balancing_loss_func(logits, config["num_experts"], config["num_experts_per_tok"])
+    layers = [mixture(experts=config["num_experts"], top_k=config["num_experts_per_tok"]) for _ in logits]
+    ours = []
+    for layer, router in zip(layers, logits, strict=True):
+        probability = router.softmax(-1)
+        ours.append(layer._routing(probability, probability.topk(config["num_experts_per_tok"], -1).indices, torch.ones(len(router), dtype=torch.bool)))
+    assert float(balance(ours).detach()) == pytest.approx(float(theirs), rel=1e-5)
+
+
+def test_padding_does_not_count_and_an_even_load_is_the_least() -> None:
+    layer = mixture()
+    x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(2))
+    real = torch.arange(12)[None] < 7
+    layer(x, real)
+    first = balance([layer.routing])
+    layer(torch.where(real[..., None], x, 99.0), real)
+    assert torch.equal(first, balance([layer.routing]))
+    layer.router.weight.data.zero_()  # every probability is equal
+    layer(x, real)
+    assert float(balance([layer.routing])) == pytest.approx(2.0)
+    layer.router.weight.data[0] = 5 * x[0, 0]
+    layer(x[:, :1], real[:, :1])
+    assert float(balance([layer.routing]).detach()) > 2.5

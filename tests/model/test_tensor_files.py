@@ -1,0 +1,198 @@
+"""What a checkpoint directory may hold, and what is said of one that is broken. MXFP4 as transformers dequantises it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.decoder import Decoder
+from ptf.model.families import Family
+from ptf.model.tensor_files import TensorFiles
+from tests.tiny import checkpoint
+
+
+def loaded(directory: Path) -> tuple[Decoder, Family]:
+    model, family = bridge.build(directory)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, directory, family)
+    return model, family
+
+
+def refused(directory: Path) -> list[str]:
+    with pytest.raises(UserError) as error:
+        loaded(directory)
+    return str(error.value).splitlines()
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    return checkpoint(tmp_path / "m")
+
+
+def test_every_tensor_that_does_not_fit_is_named_at_once(directory):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    loaded(directory)  # control
+    layer = "model.layers.0.self_attn"
+    del tensors[f"{layer}.q_proj.weight"], tensors["model.norm.weight"]
+    tensors[f"{layer}.k_proj.weight"] = tensors[f"{layer}.k_proj.weight"][:-1].clone()
+    tensors |= {f"{layer}.q_proj.bias": torch.zeros(128), "model.layers.2.mlp.up_proj.weight": torch.zeros(96, 64)}
+    save_file(tensors, file, {"format": "pt"})
+    first, *rest = refused(directory)
+    assert "does not fit its config.json" in first
+    assert [line.strip() for line in rest] == [
+        f"missing: {layer}.q_proj.weight",
+        "missing: model.norm.weight",
+        f"unexpected: {layer}.q_proj.bias",
+        "unexpected: model.layers.2.mlp.up_proj.weight",
+        f"wrong shape: {layer}.k_proj.weight is (63, 64), the config says (64, 64)",
+    ]
+
+
+@pytest.mark.parametrize("left", [0, 5, 5000])
+def test_a_truncated_file_is_named(directory, left):
+    file = directory / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.truncate(left)
+    (line,) = refused(directory)
+    assert f"{file} cannot be read" in line
+
+
+def test_an_index_that_names_absent_files_or_tensors(directory):
+    file, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    names = list(load_file(file))
+    part = "model-00001-of-00002.safetensors"
+    shutil.copy(file, directory / part)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, part)}))
+    loaded(directory)  # control
+    index.write_text(json.dumps({"weight_map": {**dict.fromkeys(names, part), names[0]: "model-00002-of-00002.safetensors"}}))
+    (line,) = refused(directory)
+    assert "names files that are not there: model-00002-of-00002.safetensors" in line
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*names, "model.absent"], part)}))
+    assert "model.absent" in "".join(refused(directory))
+    for text in ("{", "[]", "{}"):
+        index.write_text(text)
+        (line,) = refused(directory)
+        assert "model.safetensors.index.json is no index of tensors" in line
+
+
+def test_no_weights_or_only_ones_in_another_format(directory):
+    (directory / "model.safetensors").unlink()
+    (line,) = refused(directory)
+    assert "no model.safetensors" in line
+    (directory / "pytorch_model.bin").write_bytes(b"")
+    (line,) = refused(directory)
+    assert "pytorch_model.bin" in line
+    assert "safetensors" in line
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_config_that_is_none(directory, text):
+    (directory / "config.json").write_text(text)
+    (line,) = refused(directory)
+    assert "config.json is not a JSON object" in line
+
+
+def test_a_config_without_a_setting_that_has_no_default(directory):
+    config = bridge.read_config(directory)
+    del config["hidden_size"]
+    (directory / "config.json").write_text(json.dumps(config))
+    (line,) = refused(directory)
+    assert "config.json has no hidden_size" in line
+
+
+def test_an_architecture_that_is_not_there_is_named_with_the_nearest_and_the_way_out(directory):
+    config = bridge.read_config(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_next"}))
+    (line,) = refused(directory)
+    assert all(part in line for part in ("'qwen3_next'", "nearest: qwen3", "model.backend: hf", "docs/add_a_model.md"))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8"])
+def test_a_quantised_checkpoint_is_refused(directory, method):
+    config = bridge.read_config(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    (line,) = refused(directory)
+    assert f"quantised ({method})" in line
+
+
+# MXFP4
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_local_experts": 3, "num_experts_per_tok": 2, "max_position_embeddings": 128, "sliding_window": 8, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def packed(tensor: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random MXFP4 of the shape of [experts, in, out]: every bit pattern of a value, exponents around 1."""
+    experts, into, out = tensor.shape
+    g = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8, generator=g)
+    return blocks, torch.randint(117, 127, (experts, out, into // 32), dtype=torch.uint8, generator=g)
+
+
+@pytest.fixture
+def quantised(tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A gpt_oss checkpoint as it is published, and its tensors in bf16 as transformers dequantises them."""
+    directory = tmp_path / "oss"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **SIZES), dtype=torch.bfloat16).save_pretrained(directory)
+    whole = load_file(directory / "model.safetensors")
+    stored = dict(whole)
+    for seed, name in enumerate(sorted(n for n in whole if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj"))):
+        blocks, scales = packed(whole[name], seed)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole[name] = convert_moe_packed_tensors(blocks, scales)
+        assert whole[name].dtype == torch.bfloat16
+        assert whole[name].abs().max() > 0
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    config = bridge.read_config(directory)
+    quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    return directory, whole
+
+
+def test_mxfp4_is_dequantised_as_transformers_does(quantised):
+    directory, whole = quantised
+    with TensorFiles(directory) as files:
+        assert files.names == whole.keys()
+        for name, tensor in whole.items():
+            assert files.shape(name) == tuple(tensor.shape)
+            assert torch.equal(files.read(name, tuple(slice(0, n) for n in tensor.shape)), tensor), name
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        for part in ((slice(1, 2), slice(5, 40), slice(3, 9)), (slice(0, 3), slice(32, 64), slice(0, 64)), (slice(2, 3), slice(63, 64), slice(1, 2))):
+            assert torch.equal(files.read(name, part), whole[name][part])
+
+
+def test_every_value_of_four_bits_and_the_extreme_exponents(tmp_path):
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 5, 16, 16).contiguous()
+    scales = torch.tensor([1, 100, 127, 140, 254], dtype=torch.uint8).view(1, 5, 1).expand(1, 5, 16).contiguous()
+    save_file({"a_blocks": blocks, "a_scales": scales}, tmp_path / "model.safetensors")
+    expected = convert_moe_packed_tensors(blocks, scales)
+    with TensorFiles(tmp_path) as files:
+        assert torch.equal(files.read("a", tuple(slice(0, n) for n in expected.shape)), expected)
+    assert len(expected.unique()) > 50
+
+
+def test_an_mxfp4_checkpoint_is_exported_in_bf16(quantised, tmp_path):
+    directory, whole = quantised
+    model, family = loaded(directory)
+    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert after[name].dtype == torch.bfloat16
+        assert torch.equal(after[name], tensor), name
+    config = bridge.read_config(tmp_path / "out")
+    assert "quantization_config" not in config
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16

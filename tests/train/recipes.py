@@ -1,0 +1,35 @@
+"""A recipe with a scalar head, as a user would write it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ptf.data.batch import Batch
+from ptf.data.encode import encode_chat
+from ptf.data.sample import Atom
+from ptf.data.tokenizer import Tokenizer
+from ptf.model.decoder import Decoder
+from ptf.recipes import Metrics
+
+
+@dataclass(frozen=True)
+class Value:
+    """Regress the value at each trained position to a tenth of the token that follows: (v − target / 10)²."""
+
+    companions: tuple[str, ...] = ()
+    online: ClassVar[bool] = False
+    head: ClassVar[Literal["lm", "scalar"]] = "scalar"
+
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
+        return encode_chat(row, tokenizer, source, "assistant")
+
+    def units(self, batch: Batch) -> Tensor:
+        return batch.weights.sum(dtype=torch.float64)
+
+    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        values = model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.values(x))
+        loss = ((values - batch.targets / 10) ** 2 * batch.weights).sum()
+        return loss, {"loss": loss.detach()}

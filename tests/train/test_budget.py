@@ -1,0 +1,123 @@
+"""What `ptf plan` says, against what is there: saved activations, real shards, and the advice it gives."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ptf.cli import main
+from ptf.config import loads
+from ptf.errors import UserError
+from ptf.model.decoder import Decoder
+from ptf.model.families import family_of
+from ptf.model.kept import _attend, kept
+from ptf.model.layers import Parts
+from ptf.model.lora import Lora, adapter_names
+from ptf.model.rope import rotary
+from ptf.train.budget import Budget, budget
+from tests.tiny import SIZES
+
+DENSE = {
+    "model_type": "qwen3", **SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096, "tie_word_embeddings": False,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+MOE = {
+    **DENSE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768,
+}  # fmt: skip
+
+
+def directory(path: Path, config: dict) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def job(path: Path, *, tensor: int = 1, replicate: int = 1, workers: int = 1, model: dict | None = None, **train) -> str:
+    raw = {
+        "recipe": "sft", "output": str(path / "runs"), "model": {"path": str(path), **(model or {})},
+        "data": {"sources": {"a": {"path": "a.jsonl"}}, "seq_len": 2048, "lanes": 512},
+        "train": {"steps": 1, "lr": 1e-5, "rows": 512, "micro_rows": 4, **train},
+        "compute": {"workers": workers, "mesh": {"tensor": tensor, "replicate": replicate}},
+    }  # fmt: skip
+    return yaml.safe_dump(raw)
+
+
+def planned(path: Path, config: dict, gpus: int, **more) -> Budget:
+    options = {k: more.pop(k) for k in ("room_gib", "mfu", "gpu") if k in more}
+    return budget(loads(job(directory(path, config), workers=gpus, **more)), path, gpus, **options)
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize(("gpus", "tensor", "replicate"), [(1, 1, 1), (8, 1, 1), (8, 2, 2), (512, 4, 1)])
+def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, replicate) -> None:
+    found = planned(tmp_path, config, gpus, tensor=tensor, replicate=replicate)
+    share = 4 * found.parameters * replicate / gpus
+    assert share <= found.memory.weights <= 1.15 * share  # norms and router are whole over the tensor group
+    assert found.memory.optimizer == 2 * found.memory.gradients == 2 * found.memory.weights
+    assert found.mesh == {"replicate": replicate, "shard": gpus // tensor // replicate, "tensor": tensor}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss", "gemma3_text"])
+def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -> None:
+    family = family_of({"model_type": model_type})
+    config = family.config(family.small(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
+    parts = Parts(lora=Lora(rank=4) if adapted else None)
+    model = Decoder(config, parts)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not adapted or name in adapter_names(model))
+    expected = kept(config, 0, parts, dtype, 1, model.layers[0]).everything
+    block, tokens = model.layers[0].to(dtype), 256
+    x = torch.randn(1, tokens, config.dim).to(dtype).requires_grad_()
+    own, saved = {p.untyped_storage()._cdata for p in block.parameters()}, {}
+    table = rotary(torch.arange(tokens)[None], config.head_dim, config.kinds[0].rope)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage()._cdata, t) is None or t, lambda t: t):
+        out = block(x, table, _attend, torch.ones(1, tokens, dtype=torch.bool))
+    real = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own) / tokens
+    assert out.shape == x.shape
+    assert expected == pytest.approx(real, rel=0.12)
+
+
+def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys) -> None:
+    directory(tmp_path, DENSE)
+    file = tmp_path / "job.yaml"
+    file.write_text(job(tmp_path))
+    assert main(["plan", str(file), "--gpus", "8", "--memory", "0.9"]) == 1
+    text = capsys.readouterr().out
+    assert "does not fit: activations take most" in text
+    last = text.strip().splitlines()[-1]
+    changes = dict(part.split(": ") for part in last.split("→")[0].strip().split(", "))
+    gpus = changes.pop("GPUs", "8")
+    assert main(["plan", str(file), "--gpus", gpus, "--memory", "0.9", *(f"--set={k}={v}" for k, v in changes.items())]) == 0
+
+
+def test_lora_has_no_gradients_of_what_is_frozen(tmp_path) -> None:
+    whole, adapted = planned(tmp_path, DENSE, 2), planned(tmp_path, DENSE, 2, model={"lora": {"rank": 8}})
+    assert adapted.trained < 0.1 * whole.trained
+    assert adapted.memory.optimizer < 0.1 * whole.memory.optimizer
+    assert 0.5 * whole.flops < adapted.flops < 0.75 * whole.flops
+
+
+def test_time_is_flops_over_what_the_gpus_reach(tmp_path) -> None:
+    slow, fast = planned(tmp_path, DENSE, 4, mfu=0.2), planned(tmp_path, DENSE, 8, mfu=0.4)
+    assert slow.flops == fast.flops
+    assert slow.seconds == pytest.approx(4 * fast.seconds)
+    assert slow.seconds == pytest.approx(slow.flops / (4 * 989e12 * 0.2))
+
+
+@pytest.mark.parametrize(("more", "message"), [({"tensor": 8}, "key-value heads"), ({"gpu": "TPU"}, "H100")])
+def test_what_cannot_be_planned_is_refused(tmp_path, more, message) -> None:
+    with pytest.raises(UserError, match=message):
+        planned(tmp_path, DENSE, 8, **more)
+
+
+@pytest.mark.parametrize("name", ["qwen3_0p6b", "qwen3_235b_a22b"])
+def test_configs_of_real_models_can_be_planned_from_a_config_json(tmp_path, name, capsys) -> None:
+    """Their config.json is on the hub; here a small one of the same family stands for it."""
+    directory(tmp_path, DENSE if "0p6b" in name else MOE)
+    assert main(["plan", f"configs/sft/{name}.yaml", "--gpus", "8", "--set", f"model.path={tmp_path}"]) in (0, 1)
+    assert "GiB on each GPU" in capsys.readouterr().out

@@ -1,0 +1,77 @@
+"""A whole run over a tensor group: the same data, the same numbers, and a checkpoint that one worker continues."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from ptf.compute.tracking import read_metrics
+from ptf.compute.world import World
+from ptf.config import load, loads
+from ptf.data.packing import pack_all
+from ptf.errors import UserError
+from ptf.run import run
+from ptf.train.deal import deal
+from tests.tiny import arithmetic, sample
+from tests.train.test_fit import weights
+
+NUMBERS = ("loss", "grad_norm", "tokens", "units", "loss/held_out")
+
+
+def numbers(directory: Path) -> np.ndarray:
+    return np.array([[row.get(name, 0.0) for name in NUMBERS] for row in read_metrics(directory / "metrics.jsonl")])
+
+
+def test_two_workers_hold_one_model_together(tmp_path) -> None:
+    raw = arithmetic(tmp_path)
+    alone = run(loads(yaml.safe_dump(raw)), "alone")
+    shared = {**raw, "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": {"tensor": 2}}}
+    shared["train"] = {**raw["train"], "checkpointing": "selective"}
+    together = run(loads(yaml.safe_dump(shared)), "together")
+    assert numbers(together) == pytest.approx(numbers(alone), rel=1e-5)
+    a, b = weights(alone), weights(together)
+    assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-4
+    shutil.rmtree(together / "checkpoints" / "step_00000012")
+    (together / "metrics.jsonl").write_text("".join((together / "metrics.jsonl").read_text().splitlines(keepends=True)[:10]))
+    shutil.rmtree(together / "model")
+    resumed = weights(run(loads(yaml.safe_dump(raw)), "together"))
+    assert max(float((resumed[n] - b[n]).abs().max()) for n in a) < 1e-5
+    assert not torch.equal(next(iter(a.values())), next(iter(resumed.values())))  # it did begin from the other's weights
+
+
+class Group(World):
+    """A rank of two data-parallel groups of two, without processes."""
+
+    @property
+    def tensor(self) -> int:
+        return 2
+
+
+def test_a_tensor_group_gets_the_same_rows() -> None:
+    packed = pack_all([(sample(n, n),) for n in (9, 30, 4, 22, 17)], 40)
+    shares = [[b.tokens.tolist() for b in deal(packed, Group(rank, 4), 1, 40)] for rank in range(4)]
+    assert shares[0] == shares[1] != shares[2] == shares[3]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [({"tensor": 3}, r"tensor \(3\) must divide compute.workers \(8\)"), ({"tensor": 4, "replicate": 4}, r"replicate \(4\) × tensor \(4\)")],
+)
+def test_a_mesh_that_does_not_divide_the_workers_is_refused(tmp_path, mesh, message) -> None:
+    raw = {**arithmetic(tmp_path), "compute": {"workers": 8, "launcher": "torchrun", "mesh": mesh}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+    with pytest.raises(UserError, match=message):
+        load(str(tmp_path / "job.yaml"))
+
+
+def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_built(tmp_path) -> None:
+    """Two key-value heads over four ranks, as `ptf plan` and every rank find it."""
+    from ptf.train.budget import budget
+
+    raw = arithmetic(tmp_path)
+    raw["compute"] = {"workers": 4, "launcher": "torchrun", "mesh": {"tensor": 4}}
+    with pytest.raises(UserError, match=r"compute\.mesh\.tensor: 4 does not divide the model's 2 key-value heads; take one of 1, 2"):
+        budget(loads(yaml.safe_dump(raw)), tmp_path / "model", 4)
