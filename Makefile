@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-train peers test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -33,6 +33,14 @@ bench: setup                             ## every benchmark; results go to bench
 
 bench-verify: setup                      ## the logit verifier over every family, with seeded porting mistakes; writes benchmarks/results/verify.md
 	$(PY) benchmarks/verify.py
+
+PEERS := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements-peers.txt
+peers:                                   ## .venv-peers: what benchmarks/train_step.py is compared with
+	python3.11 -m venv .venv-peers
+	$(PEERS) || $(PEERS) --extra-index-url https://download.pytorch.org/whl/cpu
+
+bench-train: setup                       ## the SFT step beside TRL's (make peers first); writes benchmarks/results/train_step.md
+	$(PY) benchmarks/train_step.py --train '{"compile": true}'
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there
 	python3 -m pytest tests/gpu -m gpu

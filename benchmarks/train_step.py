@@ -62,7 +62,8 @@ def ours(given: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as directory, joined("cpu", 600, threads=1) as world:
         (Path(directory) / "config.json").write_text(json.dumps(given["config"]))
         train = TrainConfig(steps=total, lr=1e-4, schedule="constant", precision=given["dtype"], **given["train"])
-        model, _ = load_model(Path(directory), world, ModelConfig(path=directory, init="random"), seed=given["seed"], train=train)
+        spec = ModelConfig(path=directory, init="random")
+        model, _ = load_model(Path(directory), world, spec, seed=given["seed"], precision=train.precision, compiled=train.compile)
         trainer = Trainer(model, world, train)
         cpu_s, wall_s, tokens = [], [], []
         base = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20

@@ -117,6 +117,8 @@ def joined(device: str, timeout_s: float, replicate: int = 1, threads: int | Non
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     try:
-        yield World(rank, size, where, make_mesh(where.type, size, replicate, tensor))
+        world = World(rank, size, where, make_mesh(where.type, size, replicate, tensor))
+        world.barrier()  # a rank that fails at once would leave others in the making of their groups, until the deadline
+        yield world
     finally:
         dist.destroy_process_group()
