@@ -52,7 +52,7 @@ class World:
         total = torch.as_tensor(value, dtype=torch.float64).detach().to(self.device if self.device.type == "cuda" else "cpu")
         if self.mesh is not None and self.size > 1:
             total = total.clone()
-            dist.all_reduce(total, group=data_ranks(self.mesh).get_group())
+            dist.all_reduce(total, group=None if self.tensor == 1 else data_ranks(self.mesh).get_group())
         return total.cpu()
 
     def max(self, value: float) -> float:
@@ -89,7 +89,8 @@ def make_mesh(device: str, size: int, replicate: int, tensor: int) -> DeviceMesh
         raise UserError(f"compute.mesh: replicate ({replicate}) × tensor ({tensor}) must divide the {size} workers")
     mesh = init_device_mesh(device, (replicate, size // (replicate * tensor), tensor), mesh_dim_names=("replicate", "shard", "tensor"))
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to save microseconds at an export, 4 lines each
-    data_ranks(mesh)  # it makes a process group, which all ranks must do together
+    if tensor > 1:
+        data_ranks(mesh)  # it makes a process group, which all ranks must do together
     return mesh
 
 

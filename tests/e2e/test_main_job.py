@@ -180,7 +180,14 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
 def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
     output, log = place.home / "grpo", place.home / "grpo.log"
     sets = place.sets(
-        "grpo", f"model.path={place.home}/sft/published", "train.steps=8", "train.decay=4", "checkpoint.every=3", "rollout.prompts=8", "train.validate_every=4", "algo.kl=0.01"
+        "grpo",
+        f"model.path={place.home}/sft/published",
+        "train.steps=8",
+        "train.decay=4",
+        "checkpoint.every=3",
+        "rollout.prompts=8",
+        "train.validate_every=4",
+        "algo.kl=0.01",
     )
     flow = place.start(place.command("grpo", *place.run_words(GRPO, sets)), log)
     kill_actor_at(log, output, "policy", 5)
