@@ -51,7 +51,7 @@ def rounding(config: dict[str, Any], seed: int, tensor: str) -> float:
         upstream = [torch.randn(n, config["vocab_size"], generator=generator) for n in LENGTHS]
         sum((model(input_ids=d[None]).logits[0] * u.to(dtype)).sum() for d, u in zip(documents, upstream, strict=True)).backward()
         found.append({n: p.grad.double() for n, p in model.named_parameters()})
-    floor = 3e-2 * max(float(g.abs().max()) for g in found[1].values())
+    floor = 1e-2 * max(float(g.abs().max()) for g in found[1].values())
     return float((found[0][tensor] - found[1][tensor]).abs().max()) / max(floor, float(found[1][tensor].abs().max()))
 
 

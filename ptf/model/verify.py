@@ -183,7 +183,7 @@ def _compare(config: dict[str, Any], ours: Decoder, family: Family, hf: nn.Modul
 
 @torch.no_grad()
 def _gradients(ours: Decoder, family: Family, hf: nn.Module) -> tuple[float, str]:
-    """The largest relative error of a gradient, and its tensor. Where all are small they are measured against 3 % of the largest of the model."""
+    """The largest relative error of a gradient, and its tensor. Where all are small they are measured against 1 % of the largest of the model."""
     for p in hf.parameters():
         p.data, p.grad = torch.zeros_like(p) if p.grad is None else p.grad, None
     with tempfile.TemporaryDirectory() as directory:
@@ -192,7 +192,7 @@ def _gradients(ours: Decoder, family: Family, hf: nn.Module) -> tuple[float, str
         with TensorFiles(Path(directory), family.aliases) as files:
             read = lambda name: files.read(name, tuple(slice(0, n) for n in files.shape(name)))  # noqa: E731
             pairs = [(name, value, read(name)) for name, value in bridge.under_hf_names(found, ours, family)]
-    floor = 3e-2 * max(float(b.abs().max()) for _, _, b in pairs)
+    floor = 1e-2 * max(float(b.abs().max()) for _, _, b in pairs)
     errors = {name: float((a - b).abs().max()) / max(floor, float(b.abs().max())) for name, a, b in pairs}
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
