@@ -70,7 +70,7 @@ class TrainingPage:
         before, self.rows = self.rows, read(Path(self.job.output) / self.lineage / "metrics.jsonl")
         specs = charts(self.rows)
         step = int(self.rows[-1]["step"]) if self.rows else 0
-        self.header.update(f"# {self.lineage}\n{self.job.model.path} · step {step} of {self.job.train.steps}")
+        self.header.update(f"# {self.lineage}\n{self.job.model.path} · step {step} of {self.job.train.steps or 'all'}")
         if specs.keys() == self.charts.keys():
             for title, spec in specs.items():
                 self.charts[title].update(spec)

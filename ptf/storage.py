@@ -5,22 +5,32 @@ to the byte. Nothing is written in place: a reader sees the old file or the new 
 """
 
 import contextlib
+import errno
 import hashlib
+import io
 import json
 import os
 import shutil
+import sys
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ptf.errors import UserError
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
+GIVE_UP_S = 300.0  # a store that fails for so long is down
+READ_BYTES = 1 << 20  # of one request, unless the reader asks for more
+LASTING = (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)  # errors that a repetition does not mend
+PASSING = {"HTTPClientError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}  # of botocore and aiohttp
 
 
 class Missing(UserError, FileNotFoundError):
@@ -33,29 +43,77 @@ class Corrupt(UserError):
 
 def exists(uri: str) -> bool:
     files, path = _open(uri)
-    return files.exists(path)
+    return _asked(files, uri, lambda: files.exists(path))
+
+
+def is_local(uri: str) -> bool:
+    return _local(_open(uri)[0])
+
+
+def size(uri: str) -> int:
+    """Bytes of a file. Raises Missing."""
+    files, path = _open(uri)
+    return int(_asked(files, uri, lambda: files.size(path)))
 
 
 def listing(uri: str) -> list[str]:
     """Files behind a single file, a directory (and all below it) or a glob, sorted. Raises Missing if there is no such place."""
     files, path = _open(uri)
-    if files.isfile(path):
-        found = [path]
-    elif files.isdir(path):
-        found = files.find(path)
-    else:
-        found = [match for match in files.glob(path) if files.isfile(match)]
-        if not found:
-            raise Missing(f"no such file or directory, and no file matches: {uri}")
+
+    def find() -> list[str]:
+        if files.isfile(path):
+            return [path]
+        if files.isdir(path):
+            return files.find(path)
+        return [match for match in files.glob(path) if files.isfile(match)]
+
+    found = _asked(files, uri, find)
+    if not found and not _asked(files, uri, lambda: files.isdir(path)):
+        raise Missing(f"no such file or directory, and no file matches: {uri}")
     return sorted(str(name) if _local(files) else files.unstrip_protocol(name) for name in found)
 
 
-def open_read(uri: str) -> IO[bytes]:
+def open_read(uri: str, read_bytes: int = READ_BYTES) -> IO[bytes]:
+    """A file to read and to seek in. A remote one is fetched by ranges of `read_bytes`, each again where the store fails."""
     files, path = _open(uri)
+    if not _local(files):
+        return io.BufferedReader(_Remote(files, path, uri), read_bytes)
     try:
         return files.open(path, "rb")
     except FileNotFoundError:
         raise Missing(f"no such file: {uri}") from None
+
+
+class _Remote(io.RawIOBase):
+    """A remote file as it was when it was opened: nothing of it is held here."""
+
+    def __init__(self, files: Any, path: str, uri: str) -> None:
+        self._files, self._path, self._uri, self._at = files, path, uri, 0
+        self._size = int(_asked(files, uri, lambda: files.size(path)))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        if end <= self._at:
+            return 0
+        data = _asked(self._files, self._uri, lambda: self._files.cat_file(self._path, start=self._at, end=end))
+        if len(data) != end - self._at:
+            raise Corrupt(f"{self._uri} has changed while it was read: {len(data)} bytes at {self._at}, not {end - self._at}")
+        buffer[: len(data)] = data
+        self._at = end
+        return len(data)
 
 
 def read_text(uri: str) -> str:
@@ -70,7 +128,7 @@ def write_text(uri: str, text: str) -> None:
         with _replacing(Path(path)) as part:
             part.write_bytes(text.encode())
     else:
-        files.pipe_file(path, text.encode())  # one PUT
+        _asked(files, uri, lambda: files.pipe_file(path, text.encode()))  # one PUT
 
 
 def upload(directory: str | os.PathLike[str], uri: str) -> None:
@@ -82,7 +140,7 @@ def upload(directory: str | os.PathLike[str], uri: str) -> None:
             with _replacing(Path(target)) as part:
                 shutil.copyfile(source, part)
         else:
-            files.put_file(source, target)
+            _asked(files, target, partial(files.put_file, source, target))
 
 
 def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()) -> str:
@@ -90,12 +148,13 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
     own below `into`. The copy appears only when it is complete, whoever else makes it at the same time, and is made again only when something
     at `uri` has changed. Raises Missing if nothing is there."""
     files, path = _open(uri)
-    if not files.exists(path):
+    if not _asked(files, uri, lambda: files.exists(path)):
         raise Missing(f"no such directory: {uri}")
     if _local(files):
         return path
     root = path.rstrip("/") + "/"
-    found = {name: info for name, info in files.find(path, detail=True).items() if not any(fnmatch(name.removeprefix(root), p) for p in without)}
+    there = _asked(files, uri, lambda: files.find(path, detail=True))
+    found = {name: info for name, info in there.items() if not any(fnmatch(name.removeprefix(root), p) for p in without)}
     state = json.dumps([uri.rstrip("/"), found], sort_keys=True, default=str)  # sizes, and times or ETags
     copy = Path(into) / f"{Path(path).name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     if copy.is_dir():
@@ -105,7 +164,7 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
         for name in found:
             target = part / name.removeprefix(root)
             target.parent.mkdir(parents=True, exist_ok=True)
-            files.get_file(name, str(target))
+            _asked(files, uri, partial(files.get_file, name, str(target)))
         try:
             os.replace(part, copy)
         except OSError:
@@ -162,6 +221,34 @@ def _open(uri: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(uri, use_listings_cache=False)
     except (ValueError, ImportError) as exc:  # no such protocol, or its package is not installed
         raise UserError(f"cannot open {uri}: {exc}") from exc
+
+
+def _asked(files: Any, uri: str, ask: Callable[[], T]) -> T:
+    """What a store answers. A remote one that fails is asked again after 1, 2, 4, … 30 s, for `GIVE_UP_S` in all, and the console says so; what will
+    not change (nothing there, no credentials) is a UserError at once."""
+    ends, pause = time.monotonic() + GIVE_UP_S, 1.0
+    while True:
+        try:
+            return ask()
+        except FileNotFoundError as e:
+            raise Missing(f"no such file or directory: {uri}" + (f" ({e})" if "bucket" in str(e).lower() else "")) from None
+        except Exception as e:
+            if "Credentials" in type(e).__name__ or (isinstance(e, PermissionError) and not _local(files)):
+                raise UserError(f"no access to {uri}: {e} (are the credentials of this store set in the environment?)") from None
+            if _local(files) or not _passing(e):
+                raise
+            if time.monotonic() + pause > ends:
+                raise UserError(f"{uri}: the store has failed for {GIVE_UP_S:g} s: {type(e).__name__}: {e}") from e
+            print(f"{uri}: {type(e).__name__}: {e}; trying again in {pause:g} s", file=sys.stderr, flush=True)
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+
+def _passing(e: Exception) -> bool:
+    """Whether an error of a remote store may be gone at the next try."""
+    if isinstance(e, OSError):
+        return not isinstance(e, PermissionError | FileExistsError | IsADirectoryError | NotADirectoryError) and e.errno not in LASTING
+    return isinstance(e, TimeoutError) or any(c.__name__ in PASSING for c in type(e).__mro__)
 
 
 def _local(files: Any) -> bool:

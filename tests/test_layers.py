@@ -40,7 +40,7 @@ PACKAGES = {
     "verl": ["ptf/compute/gang.py", "ptf/rl/verl_cluster.py"],
     "vllm": ["ptf/rl/vllm_engine.py"],
     "transformers": ["ptf/data/tokenizer.py", "ptf/model/bridge.py", "ptf/model/verify.py", "ptf/model/hf_backend.py"],
-    "pyarrow": ["ptf/data/sources.py", "ptf/data/tokenized.py"],
+    "pyarrow": ["ptf/data/blocks.py", "ptf/data/tokenized.py"],
     "fsspec": ["ptf/storage.py"],
     "s3fs": ["ptf/storage.py"],
     "pydantic": ["ptf/config/*"],
@@ -156,7 +156,7 @@ def test_a_planted_violation_is_caught(tmp_path, file, text, violation):
     ("file", "text"),
     [
         ("ptf/data/batch.py", "import torch"),
-        ("ptf/data/sources.py", "import pyarrow.parquet\nfrom ptf.storage import open_read\nfrom . import sample\nfrom ptf.errors import UserError"),
+        ("ptf/data/blocks.py", "import pyarrow.parquet\nfrom ptf.storage import open_read\nfrom . import sample\nfrom ptf.errors import UserError"),
         ("ptf/rl/a.py", "from ptf.train import trainer\nfrom ptf.data.batch import Batch"),
         (
             "steps/a.py",

@@ -63,7 +63,7 @@ def resolve(job: Job, *, prepared: str | None = None, start: str | None = None, 
         values["model"]["path"] = start
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
-            sources[name] |= {"path": tokenized[name], "kind": "tokenized"}
+            sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, "limit": None}
     return type(job).model_validate_json(json.dumps(values), strict=True)
 
 

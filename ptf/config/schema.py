@@ -102,11 +102,31 @@ class Source(Section):
 
     path: str
     """File, directory, glob or URI; `prepare:NAME`."""
-    kind: Literal["chat", "prompt", "tokenized"] = "chat"
-    """`chat`: rows with `messages`. `prompt`: rows with `messages` that end before the answer, other columns go to the
-    reward. `tokenized`: written by the tokenize stage."""
+    kind: Literal["auto", "chat", "completion", "text", "events", "preference", "prompt", "tokenized"] = "auto"
+    """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
+    `prompt` and `completion`. `text`. `events`: a list of strings, the first `context` given. `preference`: `chosen` and `rejected`. `prompt`:
+    `messages` that end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight`
+    counts its tokens more or less."""
+    columns: dict[str, str] = {}
+    """ptf's name of a column → its name in the files (`{messages: conversation}`)."""
     weight: PositiveFloat = 1.0
-    """Share in the mixture of samples, relative to the other sources."""
+    """Share in the mixture, relative to the other sources."""
+    limit: Positive | None = None
+    """Rows of it that count, the first ones."""
+    epochs: Positive | None = None
+    """Passes over it after which it is exhausted; default: `train.epochs`, without which it goes on forever."""
+
+
+class MixConfig(Section):
+    """How several sources make one stream."""
+
+    by: Literal["samples", "tokens"] = "samples"
+    """What the sources' weights are shares of."""
+    temperature: PositiveFloat = 1.0
+    """Shares are proportional to weight^(1 / temperature): above 1 they come nearer to each other."""
+    exhausted: Literal["repeat", "drop", "stop"] = "repeat"
+    """What happens when a source has had its epochs. `repeat`: it begins anew, until all have had theirs. `drop`: the others go on without it.
+    `stop`: the run ends with the first."""
 
 
 class DataConfig(Section):
@@ -126,10 +146,17 @@ class DataConfig(Section):
     """Samples in each lane's shuffle window; 0 keeps the order of the files."""
     lookahead: Positive = 64
     """Samples that the packer may choose from to fill a row."""
-    too_long: Literal["error", "drop", "truncate"] = "error"
-    """What to do with a sample longer than `seq_len`; what was dropped or cut is counted."""
-    train_on: Literal["assistant", "last"] = "assistant"
-    """Which turns of a chat are trained: all of the assistant's, or the last one."""
+    mix: MixConfig = MixConfig()
+    """How several sources make one stream."""
+    too_long: Literal["error", "drop", "truncate", "split"] = "error"
+    """What to do with a sample longer than `seq_len`; what was dropped or cut is counted. `split` makes documents of its pieces."""
+    train_on: Annotated[str, Field(pattern=r"^(assistant|last|all|field:.+)$")] = "assistant"
+    """What of a chat is trained: `assistant`, all of its turns; `last` of them; `all` tokens; `field:NAME`, each of the assistant's turns as much as
+    its key NAME says (true, false, or a number)."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with a row that cannot be encoded. `skip` sets it aside in `quarantine`, with its reason, and counts it."""
+    max_bad: Fraction = 0.01
+    """Largest share of a source's rows that may be skipped (of fewer than 1,000 rows: of 1,000) before the run stops."""
     pretokenize: bool = True
     """In a flow: tokenize once to parquet, or on the fly while training."""
     prefetch: Positive = free(4)
@@ -185,8 +212,10 @@ class RolloutConfig(Section):
 class TrainConfig(Section):
     """The optimizer and the loop."""
 
-    steps: Positive
+    steps: Positive | None = None
     """Global steps (of rollout and update, in online recipes)."""
+    epochs: Positive | None = None
+    """Instead of `steps`: passes over the data (offline recipes). The steps that they take are counted at the start, in a pass over the data."""
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
     lr_groups: dict[str, PositiveFloat] = {}
@@ -362,7 +391,8 @@ class Job(Section):
             faults.append(f"compute.mesh: replicate ({mesh.replicate}) × tensor ({mesh.tensor}) must divide compute.workers ({workers})")
         if self.compute.launcher == "local" and workers > 1:
             faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
-        if self.train.warmup + (self.train.decay or 0) > self.train.steps:
+        faults += self._length()
+        if self.train.steps and self.train.warmup + (self.train.decay or 0) > self.train.steps:
             faults.append("train.warmup and train.decay together are longer than train.steps")
         if self.train.decay_at and not (self.train.decay and self.train.validate_every and self.data.validation):
             faults.append("train.decay_at needs train.decay, train.validate_every and data.validation")
@@ -376,8 +406,8 @@ class Job(Section):
             wants_prompts |= {f"data.sources.{n}": s for n, s in self.data.sources.items()}
             if self.data.validation:
                 faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
-            if self.data.too_long == "truncate":
-                faults.append("data.too_long: a prompt cannot be truncated; use error or drop")
+            if self.data.too_long in ("truncate", "split"):
+                faults.append("data.too_long: a prompt cannot be cut; use error or drop")
             if self.compute.launcher == "local" and self.rollout.workers > 1:
                 faults.append("rollout.workers: compute.launcher: local has one process")
             if self.compute.launcher == "torchrun":
@@ -386,7 +416,7 @@ class Job(Section):
                 faults.append(f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in data.seq_len ({self.data.seq_len})")
         elif isinstance(self.recipe, str):
             faults += [f"data.sources.{n}.kind: prompt is for recipes with rollouts" for n, s in self.data.sources.items() if s.kind == "prompt"]
-        faults += [f"{key}.kind must be prompt, not {s.kind}" for key, s in wants_prompts.items() if s.kind != "prompt"]
+        faults += [f"{key}.kind must be prompt, not {s.kind}" for key, s in wants_prompts.items() if s.kind not in ("auto", "prompt")]
         if self.compute.launcher != "ray":
             engines = {
                 "rollout.engine": self.rollout.engine if self.rollout and self.compute.launcher == "local" else None,
@@ -400,6 +430,20 @@ class Job(Section):
         if faults:
             raise ValueError("\n".join(faults))
         return self
+
+    def _length(self) -> list[str]:
+        """When the run ends, and what its data must be for that."""
+        faults = []
+        if (self.train.steps is None) == (self.train.epochs is None):
+            faults.append("train.steps or train.epochs says how long to train: " + ("give one" if self.train.steps is None else "not both"))
+        if self.rollout:
+            faults += [f"{key} is for recipes without rollouts; use train.steps" for key, there in {
+                "train.epochs": self.train.epochs, "data.on_bad_row": self.data.on_bad_row != "error", "data.mix.by": self.data.mix.by != "samples",
+                **{f"data.sources.{n}.epochs": s.epochs for n, s in self.data.sources.items()}}.items() if there]  # fmt: skip
+        bounded = self.train.epochs or any(s.epochs for s in self.data.sources.values())
+        if self.data.mix.exhausted != "repeat" and not bounded:
+            faults.append(f"data.mix.exhausted: {self.data.mix.exhausted} needs train.epochs or a source's epochs")
+        return faults
 
     def _foreign_model(self) -> list[str]:
         """What `model.backend: hf` does not have."""

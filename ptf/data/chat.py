@@ -6,9 +6,10 @@ where a template rewrites what was said (drops old thinking, say) a new sample s
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
-TrainOn = Literal["assistant", "last"]
+TrainOn = str  # "assistant", "last", "all", or "field:NAME"
+FIELD = "field:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +28,64 @@ class Turn:
 
     ids: list[int]
     start: int
+    weight: float = 1.0
 
 
 def chat_samples(messages: Any, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant", tools: Any = None) -> list[Sample]:
-    """The samples of one conversation; each of its assistant turns (or only the last) is trained exactly once."""
+    """The samples of one conversation; each turn that `train_on` names is trained exactly once. "assistant": all of the assistant's; "last": the
+    last of them; "field:NAME": each of them counts as much as its key NAME says; "all": every token up to the end of the last, but the first."""
     messages = clean(messages)
+    messages, counted = trained_turns(messages, train_on)
     tools = json.loads(tools) if isinstance(tools, str) else tools or None
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        raise UserError("the conversation has no assistant turn: nothing to train on")
     samples: list[tuple[list[int], list[Turn]]] = []
     growing = GrowingText(tokenizer)
-    for i in turns if train_on == "assistant" else turns[-1:]:
-        turn = served_turn(messages, i, growing, tools)
+    for i, weight in counted.items():
+        turn = replace(served_turn(messages, i, growing, tools), weight=weight)
         if samples and len(samples[-1][0]) <= turn.start and turn.ids[: len(samples[-1][0])] == samples[-1][0]:
             samples[-1] = (turn.ids, [*samples[-1][1], turn])
         else:
             samples.append((turn.ids, [turn]))
+    if train_on == "all":
+        return _all_of([ids for ids, _ in samples], source)
     return [_sample(ids, spans, source) for ids, spans in samples]
+
+
+def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """The messages as the template shall see them, and the assistant's turns that count, with their weights. Raises UserError where none does."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise UserError("the conversation has no assistant turn: nothing to train on")
+    if not train_on.startswith(FIELD):
+        return messages, dict.fromkeys(turns[-1:] if train_on == "last" else turns, 1.0)
+    name = train_on.removeprefix(FIELD)
+    marks = {i: message.get(name) for i, message in enumerate(messages)}
+    for i, mark in marks.items():
+        if i in turns and not (isinstance(mark, bool | int | float) and 0 <= mark < float("inf")):
+            raise UserError(f"message {i} (assistant): `{name}`, by which data.train_on counts it, must be true, false or a number from 0, not {mark!r}")
+        if i not in turns and mark:
+            raise UserError(f"message {i} ({messages[i]['role']}): only what the assistant says can be trained, yet its `{name}` is {mark!r}")
+    counted = {i: float(marks[i]) for i in turns if marks[i]}  # type: ignore[arg-type]
+    if not counted:
+        raise UserError(f"no turn of the conversation counts: `{name}` is 0 or false on every one")
+    return [{key: value for key, value in message.items() if key != name} for message in messages], counted
 
 
 def _sample(ids: list[int], spans: Sequence[Turn], source: str) -> Sample:
     weights = np.zeros(len(ids), np.float32)
     for turn in spans:
-        weights[turn.start : len(turn.ids)] = 1.0
+        weights[turn.start : len(turn.ids)] = turn.weight
     return Sample(np.array(ids, np.int32), weights, source)
+
+
+def _all_of(samples: Sequence[list[int]], source: str) -> list[Sample]:
+    """Every token once: of a sample that begins as the one before it does, what comes after that."""
+    found, before = [], samples[0][:1]
+    for ids in samples:
+        weights = np.ones(len(ids), np.float32)
+        weights[: next((k for k, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids)))] = 0.0
+        found.append(Sample(np.array(ids, np.int32), weights, source))
+        before = ids
+    return found
 
 
 def served_turn(messages: Sequence[Mapping[str, Any]], i: int, growing: GrowingText, tools: Any = None) -> Turn:
@@ -62,14 +97,17 @@ def served_turn(messages: Sequence[Mapping[str, Any]], i: int, growing: GrowingT
 
     if i == 0:
         raise fail("the assistant speaks first, so there is no prompt to answer; put a system or user message before it")
-    prompt = tokenizer.render_text(messages[:i], True, tools)
-    through = tokenizer.render_text(messages[: i + 1], False, tools)
+    try:
+        prompt = tokenizer.render_text(messages[:i], True, tools)
+        through = tokenizer.render_text(messages[: i + 1], False, tools)
+    except UserError as e:
+        raise UserError(f"turn {i}: {e}") from None
     if not through.startswith(prompt):
         at = next(k for k, (a, b) in enumerate(zip(prompt, through + "\0", strict=False)) if a != b)
         raise fail(f"the generation prompt ends in {prompt[at:][:60]!r}, the turn is rendered as {through[at:][:60]!r}: that is never served")
     answer = through[len(prompt) :]
-    for said in _said(messages[i]):
-        if said not in answer:
+    for said, rest in _parts(messages[i]):
+        if said not in answer or (rest and _renders_as(through, [*messages[:i], rest], tokenizer, tools)):
             raise fail(f"the template leaves out {said[:60]!r}")
     context, ids = growing.encode(prompt), growing.encode(through)
     if not context:
@@ -85,11 +123,26 @@ def served_turn(messages: Sequence[Mapping[str, Any]], i: int, growing: GrowingT
     return Turn(ids[: end + 1], len(context))
 
 
-def _said(message: Mapping[str, Any]) -> list[str]:
-    """What must be found again in the render of a turn. Thinking inside the content may be laid out anew, so only what follows it counts."""
-    thoughts = [message.get(key) for key in ("reasoning_content", "thinking")]
-    names = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
-    return [part.strip() for part in [*thoughts, (message.get("content") or "").split("</think>")[-1], *names] if part and part.strip()]
+def _parts(message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:
+    """What was said, part by part, each with the message that would be left without it (None where there is nothing else that it could be found in).
+
+    White space around a part is the template's, and it may lay out anew what stands between the tags of thinking inside the content.
+    """
+    pieces, calls = re.split("(</?think>)", message["content"]), message.get("tool_calls") or []
+    parts = [(message.get(key) or "", {k: v for k, v in message.items() if k != key}) for key in ("reasoning_content", "thinking")]
+    parts += [(pieces[k], {**message, "content": "".join(pieces[:k] + pieces[k + 1 :])}) for k in range(0, len(pieces), 2)]
+    for k, call in enumerate(calls):
+        others = {"tool_calls": calls[:k] + calls[k + 1 :]} if len(calls) > 1 else {}
+        parts.append((call.get("function", call)["name"], {key: v for key, v in message.items() if key != "tool_calls"} | others))
+    found = [(said.strip(), rest) for said, rest in parts if said.strip()]
+    return [(found[0][0], None)] if len(found) == 1 and found[0][0] == message["content"].strip() else list(found)
+
+
+def _renders_as(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, tools: Any) -> bool:
+    try:
+        return tokenizer.render_text(messages, False, tools) == text
+    except UserError:
+        return False
 
 
 def clean(messages: Any) -> list[dict[str, Any]]:

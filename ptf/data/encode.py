@@ -1,79 +1,255 @@
 """One row of data as atoms to train on, or as a prompt to answer.
 
-The one idea: encoders are pure functions of a row. Which file the row came from, and what happens to a sample that is too long, is the
-affair of `Encoder`, the same for every recipe.
+The one idea: encoders are pure functions of a row, and a row says by its columns what it is. Which file it came from, what its columns are called
+there, and what happens to a sample that is too long, is the affair of `Encoder`, the same for every recipe.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
+from ptf.data.blocks import Reader
 from ptf.data.chat import TrainOn, chat_samples, clean
+from ptf.data.quarantine import BadRow
 from ptf.data.sample import Atom, Sample, length
+from ptf.data.sources import Place, SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 
-TooLong = Literal["error", "drop", "truncate"]
+TooLong = Literal["error", "drop", "truncate", "split"]
+Row = Mapping[str, Any]
 Encode = Callable[[dict[str, Any], str], list[Atom]]  # (row, source name); an empty list skips the row
-COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated")
+SetAside = Callable[[BadRow, Mapping[str, int]], None]  # with the counts so far; raises UserError when they are too many
+COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated", "bad")
+KINDS = {  # the columns that make a row what it is; a row that could be several is the first
+    "preference": ("chosen", "rejected"),
+    "chat": ("messages",),
+    "completion": ("prompt", "completion"),
+    "text": ("text",),
+    "events": ("events",),
+}
+HISTORY = ("messages", "prompt")  # what a preference or a prompt may be given after
 
 
-def encode_chat(row: Mapping[str, Any], tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant") -> list[Atom]:
-    """A row with `messages` (and `tools`, where it has them): one atom, or several where the template cannot show all turns at once."""
-    if "messages" not in row:
-        raise UserError(f"a chat row needs `messages`, this one has {sorted(row)}")
-    return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"))]
+def encode_document(row: Row, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant") -> list[Atom]:
+    """A row with `messages` (and `tools`), `prompt` and `completion`, `text`, or `events`: one atom, or several where a template cannot show all
+    turns of a conversation at once. Raises UserError for any other."""
+    if "messages" in row:
+        return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"))]
+    if "prompt" in row and "completion" in row:
+        return [(answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools")),)]
+    if "text" in row:
+        return encode_text(row, tokenizer, source)
+    if "events" in row:
+        return encode_events(row, tokenizer, source)
+    raise UserError(
+        f"a row to train on needs `messages`, `prompt` and `completion`, `text`, or `events`; this one has {sorted(row)} "
+        "(data.sources.NAME.columns says what they are called there)"
+    )
 
 
-def encode_prompt(row: Mapping[str, Any], tokenizer: Tokenizer, source: str, index: int) -> Prompt:
-    """A row with `messages` that end before the answer, or with `prompt`, one user message. The whole row goes to the reward."""
-    if isinstance(row.get("prompt"), str):
-        messages = [{"role": "user", "content": row["prompt"]}]
-    elif "messages" in row:
-        messages = clean(row["messages"])
-    else:
+def encode_text(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
+    """A row with `text`: every token of it is trained, and the end-of-text token that follows."""
+    if not isinstance(row["text"], str) or not row["text"]:
+        raise UserError("`text` must be a string, and not empty")
+    return [(_trained_behind(0, tokenizer.encode(row["text"]), tokenizer, source),)]
+
+
+def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
+    """A row with `events`, a sequence of strings: tokens of the vocabulary, or texts that several make up. The first `context` (default 1) are
+    given, the others are trained, each after all before it; nothing follows the last, for a history has no end."""
+    events, context = row["events"], row.get("context", 1)
+    if not isinstance(events, list) or not all(isinstance(event, str) and event for event in events):
+        raise UserError("`events` must be a list of strings, none of them empty")
+    if not isinstance(context, int) or not 0 <= context < len(events):
+        raise UserError(f"`context` must be a number of events below {len(events)}, all there are, not {context!r}")
+    ids = [tokenizer.encode(event) for event in events]
+    tokens = np.array([i for event in ids for i in event], np.int32)
+    weights = np.ones(len(tokens), np.float32)
+    weights[: max(1, sum(map(len, ids[:context])))] = 0.0
+    if not weights.any():
+        raise UserError("a sequence of one token has nothing to train")
+    return [(Sample(tokens, weights, source),)]
+
+
+def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
+    """A row with `chosen` and `rejected`: answers (a string, a message, or messages) to `prompt` or `messages`, or without those two whole conversations.
+    One atom, (chosen, rejected); only the last answer of each is trained."""
+    pair = []
+    for name in KINDS["preference"]:
+        if name not in row:
+            raise UserError(f"a preference needs `chosen` and `rejected`, this row has {sorted(row)}")
+        history = next((row[key] for key in HISTORY if row.get(key) is not None), None)
+        pair.append(answered(history, row[name], tokenizer, source, row.get("tools")))
+    if np.array_equal(pair[0].tokens, pair[1].tokens):
+        raise UserError("`chosen` and `rejected` are the same")
+    return [tuple(pair)]
+
+
+def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
+    """A row with `prompt`, `completion` and a number `reward`: the answer is trained, and carries the stream `score` [n]."""
+    for name in ("prompt", "completion", "reward"):
+        if row.get(name) is None:
+            raise UserError(f"a scored completion needs `prompt`, `completion` and `reward`, this row has {sorted(k for k in row if row[k] is not None)}")
+    if not isinstance(row["reward"], int | float) or not np.isfinite(row["reward"]):
+        raise UserError(f"`reward` must be a finite number, not {row['reward']!r}")
+    sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"))
+    score = np.full(len(sample), row["reward"], np.float32)
+    return [(Sample(sample.tokens, sample.weights, source, {"score": score}),)]
+
+
+def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None) -> Sample:
+    """An answer to a prompt, of which only the answer is trained. A string prompt is one user message, as it will be in a chat; with a tokenizer
+    that has no chat template, prompt and answer are plain text, and end-of-text follows."""
+    if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
+        context, ids = tokenizer.encode(history), tokenizer.encode(history + answer)
+        if ids[: len(context)] != context:  # a token spans the two; a prompt is served by itself
+            ids = context + tokenizer.encode(answer)
+        if not context or len(ids) == len(context):
+            raise UserError(f"`{'completion' if context else 'prompt'}` is empty")
+        return _trained_behind(len(context), ids, tokenizer, source)
+    said = {str: lambda: [{"role": "assistant", "content": answer}], dict: lambda: [answer], list: lambda: answer}.get(type(answer))
+    if said is None or (history is None and not isinstance(answer, list)):
+        raise UserError(f"an answer must be a string or messages, and without a prompt it must be messages; this one is {str(answer)[:60]!r}")
+    messages = [*_messages(history), *said()]
+    if not isinstance(messages[-1], dict) or messages[-1].get("role") != "assistant":
+        raise UserError("an answer must end with a message of the assistant's")
+    (sample,) = chat_samples(messages, tokenizer, source, "last", tools)
+    return sample
+
+
+def _messages(history: Any) -> list[Any]:
+    if isinstance(history, str):
+        return [{"role": "user", "content": history}]
+    if history is not None and not isinstance(history, list):
+        raise UserError(f"a prompt must be a string or a list of messages, not {type(history).__name__}")
+    return history or []
+
+
+def _trained_behind(start: int, ids: list[int], tokenizer: Tokenizer, source: str) -> Sample:
+    """Ids, of which those from `start` on are trained (never the first: nothing predicts it), and the end of the text."""
+    eos = tokenizer.hf.eos_token_id
+    if eos is None:
+        raise UserError("the tokenizer has no end-of-text token, so a text could not end")
+    if not ids or ids[-1] != eos:
+        ids = [*ids, eos]
+    weights = np.ones(len(ids), np.float32)
+    weights[: max(1, start)] = 0.0
+    return Sample(np.array(ids, np.int32), weights, source)
+
+
+def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Prompt:
+    """A row with `messages` that end before the answer, or with `prompt`, which is such messages or one user message. The whole row goes to the reward."""
+    history = row.get("messages") if row.get("messages") is not None else row.get("prompt")
+    if not isinstance(history, str | list):
         raise UserError(f"a prompt row needs `messages` or a string `prompt`, this one has {sorted(row)}")
+    messages = clean(_messages(history))
     if messages[-1]["role"] == "assistant":
         raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
-    return Prompt(np.array(tokenizer.render(messages, True, row.get("tools") or None), np.int32), row, source, index)
+    return Prompt(np.array(tokenizer.render(messages, True, row.get("tools") or None), np.int32), dict(row), source, index)
 
 
-def fit(atom: Atom, seq_len: int, too_long: TooLong) -> Atom | None:
-    """The atom, if need be cut so that it fits a row; None where it is dropped, or where nothing of it that is trained would be left."""
+def shaped(row: dict[str, Any], columns: Mapping[str, str], kind: str = "auto") -> dict[str, Any]:
+    """The row under ptf's names, `columns` being ptf's name → the name there; of an explicit kind, without the columns that make it another.
+    Raises UserError for a column that is not there."""
+    missing = [there for there in columns.values() if there not in row]
+    if missing:
+        raise UserError(f"there is no column {', '.join(map(repr, missing))}; this row has {sorted(row)}")
+    renamed = {key: value for key, value in row.items() if key not in columns.values()} | {ours: row[there] for ours, there in columns.items()}
+    wanted = KINDS.get(kind)
+    if wanted is None:
+        return renamed
+    missing = [name for name in wanted if renamed.get(name) is None]
+    if missing:
+        raise UserError(f"a row of kind {kind} needs {' and '.join(f'`{name}`' for name in wanted)}; this one has {sorted(renamed)}")
+    others = {name for names in KINDS.values() for name in names} - set(wanted) - (set(HISTORY) if kind == "preference" else set())
+    return {key: value for key, value in renamed.items() if key not in others}
+
+
+def found_out(spec: SourceSpec, reader: Reader) -> SourceSpec:
+    """The source with what its first row says that its rows are, where the config does not; rows of another kind are then errors, not guesses."""
+    if spec.kind != "auto":
+        return spec
+    for place in rows_once(reader, 1000):  # of which some may be bad
+        try:
+            row = shaped(place.read(), spec.columns)
+        except UserError:
+            continue
+        return replace(spec, kind=next((kind for kind, names in KINDS.items() if all(row.get(name) is not None for name in names)), "auto"))
+    return spec
+
+
+def fit(atom: Atom, seq_len: int, too_long: TooLong) -> list[Atom]:
+    """The atom so that it fits a row: whole, cut, or in pieces of which each is a document; nothing where it is dropped, or of what trains nothing."""
     if length(atom) <= seq_len:
-        return atom
+        return [atom]
     if too_long == "error":
-        raise UserError(f"{length(atom)} tokens do not fit data.seq_len {seq_len}: raise it, or set data.too_long to drop or truncate")
+        raise UserError(f"{length(atom)} tokens do not fit data.seq_len {seq_len}: raise it, or set data.too_long to drop, truncate or split")
     if too_long == "drop":
-        return None
+        return []
+    if too_long == "split":
+        if len(atom) > 1:
+            raise UserError(f"{length(atom)} tokens of {len(atom)} samples that belong together cannot be split: use data.too_long drop or truncate")
+        pieces = [_cut(whole, at, at + seq_len) for whole in atom for at in range(0, len(whole), seq_len)]
+        return [(piece,) for piece in pieces if piece.weights[1:].any()]
     room = seq_len // len(atom)
-    cut = tuple(Sample(s.tokens[:room], s.weights[:room], s.source, {k: v[:room] for k, v in s.streams.items()}) for s in atom)
-    return cut if all(s.weights[1:].any() for s in cut) else None
+    cut = tuple(_cut(s, 0, room) for s in atom)
+    return [cut] if all(s.weights[1:].any() for s in cut) else []
+
+
+def _cut(s: Sample, start: int, end: int) -> Sample:
+    return Sample(s.tokens[start:end], s.weights[start:end], s.source, {k: v[start:end] for k, v in s.streams.items()})
+
+
+def weighed(atom: Atom, row: Row) -> Atom:
+    """The atom, counting as much as the row's `weight` says, where it has one."""
+    weight = row.get("weight")
+    if weight is None:
+        return atom
+    if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+        raise UserError(f"the row's `weight` must be a number above 0, not {weight!r}")
+    return tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.streams) for s in atom)
 
 
 class Encoder:
-    """Turns a row into atoms that fit, and counts. `whole` are the tokens of each row's longest atom: tokens / whole is what splitting conversations cost."""
+    """Turns a row into atoms that fit, and counts. `whole` are the tokens of each row's longest atom: tokens / whole is what splitting conversations
+    costs. A bad row is an error, unless there is somewhere to set it aside."""
 
-    def __init__(self, encode: Encode, name: str, seq_len: int, too_long: TooLong):
+    def __init__(
+        self, encode: Encode, name: str, seq_len: int, too_long: TooLong, *, columns: Mapping[str, str] | None = None, kind: str = "auto",
+        set_aside: SetAside | None = None,
+    ):  # fmt: skip
         self._encode, self._name, self._seq_len = encode, name, seq_len
         self._too_long: TooLong = too_long
+        self._columns, self._kind, self._set_aside = columns or {}, kind, set_aside
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
-    def __call__(self, place: tuple[dict[str, Any], str]) -> list[Atom]:
-        row, where = place
+    def __call__(self, place: Place) -> list[Atom]:
         try:
-            whole = self._encode(row, self._name)
-            atoms = [fit(atom, self._seq_len, self._too_long) for atom in whole]
+            row = shaped(place.read(), self._columns, self._kind)
+            whole = [weighed(atom, row) for atom in self._encode(row, self._name)]
+            kept = [fit(atom, self._seq_len, self._too_long) for atom in whole]
         except UserError as e:
-            raise UserError(f"{where} (source {self._name}): {e}") from None
-        kept = [atom for atom in atoms if atom is not None]
+            if self._set_aside is None:
+                raise UserError(f"{place.where} (source {self._name}): {e}") from None
+            self.counts["rows"] += 1
+            self.counts["bad"] += 1
+            self._set_aside(BadRow(place.where, str(e)), self.counts)
+            return []
+        self.count(whole, kept)
+        return [atom for atoms in kept for atom in atoms]
+
+    def count(self, whole: Sequence[Atom], kept: Sequence[Sequence[Atom]]) -> None:
+        """A row's atoms, and what was kept of each."""
+        flat = [atom for atoms in kept for atom in atoms]
+        tokens = [sum(length(atom) for atom in atoms) for atoms in kept]
         self.counts["rows"] += 1
-        self.counts["samples"] += len(kept)
-        self.counts["tokens"] += sum(length(atom) for atom in kept)
-        self.counts["trained"] += sum(int((s.weights != 0).sum()) for atom in kept for s in atom)
-        self.counts["whole"] += max((length(atom) for atom in kept), default=0)
-        self.counts["dropped"] += len(atoms) - len(kept)
-        self.counts["truncated"] += sum(a is not None and a is not b for a, b in zip(atoms, whole, strict=True))
-        return kept
+        self.counts["samples"] += len(flat)
+        self.counts["tokens"] += sum(tokens)
+        self.counts["trained"] += sum(int((s.weights != 0).sum()) for atom in flat for s in atom)
+        self.counts["whole"] += max(tokens, default=0)
+        self.counts["dropped"] += sum(not atoms for atoms in kept)
+        self.counts["truncated"] += sum(bool(atoms) and atoms[0] is not atom for atoms, atom in zip(kept, whole, strict=True))

@@ -4,14 +4,16 @@ The one idea: global row g comes from lane g % lanes whoever trains it, and rank
 those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a run may resume on another W.
 """
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ptf.data.batch import Batch
+from ptf.data.packing import idle
 from ptf.data.sample import Atom, length
 from ptf.data.stream import Stream, settle
 from ptf.errors import UserError
@@ -21,6 +23,21 @@ class Counted(Stream[list[Atom]], Protocol):
     """A lane: packed rows, and running totals of what went into them."""
 
     def counts(self) -> Mapping[str, int]: ...
+
+
+class LaneFactory(Protocol):
+    def __call__(self, lane: int) -> Counted: ...
+
+    @property
+    def endless(self) -> bool:
+        """Whether its lanes are."""
+        ...
+
+
+def _rest(stream: Stream[Any]) -> Iterator[Any]:
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield next(stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +52,7 @@ class Loader:
     """Stream[list[Batch]]: this rank's rows of one global step, in micro-batches."""
 
     def __init__(
-        self, lane_factory: Callable[[int], Counted], *, lanes: int, rows: int, rank: int = 0, world_size: int = 1, micro_rows: int,
+        self, lane_factory: LaneFactory, *, lanes: int, rows: int, rank: int = 0, world_size: int = 1, micro_rows: int,
         seq_len: int, prefetch: int = 2, timeout_s: float = 1800.0,
     ):  # fmt: skip
         if lanes % world_size or rows % world_size:
@@ -61,7 +78,8 @@ class Loader:
         return {lane: stream.state_dict() for lane, stream in self._served.items()}, {key: sum(c[key] for c in each) for key in each[0]}
 
     def _pack(self, step: int) -> _Step:
-        rows = [next(self._served[(step * self._rows + j) % self._lanes]) for j in range(self._rank, self._rows, self._world)]
+        rows = [next(self._served[(step * self._rows + j) % self._lanes], []) for j in range(self._rank, self._rows, self._world)]
+        rows = [row or [idle([row for row in rows if row])] for row in rows]  # of a lane that has ended: a row that trains nothing
         batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
         fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
         return _Step(batches, fill, *self._snapshot())
@@ -104,6 +122,18 @@ class Loader:
         self.step += 1
         self.fill, self._states, self.counts = item.fill, item.states, item.counts
         return item.batches
+
+    @property
+    def endless(self) -> bool:
+        return self._factory.endless
+
+    def steps(self) -> int:
+        """How many steps it takes until the last of this rank's lanes has ended; for that each is packed once, from its start. None may be endless."""
+        ends = 0
+        for lane in self._served:
+            if rows := sum(1 for _ in _rest(self._factory(lane))):
+                ends = max(ends, lane + (rows - 1) * self._lanes + 1)
+        return -(-ends // self._rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The state behind the last step that was yielded, of the lanes that this rank serves."""

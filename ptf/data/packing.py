@@ -6,10 +6,12 @@ starts the next row, so none waits longer than `lookahead` rows.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ptf.data.sample import Atom, dump_atoms, length, load_atoms
+import numpy as np
+
+from ptf.data.sample import Atom, Sample, dump_atoms, length, load_atoms
 from ptf.data.stream import Later, Stream
 from ptf.errors import UserError
 
@@ -92,6 +94,13 @@ class Packer:
         for atom in load_atoms(state["window"]):
             self._add(atom)
         self._atoms.load_state_dict(state["atoms"])  # type: ignore[union-attr]
+
+
+def idle(rows: Sequence[Sequence[Atom]]) -> Atom:
+    """One token that trains nothing, with the streams that the other samples have."""
+    like = rows[0][0][0].streams if rows and rows[0] else {}
+    streams = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
+    return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", streams),)
 
 
 def pack_all(atoms: Iterable[Atom], seq_len: int, lookahead: int = 1024) -> list[list[Atom]]:

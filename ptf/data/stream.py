@@ -15,7 +15,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Stream(Protocol[T_co]):
-    """An endless, resumable iterator. After `b.load_state_dict(settle(a.state_dict()))`, a and b yield the same items."""
+    """An endless, resumable iterator (a mixture with `epochs` ends, and stays ended). After
+    `b.load_state_dict(settle(a.state_dict()))`, a and b yield the same items."""
 
     def __next__(self) -> T_co: ...
 
@@ -83,12 +84,21 @@ class Shuffle(Generic[T]):
             self._window, self._next = self._next or [next(self._stream)], []
             self._epoch = self._epoch_of()
         while not self._next and len(self._window) < max(1, self._size):
-            item = next(self._stream)
-            (self._window if self._epoch_of() == self._epoch else self._next).append(item)
+            self._take()
         i = randint(self._key, self._draws, len(self._window))
         self._draws += 1
         self._window[i], self._window[-1] = self._window[-1], self._window[i]
         return self._window.pop()
+
+    def _take(self) -> None:
+        item = next(self._stream)
+        (self._window if self._epoch_of() == self._epoch else self._next).append(item)
+
+    def passes(self) -> int:
+        """Epochs of which every item has been yielded; it may have to look at the item after the last."""
+        if self._draws and not self._window and not self._next:
+            self._take()
+        return self._epoch + 1 if self._next and not self._window else self._epoch
 
     def state_dict(self) -> dict[str, Any]:
         return {

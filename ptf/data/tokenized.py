@@ -1,35 +1,86 @@
 """Encoded rows as parquet: tokenize once, then train as if on the fly.
 
-The one idea: one row of parquet is one row of the source with its atoms (none, where it was dropped). It is then dealt to lanes as the row of
+The one idea: one row of parquet is one row of the source with its atoms (none, where it was dropped or bad). It is then dealt to lanes as the row of
 the source would be, so the batches are the same, and whatever reads parquet reads it.
 """
 
+import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from itertools import islice
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ptf import storage
-from ptf.data.encode import Encode, Encoder, TooLong
+from ptf.data.blocks import Block, Reader, Row
+from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, found_out
+from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import Atom, dump_atoms, load_atoms
-from ptf.data.sources import Place, Row, Source, rows_once
+from ptf.data.sources import SourceSpec, blocks_once, place
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 COLUMNS = {"atoms": pa.int32(), "lengths": pa.int32(), "tokens": pa.int32(), "weights": pa.float32(), "sources": pa.string()}  # lists, of each row
+SCHEMA = pa.schema([(column, pa.list_(kind)) for column, kind in COLUMNS.items()])
 ROWS_IN_GROUP = 1024
+ROWS_AT_ONCE = 256  # that one process is given
+FEW_BYTES = 8 << 20  # of source that are not worth further processes
+TOLD_S = 10.0  # between lines of progress
+BAD_ROWS = "bad_rows.jsonl"
+
+Encoded = tuple[dict[str, list[np.ndarray | list[str]]], dict[str, int], list[BadRow]]  # columns by row, counts, what was set aside
+
+
+@dataclass
+class _Work:
+    """Encodes some rows of a block, here or in another process."""
+
+    encode: Encode
+    name: str
+    seq_len: int
+    too_long: TooLong
+    spec: SourceSpec
+    skip_bad: bool
+
+    def __call__(self, block: Block, uri: str, before: int) -> Encoded:
+        aside: list[BadRow] = []
+        keep = (lambda bad, counts: aside.append(bad)) if self.skip_bad else None
+        encoder = Encoder(self.encode, self.name, self.seq_len, self.too_long, columns=self.spec.columns, kind=self.spec.kind, set_aside=keep)
+        rows = [_columns(encoder(place(block, i, uri, before))) for i in range(len(block))]
+        return {column: [row[column] for row in rows] for column in COLUMNS}, encoder.counts, aside
+
+
+_work: _Work | None = None  # in a process of the pool: what it was started with, which need not be picklable
+
+
+def _start(work: _Work) -> None:
+    global _work
+    _work = work
+
+
+def _run(block: Block, uri: str, before: int) -> Encoded:
+    assert _work is not None
+    return _work(block, uri, before)
 
 
 def write(
-    directory: str, path: str, name: str, *, encode: Encode, seq_len: int, too_long: TooLong, tokenizer_fingerprint: str, config_fingerprint: str
-) -> Mapping[str, Any]:
-    """Encode every row of the source at `path` into a local directory. Returns the manifest, which is written last; where one is there already,
+    directory: str, spec: SourceSpec, name: str, *, encode: Encode, seq_len: int, too_long: TooLong, tokenizer_fingerprint: str, config_fingerprint: str,
+    max_bad: float | None = None, processes: int = 1,
+) -> Mapping[str, Any]:  # fmt: skip
+    """Encode every row of a source into a local directory, in `processes` where it is large, with a line of progress now and then. With `max_bad`,
+    that share of the rows may be bad; they are listed in `bad_rows.jsonl`. Returns the manifest, which is written last; where one is there already,
     from the same tokenizer and config, nothing is done."""
     made_with = {"tokenizer": tokenizer_fingerprint, "config": config_fingerprint}
     root = Path(directory)
@@ -41,13 +92,16 @@ def write(
     part = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent))  # others may be reading what is there
     try:
         (part / "new").mkdir()
-        encoder = Encoder(encode, name, seq_len, too_long)
-        schema = pa.schema([(column, pa.list_(kind)) for column, kind in COLUMNS.items()])
-        with pq.ParquetWriter(part / "new" / "rows.parquet", schema, compression="zstd") as file:
-            encoded = (_columns(encoder(place)) for place in rows_once(path))
-            while group := list(islice(encoded, ROWS_IN_GROUP)):
-                file.write_table(pa.Table.from_pylist(group, schema))
-        counts = encoder.counts
+        counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
+        reader = Reader(spec.path)
+        work = _Work(encode, name, seq_len, too_long, found_out(spec, reader), max_bad is not None)
+        with pq.ParquetWriter(part / "new" / "rows.parquet", SCHEMA, compression="zstd") as file:
+            for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
+                counts.update(counted)
+                for row in bad:
+                    aside.add(row, counts)
+                file.write_table(_table(columns), ROWS_IN_GROUP)
         manifest = storage.commit(part / "new", {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])})
         if root.exists():
             os.replace(root, part / "old")  # from another tokenizer or config, under the same name
@@ -57,11 +111,111 @@ def write(
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[Encoded]:
+    """What `work` makes of every row, in groups of the parquet file, in order."""
+    tell = _Progress(work.name, reader)
+    if processes == 1 or sum(reader.sizes) < FEW_BYTES:
+        found: Iterable[Encoded] = (work(*piece) for piece in _pieces(reader, limit))
+    else:
+        found = _in_processes(work, _pieces(reader, limit), processes)
+    for group in _grouped(found):
+        tell(group[1])
+        yield group
+
+
+def _pieces(reader: Reader, limit: int | None) -> Iterator[tuple[Block, str, int]]:
+    left = limit
+    for block, uri, before in blocks_once(reader):
+        end = len(block) if left is None else min(len(block), left)
+        for at in range(0, end, ROWS_AT_ONCE):
+            yield block.part(at, min(at + ROWS_AT_ONCE, end)), uri, before
+        if left is not None:
+            left -= end
+            if not left:
+                return
+
+
+def _in_processes(work: _Work, pieces: Iterator[tuple[Block, str, int]], processes: int) -> Iterator[Encoded]:
+    """In order, and never more than a few pieces ahead. Processes are forked, for encoders are often closures."""
+    with (
+        _quiet_forks(),
+        ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (work,)) as pool,
+    ):
+        waiting: deque[Future[Encoded]] = deque()
+        try:
+            for piece in pieces:
+                waiting.append(pool.submit(_run, *piece))
+                if len(waiting) > 3 * processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise RuntimeError(f"a process that tokenized {work.name} died (out of memory?)") from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _quiet_forks() -> Iterator[None]:
+    """A process that is forked after its parent has used threads of the tokenizers' warns, unless told not to use any."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop("TOKENIZERS_PARALLELISM")
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _grouped(found: Iterable[Encoded]) -> Iterator[Encoded]:
+    """The same rows, at least `ROWS_IN_GROUP` at a time."""
+    columns: dict[str, list[Any]] = {column: [] for column in COLUMNS}
+    counts: Counter[str] = Counter()
+    bad: list[BadRow] = []
+    for more, counted, aside in found:
+        for column, rows in more.items():
+            columns[column] += rows
+        counts.update(counted)
+        bad += aside
+        if len(columns["atoms"]) >= ROWS_IN_GROUP:
+            yield columns, counts, bad
+            columns, counts, bad = {column: [] for column in COLUMNS}, Counter(), []
+    if columns["atoms"]:
+        yield columns, counts, bad
+
+
+class _Progress:
+    def __init__(self, name: str, reader: Reader) -> None:
+        self._name, self._reader = name, reader
+        self._began = self._told = time.monotonic()
+        self._rows = self._tokens = 0
+
+    def __call__(self, counts: Mapping[str, int]) -> None:
+        self._rows, self._tokens, now = self._rows + counts["rows"], self._tokens + counts["tokens"], time.monotonic()
+        if now - self._told < TOLD_S:
+            return
+        self._told, spent, share = now, now - self._began, self._reader.share
+        print(
+            f"tokenize: {self._name}: {self._rows:,} rows, {share:.0%}, {self._rows / spent:,.0f} rows/s, {self._tokens / spent:,.0f} tokens/s, "
+            f"{spent * (1 - share) / max(share, 1e-9):,.0f} s to go", flush=True,
+        )  # fmt: skip
+
+
 def _columns(atoms: list[Atom]) -> dict[str, Any]:
     columns = dump_atoms(atoms)
     if columns.pop("streams"):
         raise UserError("samples that carry streams cannot be tokenized ahead: set data.pretokenize: false")
     return columns
+
+
+def _table(columns: Mapping[str, list[Any]]) -> pa.Table:
+    arrays = []
+    for column, rows in columns.items():
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+        values = [text for row in rows for text in row] if column == "sources" else np.concatenate(rows)
+        arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, COLUMNS[column])))
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
 def _arrays(group: pa.Table, i: int) -> Row:
@@ -74,22 +228,12 @@ def decode(row: Row, name: str) -> list[Atom]:
     return load_atoms(row)
 
 
-def source(path: str, tokenizer_fingerprint: str, lane: int, lanes: int) -> Source:
-    """A lane's rows, endlessly, for `decode`. Raises UserError where another tokenizer wrote them."""
-    _check(path, tokenizer_fingerprint)
-    return Source(path, lane, lanes, _arrays)
-
-
-def places(path: str, tokenizer_fingerprint: str) -> Iterator[Place]:
-    """Every row once, for `decode`."""
-    _check(path, tokenizer_fingerprint)
-    return rows_once(path, _arrays)
-
-
-def _check(path: str, tokenizer_fingerprint: str) -> None:
+def reader(path: str, tokenizer: Tokenizer) -> Reader:
+    """Its rows, for `decode`. Raises UserError where another tokenizer wrote them."""
     manifest = f"{path.rstrip('/')}/{storage.MANIFEST}"
     if not storage.exists(manifest):
         raise UserError(f"{path} is not tokenized data, or its writing never finished: it has no {storage.MANIFEST}")
     found = json.loads(storage.read_text(manifest)).get("tokenizer")
-    if found != tokenizer_fingerprint:
-        raise UserError(f"{path} was written with another tokenizer ({str(found)[:12]}…) than the model's ({tokenizer_fingerprint[:12]}…): tokenize it again")
+    if found != tokenizer.fingerprint():
+        raise UserError(f"{path} was written with another tokenizer ({str(found)[:12]}…) than the model's ({tokenizer.fingerprint()[:12]}…): tokenize it again")
+    return Reader(path, _arrays)

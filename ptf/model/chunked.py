@@ -54,7 +54,7 @@ def _scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         chunks, where = _chunks(len(x), head), _Targets(targets, head)
         ours = Projection(x, head, chunks, 1.0, ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -64,7 +64,9 @@ class _CrossEntropy(Function):
             if any(ctx.needs_input_grad):
                 ours.pull(chunk, where.subtract(chunk, ours.probabilities(logprobs, out=logprobs)), weights[chunk])
         ctx.save_for_backward(*ours.gradients())
-        return -summed((values * weights).sum(dtype=torch.float32), head.group)
+        values = -summed(values * weights, head.group)
+        ctx.mark_non_differentiable(values)
+        return values.sum(dtype=torch.float32), values
 
     @staticmethod
     @once_differentiable
@@ -142,7 +144,17 @@ def _inputs(x: Tensor, kept: Tensor, head: Head) -> list[Tensor | None]:
 
 def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor) -> Tensor:
     """Σ weights · (−log p(target)), fp32 scalar. x [B, T, D], targets and weights [B, T]. It can be differentiated once."""
+    return _losses(x, head, targets, weights, _trained(weights))[0]
+
+
+def cross_entropy_by(x: Tensor, head: Head, targets: Tensor, weights: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`cross_entropy`, and without gradient the part that each of `count` groups of positions has in it [count]; groups [B, T]."""
     kept = _trained(weights)
+    loss, losses = _losses(x, head, targets, weights, kept)
+    return loss, torch.zeros(count, device=x.device).index_add(0, groups.reshape(-1)[kept], losses)
+
+
+def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return _CrossEntropy.apply(*_inputs(x, kept, head), head, targets.reshape(-1)[kept], weights.reshape(-1)[kept])  # type: ignore[return-value]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ptf.model.chunked import cross_entropy
+from ptf.model.chunked import cross_entropy_by
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
 from ptf.model.layers import Parts
@@ -29,6 +29,9 @@ class DeclaredHead(Protocol):
         ...
 
 
-def next_token_loss(x: Tensor, head: Head | DeclaredHead, batch: Any) -> Tensor:
-    """The loss of a model that is trained on text: cross-entropy over the vocabulary, or the declared head's own."""
-    return cross_entropy(x, head, batch.targets, batch.weights) if isinstance(head, Head) else head.loss(x, batch)
+def next_token_loss(x: Tensor, head: Head | DeclaredHead, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss of a model that is trained on text, and each document's part in it [documents] (no gradient): cross-entropy over the vocabulary; or
+    the declared head's own, which tells no parts."""
+    if not isinstance(head, Head):
+        return head.loss(x, batch), None
+    return cross_entropy_by(x, head, batch.targets, batch.weights, batch.segments, len(batch.lengths))

@@ -64,6 +64,6 @@ def build(job: Job) -> Recipe:
     if isinstance(job.recipe, Plug):
         return plug.bind(job.recipe)(**job.algo)  # type: ignore[arg-type]
     if job.recipe == "sft":
-        return SFT(job.data.train_on)
+        return SFT(job.data.train_on, tuple(job.data.sources))
     assert job.rollout is not None
     return GRPO(**job.algo.model_dump(), temperature=job.rollout.temperature)  # type: ignore[union-attr]

@@ -32,20 +32,22 @@ class Controller:
         *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, rewards: Rewards, judge: Rewards | None, run: Path,
     ) -> None:  # fmt: skip
         assert job.rollout is not None
+        assert job.train.steps is not None, "online jobs have no train.epochs"
+        self.steps = job.train.steps
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
         self.policy, self.rollout, self.reference, self.rewards = policy, rollout, reference, rewards
         self.judge = judge or rewards  # of held-out answers
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
-        self.saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps)
+        self.saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=self.steps)
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
-        self.track = Tracker(run, resumed=self.step, steps=job.train.steps, tensorboard=job.track.tensorboard, print_every=job.track.print_every)
+        self.track = Tracker(run, resumed=self.step, steps=self.steps, tensorboard=job.track.tensorboard, print_every=job.track.print_every)
 
     def run(self) -> None:
         """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""
         phase, knobs = self.cluster.phase, self.knobs
         self.sync()
-        while self.step < self.job.train.steps:
+        while self.step < self.steps:
             began = time.perf_counter()
             self.cluster.seconds.clear()
             prompts = [next(self.prompts) for _ in range(knobs.prompts)]
@@ -173,7 +175,7 @@ class Controller:
         state = checkpoint.load_host(path / "controller.pt")
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
-        print(f"resumed from {path} (step {step} of {self.job.train.steps})", flush=True)
+        print(f"resumed from {path} (step {step} of {self.steps})", flush=True)
         return step
 
     def close(self) -> None:

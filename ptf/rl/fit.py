@@ -105,7 +105,7 @@ class Fitting:
 
 
 def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit: int) -> dict[str, list[Prompt]]:
-    return {name: list(itertools.islice(prompts_once(source.path, name, tokenizer), limit)) for name, source in sources.items()}
+    return {name: list(itertools.islice(prompts_once(spec, name, tokenizer), limit)) for name, spec in specs(sources).items()}
 
 
 def own_reference(model: ModelConfig) -> bool:
@@ -127,10 +127,12 @@ def fit_online(job: Job, run: Path) -> None:
     refuse_larger_tokenizer(directory, tokenizer_path, tokenizer.vocab_size)
     room = job.data.seq_len - knobs.max_new_tokens
     drop = job.data.too_long == "drop"
-    prompts = Fitting(prompts_stream(specs(job.data.sources), tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle), room, drop)
+    sources = specs(job.data.sources)
+    drawn = prompts_stream(sources, tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle, temperature=job.data.mix.temperature)
+    prompts = Fitting(drawn, room, drop)
     if not drop:  # better now than in the middle of the night
-        for name, source in job.data.sources.items():
-            for prompt in itertools.islice(prompts_once(source.path, name, tokenizer), CHECKED):
+        for name, spec in sources.items():
+            for prompt in itertools.islice(prompts_once(spec, name, tokenizer), CHECKED):
                 refuse_too_long(prompt, room)
     temperature = getattr(recipe, "temperature", knobs.temperature)
     if temperature != knobs.temperature:

@@ -6,18 +6,10 @@ fills up with a row that trains nothing.
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ptf.compute.world import World
 from ptf.data.batch import Batch
-from ptf.data.sample import Atom, Sample, length
-
-
-def idle(rows: Sequence[Sequence[Atom]]) -> Atom:
-    """One token that trains nothing, with the streams that the other samples have."""
-    like = rows[0][0][0].streams if rows and rows[0] else {}
-    streams = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
-    return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", streams),)
+from ptf.data.packing import idle
+from ptf.data.sample import Atom, length
 
 
 def deal(rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> list[Batch]:

@@ -14,9 +14,11 @@ from ptf.compute.world import World
 from ptf.config import Job, dump
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
-from ptf.data.pipeline import SourceSpec, atoms_once, lane_stream
+from ptf.data.pipeline import Lanes, atoms_once
 from ptf.data.sample import Atom
+from ptf.data.sources import SourceSpec
 from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import refuse_larger_tokenizer
@@ -44,13 +46,13 @@ def fit(job: Job, world: World, run: Path) -> None:
         recomputed=job.train.checkpointing, compiled=job.train.compile,
     )  # fmt: skip
     trainer = Trainer(model, world, job.train)
-    loader = make_loader(job, recipe, tokenizer, world)
+    loader = make_loader(job, recipe, tokenizer, world, run)
     held_out = held_out_rows(job, recipe, tokenizer)
-    saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps)
+    saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps or 0)
     flops, peak = Flops.of(model), peak_flops(world.device, job.train.precision) * world.size
-    announce(job, world, model.config)
-    start, ends = restore(saves, job, trainer, loader, world)
-    step = start
+    start, ends = restore(saves, job, trainer, loader, world) or (0, planned_steps(job, loader, world))
+    announce(job, world, model.config, ends)
+    step, planned = start, ends
     saves.steps = ends
     trainer.schedule = replace(trainer.schedule, steps=ends)
     track = Tracker(run, resumed=start, steps=ends, tensorboard=job.track.tensorboard, print_every=job.track.print_every) if world.leads else None
@@ -64,14 +66,18 @@ def fit(job: Job, world: World, run: Path) -> None:
             slots = sum(batch.tokens.numel() for batch in micro)
             tokens, work, slots = world.sum([sum(lengths), flops.step(lengths, targets), slots]).tolist()
             metrics |= {"tokens": tokens, "fill": tokens / slots}
-            if job.data.too_long != "error":
-                dropped, truncated = world.sum([loader.counts["dropped"], loader.counts["truncated"]]).tolist()
-                metrics |= {"dropped": dropped, "truncated": truncated}
+            for name in job.data.sources:
+                if share := metrics.get(f"share/{name}"):
+                    metrics[f"loss/{name}"] /= share
+                else:  # it is the only source, or has nothing in this step
+                    metrics.pop(f"loss/{name}", None)
+            if counted := [name for name, there in COUNTED.items() if there(job)]:
+                metrics |= dict(zip(counted, world.sum([loader.counts[name] for name in counted]).tolist(), strict=True))
             spent = time.perf_counter() - began
             if job.data.validation and job.train.validate_every and ((step + 1) % job.train.validate_every == 0 or step + 1 == ends):
                 losses = held_out_loss(model, recipe, held_out, world, job.train.micro_rows, job.data.seq_len)
                 metrics |= losses
-                if ends == job.train.steps and job.train.decay_at and next(iter(losses.values())) <= job.train.decay_at:
+                if ends == planned and job.train.decay_at and next(iter(losses.values())) <= job.train.decay_at:
                     ends = saves.steps = min(ends, step + 1 + (job.train.decay or 0))
                     trainer.schedule = replace(trainer.schedule, steps=ends)
                     if track:
@@ -92,22 +98,40 @@ def fit(job: Job, world: World, run: Path) -> None:
         export_adapter(model, family, directory, run / "model", world, spec, job.train.precision)
 
 
-def specs(sources: Any) -> dict[str, SourceSpec]:
-    """The config's sources as plain values."""
-    return {name: SourceSpec(s.path, s.weight, s.kind) for name, s in sources.items()}
+COUNTED = {  # rows and samples that are not trained as they are, in the metrics of jobs that allow it
+    "dropped": lambda job: job.data.too_long != "error",
+    "truncated": lambda job: job.data.too_long in ("truncate", "split"),
+    "bad": lambda job: job.data.on_bad_row == "skip",
+}
 
 
-def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World) -> Loader:
+def planned_steps(job: Job, loader: Loader, world: World) -> int:
+    """Of the whole run: `train.steps`, or as many as the data has where that is fewer."""
+    if loader.endless:
+        assert job.train.steps is not None, "the schema lets no endless data train without train.steps"
+        return job.train.steps
+    if world.leads:
+        print("train: counting the steps that the data has", flush=True)
+    steps = int(world.max(loader.steps()))
+    if not steps:
+        raise UserError("the data has no sample to train on")
+    return min(steps, job.train.steps or steps)
+
+
+def specs(sources: Any, epochs: int | None = None) -> dict[str, SourceSpec]:
+    """The config's sources as plain values; `epochs` is for those that have none of their own."""
+    return {name: SourceSpec(s.path, s.weight, s.kind, s.columns, s.limit, s.epochs or epochs) for name, s in sources.items()}
+
+
+def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World, run: Path) -> Loader:
     data = job.data
-
-    def lane(index: int) -> Any:
-        return lane_stream(
-            index, sources=specs(data.sources), tokenizer=tokenizer, encode=lambda row, source: recipe.encode(row, tokenizer, source),
-            lanes=data.lanes, seed=job.seed, shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead, too_long=data.too_long,
-        )  # fmt: skip
-
+    lanes = Lanes(
+        specs(data.sources, job.train.epochs), tokenizer, lambda row, source: recipe.encode(row, tokenizer, source), lanes=data.lanes, seed=job.seed,
+        shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead, too_long=data.too_long, temperature=data.mix.temperature, by=data.mix.by,
+        exhausted=data.mix.exhausted, quarantine=str(run / "quarantine") if data.on_bad_row == "skip" else None, max_bad=data.max_bad,
+    )  # fmt: skip
     return Loader(
-        lane, lanes=data.lanes, rows=job.train.rows, rank=world.data_rank, world_size=world.data_size,
+        lanes, lanes=data.lanes, rows=job.train.rows, rank=world.data_rank, world_size=world.data_size,
         micro_rows=job.train.micro_rows, seq_len=data.seq_len, prefetch=data.prefetch, timeout_s=job.compute.timeout_s,
     )  # fmt: skip
 
@@ -119,26 +143,26 @@ def held_out_rows(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, l
     return {name: pack_all(once(name, spec), job.data.seq_len) for name, spec in specs(job.data.validation).items()}
 
 
-def announce(job: Job, world: World, config: Any) -> None:
+def announce(job: Job, world: World, config: Any, steps: int) -> None:
     """The run's first lines: what was chosen, and why if it is not what one would expect."""
     if world.leads:
         attention = "flex_attention" if world.device.type == "cuda" else "SDPA per document (FlexAttention has no backward on a CPU)"
         if job.model.backend == "hf":
             attention = "transformers' (a row for each document; no dropout, no load-balancing loss)"
-        print(f"train: {job.train.steps} steps of {job.train.rows} rows × {job.data.seq_len} tokens, workers={world.size}, device={world.device}, "
+        print(f"train: {steps} steps of {job.train.rows} rows × {job.data.seq_len} tokens, workers={world.size}, device={world.device}, "
               f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}", flush=True)  # fmt: skip
 
 
-def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, world: World) -> tuple[int, int]:
-    """Continue from the newest good checkpoint: the steps that are done (0 if there is none), and the step at which the run ends."""
+def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, world: World) -> tuple[int, int] | None:
+    """Continue from the newest good checkpoint: the steps that are done, and the step at which the run ends; None if there is no checkpoint."""
     found = world.share(saves.latest() if world.leads else None)
     if found is None:
-        return 0, job.train.steps
+        return None
     step, path, text = found  # type: ignore[misc]
     refuse_frozen_changes(text, job)
     checkpoint.load_tensors(path, trainer.model, trainer.optimizer, world)
     lanes: dict[str, Any] = {}
-    ends = job.train.steps
+    ends = 0
     for file in sorted(path.glob("host_*.pt")):
         state = checkpoint.load_host(file)
         lanes |= state["lanes"]

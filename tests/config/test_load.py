@@ -156,7 +156,8 @@ def test_all_problems_of_all_files_at_once(write):
         "--set trian.lr=3  trian  unknown key at the top  (did you mean train?)",
         "a.yaml:5  model.revison  unknown key in model  (did you mean revision?)",
         "a.yaml:6  lr  unknown key at the top  (did you mean train.lr?)",
-        "a.yaml:9  data.sources.chat.kind  expected one of chat, prompt, tokenized, got the text 'chats'  (did you mean chat?)",
+        "a.yaml:9  data.sources.chat.kind  expected one of auto, chat, completion, text, events, preference, prompt, tokenized, got the text 'chats'"
+        "  (did you mean chat?)",
         "a.yaml:10  data.lanes  expected a whole number, got the text '8'",
         "b.yaml:1  train.lr  is missing",
         "b.yaml:2  train.steps  must be greater than 0, got 0",
@@ -191,7 +192,7 @@ def test_what_ptf_does_not_have_is_refused_by_name(write, override, what):
 
 
 def test_rules_between_keys_are_reported_together(write):
-    write(a=SFT, v=SFT + "evaluate:\n  sources: {e: {path: x}}\n")
+    write(a=SFT, v=SFT + "evaluate:\n  sources: {e: {path: x, kind: chat}}\n")
     assert problems("a.yaml", "v.yaml", overrides=("compute={workers: 3, launcher: local}", "train.warmup=20", "data.validation.chat.path=x")) == [
         "--set compute={workers: 3, launcher: local}  compute.launcher  local is one process; use ray or torchrun for compute.workers > 1",
         "--set data.validation.chat.path=x  data.validation.chat  has the name of one of data.sources",
@@ -356,13 +357,16 @@ def test_fingerprint_depends_on_the_named_sections_only():
 
 def test_resolve_puts_paths_in_place():
     job = loads(
-        SFT.replace("path: m", "path: job:sft.yaml, tokenizer: prepare:tok").replace("a.jsonl", "prepare:a.jsonl, weight: 2")
+        SFT.replace("path: m", "path: job:sft.yaml, tokenizer: prepare:tok").replace(
+            "a.jsonl", "prepare:a.jsonl, weight: 2, epochs: 3, limit: 9, columns: {messages: m}"
+        )
         + "evaluate: {sources: {e: {path: prepare:e, kind: prompt}}, reward: {use: a:b, args: {tables: [prepare:t, plain]}}}\noutput: prepare:kept\n"
     )
     assert resolve(job) == job
     done = resolve(job, prepared="s3://p", start="/ckpt", tokenized={"chat": "/tok/chat", "other": "x"})
     assert (done.model.path, done.model.tokenizer, done.output) == ("/ckpt", "s3://p/tok", "prepare:kept")
-    assert done.data.sources["chat"].model_dump() == {"path": "/tok/chat", "kind": "tokenized", "weight": 2.0}
+    done_chat = {"path": "/tok/chat", "kind": "tokenized", "weight": 2.0, "columns": {}, "limit": None, "epochs": 3}
+    assert done.data.sources["chat"].model_dump() == done_chat
     assert done.evaluate.sources["e"].path == "s3://p/e"
     assert done.evaluate.reward == Plug(use="a:b", args={"tables": ["s3://p/t", "plain"]})
     assert resolve(loads(SFT)).model.path == "m"
@@ -376,7 +380,9 @@ def test_frozen_differences_names_the_frozen_keys_only(write):
     assert differences() == []
     assert differences("compute.workers=2", "compute.mesh.replicate=2", "train.micro_rows=1", "flow.steps.train.gpu=1", "checkpoint.every=7") == []
     assert differences("train.lr=2e-4", "rollout.reward.args.a=2", "compute.workers=2") == ["rollout.reward.args.a: 1 → 2", "train.lr: 0.0001 → 0.0002"]
-    assert differences("data.sources.b={path: x, kind: prompt}") == ['data.sources.b: absent → {"path": "x", "kind": "prompt", "weight": 1.0}']
+    assert differences("data.sources.b={path: x, kind: prompt}") == [
+        'data.sources.b: absent → {"path": "x", "kind": "prompt", "columns": {}, "weight": 1.0, "limit": null, "epochs": null}'
+    ]
     assert [line.split(":")[0] for line in frozen_differences(old, loads(SFT))] == ["recipe", "data.sources.chat.kind", "algo", "rollout"]
 
 

@@ -1,10 +1,13 @@
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ptf.data.encode import Encoder, encode_chat, encode_prompt, fit
+from ptf.data.encode import Encoder, encode_document, encode_preference, encode_prompt, encode_scored, fit, shaped
+from ptf.data.quarantine import Quarantine, rows_in
 from ptf.data.sample import Sample
+from ptf.data.sources import Place
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -12,7 +15,7 @@ USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "co
 
 
 def test_a_chat_row_is_an_atom(characters: Tokenizer) -> None:
-    ((sample,),) = encode_chat({"messages": [USER, ASSISTANT]}, characters, "sums")
+    ((sample,),) = encode_document({"messages": [USER, ASSISTANT]}, characters, "sums")
     assert characters.decode(sample.tokens) == "<|im_start|><|user|>1+1=<|im_end|><|im_start|><|assistant|>2<|im_end|>"
     assert characters.decode(sample.tokens[sample.weights > 0]) == "2<|im_end|>"
     assert (sample.source, sample.tokens.dtype, sample.weights.dtype) == ("sums", np.int32, np.float32)
@@ -43,24 +46,152 @@ def sample(n: int, trained: int) -> Sample:
 
 def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
     atom = (sample(10, 6),)
-    assert fit(atom, 10, "error") is atom
+    assert fit(atom, 10, "error")[0] is atom
     with pytest.raises(UserError, match=r"10 tokens do not fit data\.seq_len 8: raise it, or set data\.too_long"):
         fit(atom, 8, "error")
-    assert fit(atom, 8, "drop") is None
-    (cut,) = fit(atom, 8, "truncate") or ()
+    assert fit(atom, 8, "drop") == []
+    (((cut,)),) = fit(atom, 8, "truncate")
     assert cut.tokens.tolist() == cut.streams["advantages"].tolist() == list(range(8))
     assert cut.weights.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert fit(atom, 4, "truncate") is None  # nothing that is trained is left
-    pair = fit((sample(10, 8), sample(4, 3)), 8, "truncate") or ()
+    assert fit(atom, 4, "truncate") == []  # nothing that is trained is left
+    (pair,) = fit((sample(10, 8), sample(4, 3)), 8, "truncate")
     assert [len(s) for s in pair] == [4, 4]
+    pieces = fit((sample(10, 4),), 3, "split")  # of 3, 3, 3 and 1 tokens: the first two train nothing, nor can the last, which nothing precedes
+    assert [s.tokens.tolist() for (s,) in pieces] == [[6, 7, 8]]
+    with pytest.raises(UserError, match="2 samples that belong together cannot be split"):
+        fit((sample(10, 8), sample(4, 3)), 8, "split")
+
+
+def at(row: dict[str, Any], line: int) -> Place:
+    return Place(lambda: row, f"a.jsonl:{line}")
 
 
 def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
     long = {"role": "assistant", "content": "2" * 30}
-    encoder = Encoder(lambda row, name: encode_chat(row, characters, name), "sums", 20, "truncate")
-    encoder(({"messages": [USER, ASSISTANT]}, "a.jsonl:1"))
-    encoder(({"messages": [USER, long]}, "a.jsonl:2"))
-    encoder(({"messages": [USER | {"content": "1" * 30}, ASSISTANT]}, "a.jsonl:3"))
-    assert encoder.counts == {"rows": 3, "samples": 2, "tokens": 31, "trained": 2 + 11, "whole": 31, "dropped": 1, "truncated": 1}
+    encoder = Encoder(lambda row, name: encode_document(row, characters, name), "sums", 20, "truncate")
+    for line, messages in enumerate([[USER, ASSISTANT], [USER, long], [USER | {"content": "1" * 30}, ASSISTANT]], 1):
+        encoder(at({"messages": messages}, line))
+    assert encoder.counts == {"rows": 3, "samples": 2, "tokens": 31, "trained": 2 + 11, "whole": 31, "dropped": 1, "truncated": 1, "bad": 0}
     with pytest.raises(UserError, match=r"a\.jsonl:4 \(source sums\): the conversation has no assistant turn"):
-        encoder(({"messages": [USER]}, "a.jsonl:4"))
+        encoder(at({"messages": [USER]}, 4))
+
+
+def said(tokenizer: Tokenizer, sample: Sample) -> tuple[str, str]:
+    """All of a sample, and what of it is trained."""
+    return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.weights > 0])
+
+
+HEAD, ANSWER = "<|im_start|><|user|>1+1=<|im_end|><|im_start|><|assistant|>", "2<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "whole", "trained"),
+    [
+        ({"prompt": "1+1=", "completion": "2"}, HEAD + ANSWER, ANSWER),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, HEAD + ANSWER, ANSWER),
+        ({"prompt": [USER], "completion": ASSISTANT}, HEAD + ANSWER, ANSWER),
+        ({"text": "1+1=2"}, "1+1=2<|im_end|>", "+1=2<|im_end|>"),
+        ({"events": ["ab", "c", "de"]}, "abcde", "cde"),
+        ({"events": ["a", "b", "c"], "context": 2}, "abc", "c"),
+        ({"events": ["a", "b"], "context": 0}, "ab", "b"),
+    ],
+)
+def test_a_row_is_what_its_columns_say(characters: Tokenizer, row: dict[str, Any], whole: str, trained: str) -> None:
+    ((sample,),) = encode_document(row, characters, "s")
+    assert said(characters, sample) == (whole, trained)
+    assert (sample.tokens.dtype, sample.weights.dtype, sample.source) == (np.int32, np.float32, "s")
+
+
+def test_without_a_template_a_prompt_is_plain_text(shared: Path) -> None:
+    gpt2 = Tokenizer.load(str(shared / "tokenizers/gpt2"))
+    ((sample,),) = encode_document({"prompt": "The capital of France is", "completion": " Paris"}, gpt2)
+    assert said(gpt2, sample) == ("The capital of France is Paris<|endoftext|>", " Paris<|endoftext|>")
+    ((sample,),) = encode_document({"prompt": "wo", "completion": "rld"}, gpt2)  # "world" is one token, but "wo" is what is served
+    assert sample.tokens.tolist() == [*gpt2.encode("wo"), *gpt2.encode("rld"), gpt2.hf.eos_token_id]
+
+
+def test_a_preference_is_a_pair(characters: Tokenizer) -> None:
+    worse = {"role": "assistant", "content": "3"}
+    for row in (
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": [USER], "chosen": ASSISTANT, "rejected": [worse]},
+        {"chosen": [USER, ASSISTANT], "rejected": [USER, worse]},
+    ):
+        ((chosen, rejected),) = encode_preference(row, characters, "s")
+        assert said(characters, chosen) == (HEAD + ANSWER, ANSWER)
+        assert said(characters, rejected) == (HEAD + "3<|im_end|>", "3<|im_end|>")
+    ((chosen, _),) = encode_preference({"prompt": [USER, ASSISTANT, USER], "chosen": "2", "rejected": "3"}, characters)
+    assert said(characters, chosen)[1] == ANSWER  # of the last turn only
+
+
+def test_a_scored_completion_carries_its_score(characters: Tokenizer) -> None:
+    ((sample,),) = encode_scored({"prompt": "1+1=", "completion": "2", "reward": 0.5}, characters)
+    assert said(characters, sample) == (HEAD + ANSWER, ANSWER)
+    assert set(sample.streams["score"]) == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("encode", "row", "message"),
+    [
+        (encode_document, {"question": "1"}, r"needs `messages`, `prompt` and `completion`, `text`, or `events`; this one has \['question'\]"),
+        (encode_document, {"prompt": "1", "completion": 2}, "an answer must be a string or messages"),
+        (encode_document, {"prompt": {"a": 1}, "completion": "2"}, "a prompt must be a string or a list of messages, not dict"),
+        (encode_document, {"prompt": [USER], "completion": [USER]}, "must end with a message of the assistant's"),
+        (encode_document, {"text": ""}, "`text` must be a string, and not empty"),
+        (encode_document, {"events": ["a", ""]}, "`events` must be a list of strings, none of them empty"),
+        (encode_document, {"events": ["a", "b"], "context": 2}, "`context` must be a number of events below 2"),
+        (encode_document, {"events": ["a"], "context": 0}, "one token has nothing to train"),
+        (encode_preference, {"chosen": "2", "rejected": "3"}, "without a prompt it must be messages"),
+        (encode_preference, {"prompt": "1", "chosen": "2"}, r"needs `chosen` and `rejected`, this row has \['chosen', 'prompt'\]"),
+        (encode_preference, {"prompt": "1", "chosen": "2", "rejected": "2"}, "`chosen` and `rejected` are the same"),
+        (encode_scored, {"prompt": "1", "completion": "2", "reward": None}, "needs `prompt`, `completion` and `reward`"),
+        (encode_scored, {"prompt": "1", "completion": "2", "reward": float("nan")}, "`reward` must be a finite number"),
+    ],
+)
+def test_bad_rows_are_refused(characters: Tokenizer, encode: Any, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        encode(row, characters)
+
+
+def test_columns_have_names_of_their_own_and_kinds_choose(characters: Tokenizer) -> None:
+    row = {"question": "1+1=", "answer": "2", "text": "3", "n": 1}
+    assert shaped(row, {"prompt": "question", "completion": "answer"}) == {"prompt": "1+1=", "completion": "2", "text": "3", "n": 1}
+    assert shaped(row, {"prompt": "question", "completion": "answer"}, "text") == {"text": "3", "n": 1}
+    assert shaped(row | {"messages": []}, {"prompt": "question", "completion": "answer"}, "completion") == {"prompt": "1+1=", "completion": "2", "n": 1}
+    pair = {"prompt": "1", "chosen": "2", "rejected": "3", "completion": "2"}
+    assert shaped(pair, {}, "preference") == {"prompt": "1", "chosen": "2", "rejected": "3"}
+    with pytest.raises(UserError, match=r"there is no column 'questoin'; this row has \['answer', 'n', 'question', 'text'\]"):
+        shaped(row, {"prompt": "questoin"})
+    with pytest.raises(UserError, match="a row of kind chat needs `messages`"):
+        shaped(row, {}, "chat")
+    encoder = Encoder(lambda row, name: encode_document(row, characters, name), "s", 99, "error", columns={"prompt": "question", "completion": "answer"})
+    ((sample,),) = encoder(at({"question": "1+1=", "answer": "2", "weight": 0.25}, 1))
+    assert said(characters, sample) == (HEAD + ANSWER, ANSWER)
+    assert set(sample.weights.tolist()) == {0.0, 0.25}
+    for weight in (0, -1, "a", float("inf")):
+        with pytest.raises(UserError, match=r"a\.jsonl:2 \(source s\): the row's `weight` must be a number above 0"):
+            encoder(at({"question": "1+1=", "answer": "2", "weight": weight}, 2))
+
+
+def test_bad_rows_are_set_aside_once_and_not_too_many(characters: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "bad.jsonl"
+
+    def run(rows: list[dict[str, Any]]) -> Encoder:
+        aside = Quarantine(file, 0.002)
+        encoder = Encoder(lambda row, name: encode_document(row, characters, name), "s", 20, "error", set_aside=aside.add)
+        for i, row in enumerate(rows, 1):
+            encoder(at(row, i))
+        return encoder
+
+    good, bad = {"text": "1+1=2"}, {"text": 1}
+    assert run([good, bad, good, {"text": "1" * 30}]).counts == {
+        "rows": 4, "samples": 2, "tokens": 12, "trained": 10, "whole": 12, "dropped": 0, "truncated": 0, "bad": 2,
+    }  # fmt: skip
+    noted = [(row.where, row.reason[:20]) for row in rows_in(file)]
+    assert noted == [("a.jsonl:2", "`text` must be a str"), ("a.jsonl:4", "31 tokens do not fit")]
+    with file.open("a") as out:
+        out.write('{"where": "a.jso')  # a kill cut this off
+    run([good, bad, bad])
+    assert [row.where for row in rows_in(file)] == ["a.jsonl:2", "a.jsonl:4", "a.jsonl:3"]
+    with pytest.raises(UserError, match=r"3 of 3 rows are bad, more than data\.max_bad \(0\.002\) allows; the last is a\.jsonl:3: `text` must be"):
+        run([bad] * 10_000)

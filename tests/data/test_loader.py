@@ -5,6 +5,8 @@ import json
 import pickle
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
-from ptf.data.encode import encode_chat
+from ptf.data.encode import encode_document
 from ptf.data.loader import Loader
-from ptf.data.pipeline import SourceSpec, lane_stream
+from ptf.data.pipeline import Lanes
+from ptf.data.sources import SourceSpec
+from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from tests.data.ledger import ledger
 
 LANES, ROWS, SEQ_LEN = 4, 8, 64
 
@@ -34,22 +39,30 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
 
 
 def once(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
-    return encode_chat(row, tokenizer, name)
+    return encode_document(row, tokenizer, name)
 
 
 def repeated(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
     """One to three atoms, as of conversations that had to be split."""
-    return encode_chat(row, tokenizer, name) * (1 + len(row["messages"][1]["content"]) % 3)
+    return encode_document(row, tokenizer, name) * (1 + len(row["messages"][1]["content"]) % 3)
 
 
 def make(
     sources: dict[str, SourceSpec], tokenizer: Tokenizer, rank: int = 0, world: int = 1, micro_rows: int = 8, encode: Any = repeated, **kwargs: Any
 ) -> Loader:
-    def lane(i: int) -> Any:
-        options = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6} | kwargs
-        return lane_stream(i, sources=sources, tokenizer=tokenizer, encode=lambda row, name: encode(row, name, tokenizer), **options)
+    options: dict[str, Any] = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6} | kwargs
+    made = Lanes(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
+    return Loader(made, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2)
 
-    return Loader(lane, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2)
+
+def documents(batches: list[Batch], tokenizer: Tokenizer) -> Iterator[str]:
+    """The name of each document: what the user said, up to the full stop."""
+    for batch in batches:
+        for i, n in enumerate(batch.lengths):
+            at = (batch.segments == i).nonzero()
+            ids = batch.tokens[at[0, 0], at[0, 1] : at[0, 1] + n]
+            if n > 1:
+                yield tokenizer.decode(ids).split(".")[0].removeprefix("<|im_start|><|user|>")
 
 
 def rows_of(batches: list[Batch]) -> list[tuple[bytes, bytes]]:
@@ -125,11 +138,7 @@ def test_every_row_once_before_any_twice(sources: Any, characters: Tokenizer, wh
     loader = make(sources, characters, encode=once)
     seen: Counter[str] = Counter()
     for _ in range(60):
-        for batch in next(loader):
-            for i, n in enumerate(batch.lengths):
-                at = (batch.segments == i).nonzero()
-                ids = batch.tokens[at[0, 0], at[0, 1] : at[0, 1] + n]
-                seen[characters.decode(ids).split(".")[0].removeprefix("<|im_start|><|user|>")] += 1
+        seen.update(documents(next(loader), characters))
     loader.close()
     assert len(seen) == 61 + 29
     for name in ("a", "b"):
@@ -207,3 +216,53 @@ def test_a_source_of_which_nothing_is_left_is_an_error(sources: Any, characters:
     with pytest.raises(UserError, match=r"no row of .*a\.jsonl left a sample"):
         next(loader)
     loader.close()
+
+
+@pytest.mark.parametrize("exhausted", ["repeat", "drop", "stop"])
+def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: Tokenizer, exhausted: str) -> None:
+    finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
+    planned = [make(finite, characters, rank, 2, encode=once, exhausted=exhausted) for rank in range(2)]
+    assert not planned[0].endless
+    steps = max(loader.steps() for loader in planned)
+    close(planned)
+    seen: Counter[str] = Counter()
+    trained = []
+    loader = make(finite, characters, encode=once, exhausted=exhausted)
+    assert loader.steps() == steps
+    for _ in range(steps + 2):
+        batches = next(loader)
+        trained.append(sum(float(b.weights.sum()) for b in batches))
+        seen.update(documents(batches, characters))
+    loader.close()
+    assert all(trained[:steps])
+    assert trained[steps:] == [0, 0]
+    a, b = ([n for key, n in seen.items() if key[0] == name] for name in "ab")
+    if exhausted == "drop":
+        assert set(seen.values()) == {1}
+        assert len(seen) == 61 + 29
+    if exhausted == "repeat":
+        assert len(a) == 61
+        assert len(b) == 29
+        assert set(a) == {1}  # twice the share, and twice the rows: both end about together
+    if exhausted == "stop":
+        assert set(a + b) == {1}
+        assert 61 + 29 - 3 * LANES <= len(seen) < 61 + 29
+
+
+def test_lanes_have_one_pass_to_count_and_the_next_to_train(sources: Any, characters: Tokenizer, whole: Any) -> None:
+    """Counting the steps does not move the loader."""
+    finite = {name: replace(spec, epochs=3) for name, spec in sources.items()}
+    loader = make(finite, characters)
+    loader.steps()
+    assert run([loader], 2) == whole[:2]
+    loader.close()
+
+
+def test_elastic_resume_loses_and_repeats_nothing_of_40000(tmp_path: Path) -> None:
+    """The same over 1,000,000 is `make ledger`."""
+    counts = ledger(40_000, tmp_path)
+    assert counts.min() == counts.max() == 1
+    with pytest.MonkeyPatch.context() as patch:  # a loader whose state is of what was packed, not of what was consumed
+        patch.setattr(Loader, "state_dict", lambda self: {"step": self.step, "lanes": {str(n): settle(lane.state_dict()) for n, lane in self._served.items()}})
+        counts = ledger(4_000, tmp_path)
+    assert counts.min() == 0

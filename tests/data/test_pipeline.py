@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.pipeline import Prompts, SourceSpec, prompts_once, prompts_stream
+from ptf.data.pipeline import Prompts, prompts_once, prompts_stream
+from ptf.data.sources import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -53,7 +54,7 @@ def test_prompts_are_mixed_shuffled_numbered_and_whole(sources: dict[str, Source
 
 
 def test_one_pass_of_prompts(sources: dict[str, SourceSpec], characters: Tokenizer) -> None:
-    prompts = list(prompts_once(sources["a"].path, "a", characters))
+    prompts = list(prompts_once(sources["a"], "a", characters))
     assert [p.row["prompt"] for p in prompts] == [f"a{i}" for i in range(20)]
     assert [p.index for p in prompts] == list(range(20))
 
@@ -61,7 +62,7 @@ def test_one_pass_of_prompts(sources: dict[str, SourceSpec], characters: Tokeniz
 def test_a_bad_prompt_is_named(characters: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "1"}\n{"prompt": 1}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2 \(source sums\): a prompt row needs"):
-        list(prompts_once(str(tmp_path / "a.jsonl"), "sums", characters))
+        list(prompts_once(SourceSpec(str(tmp_path / "a.jsonl")), "sums", characters))
     stream = prompts_stream({"sums": SourceSpec(str(tmp_path / "a.jsonl"))}, tokenizer=characters, seed=0, shuffle=0)
     with pytest.raises(UserError, match=r"a\.jsonl:2 \(source sums\)"):
         take(stream, 2)

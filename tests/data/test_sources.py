@@ -1,14 +1,21 @@
 import gzip
+import itertools
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptf import storage
+from ptf.data import blocks
+from ptf.data.blocks import Reader
 from ptf.data.sources import Source, rows_once
 from ptf.errors import UserError
 
@@ -37,30 +44,41 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def take(source: Source, n: int) -> list[int]:
-    return [next(source)[0]["n"] for _ in range(n)]
+    return [next(source).read()["n"] for _ in range(n)]
+
+
+def all_of(path: Path | str, limit: int | None = None) -> list[int]:
+    return [place.read()["n"] for place in rows_once(Reader(str(path)), limit)]
 
 
 def test_one_pass_in_file_order(directory: Path) -> None:
-    assert [row["n"] for row, _ in rows_once(str(directory))] == list(range(23))
-    assert [row["n"] for row, _ in rows_once(f"{directory}/part[02]*")] == [*range(10), *range(11, 23)]
-    assert [row["n"] for row, _ in rows_once(str(next(directory.glob("part1*"))))] == [10]
+    assert all_of(directory) == list(range(23))
+    assert all_of(directory, 12) == list(range(12))
+    assert all_of(f"{directory}/part[02]*") == [*range(10), *range(11, 23)]
+    assert all_of(next(directory.glob("part1*"))) == [10]
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 30])  # 30: more lanes than rows
 def test_row_k_of_the_endless_list_goes_to_lane_k_mod_lanes(directory: Path, lanes: int) -> None:
-    for lane in range(lanes):
-        assert take(Source(str(directory), lane, lanes), 12) == [(lane + i * lanes) % 23 for i in range(12)]
+    reader = Reader(str(directory))
+    each = [Source(reader, lane, lanes) for lane in range(lanes)]
+    for n, source in enumerate(each):
+        assert take(source, 5 + n % 7) == [(n + i * lanes) % 23 for i in range(5 + n % 7)]  # at their own paces, over one reader
+    for n, source in enumerate(each):
+        assert take(source, 4) == [(n + i * lanes) % 23 for i in range(5 + n % 7, 9 + n % 7)]
+    assert take(Source(reader, lanes - 1, lanes, limit=7), 9) == [(lanes - 1 + i * lanes) % 7 for i in range(9)]
 
 
 @settings(deadline=None, max_examples=30)
 @given(lanes=st.integers(1, 5), cuts=st.lists(st.integers(0, 30), min_size=1, max_size=4))
 def test_resumes_anywhere_again_and_again(directory: Path, lanes: int, cuts: list[int]) -> None:
-    one = Source(str(directory), lanes - 1, lanes)
-    whole = take(Source(str(directory), lanes - 1, lanes), sum(cuts) + 5)
+    reader = Reader(str(directory))
+    one = Source(reader, lanes - 1, lanes)
+    whole = take(Source(reader, lanes - 1, lanes), sum(cuts) + 5)
     parts: list[int] = []
     for steps in [*cuts, 5]:
         parts += take(one, steps)
-        other = Source(str(directory), lanes - 1, lanes)
+        other = Source(Reader(str(directory)), lanes - 1, lanes)
         other.load_state_dict(json.loads(json.dumps(one.state_dict())))
         assert other.epoch == one.epoch
         one = other
@@ -68,7 +86,7 @@ def test_resumes_anywhere_again_and_again(directory: Path, lanes: int, cuts: lis
 
 
 def test_epochs_are_counted(directory: Path) -> None:
-    source = Source(str(directory))
+    source = Source(Reader(str(directory)))
     assert source.rows is None
     take(source, 23)
     assert source.epoch == 0
@@ -78,20 +96,22 @@ def test_epochs_are_counted(directory: Path) -> None:
 
 def test_rows_know_where_they_came_from(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}])
-    assert [where for _, where in rows_once(str(path))] == [f"{path}:1", f"{path}:3"]  # line 2 is empty
+    assert [place.where for place in rows_once(Reader(str(path)))] == [f"{path}:1", f"{path}:3"]  # line 2 is empty
+    source = Source(Reader(str(path)), 1, 2)
+    assert [next(source).where for _ in range(2)] == [f"{path}:3", f"{path}:3"]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"n": 0}\n{"n": 1\n', r"a\.jsonl:2: not JSON"), ('{"n": 0}\n\n[1]\n', r"a\.jsonl:3: a row must be a JSON object, this is a list"),
-     ("\n", r"no rows in .*a\.jsonl"), ('{"n": "\xff"}', r"a\.jsonl:1: not JSON")],
+    [('{"n": 0}\n{"n": 1\n', r"not JSON"), ('{"n": 0}\n\n[1]\n', r"a row must be a JSON object, this is a list"),
+     ("\n", r"no rows in .*a\.jsonl"), ("", r"no rows in .*a\.jsonl"), ('{"n": "\xff"}', r"not JSON: 'utf-8'")],
 )  # fmt: skip
 def test_bad_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_text(text, encoding="latin-1")
     path = str(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=message):
-        list(rows_once(path))
-    source = Source(path)
+        all_of(path)
+    source = Source(Reader(path))
     with pytest.raises(UserError, match=message):
         take(source, 3)
 
@@ -99,10 +119,10 @@ def test_bad_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
 def test_missing_data_is_named(tmp_path: Path) -> None:
     for path in ("nowhere", "*.jsonl"):
         with pytest.raises(UserError, match=r"nowhere|\*\.jsonl"):
-            Source(str(tmp_path / path))
+            Reader(str(tmp_path / path))
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UserError, match=r"no \.jsonl, \.jsonl\.gz, \.parquet file in"):
-        Source(str(tmp_path))
+        Reader(str(tmp_path))
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
@@ -111,12 +131,94 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
     for name in ("a.jsonl.gz", "b.parquet"):
         with pytest.raises(UserError, match=name):
-            list(rows_once(str(tmp_path / name)))
+            all_of(tmp_path / name)
 
 
 def test_other_files_are_not_resumed_into(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"n": 0}])
-    state = Source(str(tmp_path)).state_dict()
+    state = Source(Reader(str(tmp_path))).state_dict()
+    write(tmp_path / "a.jsonl", [{"n": 10}])
+    with pytest.raises(UserError, match="not those of the checkpoint"):
+        Source(Reader(str(tmp_path))).load_state_dict(state)
+    write(tmp_path / "a.jsonl", [{"n": 0}])
+    Source(Reader(str(tmp_path))).load_state_dict(state)
     write(tmp_path / "b.jsonl", [{"n": 1}])
     with pytest.raises(UserError, match="not those of the checkpoint"):
-        Source(str(tmp_path)).load_state_dict(state)
+        Source(Reader(str(tmp_path))).load_state_dict(state)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 90), max_size=40), size=st.integers(1, 64), kept=st.sampled_from([0, 100, 1 << 20]), ended=st.booleans(),
+    name=st.sampled_from(["a.jsonl", "a.jsonl.gz"]), order=st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_blocks_are_the_lines_wherever_they_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], size: int, kept: int, ended: bool, name: str, order: random.Random
+) -> None:
+    lines = [b"%d " % n + b"x" * length if length else b"" for n, length in enumerate(lengths)]
+    text = b"\n".join(lines) + b"\n" * ended
+    path = tmp_path_factory.mktemp("blocks") / name
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "LINES_BYTES", size)
+        patch.setattr(blocks, "KEEP_BYTES", kept)
+        reader = Reader(str(path))
+        count = next(n for n in itertools.count() if reader.block(0, n) is None)
+        found = {n: reader.block(0, n) for n in order.sample(range(count), count)}  # in any order
+    texts: list[tuple[int, bytes]] = []
+    before = 0
+    for n in range(count):
+        block = found[n]
+        assert isinstance(block, blocks.Lines)
+        texts += [(before + block.line(i), block.texts[i].rstrip(b"\n")) for i in range(len(block))]
+        before += block.lines
+    assert texts == [(n, line) for n, line in enumerate(lines) if line]
+
+
+@pytest.fixture(autouse=True)
+def empty_store() -> Iterator[None]:
+    yield
+    fsspec.filesystem("memory").store.clear()
+
+
+class Counting:
+    """A store that answers, and fails at some of the requests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: set[int]) -> None:
+        self.asked, self.fails, files = 0, fails, fsspec.filesystem("memory")
+        real = files.cat_file
+        monkeypatch.setattr(type(files), "cat_file", lambda _, *args, **kwargs: (self._count(), real(*args, **kwargs))[1])
+        monkeypatch.setattr(storage.time, "sleep", lambda s: None)
+
+    def _count(self) -> None:
+        self.asked += 1
+        if self.asked in self.fails:
+            raise ConnectionResetError("the store went away")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_store_that_fails_now_and_then_is_asked_again(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"n": n, "text": "x" * 5000} for n in range(60)]
+    fsspec.filesystem("memory").pipe_file(f"/rows/a.{suffix}", write(tmp_path / f"a.{suffix}", rows).read_bytes())
+    monkeypatch.setattr(blocks, "LINES_BYTES", 30_000)
+    store = Counting(monkeypatch, {1, 2, 4})
+    assert all_of("memory://rows") == list(range(60))
+    assert store.asked > (4 if suffix == "jsonl" else 2)  # what is compressed is one request
+    assert "ConnectionResetError: the store went away; trying again in 1 s" in capfd.readouterr().err
+    store.fails = set(range(1000))
+    monkeypatch.setattr(storage, "GIVE_UP_S", -1.0)
+    with pytest.raises(UserError, match=r"memory.*rows.*: the store has failed for"):
+        all_of("memory://rows")
+
+
+def test_lanes_read_a_remote_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"n": n, "text": "x" * 10_000} for n in range(100)]
+    fsspec.filesystem("memory").pipe_file("/rows/a.jsonl", write(tmp_path / "a.jsonl", rows).read_bytes())
+    monkeypatch.setattr(blocks, "LINES_BYTES", 50_000)
+    store = Counting(monkeypatch, set())
+    reader = Reader("memory://rows")
+    lanes = [Source(reader, lane, 8) for lane in range(8)]
+    assert sorted(n for _ in range(12) for n in [take(lane, 1)[0] for lane in lanes]) == list(range(96))
+    assert 8 <= store.asked <= 1_000_000 / 50_000 + 2

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.data.mixer import Mixer
-from ptf.data.stream import Map, Shuffle, settle
+from ptf.data.stream import Shuffle, settle
 
 
 class Epochs:
@@ -68,26 +67,6 @@ def test_shuffle_shuffles_by_its_key_and_by_epoch() -> None:
     assert take(shuffled(100, 0), 100) == [(0, i) for i in range(100)]  # no window keeps the order
     moved = np.abs(np.array(first) - np.arange(100)).mean()
     assert 25 < moved < 42  # a uniform permutation moves an item by 33 places
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(1, 300))
-def test_mixture_keeps_its_shares_at_every_moment(weights: list[float], n: int) -> None:
-    names = [str(i) for i in range(len(weights))]
-    mixer = Mixer({name: Map(Epochs(7), lambda item, name=name: name) for name in names}, dict(zip(names, weights, strict=True)))
-    counts = Counter(take(mixer, n))
-    for name, weight in zip(names, weights, strict=True):
-        assert abs(counts[name] - n * weight / sum(weights)) < len(weights)
-
-
-@given(st.integers(0, 50))
-def test_mixture_resumes(steps: int) -> None:
-    def make() -> Mixer:
-        return Mixer({"a": Epochs(3), "b": Epochs(5)}, {"a": 1.0, "b": 2.5})
-
-    one, other = make(), make()
-    take(one, steps)
-    other.load_state_dict(settle(one.state_dict()))
-    assert take(one, 20) == take(other, 20)
 
 
 def test_states_hold_plain_values_only() -> None:

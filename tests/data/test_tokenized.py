@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from ptf.data import tokenized
-from ptf.data.encode import encode_chat
-from ptf.data.pipeline import SourceSpec, atoms_once, lane_stream
+from ptf.data.encode import encode_document
+from ptf.data.pipeline import Lanes, atoms_once
 from ptf.data.sample import Atom, Sample
+from ptf.data.sources import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
@@ -24,17 +25,17 @@ def rows(tmp_path: Path) -> str:
     return str(path)
 
 
-def write(path: str, directory: Path, tokenizer: Tokenizer, encode: Any = None, config: str = "c") -> Any:
-    encode = encode or (lambda row, name: encode_chat(row, tokenizer, name))
+def write(path: str, directory: Path, tokenizer: Tokenizer, encode: Any = None, config: str = "c", **options: Any) -> Any:
+    encode = encode or (lambda row, name: encode_document(row, tokenizer, name))
     prints = {"tokenizer_fingerprint": tokenizer.fingerprint(), "config_fingerprint": config}
-    return tokenized.write(str(directory), path, "sums", encode=encode, **LIMITS, **prints)
+    return tokenized.write(str(directory), SourceSpec(path), "sums", encode=encode, **LIMITS, **prints, **options)
 
 
 def lane(spec: SourceSpec, i: int, tokenizer: Tokenizer) -> Any:
     def encode(row: Any, name: str) -> list[Atom]:
-        return encode_chat(row, tokenizer, name)
+        return encode_document(row, tokenizer, name)
 
-    return lane_stream(i, sources={"sums": spec}, tokenizer=tokenizer, encode=encode, lanes=3, seed=1, shuffle=50, lookahead=8, **LIMITS)
+    return Lanes({"sums": spec}, tokenizer, encode, lanes=3, seed=1, shuffle=50, lookahead=8, **LIMITS)(i)
 
 
 def rows_of(stream: Any, n: int) -> list[Any]:
@@ -55,7 +56,7 @@ def test_training_sees_the_same_rows_as_on_the_fly(rows: str, characters: Tokeni
 
 def test_one_pass_sees_the_same_atoms(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     manifest = write(rows, tmp_path / "t", characters)
-    direct = list(atoms_once({"sums": SourceSpec(rows)}, encode=lambda row, name: encode_chat(row, characters, name), **LIMITS))
+    direct = list(atoms_once({"sums": SourceSpec(rows)}, encode=lambda row, name: encode_document(row, characters, name), **LIMITS))
     ahead = list(atoms_once({"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=None, tokenizer=characters, **LIMITS))  # type: ignore[arg-type]
     assert len(direct) == len(ahead) == manifest["samples"]
     assert all(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.weights, b.weights) for (a,), (b,) in zip(direct, ahead, strict=True))
@@ -93,7 +94,7 @@ def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path
 
 def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     def pairs(row: Any, name: str) -> list[Atom]:
-        (atom,) = encode_chat(row, characters, name)
+        (atom,) = encode_document(row, characters, name)
         return [] if len(atom[0]) % 2 else [(atom[0], Sample(atom[0].tokens[:3], atom[0].weights[:3], "second"))] * 2
 
     write(rows, tmp_path / "t", characters, pairs)
@@ -105,7 +106,7 @@ def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokeniz
 
 def test_streams_are_refused(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     def encode(row: Any, name: str) -> list[Atom]:
-        ((s,),) = encode_chat(row, characters, name)
+        ((s,),) = encode_document(row, characters, name)
         return [(Sample(s.tokens, s.weights, name, {"advantages": s.weights}),)]
 
     with pytest.raises(UserError, match=r"set data\.pretokenize: false"):

@@ -158,7 +158,7 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         for batch in [packed_rows([[20, 11]], 40, seed=2 * step + i) for i in range(2)][world.rank :: world.size]:
-            loss = model(batch.tokens, batch.positions, batch.segments, partial(next_token_loss, batch=batch))
+            loss, _ = model(batch.tokens, batch.positions, batch.segments, partial(next_token_loss, batch=batch))
             (loss * world.size).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ptf.data.encode import encode_chat, encode_prompt
+from ptf.data.encode import encode_document, encode_prompt
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.tasks.arithmetic import exact, prepare
@@ -54,7 +54,7 @@ def test_the_model_directory_is_one_of_hugging_face(task: Path) -> None:
     assert tokenizer.vocab_size <= config.vocab_size < tokenizer.vocab_size + 8
     assert (config.eos_token_id, config.pad_token_id) == (tokenizer.stop_ids[0], tokenizer.pad_id)
     assert config.eos_token_id != config.pad_token_id
-    longest = max(len(encode_chat(row, tokenizer)[0][0]) for row in read(task / "train.jsonl"))
+    longest = max(len(encode_document(row, tokenizer)[0][0]) for row in read(task / "train.jsonl"))
     assert longest <= config.max_position_embeddings
     encode_prompt(read(task / "test.jsonl")[0], tokenizer, "test", 0)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.data.encode import encode_chat
+from ptf.data.encode import encode_document
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.tasks.gsm8k_steps import decimal, generate, numeric, prepare, steps
@@ -57,7 +57,7 @@ def test_answers_are_right_and_encodable(task: Path) -> None:
         question, answer = (m["content"] for m in row["messages"])
         assert abs(eval(question.rstrip("=")) - float(answer)) < 1e-6
     for row in read(task / "train.jsonl")[:500]:
-        assert len(encode_chat(row, tokenizer)[0][0]) <= 128
+        assert len(encode_document(row, tokenizer)[0][0]) <= 128
 
 
 def test_without_data_it_says_where_to_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.encode import encode_chat
+from ptf.data.encode import encode_document
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
@@ -24,7 +24,7 @@ class Value:
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
-        return encode_chat(row, tokenizer, source, "assistant")
+        return encode_document(row, tokenizer, source, "assistant")
 
     def units(self, batch: Batch) -> Tensor:
         return batch.weights.sum(dtype=torch.float64)

@@ -13,7 +13,7 @@ from ptf.compute.tracking import Tracker, is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
 from ptf.run import begun, resolved, run
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, write_jsonl
 
 
 class Stopped(Exception):
@@ -196,3 +196,44 @@ def test_what_a_run_leaves_is_what_it_says(raw):
     assert {"loss", "lr", "grad_norm", "tok_s", "mfu", "fill", "mem_gib", "data_wait_s"} <= rows[0].keys()
     assert [r["step"] for r in rows if "loss/held_out" in r] == [4, 8, 12]
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_epochs_train_every_row_as_often_and_resume(raw, tmp_path, monkeypatch):
+    """Two sources that end at different times; the steps are counted, and a checkpoint knows them."""
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()][:60]
+    write_jsonl(tmp_path / "a.jsonl", rows[:45])
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": row["messages"][0]["content"], "completion": row["messages"][1]["content"]} for row in rows[45:]])
+    sources = {"a": {"path": str(tmp_path / "a.jsonl")}, "b": {"path": str(tmp_path / "b.jsonl"), "weight": 2.0}}
+    made = {**raw, "data": {**raw["data"], "sources": sources, "mix": {"exhausted": "drop"}}, "train": {**raw["train"], "epochs": 2, "steps": None}}
+    whole = train(made, "whole")
+    found = facts(whole)
+    trained = sum(len(row["messages"][1]["content"]) + 1 for row in rows)  # a character a token, and the end of the turn
+    assert sum(row["units"] for row in found) == 2 * trained
+    assert found[0]["share/b"] > found[-1].get("share/b", 0.0)  # b has ended by then
+    for row in found:
+        parts = [row[f"share/{name}"] * row.get(f"loss/{name}", 0.0) for name in "ab"]
+        assert row["loss"] == pytest.approx(sum(parts), rel=1e-6)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        with pytest.raises(Stopped):
+            train(made, "stopped")
+    assert same(weights(whole), weights(train(made, "stopped")))
+    bounded = {**made, "train": {**made["train"], "epochs": None, "steps": 1000}}
+    bounded["data"] = {**made["data"], "sources": {name: {**source, "epochs": 2} for name, source in sources.items()}}
+    assert facts(train(bounded, "bounded")) == found  # the data ends before the steps do
+    bounded["train"]["steps"] = 3
+    assert len(facts(train(bounded, "short"))) == 3
+
+
+def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
+    good = (tmp_path / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join([*good[:6], '{"messages": [', "[]", *good[6:]]) + "\n")
+    made = {**raw, "data": {**raw["data"], "on_bad_row": "skip"}}
+    run_directory = train(made, "a")
+    assert facts(run_directory)[-1]["bad"] >= 2
+    aside = [json.loads(line) for file in (run_directory / "quarantine").iterdir() for line in file.read_text().splitlines()]
+    assert {(row["where"].rpartition(":")[2], row["reason"][:8]) for row in aside} == {("7", "not JSON"), ("8", "a row mu")}
+    made["data"]["max_bad"] = 0.001
+    (tmp_path / "train.jsonl").write_text("\n".join(["{}", *good[:20], "[]", "{}"] * 3) + "\n")
+    with pytest.raises(UserError, match=r"rows are bad, more than data\.max_bad \(0\.001\) allows"):
+        train(made, "b")

@@ -1,0 +1,55 @@
+"""Bad rows set aside (`data.on_bad_row: skip`): a line of jsonl for each, with its place and the reason.
+
+The one idea: a row is written once, however often a resumed run meets it again; and a source of which more than a small share is bad stops the run.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ptf.errors import UserError
+
+FEW = 1000  # rows; a share of fewer is taken of so many
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    where: str  # "file:line"
+    reason: str
+
+
+class Quarantine:
+    def __init__(self, file: str | Path, max_bad: float) -> None:
+        """`max_bad` is the largest share of a source's rows that may be bad."""
+        self.file, self._max_bad = Path(file), max_bad
+        self._seen: set[str] | None = None
+
+    def add(self, row: BadRow, counts: Mapping[str, int]) -> None:
+        """Set a row aside; `counts` are the `rows` so far, and how many of them were `bad`. Raises UserError when those are too many."""
+        if self._seen is None:
+            self._seen = {old.where for old in rows_in(self.file)}
+        if row.where not in self._seen:
+            self._seen.add(row.where)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("ab+") as out:
+                out.write(b"\n" * _torn(self.file) + json.dumps(asdict(row), ensure_ascii=False).encode() + b"\n")
+        if counts["bad"] > self._max_bad * max(counts["rows"], FEW):
+            raise UserError(
+                f"{counts['bad']} of {counts['rows']} rows are bad, more than data.max_bad ({self._max_bad:g}) allows; the last is {row.where}: {row.reason}"
+            )
+
+
+def rows_in(file: Path) -> list[BadRow]:
+    """What was set aside; a last line that a kill cut off does not count."""
+    found = []
+    for line in file.read_bytes().splitlines() if file.exists() else ():
+        try:
+            found.append(BadRow(**json.loads(line)))
+        except ValueError:
+            continue
+    return found
+
+
+def _torn(file: Path) -> bool:
+    return file.stat().st_size > 0 and file.read_bytes()[-1:] != b"\n"

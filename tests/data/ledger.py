@@ -1,0 +1,80 @@
+"""A ledger of samples: what is trained through real sources, shuffles, mixer, packer and loader while the number of workers changes.
+
+python -m tests.data.ledger [samples]
+"""
+
+import json
+import pickle
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptf.data.batch import Batch
+from ptf.data.loader import Loader
+from ptf.data.pipeline import Lanes
+from ptf.data.sample import Atom, Sample
+from ptf.data.sources import SourceSpec
+
+BASE, LANES, ROWS, SEQ_LEN = 1000, 8, 16, 256
+
+
+def numbered(row: dict[str, Any], source: str) -> list[Atom]:
+    """A document that begins with its number."""
+    n = row["n"]
+    tokens = np.full(2 + n % 37, n % 7, np.int32)
+    tokens[:2] = n // BASE, n % BASE
+    return [(Sample(tokens, np.ones(len(tokens), np.float32), source),)]
+
+
+def numbers(batch: Batch) -> np.ndarray:
+    """Of the documents in it; what fills up rows is one token and no document."""
+    first = np.cumsum([0, *batch.lengths])[:-1]
+    flat = batch.tokens[batch.segments >= 0].numpy()
+    kept = first[np.array(batch.lengths) > 1]
+    return flat[kept] * BASE + flat[kept + 1]
+
+
+def ledger(samples: int, directory: Path) -> np.ndarray:
+    """How often each of `samples` samples was trained in one epoch, while 1, 2, 4 and 1 workers each resume from the states before them."""
+    order = np.random.default_rng(0).permutation(samples)
+    cut = samples // 3
+    for name, part in {"a": order[:cut], "b": order[cut:]}.items():
+        (directory / f"{name}.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in part))
+    sources = {name: SourceSpec(str(directory / f"{name}.jsonl"), weight, epochs=1) for name, weight in {"a": 1.0, "b": 1.5}.items()}
+    state: dict[str, Any] | None = None
+    counts = np.zeros(samples, np.int32)
+    steps = samples * 20 // (ROWS * SEQ_LEN)  # about
+    for world, share in ((1, 0.2), (2, 0.3), (4, 0.3), (1, 9.0)):
+        loaders = []
+        for rank in range(world):
+            lanes = Lanes(sources, None, numbered, lanes=LANES, seed=1, shuffle=64, seq_len=SEQ_LEN, lookahead=16, exhausted="drop")  # type: ignore[arg-type]
+            loaders.append(Loader(lanes, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=ROWS, seq_len=SEQ_LEN))
+            if state:
+                loaders[-1].load_state_dict(state)
+        for _ in range(int(share * steps) + 1):
+            found = np.concatenate([numbers(batch) for loader in loaders for batch in next(loader)])
+            np.add.at(counts, found, 1)
+            if not len(found):
+                break
+        states = [loader.state_dict() for loader in loaders]
+        state = pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}}))
+        for loader in loaders:
+            loader.close()
+    return counts
+
+
+def main() -> None:
+    samples, began = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000, time.process_time()
+    with tempfile.TemporaryDirectory() as directory:
+        counts = ledger(samples, Path(directory))
+    found = {"samples": samples, "lost": int((counts == 0).sum()), "repeated": int((counts > 1).sum()), "cpu_s": round(time.process_time() - began, 1)}
+    print(json.dumps(found))
+    sys.exit(1 if found["lost"] or found["repeated"] else 0)
+
+
+if __name__ == "__main__":
+    main()
