@@ -266,6 +266,12 @@ class Reader:
         return self._files[file].block(number)
 
     @property
+    def rows(self) -> float:
+        """In all files, going by those that were read so far."""
+        read = sum(len(block) for block in self._kept.values() if block is not None)
+        return read / max(self.share, 1e-9)
+
+    @property
     def share(self) -> float:
         """How much of all files is read, going by the newest; between 0 and 1."""
         if not self._files:

@@ -1,7 +1,8 @@
 """From lanes to global steps: packs ahead in a background thread, and its state is what was *consumed*.
 
-The one idea: global row g comes from lane g % lanes whoever trains it, and rank r of W serves the lanes ≡ r mod W. As W divides lanes and rows,
-those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a run may resume on another W.
+The one idea: global row g comes from lane g % lanes whoever trains it, and rank r of W owns the lanes ≡ r mod W. As W divides lanes and rows,
+those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a run may resume on another W. Where rows cost little to make
+(they were tokenized ahead), every rank packs all lanes and takes the share of each step's rows that balances the work of attention.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ptf.data.batch import Batch
-from ptf.data.packing import idle
+from ptf.data.packing import balanced, idle
 from ptf.data.sample import Atom, length
 from ptf.data.stream import Stream, settle
 from ptf.errors import UserError
@@ -31,6 +32,11 @@ class LaneFactory(Protocol):
     @property
     def endless(self) -> bool:
         """Whether its lanes are."""
+        ...
+
+    @property
+    def cheap(self) -> bool:
+        """Whether every rank may as well make all rows."""
         ...
 
 
@@ -59,6 +65,7 @@ class Loader:
             raise UserError(f"the number of workers ({world_size}) must divide data.lanes ({lanes}) and train.rows ({rows})")
         self._factory, self._lanes, self._rows, self._rank, self._world = lane_factory, lanes, rows, rank, world_size
         self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
+        self._shared = lane_factory.cheap and world_size > 1
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self.step = 0  # the next to be yielded
@@ -67,18 +74,24 @@ class Loader:
         self._open()
 
     def _open(self) -> None:
-        self._served = {lane: self._factory(lane) for lane in range(self._rank, self._lanes, self._world)}
+        served = range(self._lanes) if self._shared else range(self._rank, self._lanes, self._world)
+        self._served = {lane: self._factory(lane) for lane in served}
         self._settle_on()
 
     def _settle_on(self) -> None:
         self._states, self.counts = self._snapshot()
 
     def _snapshot(self) -> tuple[dict[int, dict[str, Any]], dict[str, int]]:
-        each = [lane.counts() for lane in self._served.values()]
-        return {lane: stream.state_dict() for lane, stream in self._served.items()}, {key: sum(c[key] for c in each) for key in each[0]}
+        own = {lane: stream for lane, stream in self._served.items() if lane % self._world == self._rank}
+        each = [stream.counts() for stream in own.values()]
+        return {lane: stream.state_dict() for lane, stream in own.items()}, {key: sum(c[key] for c in each) for key in each[0]}
 
     def _pack(self, step: int) -> _Step:
-        rows = [next(self._served[(step * self._rows + j) % self._lanes], []) for j in range(self._rank, self._rows, self._world)]
+        made = range(self._rows) if self._shared else range(self._rank, self._rows, self._world)
+        rows = [next(self._served[(step * self._rows + j) % self._lanes], []) for j in made]
+        if self._shared:
+            work = [sum(len(sample) ** 2 for atom in row for sample in atom) for row in rows]
+            rows = [rows[j] for j in balanced(work, self._world)[self._rank]]
         rows = [row or [idle([row for row in rows if row])] for row in rows]  # of a lane that has ended: a row that trains nothing
         batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
         fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
@@ -130,7 +143,7 @@ class Loader:
     def steps(self) -> int:
         """How many steps it takes until the last of this rank's lanes has ended; for that each is packed once, from its start. None may be endless."""
         ends = 0
-        for lane in self._served:
+        for lane in range(self._rank, self._lanes, self._world):
             if rows := sum(1 for _ in _rest(self._factory(lane))):
                 ends = max(ends, lane + (rows - 1) * self._lanes + 1)
         return -(-ends // self._rows)

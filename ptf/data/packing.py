@@ -103,6 +103,31 @@ def idle(rows: Sequence[Sequence[Atom]]) -> Atom:
     return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", streams),)
 
 
+def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:
+    """Deal things of given work to ranks, equally many to each (the first ones may have one more), so that the sums are nearly alike: the heaviest
+    first, each to the rank that has least and still room (Graham's rule); then pairs are swapped between the most and the least loaded rank for as
+    long as that brings the two nearer. Returns the indices of each rank's, ascending."""
+    order = sorted(range(len(work)), key=lambda i: (-work[i], i))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0.0] * ranks
+    room = [len(work) // ranks + (rank < len(work) % ranks) for rank in range(ranks)]
+    for i in order:
+        rank = min((r for r in range(ranks) if len(shares[r]) < room[r]), key=lambda r: (sums[r], r))
+        shares[rank].append(i)
+        sums[rank] += work[i]
+    for _ in range(len(work)):
+        most, least = max(range(ranks), key=lambda r: (sums[r], -r)), min(range(ranks), key=lambda r: (sums[r], r))
+        gap = sums[most] - sums[least]
+        moved = [(abs(gap - 2 * (work[a] - work[b])), a, b) for a in shares[most] for b in shares[least] if 0 < work[a] - work[b] < gap]
+        if not moved:
+            break
+        _, a, b = min(moved)
+        shares[most][shares[most].index(a)], shares[least][shares[least].index(b)] = b, a
+        sums[most] += work[b] - work[a]
+        sums[least] += work[a] - work[b]
+    return [sorted(share) for share in shares]
+
+
 def pack_all(atoms: Iterable[Atom], seq_len: int, lookahead: int = 1024) -> list[list[Atom]]:
     """A finite number of atoms as rows, by the same packer."""
     return list(Packer(iter(atoms), seq_len, lookahead))

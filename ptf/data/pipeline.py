@@ -103,6 +103,10 @@ class Lanes:
         return Lane(encoded, mixed, self.seq_len, self.lookahead)
 
     @property
+    def cheap(self) -> bool:
+        return all(spec.kind == "tokenized" for spec in self.sources.values())
+
+    @property
     def endless(self) -> bool:
         ending = [spec.epochs is not None for spec in self.sources.values()]
         return not (any(ending) if self.exhausted == "stop" else all(ending))

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptf.data import tokenized
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
 from ptf.data.loader import Loader
@@ -104,6 +105,42 @@ def test_global_batches_do_not_depend_on_the_number_of_workers(sources: Any, cha
     loaders = [make(sources, characters, rank, world, micro_rows=3) for rank in range(world)]
     assert run(loaders, 30) == whole
     close(loaders)
+
+
+@pytest.fixture(scope="module")
+def ahead(sources: dict[str, SourceSpec], characters: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
+    root, found = tmp_path_factory.mktemp("ahead"), {}
+    for name, spec in sources.items():
+        prints = {"tokenizer_fingerprint": characters.fingerprint(), "config_fingerprint": "c"}
+        encode = lambda row, name: repeated(row, name, characters)  # noqa: E731
+        tokenized.write(str(root / name), spec, name, encode=encode, seq_len=SEQ_LEN, too_long="error", **prints)
+        found[name] = SourceSpec(str(root / name), spec.weight, "tokenized")
+    return found
+
+
+def test_ranks_share_what_was_tokenized_by_work(ahead: Any, characters: Tokenizer, whole: Any) -> None:
+    """Every step has the rows that it has alone, each once; the ranks' counts add up; states are those of dealing in turn."""
+    loaders = [make(ahead, characters, rank, 4) for rank in range(4)]
+    alone, heaviest = make(ahead, characters), {"balanced": 0, "in turn": 0}
+    for step in range(12):
+        ranks = [next(loader) for loader in loaders]
+        rows = [rows_of(batches) for batches in ranks]
+        assert [len(mine) for mine in rows] == [2] * 4
+        assert sorted(row for mine in rows for row in mine) == sorted(whole[step])
+        heaviest["balanced"] += max(sum(n * n for b in batches for n in b.lengths) for batches in ranks)
+        (batch,) = next(alone)
+        squares = torch.tensor([float(n * n) for n in batch.lengths])
+        row_of = torch.tensor([int((batch.segments == i).nonzero()[0, 0]) for i in range(len(batch.lengths))])
+        work = torch.zeros(ROWS).index_add(0, row_of, squares)
+        heaviest["in turn"] += int(max(work[rank::4].sum() for rank in range(4)))
+    assert heaviest["balanced"] < heaviest["in turn"]
+    assert sum(loader.counts["samples"] for loader in loaders) == alone.counts["samples"]
+    state = together(loaders)
+    close([*loaders, alone])
+    again = make(ahead, characters)
+    again.load_state_dict(state)
+    assert run([again], 3) == whole[12:15]
+    again.close()
 
 
 @settings(max_examples=15, deadline=None)

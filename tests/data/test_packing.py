@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.data.packing import Packer, pack_all
+from ptf.data.packing import Packer, balanced, pack_all
 from ptf.data.sample import Atom, Sample, length
 from ptf.data.stream import settle
 from ptf.errors import UserError
@@ -111,3 +111,25 @@ def first_fit(atoms: Iterator[Atom]) -> Iterator[list[Atom]]:
 def test_an_atom_longer_than_a_row_is_refused() -> None:
     with pytest.raises(UserError, match="65 tokens does not fit a row of seq_len 64"):
         pack_all([atom([40, 25], 0)], 64)
+
+
+@given(st.lists(st.floats(1, 1e6), max_size=40), st.integers(1, 9))
+def test_dealing_keeps_all_in_equal_numbers(work: list[float], ranks: int) -> None:
+    shares = balanced(work, ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(work)))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    sums = [sum(work[i] for i in share) for share in shares]
+    dealt = [sum(work[rank::ranks]) for rank in range(ranks)]
+    assert max(sums) <= max(dealt) * (1 + 1e-9) or max(sums) <= max(work) + sum(work) / ranks
+
+
+def test_eight_ranks_of_eight_rows_differ_by_less_than_two_percent() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(180), 1.03, 20_000), 8, 4096).astype(int)
+    rows = pack_all([atom([int(n)], 0) for n in lengths], 4096, 64)
+    work = [float(sum(length(one) ** 2 for one in row)) for row in rows]
+    over = []
+    for at in range(0, len(work) - 63, 64):
+        sums = [sum(work[at + i] for i in share) for share in balanced(work[at : at + 64], 8)]
+        over.append(max(sums) / np.mean(sums) - 1)
+    assert np.median(over) < 0.02

@@ -1,0 +1,160 @@
+"""Packing on the fly beside TRL's (bfd) and next-fit, in one interleaved run: how full the rows are, documents a second of one core, how long a
+document waits, and how evenly rows share the work of attention.
+
+    make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
+    python benchmarks/packing.py [--documents 100000] [--rounds 3]
+
+Three mixes of lengths at a width of 4,096: log-normal (median 180, p99 about 2,000), bimodal (chats of about 150 beside articles of about 1,900) and
+heavy-tailed (Pareto). ptf packs as a run does, with a window of `--lookahead` documents, and lays the rows out as tensors; the others are given
+all documents at once. Prints a JSON line a round and writes results/packing.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+from flow_runs import ROOT, cpu
+
+RESULTS = ROOT / "benchmarks" / "results" / "packing.md"
+PEER = ROOT / ".venv-peers" / "bin" / "python"
+WIDTH, ROWS = 4096, 8
+
+
+def mixes(count: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    chat = rng.random(count) < 0.7
+    made = {
+        "log-normal": rng.lognormal(np.log(180), 1.03, count),
+        "bimodal": np.where(chat, rng.normal(150, 60, count), rng.normal(1900, 500, count)),
+        "heavy tail": 60 * (1 + rng.pareto(1.1, count)),
+    }
+    return {name: np.clip(lengths, 8, WIDTH).astype(int) for name, lengths in made.items()}
+
+
+def ours(lengths: np.ndarray, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
+    """Fill, documents a second of packing alone and with rows laid out, the longest wait in rows, and the rows by numbers of their documents."""
+    from ptf.data.batch import Batch
+    from ptf.data.packing import Packer
+    from ptf.data.sample import Sample
+
+    tokens = np.arange(WIDTH, dtype=np.int32) % 1000
+    weights = (np.arange(WIDTH) % 3 > 0).astype(np.float32)
+    samples = [(Sample(tokens[:n], weights[:n]),) for n in lengths]
+    number = {id(atom): i for i, atom in enumerate(samples)}
+    began = time.process_time()
+    rows = list(Packer(iter(samples), WIDTH, lookahead))
+    packed = time.process_time()
+    for at in range(0, len(rows), ROWS):
+        Batch.of(rows[at : at + ROWS], WIDTH)
+    done = time.process_time()
+    names = [[number[id(atom)] for atom in row] for row in rows]
+    whole = names[: max(1, len(names) - lookahead)]  # an endless stream never drains its window
+    fill = sum(int(lengths[i]) for row in whole for i in row) / (WIDTH * len(whole))
+    own = np.zeros(len(lengths), int)
+    for r, row in enumerate(names):
+        own[row] = r
+    sight = np.searchsorted(np.cumsum([len(row) for row in names]) + lookahead, np.arange(len(lengths)), side="right")  # the row that let it in
+    waits = own - sight
+    bias = float(np.corrcoef(lengths, waits)[0, 1])
+    rates = {"packed_s": len(lengths) / (packed - began), "laid_out_s": len(lengths) / (done - began)}
+    return {"fill": fill, **rates, "waited": int(waits.max()), "bias": bias}, names
+
+
+def next_fit(lengths: np.ndarray) -> list[list[int]]:
+    rows: list[list[int]] = [[]]
+    room = WIDTH
+    for i, n in enumerate(lengths.tolist()):
+        if n > room:
+            rows.append([])
+            room = WIDTH
+        rows[-1].append(i)
+        room -= n
+    return rows
+
+
+def imbalance(lengths: np.ndarray, rows: list[list[int]], ranks: int, each: int, deal: Callable[[np.ndarray, int], list[np.ndarray]]) -> float:
+    """Largest over mean of the ranks' Σ length², median over steps."""
+    work = np.array([float((lengths[row] ** 2).sum()) for row in rows])
+    step = ranks * each
+    found = []
+    for at in range(0, len(work) - step + 1, step):
+        sums = [work[at : at + step][share].sum() for share in deal(work[at : at + step], ranks)]
+        found.append(max(sums) / np.mean(sums) - 1)
+    return float(np.median(found))
+
+
+def in_turn(work: np.ndarray, ranks: int) -> list[np.ndarray]:
+    return [np.arange(rank, len(work), ranks) for rank in range(ranks)]
+
+
+def trl(directory: str, name: str) -> dict[str, float]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    command = [str(PEER), "benchmarks/peers/trl_packing.py", f"{directory}/{name}.npy", str(WIDTH)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    if done.returncode:
+        sys.exit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=100_000)
+    parser.add_argument("--lookahead", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    if not PEER.exists():
+        sys.exit("benchmarks/packing.py needs the peer's environment: make peers")
+    from ptf.data.packing import balanced
+
+    lines, balance = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        for name, lengths in mixes(asked.documents).items():
+            np.save(f"{directory}/{name}.npy", lengths)
+            found: dict[str, list[dict[str, Any]]] = {"ptf": [], "TRL": [], "next-fit": []}
+            rows: list[list[int]] = []
+            for _ in range(asked.rounds):
+                one, rows = ours(lengths, asked.lookahead)
+                found["ptf"].append(one)
+                found["TRL"].append(trl(directory, name))
+                began = time.process_time()
+                simple = next_fit(lengths)
+                found["next-fit"].append({"fill": lengths.sum() / (WIDTH * len(simple)), "packed_s": len(lengths) / (time.process_time() - began)})
+                for system, each in found.items():
+                    print(json.dumps({"mix": name, "system": system, **each[-1]}), flush=True)
+            middle = {s: {k: median(r[k] for r in each) for k in each[0]} for s, each in found.items()}
+            spread = [r["laid_out_s"] for r in found["ptf"]]
+            ptf = middle["ptf"]
+            lines.append(
+                f"| {name} | {ptf['fill']:.4f} | {ptf['packed_s']:,.0f} | {ptf['laid_out_s']:,.0f} ({min(spread):,.0f} – {max(spread):,.0f}) "
+                f"| {ptf['waited']:.0f} | {ptf['bias']:+.3f} | {middle['TRL']['fill']:.4f} | {middle['TRL']['packed_s']:,.0f} "
+                f"| {middle['next-fit']['fill']:.3f} | {middle['next-fit']['packed_s']:,.0f} |"
+            )
+            cells = [imbalance(lengths, rows, r, e, deal) for r, e in ((8, 8), (2, 2)) for deal in (in_turn, balanced)]
+            balance.append(f"| {name} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
+    RESULTS.write_text(
+        "# Packing on the fly\n\n"
+        f"Command: `{' '.join(['python', 'benchmarks/packing.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, one thread  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
+        f"{asked.documents:,} documents a mix, rows of {WIDTH:,}; ptf sees {asked.lookahead} documents at a time, TRL (bfd, as SFTTrainer calls it) and\n"
+        f"next-fit all of them; {asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; *laid out* includes `Batch.of` (tokens, targets,\n"
+        "positions, segments, weights). *Waited*: the most rows that left between a document's coming into sight and its own. *Bias*: correlation of\n"
+        "length and wait.\n\n"
+        "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | next-fit: fill | packed /s |\n"
+        "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
+        "Work of attention, Σ length² of a rank's rows: how far the largest is above the mean, median over steps. *In turn*: row j goes to rank j mod W, as\n"
+        "offline recipes deal them, whose ranks pack for themselves. *Balanced*: equally many rows each, dealt by work, as online recipes deal what was\n"
+        "rolled out.\n\n"
+        "| mix | 8 ranks × 8 rows, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n" + "\n".join(balance) + "\n"
+    )
+    print(f"wrote {RESULTS.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

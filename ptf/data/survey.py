@@ -1,0 +1,120 @@
+"""A look at the data before anything is trained: what rows become, how long they are, how well they pack, how much of an epoch they are.
+
+The one idea: the first rows of each source go through the very encoder and packer that training uses; what is not seen is extrapolated, and said to be.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from ptf.data.encode import Encode, TooLong
+from ptf.data.packing import pack_all
+from ptf.data.pipeline import encoder_of, opened
+from ptf.data.quarantine import BadRow
+from ptf.data.sample import Atom, length
+from ptf.data.sources import SourceSpec, rows_once
+from ptf.data.tokenizer import Tokenizer
+
+LONGEST = 3
+WORST = 5  # bad rows that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What was found in one source."""
+
+    name: str
+    kind: str
+    counts: Mapping[str, int]  # of the rows that were looked at
+    rows: float  # in all; extrapolated where not all were looked at
+    whole: bool  # all were
+    lengths: np.ndarray  # [atoms]
+    longest: tuple[tuple[int, str], ...]  # tokens and place, the longest first
+    bad: tuple[BadRow, ...]  # the first ones
+    examples: tuple[tuple[str, Atom], ...]  # place and atom, the first ones
+
+    @property
+    def samples(self) -> float:
+        """In an epoch."""
+        return self.counts["samples"] * self.rows / max(1, self.counts["rows"])
+
+    @property
+    def tokens(self) -> float:
+        """In an epoch."""
+        return self.counts["tokens"] * self.rows / max(1, self.counts["rows"])
+
+    @property
+    def expansion(self) -> float:
+        """Tokens over those of each conversation's longest sample: what splitting costs."""
+        return self.counts["tokens"] / max(1, self.counts["whole"])
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    sources: tuple[Surveyed, ...]
+    fill: float  # of packed rows, the last few aside
+    documents: float  # in a row
+    shares: Mapping[str, tuple[float, float]]  # of the mixture: samples, tokens
+    tokens: float  # in an epoch of all sources
+    steps: float  # in it
+
+
+def survey(
+    sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, encode: Encode, *, seq_len: int, too_long: TooLong, lookahead: int, rows: int,
+    temperature: float = 1.0, by_tokens: bool = False, limit: int = 2000, examples: int = 1,
+) -> Survey:  # fmt: skip
+    """Look at the first `limit` rows of each source; `rows` are packed in a step."""
+    found, atoms = [], {}
+    for name, spec in sources.items():
+        one, atoms[name] = _look(name, spec, tokenizer, encode, seq_len, too_long, limit, examples)
+        found.append(one)
+    packed = pack_all(_mixed(atoms), seq_len, lookahead)
+    full = packed[: max(1, len(packed) - lookahead // 4)]  # the window runs dry at the end, which an endless stream's does not
+    used = sum(length(atom) for row in full for atom in row)
+    fill = used / (seq_len * len(full)) if packed else 0.0
+    tokens = sum(source.tokens for source in found)
+    weights = {name: spec.weight ** (1 / temperature) for name, spec in sources.items()}
+    mean = {source.name: source.tokens / max(1.0, source.samples) for source in found}
+    samples = {name: weight / (mean[name] or 1.0) if by_tokens else weight for name, weight in weights.items()}
+    counted = {name: n * mean[name] for name, n in samples.items()}
+    shares = {name: (samples[name] / sum(samples.values()), counted[name] / (sum(counted.values()) or 1.0)) for name in sources}
+    documents = sum(len(atom) for row in full for atom in row) / max(1, len(full))
+    return Survey(tuple(found), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * rows))
+
+
+def _look(
+    name: str, spec: SourceSpec, tokenizer: Tokenizer, encode: Encode, seq_len: int, too_long: TooLong, limit: int, examples: int
+) -> tuple[Surveyed, list[Atom]]:
+    bad: list[BadRow] = []
+    reader, spec = opened(spec, tokenizer)
+    encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row))
+    atoms: list[Atom] = []
+    shown: list[tuple[str, Atom]] = []
+    longest: list[tuple[int, str]] = []
+    seen = 0
+    places = rows_once(reader, spec.limit)
+    for place in islice(places, limit):
+        made = encoder(place)
+        seen += 1
+        atoms += made
+        shown += [(place.where, atom) for atom in made][: max(0, examples - len(shown))]
+        if made:
+            heapq.heappush(longest, (max(map(length, made)), place.where))
+            longest = heapq.nlargest(LONGEST, longest)
+            heapq.heapify(longest)
+    whole = next(places, None) is None
+    rows = float(seen) if whole else max(reader.rows, float(seen))
+    lengths = np.array([length(atom) for atom in atoms], np.int64)
+    return Surveyed(
+        name, spec.kind, encoder.counts, min(rows, spec.limit or rows), whole, lengths, tuple(sorted(longest, reverse=True)), tuple(bad[:WORST]), tuple(shown)
+    ), atoms
+
+
+def _mixed(atoms: Mapping[str, Sequence[Atom]]) -> list[Atom]:
+    """In an order that does not go by source."""
+    flat = [atom for each in atoms.values() for atom in each]
+    order = np.random.default_rng(0).permutation(len(flat))
+    return [flat[i] for i in order]
