@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-train peers test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-train peers test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -33,6 +33,9 @@ bench: setup                             ## every benchmark; results go to bench
 
 bench-verify: setup                      ## the logit verifier over every family, with seeded porting mistakes; writes benchmarks/results/verify.md
 	$(PY) benchmarks/verify.py
+
+bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
+	$(PY) benchmarks/loss_masks.py
 
 PEERS := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements-peers.txt
 peers:                                   ## .venv-peers: what benchmarks/train_step.py is compared with

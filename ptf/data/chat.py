@@ -135,7 +135,7 @@ def _parts(message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any] | None]
         others = {"tool_calls": calls[:k] + calls[k + 1 :]} if len(calls) > 1 else {}
         parts.append((call.get("function", call)["name"], {key: v for key, v in message.items() if key != "tool_calls"} | others))
     found = [(said.strip(), rest) for said, rest in parts if said.strip()]
-    return [(found[0][0], None)] if len(found) == 1 and found[0][0] == message["content"].strip() else list(found)
+    return [(found[0][0], None)] if len(found) == len(pieces) == 1 and message["content"].strip() else list(found)
 
 
 def _renders_as(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, tools: Any) -> bool:

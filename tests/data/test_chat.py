@@ -1,6 +1,5 @@
 """The mask against an oracle that knows neither template nor prefix: it looks for what was said, by character offsets, in each sample's text."""
 
-import functools
 import gzip
 import itertools
 import json
@@ -13,30 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from ptf.data.chat import chat_samples
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-
-ONE_SAMPLE = ("granite-3.3", "minimind", "mistral-nemo", "phi-3.5", "qwen2.5", "qwen3-coder", "qwen3-instruct-2507", "smollm3")
-SPLIT = ("gpt-oss", "qwen3", "qwen3.5-think")  # they rewrite earlier turns
-UNSERVED = ("deepseek-r1-distill-qwen", "qwq-32b")  # their generation prompt is not in the rendered turn
-SPECIAL = re.compile(r"<\|[a-z_]+\|>|<｜[^｜'\"]+｜>|\[/?[A-Z_]{4,}\]|</?s>")
-
-
-@functools.cache
-def templated(shared: Path, name: str) -> Tokenizer:
-    """The Qwen3 tokenizer with another model's template and that template's special tokens."""
-    hf = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
-    hf.chat_template = (shared / f"templates/{name}.jinja").read_text()
-    hf.add_tokens(sorted(set(SPECIAL.findall(hf.chat_template)) | {"<s>", "</s>"}), special_tokens=True)
-    if name == "mistral-nemo":
-        hf.bos_token, hf.eos_token = "<s>", "</s>"
-    elif name == "deepseek-r1-distill-qwen":
-        hf.bos_token, hf.eos_token = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-    return Tokenizer(hf)
+from tests.data.templates import ONE_SAMPLE, SPLIT, UNSERVED, templated
 
 
 def oracle(samples: list[Sample], messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str | None:
@@ -159,6 +140,44 @@ def test_a_template_that_drops_tool_calls_is_refused(shared: Path, template: str
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(UserError, match="turn 1: the template leaves out 'lookup'"):
         chat_samples(messages, templated(shared, template))
+
+
+def calling(content: str, *names: str) -> list[dict[str, Any]]:
+    calls = [{"id": f"call0000{k}", "type": "function", "function": {"name": name, "arguments": {"x": k}}} for k, name in enumerate(names)]
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "part"),
+    [
+        ("granite-3.3", calling("I lookup that.", "lookup"), "lookup"),
+        ("phi-3.5", calling("", "end"), "end"),  # as in <|end|>
+        ("gpt-oss", calling("", "lookup", "lookup"), "lookup"),  # shows one call a turn
+        ("mistral-nemo", calling("look", "lookup"), "look"),  # shows a call or what was said, not both
+        ("qwen2.5", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b, so c", "reasoning_content": "b"}], "b"),
+        ("qwen2.5", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>", "reasoning_content": "<think>"}], "<think>"),
+        ("qwen3", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<think>c</think>d"}], "b"),
+        ("qwen3", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c</think>d"}], "c"),
+    ],
+)
+def test_a_part_that_only_seems_to_be_there_is_refused(shared: Path, template: str, messages: list[dict[str, Any]], part: str) -> None:
+    """What a template drops may stand in something else that it shows, or in its own markers."""
+    with pytest.raises(UserError, match=f"turn 1: the template leaves out '{part}'"):
+        chat_samples(messages, templated(shared, template))
+
+
+def test_thinking_inside_the_content_may_be_laid_out_anew(shared: Path) -> None:
+    tokenizer = templated(shared, "qwen3")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}]
+    (sample,) = chat_samples(messages, tokenizer)
+    assert tokenizer.decode(sample.tokens[sample.weights > 0]) == "<think>\nb\n</think>\n\nc<|im_end|>"
+
+
+def test_a_refusing_template_names_the_turn(shared: Path) -> None:
+    tokenizer = templated(shared, "mistral-nemo")
+    messages = numbered(["a", "b", "c", "d"], ["user", "assistant", "assistant", "user"])
+    with pytest.raises(UserError, match=f"turn 2: chat template {tokenizer.template_name} refuses the messages: After the optional system"):
+        chat_samples(messages, tokenizer)
 
 
 @pytest.mark.parametrize("template", ["gpt-oss", "qwen2.5", "qwen3", "qwen3-coder", "mistral-nemo"])

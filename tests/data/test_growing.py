@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ptf.data.growing import GrowingText
 from ptf.data.tokenizer import Tokenizer
-from tests.data.test_chat import ONE_SAMPLE, SPLIT, templated
+from tests.data.templates import ONE_SAMPLE, SPLIT, templated
 
 
 @given(st.lists(st.lists(st.sampled_from(["a", "1", "=", "<|im_end|>", "<|pad|>", "<|user|>"])).map("".join), max_size=8))
