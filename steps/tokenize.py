@@ -38,7 +38,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
         began = time.perf_counter()
         counts = tokenized.write(
             made[name], specs({name: source})[name], name, encode=lambda row, source: recipe.encode(row, tokenizer, source), seq_len=data.seq_len,
-            too_long=data.too_long, tokenizer_fingerprint=tokenizer.fingerprint(), config_fingerprint=key,
+            too_long=data.too_long, tokenizer=tokenizer, config_fingerprint=key,
             max_bad=data.max_bad if data.on_bad_row == "skip" else None, processes=processes,
         )  # fmt: skip
         spent = time.perf_counter() - began

@@ -55,7 +55,7 @@ def encode_text(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
     """A row with `text`: every token of it is trained, and the end-of-text token that follows."""
     if not isinstance(row["text"], str) or not row["text"]:
         raise UserError("`text` must be a string, and not empty")
-    return [(_trained_behind(0, tokenizer.encode(row["text"]), tokenizer, source),)]
+    return [(_trained_behind(0, tokenizer.begin(row["text"]), tokenizer, source),)]
 
 
 def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
@@ -105,11 +105,11 @@ def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools
     """An answer to a prompt, of which only the answer is trained. A string prompt is one user message, as it will be in a chat; with a tokenizer
     that has no chat template, prompt and answer are plain text, and end-of-text follows."""
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
-        context, ids = tokenizer.encode(history), tokenizer.encode(history + answer)
+        if not (history and answer):
+            raise UserError(f"`{'completion' if history else 'prompt'}` is empty")
+        context, ids = tokenizer.begin(history), tokenizer.begin(history + answer)
         if ids[: len(context)] != context:  # a token spans the two; a prompt is served by itself
             ids = context + tokenizer.encode(answer)
-        if not context or len(ids) == len(context):
-            raise UserError(f"`{'completion' if context else 'prompt'}` is empty")
         return _trained_behind(len(context), ids, tokenizer, source)
     said = {str: lambda: [{"role": "assistant", "content": answer}], dict: lambda: [answer], list: lambda: answer}.get(type(answer))
     if said is None or (history is None and not isinstance(answer, list)):

@@ -171,9 +171,10 @@ class Prompts:
         return _prompt(Place(lambda: row, where), name, self._sources[name], self._tokenizer, self._index - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return settle({"index": self._index, "mixer": self._mixer.state_dict()})
+        return settle({"index": self._index, "tokenizer": self._tokenizer.identity, "mixer": self._mixer.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._tokenizer.refuse_other(state["tokenizer"], "the checkpoint")
         self._index = int(state["index"])
         self._mixer.load_state_dict(state["mixer"])
 

@@ -76,13 +76,13 @@ def _run(block: Block, uri: str, before: int) -> Encoded:
 
 
 def write(
-    directory: str, spec: SourceSpec, name: str, *, encode: Encode, seq_len: int, too_long: TooLong, tokenizer_fingerprint: str, config_fingerprint: str,
+    directory: str, spec: SourceSpec, name: str, *, encode: Encode, seq_len: int, too_long: TooLong, tokenizer: Tokenizer, config_fingerprint: str,
     max_bad: float | None = None, processes: int = 1,
 ) -> Mapping[str, Any]:  # fmt: skip
     """Encode every row of a source into a local directory, in `processes` where it is large, with a line of progress now and then. With `max_bad`,
     that share of the rows may be bad; they are listed in `bad_rows.jsonl`. Returns the manifest, which is written last; where one is there already,
     from the same tokenizer and config, nothing is done."""
-    made_with = {"tokenizer": tokenizer_fingerprint, "config": config_fingerprint}
+    made_with = {"tokenizer": tokenizer.identity, "config": config_fingerprint}
     root = Path(directory)
     if (root / storage.MANIFEST).exists():
         manifest = json.loads((root / storage.MANIFEST).read_text())
@@ -233,7 +233,5 @@ def reader(path: str, tokenizer: Tokenizer) -> Reader:
     manifest = f"{path.rstrip('/')}/{storage.MANIFEST}"
     if not storage.exists(manifest):
         raise UserError(f"{path} is not tokenized data, or its writing never finished: it has no {storage.MANIFEST}")
-    found = json.loads(storage.read_text(manifest)).get("tokenizer")
-    if found != tokenizer.fingerprint():
-        raise UserError(f"{path} was written with another tokenizer ({str(found)[:12]}…) than the model's ({tokenizer.fingerprint()[:12]}…): tokenize it again")
+    tokenizer.refuse_other(json.loads(storage.read_text(manifest))["tokenizer"], path)
     return Reader(path, _arrays)

@@ -56,7 +56,7 @@ class Tokenizer:
     def add(self, tokens: Sequence[str], special: bool = False) -> None:
         """Give each text an id of its own, in this order; what was derived from the vocabulary before is forgotten."""
         self.hf.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens], special_tokens=special)
-        for name in ("_unknown", "stop_ids", "cuts", "_fingerprint"):
+        for name in ("_unknown", "stop_ids", "cuts", "identity"):
             self.__dict__.pop(name, None)
 
     @property
@@ -82,6 +82,14 @@ class Tokenizer:
         if self._unknown is not None and self._unknown in ids:
             raise UserError(f"the tokenizer cannot encode all of {text if len(text) < 200 else text[:200] + '…'!r}")
         return ids
+
+    def begin(self, text: str) -> list[int]:
+        """Ids of a text that begins a document: behind the tokens that the tokenizer puts before one (`<s>`, or none), as servers encode a prompt."""
+        ids, plain = self.hf(text, verbose=False)["input_ids"], self.encode(text)
+        before = next((k for k in range(len(ids) - len(plain) + 1) if ids[k : k + len(plain)] == plain), None)
+        if before is None:
+            raise UserError(f"the tokenizer {self.template_name.split('#')[0]} encodes a text otherwise where it begins a document: {text[:60]!r}")
+        return ids[: before + len(plain)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, special tokens included."""
@@ -143,16 +151,51 @@ class Tokenizer:
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 over what decides ids: vocabulary, merges, chat template, and the ids of probe strings (which catch a normalizer that was lost)."""
-        return self._fingerprint
+        """SHA-256 over what decides ids: see `identity`."""
+        return self.identity["fingerprint"]
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def identity(self) -> dict[str, Any]:
+        """What decides ids, to be kept with whatever was made of them: SHA-256 of the vocabulary, merges, special tokens and chat template, the ids of
+        probe strings (which catch a normalizer that was lost), and one `fingerprint` over all."""
         backend = getattr(self.hf, "backend_tokenizer", None)
         model = json.loads(backend.to_str())["model"] if backend is not None else {}
-        probes = [self.hf(text, add_special_tokens=False)["input_ids"] for text in PROBES]
-        facts = [sorted(self.hf.get_vocab().items()), model.get("merges"), probes, self.hf.chat_template, self.hf.special_tokens_map]
-        return hashlib.sha256(json.dumps(facts, ensure_ascii=False, default=str).encode()).hexdigest()
+        facts = {
+            "vocabulary": sorted(self.hf.get_vocab().items()), "merges": model.get("merges"), "special tokens": self.hf.special_tokens_map,
+            "chat template": self.hf.chat_template,
+        }  # fmt: skip
+        found: dict[str, Any] = {name: _digest(fact) for name, fact in facts.items()}
+        found["probes"] = [[text, self.hf(text, add_special_tokens=False)["input_ids"]] for text in PROBES]
+        return {"fingerprint": _digest(found), **found}
+
+    def refuse_other(self, identity: Mapping[str, Any], what: str) -> None:
+        """Raises UserError, naming the first probe or part that differs, unless `what` was made with this tokenizer, whose identity it kept."""
+        if identity.get("fingerprint") == self.fingerprint():
+            return
+        now = dict(self.identity["probes"])
+        for text, ids in identity.get("probes", ()):
+            if text in now and now[text] != ids:
+                raise UserError(f"{what} was made with another tokenizer than the model's: of {text!r} that one made {ids}, this one {now[text]}")
+        parts = [name for name in self.identity if name not in ("fingerprint", "probes") and identity.get(name) != self.identity[name]]
+        raise UserError(f"{what} was made with another tokenizer than the model's: they differ in their {' and '.join(parts)}")
+
+    def class_trap(self) -> str | None:
+        """How AutoTokenizer's class reads the directory's tokenizer.json otherwise than the file says (Phi-3's drops its normalizer), if it does. ptf
+        trains on what AutoTokenizer makes, as servers do."""
+        file = Path(str(self.hf.name_or_path)) / "tokenizer.json"
+        if not file.is_file():
+            return None
+        backend = Backend.from_file(str(file))
+        backend.no_truncation()
+        for text, ids in self.identity["probes"]:
+            if (plain := backend.encode(text, add_special_tokens=False).ids) != ids:
+                found = f"{text!r} is {ids}, not {plain}"
+                return f"AutoTokenizer makes a {type(self.hf).__name__} of {file.parent}, whose ids differ from its tokenizer.json's: {found}"
+        return None
+
+
+def _digest(fact: Any) -> str:
+    return hashlib.sha256(json.dumps(fact, ensure_ascii=False, default=str).encode()).hexdigest()
 
 
 def _answer(word: str) -> list[Message]:

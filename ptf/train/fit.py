@@ -39,6 +39,8 @@ def fit(job: Job, world: World, run: Path) -> None:
     spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
     tokenizer_path = str(world.share(tokenizer_directory(spec, directory, run) if world.leads else None))
     tokenizer = Tokenizer.load(tokenizer_path)
+    if world.leads and (trap := tokenizer.class_trap()):
+        print(f"train: {trap}", flush=True)
     refuse_larger_tokenizer(directory, tokenizer_path, tokenizer.vocab_size)
     spec, directory = world.share(adapted_from(spec, directory, run, tokenizer_path, job.seed) if world.leads else None)  # type: ignore[misc]
     model, family = load_model(
@@ -50,7 +52,7 @@ def fit(job: Job, world: World, run: Path) -> None:
     held_out = held_out_rows(job, recipe, tokenizer)
     saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps or 0)
     flops, peak = Flops.of(model), peak_flops(world.device, job.train.precision) * world.size
-    start, ends = restore(saves, job, trainer, loader, world) or (0, planned_steps(job, loader, world))
+    start, ends = restore(saves, job, trainer, loader, tokenizer, world) or (0, planned_steps(job, loader, world))
     announce(job, world, model.config, ends)
     step, planned = start, ends
     saves.steps = ends
@@ -88,7 +90,7 @@ def fit(job: Job, world: World, run: Path) -> None:
             if track:
                 track.log(step, metrics)
             if saves.due(step):
-                save(saves, step, ends, job, trainer, loader, world)
+                save(saves, step, ends, job, trainer, loader, tokenizer, world)
     finally:
         loader.close()
         if track:
@@ -153,7 +155,7 @@ def announce(job: Job, world: World, config: Any, steps: int) -> None:
               f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}", flush=True)  # fmt: skip
 
 
-def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, world: World) -> tuple[int, int] | None:
+def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, tokenizer: Tokenizer, world: World) -> tuple[int, int] | None:
     """Continue from the newest good checkpoint: the steps that are done, and the step at which the run ends; None if there is no checkpoint."""
     found = world.share(saves.latest() if world.leads else None)
     if found is None:
@@ -165,6 +167,7 @@ def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, worl
     ends = 0
     for file in sorted(path.glob("host_*.pt")):
         state = checkpoint.load_host(file)
+        tokenizer.refuse_other(state["tokenizer"], str(path))
         lanes |= state["lanes"]
         ends = int(state["ends"])
     loader.load_state_dict({"step": step, "lanes": lanes})
@@ -173,11 +176,11 @@ def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, worl
     return step, ends
 
 
-def save(saves: Checkpoints, step: int, ends: int, job: Job, trainer: Trainer, loader: Loader, world: World) -> None:
+def save(saves: Checkpoints, step: int, ends: int, job: Job, trainer: Trainer, loader: Loader, tokenizer: Tokenizer, world: World) -> None:
     """Every rank writes its part, then rank 0 the manifest."""
     path = Path(str(world.share(str(saves.begin(step)) if world.leads else None)))
     checkpoint.save_tensors(path, trainer.model, trainer.optimizer, world)
-    checkpoint.save_host(path / f"host_{world.rank:05}.pt", {**loader.state_dict(), "ends": ends})
+    checkpoint.save_host(path / f"host_{world.rank:05}.pt", {**loader.state_dict(), "ends": ends, "tokenizer": tokenizer.identity})
     world.barrier()
     if world.leads:
         saves.commit(step, dump(job))

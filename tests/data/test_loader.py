@@ -111,9 +111,8 @@ def test_global_batches_do_not_depend_on_the_number_of_workers(sources: Any, cha
 def ahead(sources: dict[str, SourceSpec], characters: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
     root, found = tmp_path_factory.mktemp("ahead"), {}
     for name, spec in sources.items():
-        prints = {"tokenizer_fingerprint": characters.fingerprint(), "config_fingerprint": "c"}
         encode = lambda row, name: repeated(row, name, characters)  # noqa: E731
-        tokenized.write(str(root / name), spec, name, encode=encode, seq_len=SEQ_LEN, too_long="error", **prints)
+        tokenized.write(str(root / name), spec, name, encode=encode, seq_len=SEQ_LEN, too_long="error", tokenizer=characters, config_fingerprint="c")
         found[name] = SourceSpec(str(root / name), spec.weight, "tokenized")
     return found
 

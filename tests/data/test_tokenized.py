@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from ptf.data import tokenized
@@ -27,7 +28,7 @@ def rows(tmp_path: Path) -> str:
 
 def write(path: str, directory: Path, tokenizer: Tokenizer, encode: Any = None, config: str = "c", **options: Any) -> Any:
     encode = encode or (lambda row, name: encode_document(row, tokenizer, name))
-    prints = {"tokenizer_fingerprint": tokenizer.fingerprint(), "config_fingerprint": config}
+    prints = {"tokenizer": tokenizer, "config_fingerprint": config}
     return tokenized.write(str(directory), SourceSpec(path), "sums", encode=encode, **LIMITS, **prints, **options)
 
 
@@ -85,7 +86,7 @@ def test_what_is_there_is_reused_unless_it_was_made_otherwise(rows: str, charact
 def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     write(rows, tmp_path / "t", characters)
     other = character_tokenizer("x0123456789.", tmp_path / "other")
-    with pytest.raises(UserError, match="written with another tokenizer"):
+    with pytest.raises(UserError, match=r"made with another tokenizer than the model's: of .* that one made \[.*\], this one \["):
         lane(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, other)
     (tmp_path / "t/manifest.json").unlink()
     with pytest.raises(UserError, match="its writing never finished"):
@@ -111,3 +112,28 @@ def test_streams_are_refused(rows: str, characters: Tokenizer, tmp_path: Path) -
 
     with pytest.raises(UserError, match=r"set data\.pretokenize: false"):
         write(rows, tmp_path / "t", characters, encode)
+
+
+def test_processes_write_what_one_does(characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """In order, with the same counts and bad rows; a bad row that is not to be skipped is an error as ever."""
+    monkeypatch.setattr(tokenized, "FEW_BYTES", 0)
+    monkeypatch.setattr(tokenized, "TOLD_S", 0.0)
+    source = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"{i}+", "completion": "x" * (i * i % 40)}) if i % 700 != 9 else "{" for i in range(3000)]
+    source.write_text("\n".join(lines))
+    made = [write(str(source), tmp_path / f"t{n}", characters, max_bad=0.1, processes=n) for n in (1, 3)]
+    out = capfd.readouterr().out
+    assert "tokenize: sums: 3,000 rows, 100%" in out
+    assert "s to go" in out
+    assert made[0]["bad"] == 5
+    tables = [pq.read_table(tmp_path / f"t{n}" / "rows.parquet") for n in (1, 3)]
+    assert tables[0].equals(tables[1])
+    for key in ("rows", "samples", "tokens", "trained", "dropped", "bad"):
+        assert made[0][key] == made[1][key]
+    aside = [(tmp_path / f"t{n}" / tokenized.BAD_ROWS).read_text() for n in (1, 3)]
+    assert aside[0] == aside[1]
+    assert f"{source}:10" in aside[0]
+    for processes in (1, 3):
+        with pytest.raises(UserError, match=r"rows\.jsonl:10 \(source sums\): not JSON"):
+            write(str(source), tmp_path / "bad", characters, processes=processes)
+    assert not (tmp_path / "bad").exists()

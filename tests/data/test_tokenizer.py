@@ -1,4 +1,6 @@
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +70,34 @@ def test_fingerprint_catches_a_lost_normalizer(shared: Path) -> None:
     auto, direct = Tokenizer.load(directory), Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))
     assert auto.hf.get_vocab() == direct.hf.get_vocab()
     assert auto.fingerprint() != direct.fingerprint()
+    trap = auto.class_trap()
+    assert trap is not None
+    assert re.match(r"AutoTokenizer makes a LlamaTokenizer\w* of .*phi3-mini, whose ids differ from its tokenizer.json's: '  two  spaces.* is \[", trap)
+    assert direct.class_trap() is None
+    assert Tokenizer.load(str(shared / "tokenizers/qwen3")).class_trap() is None
+
+
+def test_another_tokenizer_is_refused_by_its_first_difference(characters: Tokenizer, tmp_path: Path) -> None:
+    characters.refuse_other(characters.identity, "it")
+    characters.refuse_other(json.loads(json.dumps(characters.identity)), "it")
+    other = character_tokenizer("!abcdefghijklmnopqrstuvwxyz0123456789 .,+-=", tmp_path / "other")
+    with pytest.raises(UserError, match=r"^it was made with another tokenizer than the model's: of '.*' that one made \[.*\], this one \[.*\]$"):
+        characters.refuse_other(other.identity, "it")
+    template = Tokenizer.load(characters.hf.name_or_path)
+    template.hf.chat_template += "\n"
+    with pytest.raises(UserError, match=r"they differ in their chat template$"):
+        characters.refuse_other(template.identity, "it")
+
+
+def test_a_document_begins_as_servers_begin_it(shared: Path) -> None:
+    for name in ("qwen3", "gpt2", "phi3-mini"):
+        tokenizer = Tokenizer.load(str(shared / "tokenizers" / name))
+        for text in ("one", " two ", "\n"):
+            ids = tokenizer.begin(text)
+            assert ids[len(ids) - len(tokenizer.encode(text)) :] == tokenizer.encode(text)
+            assert ids == tokenizer.hf(text)["input_ids"]
+    tokenizer.hf.add_bos_token = True
+    assert tokenizer.begin("one") == [tokenizer.hf.bos_token_id, *tokenizer.encode("one")]
 
 
 def test_fingerprint_is_the_same_in_another_process(characters: Tokenizer) -> None:
