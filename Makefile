@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-train peers test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding ledger bench-train bench-packing peers test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -37,13 +37,25 @@ bench-verify: setup                      ## the logit verifier over every family
 bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
 	$(PY) benchmarks/loss_masks.py
 
+bench-ids: setup                         ## training ids against vLLM's of 100,000 texts and 5,000 chats; writes benchmarks/results/serving_ids.md
+	$(PY) benchmarks/serving_ids.py
+
+bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
+	$(PY) benchmarks/sharding.py
+
+ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated
+	$(PY) -m tests.data.ledger 1000000
+
 PEERS := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements-peers.txt
 peers:                                   ## .venv-peers: what benchmarks/train_step.py is compared with
 	python3.11 -m venv .venv-peers
 	$(PEERS) || $(PEERS) --extra-index-url https://download.pytorch.org/whl/cpu
 
 bench-train: setup                       ## the SFT step beside TRL's (make peers first); writes benchmarks/results/train_step.md
-	$(PY) benchmarks/train_step.py --train '{"compile": true}'
+	$(PY) benchmarks/train_step.py
+
+bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
+	$(PY) benchmarks/packing.py
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there
 	python3 -m pytest tests/gpu -m gpu
