@@ -154,8 +154,8 @@ def write(found: dict[str, list[dict[str, Any]]], lengths: np.ndarray, asked: ar
         f"Command: `{' '.join(['python', 'benchmarks/padding_vs_packing.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, {RANKS} ranks of one thread, gloo  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
         f"{len(lengths):,} samples of real chats (p50 {p50:.0f}, p99 {p99:.0f}, longest {most:.0f} tokens), a Qwen3 shape of width 256 with 4 layers from\n"
-        f"scratch, fp32, AdamW at {LR:g}, about {asked.tokens:,} tokens a round, {asked.rounds} rounds in turn; the first {warm} steps are not timed. Both train\n"
-        "the assistant's turns alone.\n\n"
+        f"scratch, fp32, AdamW at {LR:g}, about {asked.tokens:,} tokens a round, {asked.rounds} rounds in turn; the first {warm} steps are untimed. Both\n"
+        "train the assistant's turns alone.\n\n"
         "| system | share of slots that are tokens | real tokens per CPU-second (range) | per second | loss at the end |\n|---|---|---|---|---|\n"
         + "\n".join(lines)
         + f"\n\nptf over padding: **{median(ratios):.2f}×** per CPU-second ({min(ratios):.2f} – {max(ratios):.2f}), {median(walls):.2f}× per second. "
