@@ -117,7 +117,7 @@ def world_of(job: Job):
 
 def surveyed(job: Job, rows: int, examples: int) -> tuple[Survey, Tokenizer]:
     """What the job's data looks like, by its first rows, and the tokenizer that reads it. Runs `data.prepare` where it has not run."""
-    recipe, job = recipes.build(job), resolve(job, prepared=prepared_directory(job), start=published_start(job))
+    recipe, job = recipes.build(job), resolved(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision))
     tokenizer, data = tokenizer_of(path, job.model.tokens), job.data
 
