@@ -1,0 +1,71 @@
+"""Which turns of a chat are trained, and how much each counts."""
+
+from typing import Any
+
+import pytest
+
+from ptf.data.chat import chat_samples
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+
+HEAD = "<|im_start|><|assistant|>"
+
+
+def chat(*marks: Any) -> list[dict[str, Any]]:
+    """A question and an answer for each mark."""
+    return [m for i, mark in enumerate(marks) for m in ({"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}", "w": mark})]
+
+
+def trained(tokenizer: Tokenizer, messages: list[dict[str, Any]], train_on: str) -> dict[str, float]:
+    """Text of each trained token, joined where the weight stays the same, with that weight."""
+    (sample,) = chat_samples(messages, tokenizer, train_on=train_on)
+    found: dict[str, float] = {}
+    text, last = "", 0.0
+    for token, weight in [*zip(sample.tokens, sample.weights.tolist(), strict=True), (None, 0.0)]:
+        if weight != last and text:
+            found[text] = last
+            text = ""
+        last = weight
+        text += tokenizer.decode([token]) if weight else ""
+    return found
+
+
+def test_all_turns_the_last_or_every_token(characters: Tokenizer) -> None:
+    messages = chat(1, 1)
+    assert trained(characters, messages, "assistant") == {"a0<|im_end|>": 1.0, "a1<|im_end|>": 1.0}
+    assert trained(characters, messages, "last") == {"a1<|im_end|>": 1.0}
+    whole = characters.decode(characters.render(messages, False))
+    assert trained(characters, messages, "all") == {whole.removeprefix("<|im_start|>"): 1.0}
+
+
+def test_a_field_says_how_much_a_turn_counts(characters: Tokenizer) -> None:
+    assert trained(characters, chat(True, 0, 0.5), "field:w") == {"a0<|im_end|>": 1.0, "a2<|im_end|>": 0.5}
+    assert trained(characters, chat(False, 2), "field:w") == {"a1<|im_end|>": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        (chat(0, False), "no turn of the conversation counts: `w` is 0 or false on every one"),
+        (chat(1, None), r"message 3 \(assistant\): `w`, by which data\.train_on counts it, must be true, false or a number from 0, not None"),
+        (chat(1, -1), "not -1"),
+        (chat(1, "yes"), "not 'yes'"),
+        ([{"role": "user", "content": "q", "w": 1}, {"role": "assistant", "content": "a", "w": 1}], r"message 0 \(user\): only what the assistant says"),
+    ],
+)
+def test_marks_that_do_not_say_it_are_refused(characters: Tokenizer, messages: list[dict[str, Any]], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        chat_samples(messages, characters, train_on="field:w")
+
+
+def test_every_token_once_where_a_template_splits(characters: Tokenizer, tmp_path: Any) -> None:
+    """A template that shows earlier answers otherwise than they were served: what samples have in common is trained in the first of them alone."""
+    characters.save(tmp_path)
+    tokenizer = Tokenizer.load(str(tmp_path))
+    tokenizer.hf.chat_template = (
+        "{% for m in messages %}<|im_start|><|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}old{% else %}{{ m.content }}{% endif %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|><|assistant|>{% endif %}"
+    )
+    first, second = chat_samples(chat(1, 1), tokenizer, train_on="all")
+    assert tokenizer.decode(first.tokens[first.weights > 0]) == f"<|user|>q0<|im_end|>{HEAD}a0<|im_end|>"
+    assert tokenizer.decode(second.tokens[second.weights > 0]) == f"old<|im_end|><|im_start|><|user|>q1<|im_end|>{HEAD}a1<|im_end|>"
