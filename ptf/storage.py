@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 GIVE_UP_S = 300.0  # a store that fails for so long is down
 READ_BYTES = 1 << 20  # of one request, unless the reader asks for more
 LASTING = (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)  # errors that a repetition does not mend
-PASSING = {"HTTPClientError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}  # of botocore and aiohttp
+PASSING = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}  # names
 
 
 class Missing(UserError, FileNotFoundError):
@@ -68,6 +68,9 @@ def listing(uri: str) -> list[str]:
         return [match for match in files.glob(path) if files.isfile(match)]
 
     found = _asked(files, uri, find)
+    bucket = path.split("/")[0]
+    if not found and bucket and not _local(files) and not _asked(files, uri, lambda: files.exists(bucket)):
+        raise Missing(f"there is no bucket {bucket!r}: {uri}")
     if not found and not _asked(files, uri, lambda: files.isdir(path)):
         raise Missing(f"no such file or directory, and no file matches: {uri}")
     return sorted(str(name) if _local(files) else files.unstrip_protocol(name) for name in found)

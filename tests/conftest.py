@@ -17,5 +17,5 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from ptf.compute.ray_session import ray_session
 
     workdir: Path = tmp_path_factory.mktemp("ray")
-    with ray_session(workdir=workdir, cpus=8, timeout_s=240):
+    with ray_session(workdir=workdir, cpus=8, timeout_s=600):
         yield

@@ -42,7 +42,7 @@ class Place:
     def run_words(self, config: str, sets: list[str]) -> list[str]:
         return ["run", "--config", str(ROOT / config), *(w for s in sets for w in ("--set", s)), "--run-id-file", str(self.home / "run_id")]
 
-    def do(self, command: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def do(self, command: list[str], timeout: float = 1200) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout, check=False)
 
     def start(self, command: list[str], log: Path) -> subprocess.Popen:
@@ -64,7 +64,7 @@ def run_directory(output: Path) -> Path:
     return found
 
 
-def until(found, timeout: float = 180):
+def until(found, timeout: float = 900):
     """Poll until `found()` gives something."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
@@ -116,7 +116,7 @@ def test_sft_that_is_killed_and_resumed_ends_with_the_same_bits(place, alone):
     log = place.home / "killed.log"
     flow = place.start(place.command("sft", *place.run_words(SFT, place.sets("killed", *STEPS))), log)
     kill_actor_at(log, output, "train", 13)
-    assert flow.wait(120) != 0
+    assert flow.wait(600) != 0
     text = log.read_text()
     assert re.search(r"train rank 0 \(actor \w+, pid \d+, node [\d.]+\) died", text), text[-3000:]
     again = re.findall(r"resume --origin-run-id (\S+)", text)
@@ -170,7 +170,7 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
     assert [a["answer"] for a in ours] == theirs
     env = {**place.env, **engine_env(place.home / "vllm")}
     done = subprocess.run(
-        [sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)], env=env, capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)], env=env, capture_output=True, text=True, timeout=900, check=False
     )
     served = re.search(r"^ANSWERS (.*)$", done.stdout, re.M)
     assert served, done.stderr[-2000:]
@@ -191,7 +191,7 @@ def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
     )
     flow = place.start(place.command("grpo", *place.run_words(GRPO, sets)), log)
     kill_actor_at(log, output, "policy", 5)
-    assert flow.wait(120) != 0
+    assert flow.wait(600) != 0
     text = log.read_text()
     assert "engine=vllm" in text
     assert re.search(r"policy rank 0 \(actor \w+, pid \d+", text)

@@ -52,7 +52,7 @@ def story(tmp_path_factory):
     refused = toy("run", "--set", "train.lr=0.5", act="refuse")
     stopped, task = toy.until_training(*again(refused.stderr))
     stopped.send_signal(signal.SIGTERM)
-    out, err = stopped.communicate(timeout=30)
+    out, err = stopped.communicate(timeout=120)
     task_gone, unwound = is_gone(task), (toy.directory / "unwound").exists()
     finished = toy(*again(err))
     spun = toy("spin", "train")

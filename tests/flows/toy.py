@@ -28,7 +28,7 @@ class Toy:
 
     def __call__(self, *words: str, act: str = "", flow: Path = FLOW) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, str(flow), *words]
-        return subprocess.run(line, cwd=self.directory, env=self.env | {"TOY": act}, capture_output=True, text=True, timeout=60)
+        return subprocess.run(line, cwd=self.directory, env=self.env | {"TOY": act}, capture_output=True, text=True, timeout=300)
 
     def until_training(self, *words: str) -> "tuple[subprocess.Popen[str], int]":
         """Start it, wait until its train step hangs; the process of the run, and the pid of the task."""

@@ -93,7 +93,7 @@ class Team(Echo):
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster):
-    cluster = VerlCluster(device="cpu", timeout_s=60)
+    cluster = VerlCluster(device="cpu", timeout_s=300)
     yield cluster
     cluster.close()
 
@@ -190,8 +190,8 @@ GPUS = """
     from ptf.rl.verl_cluster import VerlCluster
     from tests.rl.test_verl_cluster import Echo
 
-    with ray_session(cpus=10, gpus=2, timeout_s=60):
-        cluster = VerlCluster(device="auto", timeout_s=60)
+    with ray_session(cpus=10, gpus=2, timeout_s=300):
+        cluster = VerlCluster(device="auto", timeout_s=300)
         policy = cluster.start(RoleSpec("policy", Echo, {"word": "p"}, 2))
         rollout = cluster.start(RoleSpec("rollout", Echo, {"word": "r"}, 1))
         devices = [group.call("env", "CUDA_VISIBLE_DEVICES") for group in (policy, rollout)]
@@ -216,7 +216,7 @@ def test_on_gpus_roles_share_devices_and_take_turns(tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     script = tmp_path / "gpus.py"
     script.write_text(textwrap.dedent(GPUS))
-    done = subprocess.run([sys.executable, str(script)], env={**env, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, str(script)], env={**env, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=400, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
     assert said, done.stderr[-2000:]
     devices, policy, rollout, refused = json.loads(said[0].removeprefix("SAID "))

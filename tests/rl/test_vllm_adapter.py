@@ -57,7 +57,7 @@ def test_vllm_reads_the_adapter(tmp_path):
     save(form.tensors(), form.config(str(directory)), tmp_path / "adapter", writes=True)
     code = f"from tests.rl.test_vllm_adapter import serve; serve({str(tmp_path)!r})"
     env = {**os.environ, **engine_env(tmp_path / "vllm"), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     found = torch.load(tmp_path / "found.pt")
     assert float((found["adapted"] - logprobs(model)).abs().max()) < 1e-4

@@ -57,7 +57,7 @@ def engines(ray_cluster, place):
     from ptf.rl.verl_cluster import VerlCluster
 
     (place / "home").mkdir()
-    cluster = VerlCluster(device="cpu", timeout_s=90)
+    cluster = VerlCluster(device="cpu", timeout_s=400)
     paths = [str(checkpoint(place, kind, 0)) for kind in KINDS]
     env = {**engine_env(place / "work"), "HOME": str(place / "home")}
     yield cluster.start(RoleSpec("engine", EngineRole, {"paths": paths}, 2, env))
