@@ -8,10 +8,11 @@ however large the files.
 import gzip
 import json
 import posixpath
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -233,8 +234,8 @@ class Reader:
         self._remote = not storage.is_local(path)
         self._kept: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
         self._files: OrderedDict[int, _Jsonl | _JsonlGz | _Parquet] = OrderedDict()
-        self._thread: ThreadPoolExecutor | None = None  # the only one that touches files where there is one
-        self._ahead: dict[tuple[int, int], Future[Block | None]] = {}
+        self._reading = threading.Lock()
+        self._ahead: dict[tuple[int, int], Future[Block | None]] = {}  # at most one
 
     def block(self, file: int, number: int) -> Block | None:
         """None behind the last. Raises UserError for a file that cannot be read."""
@@ -247,17 +248,25 @@ class Reader:
         return self._kept[key]
 
     def _fetched(self, key: tuple[int, int]) -> Block | None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "ptf-read-ahead")
-        waiting = self._ahead.pop(key, None) or self._thread.submit(self._read, key)
-        found = waiting.result()
+        waiting = self._ahead.pop(key, None)
+        found = self._read(key) if waiting is None else waiting.result()
         following = (key[0], key[1] + 1) if found is not None else (key[0] + 1, 0)
-        if following[0] < len(self.uris) and following not in self._kept:
-            self._ahead = {following: self._ahead.get(following) or self._thread.submit(self._read, following)}
+        if following[0] < len(self.uris) and following not in self._kept and following not in self._ahead:
+            self._ahead = {following: Future()}  # in a thread that does not keep a process from ending
+            threading.Thread(target=self._read_ahead, args=(following, self._ahead[following]), name="ptf-read-ahead", daemon=True).start()
         return found
 
+    def _read_ahead(self, key: tuple[int, int], found: Future[Block | None]) -> None:
+        try:
+            found.set_result(self._read(key))
+        except BaseException as e:  # whatever it is, it belongs to who asks for the block
+            found.set_exception(e)
+
     def _read(self, key: tuple[int, int]) -> Block | None:
-        file, number = key
+        with self._reading:
+            return self._from_file(*key)
+
+    def _from_file(self, file: int, number: int) -> Block | None:
         if file not in self._files:
             self._files[file] = self._opened(self.uris[file])
             if len(self._files) > KEEP_FILES:
