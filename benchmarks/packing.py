@@ -149,8 +149,7 @@ def main() -> None:
         "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | next-fit: fill | packed /s |\n"
         "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
         "Work of attention, Σ length² of a rank's rows: how far the largest is above the mean, median over steps. *In turn*: row j goes to rank j mod W, as\n"
-        "offline recipes deal them, whose ranks pack for themselves. *Balanced*: equally many rows each, dealt by work, as online recipes deal what was\n"
-        "rolled out.\n\n"
+        "where ranks encode and pack on the fly, each its own lanes. *Balanced*: equally many rows each, dealt by work, as for tokenized data and rollouts.\n\n"
         "| mix | 8 ranks × 8 rows, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n" + "\n".join(balance) + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
