@@ -30,7 +30,8 @@ MANIFEST = "manifest.json"
 GIVE_UP_S = 300.0  # a store that fails for so long is down
 READ_BYTES = 1 << 20  # of one request, unless the reader asks for more
 LASTING = (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)  # errors that a repetition does not mend
-PASSING = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}  # names
+# Errors of botocore and aiohttp, by name: neither is imported here.
+PASSING = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}
 
 
 class Missing(UserError, FileNotFoundError):

@@ -234,6 +234,7 @@ class Reader:
         self._remote = not storage.is_local(path)
         self._kept: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
         self._files: OrderedDict[int, _Jsonl | _JsonlGz | _Parquet] = OrderedDict()
+        self._lengths: dict[tuple[int, int], int] = {}  # rows of every block that was asked for, kept or not
         self._reading = threading.Lock()
         self._ahead: dict[tuple[int, int], Future[Block | None]] = {}  # at most one
 
@@ -241,7 +242,8 @@ class Reader:
         """None behind the last. Raises UserError for a file that cannot be read."""
         key = file, number
         if key not in self._kept:
-            self._kept[key] = self._fetched(key) if self._remote else self._read(key)
+            block = self._kept[key] = self._fetched(key) if self._remote else self._read(key)
+            self._lengths[key] = len(block) if block is not None else 0
             while len(self._kept) > 2 and sum(block.nbytes for block in self._kept.values() if block is not None) > KEEP_BYTES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -277,8 +279,7 @@ class Reader:
     @property
     def rows(self) -> float:
         """In all files, going by those that were read so far."""
-        read = sum(len(block) for block in self._kept.values() if block is not None)
-        return read / max(self.share, 1e-9)
+        return sum(self._lengths.values()) / max(self.share, 1e-9)
 
     @property
     def share(self) -> float:

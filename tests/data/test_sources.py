@@ -222,3 +222,13 @@ def test_lanes_read_a_remote_file_once(tmp_path: Path, monkeypatch: pytest.Monke
     lanes = [Source(reader, lane, 8) for lane in range(8)]
     assert sorted(n for _ in range(12) for n in [take(lane, 1)[0] for lane in lanes]) == list(range(96))
     assert 8 <= store.asked <= 1_000_000 / 50_000 + 2
+
+
+def test_rows_in_all_are_known_from_those_read_whatever_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "LINES_BYTES", 1000)
+    monkeypatch.setattr(blocks, "KEEP_BYTES", 0)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": n, "text": "x" * 80}) + "\n" for n in range(1000)))
+    reader = Reader(str(tmp_path))
+    for number in range(20):
+        reader.block(0, number)
+    assert reader.rows == pytest.approx(1000, rel=0.05)
