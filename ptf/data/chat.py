@@ -8,12 +8,12 @@ where a template rewrites what was said (drops old thinking, say) a new sample s
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ptf.data.growing import GrowingText
+from ptf.data.growing import encode_growing
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -28,7 +28,7 @@ class Turn:
 
     ids: list[int]
     start: int
-    weight: float = 1.0
+    weight: float
 
 
 def chat_samples(messages: Any, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant", tools: Any = None) -> list[Sample]:
@@ -38,9 +38,10 @@ def chat_samples(messages: Any, tokenizer: Tokenizer, source: str = "", train_on
     messages, counted = trained_turns(messages, train_on)
     tools = json.loads(tools) if isinstance(tools, str) else tools or None
     samples: list[tuple[list[int], list[Turn]]] = []
-    growing = GrowingText(tokenizer)
-    for i, weight in counted.items():
-        turn = replace(served_turn(messages, i, growing, tools), weight=weight)
+    served = [served_turn(messages, i, tokenizer, tools) for i in counted]
+    encoded = iter(encode_growing([text for prompt, answer in served for text in (prompt, prompt + answer)], tokenizer))
+    for (i, weight), (_, answer), context, through in zip(counted.items(), served, encoded, encoded, strict=True):
+        turn = _turn(i, answer, context, through, weight, tokenizer)
         if samples and len(samples[-1][0]) <= turn.start and turn.ids[: len(samples[-1][0])] == samples[-1][0]:
             samples[-1] = (turn.ids, [*samples[-1][1], turn])
         else:
@@ -88,12 +89,15 @@ def _all_of(samples: Sequence[list[int]], source: str) -> list[Sample]:
     return found
 
 
-def served_turn(messages: Sequence[Mapping[str, Any]], i: int, growing: GrowingText, tools: Any = None) -> Turn:
-    """Message i, an assistant's, with all that a server would have shown the model before it."""
-    tokenizer = growing.tokenizer
+def _refusal(i: int, tokenizer: Tokenizer, what: str) -> UserError:
+    return UserError(f"chat template {tokenizer.template_name}, turn {i}: {what}")
+
+
+def served_turn(messages: Sequence[Mapping[str, Any]], i: int, tokenizer: Tokenizer, tools: Any = None) -> tuple[str, str]:
+    """Of message i, an assistant's: all that a server would have shown the model before it, and the answer as the template writes it."""
 
     def fail(what: str) -> UserError:
-        return UserError(f"chat template {tokenizer.template_name}, turn {i}: {what}")
+        return _refusal(i, tokenizer, what)
 
     if i == 0:
         raise fail("the assistant speaks first, so there is no prompt to answer; put a system or user message before it")
@@ -109,7 +113,15 @@ def served_turn(messages: Sequence[Mapping[str, Any]], i: int, growing: GrowingT
     for said, rest in _parts(messages[i]):
         if said not in answer or (rest and _renders_as(through, [*messages[:i], rest], tokenizer, tools)):
             raise fail(f"the template leaves out {said[:60]!r}")
-    context, ids = growing.encode(prompt), growing.encode(through)
+    return prompt, answer
+
+
+def _turn(i: int, answer: str, context: list[int], ids: list[int], weight: float, tokenizer: Tokenizer) -> Turn:
+    """Turn i up to where a server would stop, from the ids of its prompt and of prompt and answer."""
+
+    def fail(what: str) -> UserError:
+        return _refusal(i, tokenizer, what)
+
     if not context:
         raise fail("nothing comes before the answer, so all of the sample would be trained")
     if ids[: len(context)] != context:  # a token spans the end of the prompt; a server never sees that one: it continues the prompt's ids
@@ -120,7 +132,7 @@ def served_turn(messages: Sequence[Mapping[str, Any]], i: int, growing: GrowingT
         raise fail(f"no end-of-turn token; known ones are {[tokenizer.decode([k]) for k in tokenizer.stop_ids]}")
     if tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip():
         raise fail(f"the end-of-turn token {tokenizer.decode([ids[end]])!r} stands inside the answer")
-    return Turn(ids[: end + 1], len(context))
+    return Turn(ids[: end + 1], len(context), weight)
 
 
 def _parts(message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:

@@ -1,34 +1,35 @@
 """Ids of texts that mostly repeat the text before them, as the renders of a conversation turn by turn do.
 
 The one idea: a special token cuts a text in two that are encoded independently. So what is equal up to a special token has equal ids up to it, and
-only the rest is encoded. A conversation of n turns then costs about one encoding, not n. Whether a tokenizer keeps to that is tried out, not assumed.
+only the rest is encoded, that of all the texts at once. A conversation of n turns then costs about one encoding, not n. Whether a tokenizer keeps
+to that is tried out, not assumed.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from ptf.data.tokenizer import Tokenizer
 
 
-class GrowingText:
-    """`encode` gives what `tokenizer.encode` gives."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self._text = ""
-        self._ids: list[int] = []
-
-    def encode(self, text: str) -> list[int]:
-        common = _common(self._text, text)
-        at, cut = max(((text.rfind(cut, 0, common), cut) for cut in self.tokenizer.cuts), default=(-1, ""))
-        if at < 0:
-            ids = self.tokenizer.encode(text)
-        else:
-            k = -1
-            for _ in range(text.count(cut, 0, at) + 1):  # the cut's place among the ids
-                k = self._ids.index(self.tokenizer.cuts[cut], k + 1)
-            ids = self._ids[:k] + self.tokenizer.encode(text[at:])
-        self._text, self._ids = text, ids
-        return ids
+def encode_growing(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Of each text what `tokenizer.encode` gives."""
+    rests, cuts, before = [], [], ""
+    for text in texts:
+        common = _common(before, text)
+        at, cut = max(((text.rfind(cut, 0, common), cut) for cut in tokenizer.cuts), default=(-1, ""))
+        rests.append(text[max(at, 0) :])
+        cuts.append((cut, text.count(cut, 0, at)) if at >= 0 else None)  # which one, and how many of them come before
+        before = text
+    found: list[list[int]] = []
+    for ids, place in zip(tokenizer.encode_all(rests), cuts, strict=True):
+        if place is None:
+            found.append(ids)
+            continue
+        k = -1
+        for _ in range(place[1] + 1):
+            k = found[-1].index(tokenizer.cuts[place[0]], k + 1)
+        found.append(found[-1][:k] + ids)
+    return found
 
 
 def _common(a: str, b: str) -> int:

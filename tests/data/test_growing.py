@@ -1,6 +1,7 @@
 import gzip
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from ptf.data.growing import GrowingText
+from ptf.data.growing import encode_growing
 from ptf.data.tokenizer import Tokenizer
 from tests.data.templates import ONE_SAMPLE, SPLIT, templated
 
 
 @given(st.lists(st.lists(st.sampled_from(["a", "1", "=", "<|im_end|>", "<|pad|>", "<|user|>"])).map("".join), max_size=8))
 def test_any_texts_one_after_the_other(characters: Tokenizer, texts: list[str]) -> None:
-    growing = GrowingText(characters)
-    for text in texts:
-        assert growing.encode(text) == characters.encode(text)
+    assert encode_growing(texts, characters) == [characters.encode(text) for text in texts]
 
 
 @pytest.mark.parametrize("template", [*ONE_SAMPLE, *SPLIT])
@@ -25,31 +24,26 @@ def test_real_conversations_turn_by_turn(shared: Path, template: str) -> None:
     tokenizer = templated(shared, template)
     with gzip.open(shared / "chat/oasst_en100_paths.jsonl.gz") as lines:
         conversations = [json.loads(line)["messages"] for line in itertools.islice(lines, 15)]
-    growing = GrowingText(tokenizer)
     assert tokenizer.cuts
-    for messages in conversations:
-        for n in range(1, len(messages) + 1):
-            for prompt in (True, False):
-                text = tokenizer.render_text(messages[:n], prompt)
-                assert growing.encode(text) == tokenizer.encode(text)
+    texts = [tokenizer.render_text(m[:n], prompt) for m in conversations for n in range(1, len(m) + 1) for prompt in (True, False)]
+    assert encode_growing(texts, tokenizer) == [tokenizer.encode(text) for text in texts]
 
 
 def test_it_saves_what_it_says(characters: Tokenizer) -> None:
-    """The tokenizer sees each turn about once: what it is given grows with the conversation, not with its square."""
-    seen = 0
+    """The tokenizer sees each turn about once, and all in one call: what it is given grows with the conversation, not with its square."""
+    calls = []
 
     class Counting(Tokenizer):
-        def encode(self, text: str) -> list[int]:
-            nonlocal seen
-            seen += len(text)
-            return super().encode(text)
+        def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+            calls.append(sum(map(len, texts)))
+            return super().encode_all(texts)
 
-    growing = GrowingText(Counting(characters.hf))
-    text = ""
-    for _ in range(100):
-        text += "1" * 40 + "<|im_end|>"
-        growing.encode(text)
-    assert seen < 3 * len(text)
+    texts = ["1" * 40 + "<|im_end|>"]
+    while len(texts) < 100:
+        texts.append(texts[-1] + texts[0])
+    encode_growing(texts, Counting(characters.hf))
+    assert len(calls) == 1
+    assert calls[0] < 3 * len(texts[-1])
 
 
 def test_a_tokenizer_in_which_nothing_cuts_is_found_out(tmp_path: Path) -> None:
@@ -62,6 +56,5 @@ def test_a_tokenizer_in_which_nothing_cuts_is_found_out(tmp_path: Path) -> None:
     hf.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
     tokenizer = Tokenizer(hf, extra_stops=[vocab[";"]])
     assert tokenizer.cuts == {}
-    growing = GrowingText(tokenizer)
-    for text in ("abc;", "abc;a", "ab;abc;"):
-        assert growing.encode(text) == tokenizer.encode(text)
+    texts = ["abc;", "abc;a", "ab;abc;"]
+    assert encode_growing(texts, tokenizer) == [tokenizer.encode(text) for text in texts]

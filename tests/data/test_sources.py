@@ -2,6 +2,7 @@ import gzip
 import itertools
 import json
 import random
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,26 @@ def test_rows_in_all_are_known_from_those_read_whatever_was_kept(tmp_path: Path,
     for number in range(20):
         reader.block(0, number)
     assert reader.rows == pytest.approx(1000, rel=0.05)
+
+
+def test_what_is_held_of_a_large_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four lanes read 24 MB in blocks of 256 KB, of which 1 MB are kept; without that bound they would hold all of it."""
+    monkeypatch.setattr(blocks, "LINES_BYTES", 1 << 18)
+    path = tmp_path / "a.jsonl"
+    with path.open("w") as file:
+        file.writelines(json.dumps({"n": n, "text": "x" * 4000}) + "\n" for n in range(6000))
+
+    def peak(keep: int) -> int:
+        monkeypatch.setattr(blocks, "KEEP_BYTES", keep)
+        reader = Reader(str(path))
+        lanes = [Source(reader, lane, 4) for lane in range(4)]
+        tracemalloc.start()
+        try:
+            numbers = [next(lanes[k % 4]).read()["n"] for k in range(6000)]
+            assert numbers == list(range(6000))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(1 << 20) < 4 << 20
+    assert peak(1 << 30) > 20 << 20
