@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding ledger bench-train bench-packing peers test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding reliability ledger bench-train bench-packing peers test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -42,6 +42,9 @@ bench-ids: setup                         ## training ids against vLLM's of 100,0
 
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
+
+reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
+	$(PY) benchmarks/reliability.py
 
 ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated
 	$(PY) -m tests.data.ledger 1000000

@@ -48,11 +48,27 @@ def fail(error: UserError) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    text = dump(load(*options.config, overrides=options.set))
+    job = load(*options.config, overrides=options.set)
+    if options.dry_run:
+        from ptf.rehearse import rehearse
+
+        rehearse(job, lambda line: print(line, flush=True))
+        return 0
+    text = dump(job)
     if sys.stdout.isatty():
         Console().print(Syntax(text, "yaml", background_color="default"))
     else:
         sys.stdout.write(text)
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from ptf.doctor import findings
+
+    table = Table("", "", "what is off", box=SIMPLE)
+    for found in findings():
+        table.add_row(*map(Text, found), style="yellow" if found.problem else None)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 
 
@@ -218,7 +234,12 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated")
 
     one = commands.add_parser("check", parents=[config], help="report everything that is wrong with a config, or print it whole")
+    one.add_argument(
+        "--dry-run", action="store_true", help="train one step of it on a tiny model of the same family, in this process: data, masks, reward, places"
+    )
     one.set_defaults(run=check)
+    one = commands.add_parser("doctor", help="versions, devices and limits of this machine, and what is off")
+    one.set_defaults(run=doctor)
     one = commands.add_parser("train", parents=[config], help="train")
     one.add_argument("--lineage", metavar="ID", help="the training run to continue, or the name of a new one")
     one.set_defaults(run=train)

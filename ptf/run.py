@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ptf import recipes, storage
-from ptf.compute import launch
+from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, plug, resolve
 from ptf.data.added import tokenizer_of
@@ -73,13 +73,15 @@ def run(job: Job, lineage: str) -> Path:
 
         fit_online(job, directory)
     elif compute.launcher == "ray":
-        launch.on_ray(
-            work, (text, str(directory)), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address,
-            workdir=directory, timeout_s=compute.timeout_s,
-        )  # fmt: skip
+        with leave.passing_on(directory):
+            launch.on_ray(
+                work, (text, str(directory)), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address,
+                workdir=directory, timeout_s=compute.timeout_s,
+            )  # fmt: skip
     elif compute.launcher == "torchrun":
         threads = compute.threads or launch.default_threads(compute.workers)
-        launch.torchrun([str(directory / "job.yaml"), "--lineage", lineage], compute.workers, threads)
+        with leave.passing_on(directory):
+            launch.torchrun([str(directory / "job.yaml"), "--lineage", lineage], compute.workers, threads)
     else:
         work(text, str(directory))
     return directory
@@ -88,6 +90,7 @@ def run(job: Job, lineage: str) -> Path:
 def record(job: Job, directory: Path) -> None:
     """Write the run's job.yaml. Raises UserError, leaving it, if the run was begun by a job with other frozen keys."""
     directory.mkdir(parents=True, exist_ok=True)
+    leave.forget(directory)
     file = directory / "job.yaml"
     if file.exists():
         refuse_frozen_changes(file.read_text(), job)

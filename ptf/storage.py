@@ -135,6 +135,63 @@ def write_text(uri: str, text: str) -> None:
         _asked(files, uri, lambda: files.pipe_file(path, text.encode()))  # one PUT
 
 
+class Hashing:
+    """A file that is written from its beginning to its end, and what it will be found to hold."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._digest, self._size = stream, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self._size += memoryview(data).nbytes
+        self._stream.write(data)
+        return memoryview(data).nbytes
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Whoever opened it closes it."""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """For the `files` of a manifest."""
+        return {"size": self._size, "sha256": self._digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def create(uri: str) -> Iterator[Hashing]:
+    """A new file, of a directory that a manifest will finish: it is on disk when the block ends well, and may be half-written when not."""
+    files, path = _open(uri)
+    if _local(files):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as stream:
+            yield Hashing(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+    else:
+        with files.open(path, "wb") as stream:
+            yield Hashing(stream)
+
+
+def move(uri: str, new: str) -> None:
+    """Give a file another name on the same store."""
+    files, path = _open(uri)
+    _asked(files, uri, lambda: files.mv(path, _open(new)[1]))
+
+
+def remove(uri: str) -> None:
+    """A file, or a directory with all below it: its manifest first, so that nobody takes what is left for whole. Nothing where nothing is."""
+    files, path = _open(uri)
+    for target in (f"{path.rstrip('/')}/{MANIFEST}", path):
+        with contextlib.suppress(Missing):
+            if _asked(files, uri, partial(files.exists, target)):
+                _asked(files, uri, partial(files.rm, target, recursive=True))
+
+
 def upload(directory: str | os.PathLike[str], uri: str) -> None:
     """Copy a local directory's files to `uri`, the manifest last. Repeating it replaces file by file."""
     files, path = _open(uri)
@@ -181,41 +238,64 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
 
 def commit(directory: str | os.PathLike[str], manifest: dict[str, Any]) -> dict[str, Any]:
     """Finish a local directory: flush its files to disk, then write `manifest` with the size and SHA-256 of each. Returns what was written."""
-    assert "files" not in manifest, "commit() fills in manifest['files']"
     entries: dict[str, dict[str, Any]] = {}
     for name in _names(directory):
         if name != MANIFEST:
             with open(os.path.join(directory, name), "rb") as stream:
                 os.fsync(stream.fileno())
                 entries[name] = _entry(stream)
-            _flush(Path(directory, name).parent)
+    return finish(os.fspath(directory), manifest, entries)
+
+
+def finish(directory: str, manifest: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Write the manifest of a directory or URI whose files are on disk and hold what `entries` says (`Hashing.entry`). Returns what was written."""
+    assert not {"files", "digest"} & manifest.keys(), "finish() fills in `files` and `digest`"
     whole = {**manifest, "files": entries}
-    write_text(os.path.join(directory, MANIFEST), json.dumps(whole, indent=1))
+    whole["digest"] = _manifest_digest(whole)
+    if is_local(directory):
+        for folder in {Path(directory, name).parent for name in entries}:
+            _flush(folder)
+    write_text(f"{directory.rstrip('/')}/{MANIFEST}", json.dumps(whole, indent=1))
     return whole
 
 
-def verify(directory: str) -> dict[str, Any]:
-    """The manifest of a committed directory or URI, after reading every file. Raises Corrupt naming the first that differs, Missing if nothing is there."""
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    """SHA-256 of all that it says."""
+    return hashlib.sha256(json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()).hexdigest()
+
+
+def manifest_of(directory: str) -> dict[str, Any]:
+    """The manifest of a committed directory or URI. Raises Corrupt where it is missing or not as it was written, Missing if nothing is there."""
     if not exists(directory):
         raise Missing(f"no such directory: {directory}")
     base = directory.rstrip("/")
     try:
         manifest = json.loads(read_text(f"{base}/{MANIFEST}"))
-        entries = manifest["files"].items()
+        if not isinstance(manifest["files"], dict) or manifest["digest"] != _manifest_digest(manifest):
+            raise ValueError
     except FileNotFoundError:
         raise Corrupt(f"{base}/{MANIFEST} is missing: the directory was never finished") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise Corrupt(f"{base}/{MANIFEST} is not a manifest") from None
-    for name, entry in entries:
+        raise Corrupt(f"{base}/{MANIFEST} is not a manifest, or is not as it was written") from None
+    return manifest
+
+
+def verify(directory: str, whole_up_to: float = float("inf")) -> dict[str, Any]:
+    """The manifest of a committed directory or URI, after reading every file; of one with more bytes than `whole_up_to`, after looking at the
+    sizes. Raises Corrupt naming the first file that differs, Missing if nothing is there."""
+    manifest, base = manifest_of(directory), directory.rstrip("/")
+    whole = sum(entry["size"] for entry in manifest["files"].values()) <= whole_up_to
+    for name, entry in manifest["files"].items():
         try:
-            with open_read(f"{base}/{name}") as stream:
-                held = _entry(stream)
+            held = size(f"{base}/{name}")
+            if held == entry["size"] and whole:
+                with open_read(f"{base}/{name}") as stream:
+                    if _entry(stream) != entry:
+                        raise Corrupt(f"{base}/{name} has changed: its SHA-256 is not the manifest's")
         except FileNotFoundError:
             raise Corrupt(f"{base}/{name} is missing") from None
-        if held["size"] != entry["size"]:
-            raise Corrupt(f"{base}/{name} has {held['size']} bytes, not {entry['size']}")
-        if held != entry:
-            raise Corrupt(f"{base}/{name} has changed: its SHA-256 is not the manifest's")
+        if held != entry["size"]:
+            raise Corrupt(f"{base}/{name} has {held} bytes, not {entry['size']}")
     return manifest
 
 

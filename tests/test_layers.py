@@ -29,7 +29,9 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "rl": TRAIN | {"train"},
     "eval": TRAIN | {"train", "rl"},
     "run": TRAIN | {"train", "rl", "eval"},
-    "cli": TRAIN | {"train", "rl", "eval", "run"},
+    "rehearse": TRAIN | {"train", "run"},
+    "doctor": set(),
+    "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors"}
 FLOWS = {"config", "errors"}

@@ -4,45 +4,79 @@ The one idea: the manifest, with the SHA-256 of every file, is written last. Wit
 reader takes the newest that verifies and says which it passed over.
 """
 
-import json
-import shutil
+import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.utils._pytree import tree_map_only
 
 from ptf import storage
+from ptf.compute import dcp_files
 from ptf.compute.world import World
+from ptf.config import Job
 from ptf.errors import UserError
 
+Entries = dict[str, dict[str, Any]]  # size and SHA-256 by name in the checkpoint's directory
+TENSORS = "tensors"
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What training changes: weights that are frozen, under any of their names, are where it started from."""
     weights, moments = get_state_dict(model, optimizer)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {"model": {name: w for name, w in weights.items() if name not in frozen}, "optimizer": moments}
 
 
-def save_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Every rank writes its shards of the optimizer and of the weights that train; the others are where training started from."""
-    state = _state(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=str(directory / "tensors"), no_dist=world.mesh is None)
+def copied(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same, on the host, so that training may go on."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), tensors)
 
 
-def load_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+def write(directory: str, tensors: dict[str, Any], host: Mapping[str, dict], world: World, group: dist.ProcessGroup | None = None) -> Entries:
+    """Every rank writes its shards, and its host state by file name. Collective, over `group`. Returns all ranks' entries. Raises RuntimeError on
+    every rank where one of them fails."""
+    writer, files = dcp_files.writer(f"{directory}/{TENSORS}")
+    error = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=world.size == 1)
+        entries = {uri.removeprefix(f"{directory}/"): entry for uri, entry in files.entries.items()}
+        for name, state in host.items():
+            entries[name] = save_host(f"{directory}/{name}", state)
+    except (Exception, CheckpointException) as e:  # it belongs to all ranks
+        error, entries = e, {}
+    found: list[Any] = [(entries, error and f"rank {world.rank}: {_first(error)}")]
+    if world.size > 1:
+        found = [None] * world.size
+        dist.all_gather_object(found, (entries, error and f"rank {world.rank}: {_first(error)}"), group=group)
+    if errors := [text for _, text in found if text]:
+        raise RuntimeError("; ".join(errors)) from error
+    return {name: entry for each, _ in found for name, entry in each.items()}
+
+
+def _first(error: BaseException) -> str:
+    """What went wrong, out of DCP's collection of what went wrong where."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """The reverse, into a model of any number of ranks."""
-    state = _state(model, optimizer)
+    state = tensors_of(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=str(directory / "tensors"), no_dist=world.mesh is None)
+        dcp.load(state, storage_reader=dcp_files.reader(f"{directory}/{TENSORS}"), no_dist=world.mesh is None)
         options = StateDictOptions(strict=False)  # frozen weights are not there; dcp.load has raised for anything else
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
 
@@ -65,55 +99,89 @@ def _to_arrays(value: Any) -> Any:
     return [_to_arrays(v) for v in value] if isinstance(value, list) else value
 
 
-def save_host(path: Path, state: dict) -> None:
-    """Plain values and numpy arrays, readable without running any code of the file's."""
-    torch.save(_to_tensors(state), path)
+def save_host(uri: str, state: dict) -> dict[str, Any]:
+    """Plain values and numpy arrays, readable without running any code of the file's. Returns the file's size and SHA-256."""
+    text = io.BytesIO()
+    torch.save(_to_tensors(state), text)
+    with storage.create(uri) as stream:
+        stream.write(text.getbuffer())
+    return stream.entry
 
 
-def load_host(path: Path) -> dict:
-    return _to_arrays(torch.load(path, weights_only=True))
+def load_host(uri: str) -> dict:
+    with storage.open_read(uri) as stream:
+        return _to_arrays(torch.load(io.BytesIO(stream.read()), weights_only=True))
 
 
 class Checkpoints:
-    """The checkpoints of one lineage. `begin` and `commit` are called by one process; in between every rank writes into the directory."""
+    """The checkpoints of one lineage, on disk or in an object store. `begin` and `commit` are called by one process; in between every rank writes
+    into the directory. `best`: the metric, and whether `min` or `max` of it, by which one more is kept."""
 
-    def __init__(self, root: Path, *, every: int, keep: int, steps: int) -> None:
-        self.root, self.every, self.keep, self.steps = root, every, keep, steps
+    def __init__(
+        self, root: str, *, every: int, keep: int, steps: int, best: tuple[str, str] | None = None, whole_up_to: float = float("inf")
+    ) -> None:  # fmt: skip
+        self.root, self.every, self.keep, self.steps, self.best, self.whole_up_to = root.rstrip("/"), every, keep, steps, best, whole_up_to
+
+    @classmethod
+    def of(cls, job: Job, run: Path) -> "Checkpoints":
+        """Of the run in this directory."""
+        knobs = job.checkpoint
+        best = (knobs.best.metric, knobs.best.mode) if knobs.best else None
+        root = f"{knobs.to.rstrip('/')}/{run.name}" if knobs.to else str(run / "checkpoints")
+        return cls(root, every=knobs.every, keep=knobs.keep, steps=job.train.steps or 0, best=best, whole_up_to=knobs.verify_gib * 2**30)
 
     def due(self, step: int) -> bool:
         return step % self.every == 0 or step == self.steps
 
-    def path(self, step: int) -> Path:
-        return self.root / f"step_{step:08}"
+    def path(self, step: int) -> str:
+        return f"{self.root}/step_{step:08}"
 
-    def begin(self, step: int) -> Path:
-        """A new, empty directory; what an earlier attempt left half-written goes."""
-        path = self.path(step)
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        return path
+    def begin(self, step: int) -> str:
+        """A place in which nothing is; what an earlier attempt left half-written goes."""
+        storage.remove(self.path(step))
+        return self.path(step)
 
-    def commit(self, step: int, job: str) -> None:
-        """Hash everything, write the manifest, then drop what is older than the newest `keep`."""
-        storage.commit(str(self.path(step)), {"step": step, "job": job})
-        for old in self._steps()[self.keep :]:
-            (self.path(old) / "manifest.json").unlink(missing_ok=True)
-            shutil.rmtree(self.path(old), ignore_errors=True)
+    def commit(self, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
+        """Write the manifest, then drop what is older than the newest `keep` and not the best."""
+        storage.finish(self.path(step), {"step": step, **manifest}, entries)
+        steps = self._steps()
+        best = self.best_step(steps)
+        for old in steps[self.keep :]:
+            if old != best:
+                storage.remove(self.path(old))
 
-    def _steps(self) -> Sequence[int]:
+    def best_step(self, steps: Sequence[int] | None = None) -> int | None:
+        """The checkpoint with the best metric, the earliest of equal ones; None without `best`, or where none has the metric."""
+        if self.best is None:
+            return None
+        name, mode = self.best
+        values: dict[int, float] = {}
+        for step in self._steps() if steps is None else steps:
+            try:
+                values[step] = float(storage.manifest_of(self.path(step))["metrics"][name])
+            except (storage.Corrupt, KeyError):  # damaged, or written before the first time that it was measured
+                continue
+        return min(values, key=lambda step: (values[step] if mode == "min" else -values[step], step), default=None)
+
+    def _steps(self) -> list[int]:
         """Steps that have a manifest, newest first."""
-        found = self.root.glob("step_*/manifest.json") if self.root.is_dir() else ()
-        return sorted((int(p.parent.name.removeprefix("step_")) for p in found), reverse=True)
+        try:
+            found = storage.listing(f"{self.root}/step_*/{storage.MANIFEST}")
+        except storage.Missing:
+            return []
+        return sorted((int(uri.split("/")[-2].removeprefix("step_")) for uri in found), reverse=True)
 
-    def latest(self) -> tuple[int, Path, str] | None:
-        """(step, directory, job text) of the newest checkpoint that verifies; None if there is none at all.
+    def latest(self) -> tuple[int, str, dict[str, Any]] | None:
+        """(step, place, manifest) of the newest checkpoint that verifies; None if there is none at all.
         Raises UserError if there are some but all are damaged."""
         steps = self._steps()
         for step in steps:
             try:
-                manifest = storage.verify(str(self.path(step)))
-                return step, self.path(step), manifest["job"]
-            except (storage.Corrupt, json.JSONDecodeError, KeyError) as error:
+                manifest = storage.verify(self.path(step), self.whole_up_to)
+                if manifest["step"] != step:
+                    raise storage.Corrupt(f"it is step {manifest['step']}'s")
+                return step, self.path(step), manifest
+            except storage.Corrupt as error:
                 print(f"checkpoint {self.path(step)} is damaged ({error}); trying the one before it", flush=True)
         if steps:
             raise UserError(f"every checkpoint under {self.root} is damaged; remove them to start again")

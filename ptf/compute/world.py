@@ -7,9 +7,10 @@ hold one model together and see the same data, so data is dealt to, and sums are
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,17 @@ class World:
         if self.mesh is not None and self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of torch's generators in this process: of no effect on what ptf itself does, which draws from keyed ones, but recipes may use them."""
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
+
+
+def set_random_state(device: torch.device, state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(torch.as_tensor(state["cpu"]))
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"]), device)
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:

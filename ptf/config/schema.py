@@ -209,6 +209,19 @@ class RolloutConfig(Section):
     """Key-value cache of one vLLM engine on a CPU; on a GPU vLLM sizes its own."""
 
 
+class StopConfig(Section):
+    """When a run ends early."""
+
+    metric: str
+    """`loss/NAME` of one of `data.validation`."""
+    mode: Literal["min", "max"] = "min"
+    """Which is better, less or more."""
+    patience: Positive = 3
+    """How many times in a row it is seen (every `train.validate_every` steps) without having got better."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """By how much it must change to count as better."""
+
+
 class TrainConfig(Section):
     """The optimizer and the loop."""
 
@@ -242,11 +255,17 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     clip: PositiveFloat = 1.0
     """Largest global norm of the gradient."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When the loss or the gradient is not finite: end the run, or leave the step out (at most 10 in a row). Its rows are kept in `RUN/nonfinite/`."""
+    stop: StopConfig | None = None
+    """Offline recipes: end early when a held-out metric no longer gets better."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """`bf16` computes in bfloat16 over fp32 master weights, optimizer and reductions."""
     checkpointing: Literal["none", "block", "selective"] = free("none")
     """What the backward finds again instead of keeping it. `block`: everything inside a layer. `selective`: what is cheap, that is all but matrix
     products and attention."""
+    deterministic: bool = False
+    """Offline recipes, CPU, fp32, small models: the same bits for any `micro_rows` and any number of workers, by adding rows in a fixed order."""
     compile: bool = free(False)
     """Compile norms and gates (torch.compile, any shape): half a minute at the start, fewer passes over memory after it."""
     validate_every: Count = free(0)
@@ -281,13 +300,30 @@ class ComputeConfig(Section):
     """Deadline of any one wait: a collective, a phase of a step, a worker's start."""
 
 
+class BestConfig(Section):
+    """By which metric one checkpoint is better than another."""
+
+    metric: str
+    """A metric of the step that the checkpoint was written after (`loss/NAME` of `data.validation`)."""
+    mode: Literal["min", "max"] = "min"
+    """Which is better, less or more."""
+
+
 class CheckpointConfig(Section):
     """Checkpoints from which training continues exactly."""
 
+    to: str | None = free(None)
+    """Directory or URI (`s3://…`) in which each run has a directory of checkpoints; default: the run's own."""
     every: Positive = free(100)
-    """Steps between checkpoints; the last step always has one."""
+    """Steps between checkpoints; the last step always has one. They are written while training goes on."""
     keep: Positive = free(2)
     """Newest checkpoints kept."""
+    best: BestConfig | None = None
+    """Offline recipes: keep the best checkpoint too, and export its weights at the end."""
+    verify_gib: PositiveFloat = free(64.0)
+    """Checkpoints up to this size are read whole and compared with their SHA-256 before training continues from them; of larger ones, sizes are."""
+    accept_changes: bool = free(False)
+    """Continue although ptf or its packages have changed since the checkpoint; the run may then differ in its bits from one that never stopped."""
 
 
 class TrackConfig(Section):
@@ -396,6 +432,10 @@ class Job(Section):
             faults.append("train.warmup and train.decay together are longer than train.steps")
         if self.train.decay_at and not (self.train.decay and self.train.validate_every and self.data.validation):
             faults.append("train.decay_at needs train.decay, train.validate_every and data.validation")
+        if self.train.deterministic:
+            faults += self._deterministic()
+        if self.train.stop or self.checkpoint.best:
+            faults += self._watched()
         faults += self._own_components()
         faults += self._foreign_model()
         if self.evaluate.sources and not (self.evaluate.reward or self.rollout):
@@ -459,6 +499,28 @@ class Job(Section):
             "evaluate.engine: native": bool(self.evaluate.sources) and self.evaluate.engine == "native",
         }
         return [f"{key} is not there with model.backend: hf" for key, there in asked.items() if there]
+
+    def _deterministic(self) -> list[str]:
+        rules = {
+            "train.deterministic is for recipes without rollouts": self.rollout is None,
+            "train.deterministic needs train.precision: fp32": self.train.precision == "fp32",
+            "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": self.compute.device == "cpu",
+            "train.deterministic needs a whole model on every worker: compute.mesh.tensor: 1": self.compute.mesh.tensor == 1,
+        }
+        return [fault for fault, kept in rules.items() if not kept]
+
+    def _watched(self) -> list[str]:
+        """What train.stop and checkpoint.best look at has to be measured."""
+        if self.rollout:
+            return ["train.stop and checkpoint.best are for recipes without rollouts"]
+        faults, known = [], [f"loss/{name}" for name in self.data.validation]
+        if not (self.train.validate_every and known):
+            faults.append("train.stop and checkpoint.best need data.validation and train.validate_every")
+        asked = {"train.stop.metric": self.train.stop, "checkpoint.best.metric": self.checkpoint.best}
+        faults += [f"{key} is {of.metric}, but what is measured is {', '.join(known)}" for key, of in asked.items() if of and known and of.metric not in known]
+        if self.checkpoint.best and self.train.validate_every and self.checkpoint.every % self.train.validate_every:
+            faults.append("checkpoint.every must be a multiple of train.validate_every, so that every checkpoint has the metric of checkpoint.best")
+        return faults
 
     def _own_components(self) -> list[str]:
         """What goes with components and tokens of the user's own, and what does not."""

@@ -38,14 +38,22 @@ def chat_samples(messages: Any, tokenizer: Tokenizer, source: str = "", train_on
     messages, counted = trained_turns(messages, train_on)
     tools = json.loads(tools) if isinstance(tools, str) else tools or None
     samples: list[tuple[list[int], list[Turn]]] = []
-    served = [served_turn(messages, i, tokenizer, tools) for i in counted]
+    served, refused = [], None
+    for i in counted:
+        try:
+            served.append(served_turn(messages, i, tokenizer, tools))
+        except UserError as error:  # it is said after what is wrong with the turns before
+            refused = error
+            break
     encoded = iter(encode_growing([text for prompt, answer in served for text in (prompt, prompt + answer)], tokenizer))
-    for (i, weight), (_, answer), context, through in zip(counted.items(), served, encoded, encoded, strict=True):
+    for (i, weight), (_, answer), context, through in zip(counted.items(), served, encoded, encoded, strict=False):
         turn = _turn(i, answer, context, through, weight, tokenizer)
         if samples and len(samples[-1][0]) <= turn.start and turn.ids[: len(samples[-1][0])] == samples[-1][0]:
             samples[-1] = (turn.ids, [*samples[-1][1], turn])
         else:
             samples.append((turn.ids, [turn]))
+    if refused:
+        raise refused
     if train_on == "all":
         return _all_of([ids for ids, _ in samples], source)
     return [_sample(ids, spans, source) for ids, spans in samples]

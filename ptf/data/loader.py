@@ -49,6 +49,7 @@ def _rest(stream: Stream[Any]) -> Iterator[Any]:
 @dataclass(frozen=True, slots=True)
 class _Step:
     batches: list[Batch]
+    numbers: list[int]  # of their rows in the global step
     fill: float
     states: dict[int, dict[str, Any]]  # of each lane, behind this step
     counts: dict[str, int]
@@ -70,6 +71,7 @@ class Loader:
         self._timeout_s = timeout_s
         self.step = 0  # the next to be yielded
         self.waited_s = 0.0  # how long the last step kept the consumer waiting
+        self.numbers: list[int] = []  # of this rank's rows in the last global step
         self.fill = 0.0  # share of the last step's slots that hold tokens
         self._open()
 
@@ -88,14 +90,15 @@ class Loader:
 
     def _pack(self, step: int) -> _Step:
         made = range(self._rows) if self._shared else range(self._rank, self._rows, self._world)
-        rows = [next(self._served[(step * self._rows + j) % self._lanes], []) for j in made]
+        rows, numbers = [next(self._served[(step * self._rows + j) % self._lanes], []) for j in made], list(made)
         if self._shared:
             work = [sum(len(sample) ** 2 for atom in row for sample in atom) for row in rows]
-            rows = [rows[j] for j in balanced(work, self._world)[self._rank]]
+            numbers = balanced(work, self._world)[self._rank]
+            rows = [rows[j] for j in numbers]
         rows = [row or [idle([row for row in rows if row])] for row in rows]  # of a lane that has ended: a row that trains nothing
         batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
         fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
-        return _Step(batches, fill, *self._snapshot())
+        return _Step(batches, numbers, fill, *self._snapshot())
 
     def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -133,7 +136,7 @@ class Loader:
             self._queue.put(item)  # and again, should one ask again
             raise item
         self.step += 1
-        self.fill, self._states, self.counts = item.fill, item.states, item.counts
+        self.fill, self.numbers, self._states, self.counts = item.fill, item.numbers, item.states, item.counts
         return item.batches
 
     @property

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ptf.compute import checkpoint
+from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
+from ptf.compute.leave import Left, Requests, on_sigterm
 from ptf.compute.tracking import Tracker
+from ptf.compute.world import CPU
 from ptf.config import Job, dump
 from ptf.config.schema import LOGPROB_BOUND
 from ptf.data.packing import pack_all
@@ -38,13 +40,18 @@ class Controller:
         self.policy, self.rollout, self.reference, self.rewards = policy, rollout, reference, rewards
         self.judge = judge or rewards  # of held-out answers
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
-        self.saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=self.steps)
+        self.saves = Checkpoints.of(job, run)
+        self.leave = Requests(run)
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
         self.track = Tracker(run, resumed=self.step, steps=self.steps, tensorboard=job.track.tensorboard, print_every=job.track.print_every)
 
     def run(self) -> None:
         """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""
+        with on_sigterm(self.leave.note):
+            self._run()
+
+    def _run(self) -> None:
         phase, knobs = self.cluster.phase, self.knobs
         self.sync()
         while self.step < self.steps:
@@ -75,8 +82,10 @@ class Controller:
             spent = time.perf_counter() - began
             seconds = {f"seconds/{k}": v for k, v in (self.cluster.seconds | {"reward": reward_s}).items()}
             self.track.log(self.step, metrics | {"tok_s": tokens / spent, "step_s": spent} | seconds)
-            if self.saves.due(self.step):
+            if self.saves.due(self.step) or self.leave.made:
                 self.save()
+            if self.leave.made and self.step < self.steps:
+                raise Left(self.step, self.steps, self.saves.path(self.step))
 
     def outcomes(self, groups: Sequence[Group]) -> dict[str, float]:
         """What the rewards say. Raises UserError if too many answers have none."""
@@ -160,19 +169,20 @@ class Controller:
     def save(self) -> None:
         path = self.saves.begin(self.step)
         with self.cluster.phase(self.policy, "save"):
-            self.policy.call("save", str(path))
-        checkpoint.save_host(path / "controller.pt", {"prompts": self.prompts.state_dict(), "canary": self.canary})
-        self.saves.commit(self.step, dump(self.job))
+            entries = self.policy.call("save", path)
+        entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", {"prompts": self.prompts.state_dict(), "canary": self.canary})
+        self.saves.commit(self.step, entries, {"job": dump(self.job), "metrics": {}, "made_with": provenance.made_with(CPU)})
 
     def _restore(self) -> int:
         found = self.saves.latest()
         if found is None:
             return 0
-        step, path, text = found
-        refuse_frozen_changes(text, self.job)
+        step, path, manifest = found
+        refuse_frozen_changes(manifest["job"], self.job)
+        provenance.refuse_other(manifest["made_with"], provenance.made_with(CPU), path, self.job.checkpoint.accept_changes, tell=True)
         with self.cluster.phase(self.policy, "load"):
-            self.policy.call("load", str(path))
-        state = checkpoint.load_host(path / "controller.pt")
+            self.policy.call("load", path)
+        state = checkpoint.load_host(f"{path}/controller.pt")
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
         print(f"resumed from {path} (step {step} of {self.steps})", flush=True)

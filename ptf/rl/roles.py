@@ -140,13 +140,13 @@ class Learner:
         return buckets, manifest_of(buckets, version)
 
     @everywhere
-    def save(self, directory: str) -> None:
-        checkpoint.save_tensors(Path(directory), self.model, self.trainer.optimizer, self.world)
-        self.world.barrier()
+    def save(self, directory: str) -> checkpoint.Entries:
+        """What was written, by all ranks."""
+        return checkpoint.write(directory, checkpoint.tensors_of(self.model, self.trainer.optimizer), {}, self.world)
 
     @everywhere
     def load(self, directory: str) -> None:
-        checkpoint.load_tensors(Path(directory), self.model, self.trainer.optimizer, self.world)
+        checkpoint.load_tensors(directory, self.model, self.trainer.optimizer, self.world)
 
     @everywhere
     def export(self, directory: str) -> None:

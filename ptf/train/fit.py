@@ -1,17 +1,23 @@
 """The offline loop, the same program on every rank."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ptf import recipes
-from ptf.compute import checkpoint
+from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
+from ptf.compute.leave import Left, Requests, on_sigterm
 from ptf.compute.meter import memory_gib, peak_flops
+from ptf.compute.saver import Saver, host_file
 from ptf.compute.tracking import Tracker
-from ptf.compute.world import World
+from ptf.compute.world import World, random_state, set_random_state
 from ptf.config import Job, dump
+from ptf.data.batch import Batch
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.pipeline import Lanes, atoms_once
@@ -20,84 +26,220 @@ from ptf.data.sources import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import refuse_larger_tokenizer
 from ptf.recipes import Recipe
+from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
+from ptf.train.canonical import CanonicalTrainer
 from ptf.train.export import export
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.start import adapted_from, extended, tokenizer_directory
 from ptf.train.trainer import Trainer, load_model
 from ptf.train.validate import held_out_loss
+from ptf.train.watch import Watch
 
 
 def fit(job: Job, world: World, run: Path) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory, and
-    with LoRA `run/adapter`."""
-    recipe = recipes.build(job)
-    directory = bridge.locate(job.model.path, job.model.revision)
-    spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
-    tokenizer_path = str(world.share(tokenizer_directory(spec, directory, run) if world.leads else None))
-    tokenizer = Tokenizer.load(tokenizer_path)
-    if world.leads and (trap := tokenizer.class_trap()):
-        print(f"train: {trap}", flush=True)
-    refuse_larger_tokenizer(directory, tokenizer_path, tokenizer.vocab_size)
-    spec, directory = world.share(adapted_from(spec, directory, run, tokenizer_path, job.seed) if world.leads else None)  # type: ignore[misc]
-    model, family = load_model(
-        directory, world, spec, seed=job.seed, precision=job.train.precision, head=recipe.head,
-        recomputed=job.train.checkpointing, compiled=job.train.compile,
-    )  # fmt: skip
-    trainer = Trainer(model, world, job.train)
-    loader = make_loader(job, recipe, tokenizer, world, run)
-    held_out = held_out_rows(job, recipe, tokenizer)
-    saves = Checkpoints(run / "checkpoints", every=job.checkpoint.every, keep=job.checkpoint.keep, steps=job.train.steps or 0)
-    flops, peak = Flops.of(model), peak_flops(world.device, job.train.precision) * world.size
-    start, ends = restore(saves, job, trainer, loader, tokenizer, world) or (0, planned_steps(job, loader, world))
-    announce(job, world, model.config, ends)
-    step, planned = start, ends
-    saves.steps = ends
-    trainer.schedule = replace(trainer.schedule, steps=ends)
-    track = Tracker(run, resumed=start, steps=ends, tensorboard=job.track.tensorboard, print_every=job.track.print_every) if world.leads else None
+    with LoRA `run/adapter`. Raises Left where it was asked to end before."""
+    one = Fit(job, world, run)
     try:
-        while step < ends:
-            began = time.perf_counter()
-            micro = next(loader)
-            metrics = trainer.step(micro, recipe, step)
-            lengths = [n for batch in micro for n in batch.lengths]
-            targets = sum(int((batch.weights != 0).sum()) for batch in micro)
-            slots = sum(batch.tokens.numel() for batch in micro)
-            tokens, work, slots = world.sum([sum(lengths), flops.step(lengths, targets), slots]).tolist()
-            metrics |= {"tokens": tokens, "fill": tokens / slots}
-            for name in job.data.sources:
-                if share := metrics.get(f"share/{name}"):
-                    metrics[f"loss/{name}"] /= share
-                else:  # it is the only source, or has nothing in this step
-                    metrics.pop(f"loss/{name}", None)
-            if counted := [name for name, there in COUNTED.items() if there(job)]:
-                metrics |= dict(zip(counted, world.sum([loader.counts[name] for name in counted]).tolist(), strict=True))
-            spent = time.perf_counter() - began
-            if job.data.validation and job.train.validate_every and ((step + 1) % job.train.validate_every == 0 or step + 1 == ends):
-                losses = held_out_loss(model, recipe, held_out, world, job.train.micro_rows, job.data.seq_len)
-                metrics |= losses
-                if ends == planned and job.train.decay_at and next(iter(losses.values())) <= job.train.decay_at:
-                    ends = saves.steps = min(ends, step + 1 + (job.train.decay or 0))
-                    trainer.schedule = replace(trainer.schedule, steps=ends)
-                    if track:
-                        track.steps = ends
-            metrics |= {"tok_s": tokens / spent, "mfu": work / spent / peak, "mem_gib": memory_gib(world.device)}
-            metrics |= {"data_wait_s": loader.waited_s, "step_s": spent}
-            step += 1
-            if track:
-                track.log(step, metrics)
-            if saves.due(step):
-                save(saves, step, ends, job, trainer, loader, tokenizer, world)
+        with on_sigterm(one.leave.note):
+            one.train()
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(job, error) from error
     finally:
-        loader.close()
-        if track:
-            track.close()
-    export(model, family, directory, run / "model", world, tokenizer_path)
-    if spec.lora:
-        export_adapter(model, family, directory, run / "model", world, spec, job.train.precision)
+        one.close()
+    one.export()
+
+
+class Fit:
+    """One attempt at a run, on one rank."""
+
+    def __init__(self, job: Job, world: World, run: Path) -> None:
+        self.job, self.world, self.run, self.recipe = job, world, run, recipes.build(job)
+        directory = bridge.locate(job.model.path, job.model.revision)
+        spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
+        self.tokenizer_path = str(world.share(tokenizer_directory(spec, directory, run) if world.leads else None))
+        self.tokenizer = Tokenizer.load(self.tokenizer_path)
+        if world.leads and (trap := self.tokenizer.class_trap()):
+            print(f"train: {trap}", flush=True)
+        refuse_larger_tokenizer(directory, self.tokenizer_path, self.tokenizer.vocab_size)
+        self.spec, self.directory = world.share(  # type: ignore[misc]
+            adapted_from(spec, directory, run, self.tokenizer_path, job.seed) if world.leads else None
+        )
+        self.model, self.family = load_model(
+            self.directory, alone(world) if job.train.deterministic else world, self.spec, seed=job.seed, precision=job.train.precision, head=self.recipe.head,
+            recomputed=job.train.checkpointing, compiled=job.train.compile,
+        )  # fmt: skip
+        self.trainer = trainer_of(job, self.model, world)
+        self.loader = make_loader(job, self.recipe, self.tokenizer, world, run)
+        self.held_out = held_out_rows(job, self.recipe, self.tokenizer)
+        self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
+        self.saver = Saver(self.saves, world, job.compute.timeout_s)
+        self.flops, self.peak = Flops.of(self.model), peak_flops(world.device, job.train.precision) * world.size
+        self.step, ends = self.restore() or (0, planned_steps(job, self.loader, world))
+        announce(job, world, self.model.config, ends)
+        self.planned = ends
+        self.track: Tracker | None = None
+        self.end_at(ends)
+        if world.leads:
+            self.track = Tracker(run, resumed=self.step, steps=ends, tensorboard=job.track.tensorboard, print_every=job.track.print_every)
+        self.skipped = 0  # steps, one after the other
+
+    def end_at(self, ends: int) -> None:
+        """After how many steps the run ends."""
+        self.ends = self.saves.steps = ends
+        self.trainer.schedule = replace(self.trainer.schedule, steps=ends)
+        if self.track:
+            self.track.steps = ends
+
+    def train(self) -> None:
+        stalled, step = 0.0, self.job.train.validate_every
+        while self.step < self.ends:
+            metrics, leaving = self.one_step()
+            if self.job.data.validation and step and ((self.step + 1) % step == 0 or self.step + 1 == self.ends):
+                metrics |= self.validate()
+            self.step += 1
+            if self.track:
+                self.track.log(self.step, metrics | {"checkpoint_wait_s": stalled})
+            stalled = self.save(metrics) if self.saves.due(self.step) or leaving else 0.0
+            if leaving and self.step < self.ends:
+                self.saver.wait()
+                raise Left(self.step, self.ends, self.saves.path(self.step))
+        self.saver.wait()
+
+    def one_step(self) -> tuple[dict[str, float], bool]:
+        """The metrics of the next step, and whether some rank was asked to end."""
+        job, world, began = self.job, self.world, time.perf_counter()
+        micro = next(self.loader)
+        try:
+            metrics, self.skipped = self.trainer.step(micro, self.recipe, self.step, self.loader.numbers), 0
+        except FloatingPointError as error:
+            metrics = self.left_out(error, micro)
+        lengths = [n for batch in micro for n in batch.lengths]
+        targets = sum(int((batch.weights != 0).sum()) for batch in micro)
+        slots = sum(batch.tokens.numel() for batch in micro)
+        tokens, work, slots, leaving = world.sum([sum(lengths), self.flops.step(lengths, targets), slots, self.leave.made]).tolist()
+        metrics |= {"tokens": tokens, "fill": tokens / slots}
+        for name in job.data.sources:
+            if share := metrics.get(f"share/{name}"):
+                metrics[f"loss/{name}"] /= share
+            else:  # it is the only source, or has nothing in this step
+                metrics.pop(f"loss/{name}", None)
+        if counted := [name for name, there in COUNTED.items() if there(job)]:
+            metrics |= dict(zip(counted, world.sum([self.loader.counts[name] for name in counted]).tolist(), strict=True))
+        spent = time.perf_counter() - began
+        metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
+        return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, leaving > 0
+
+    def left_out(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
+        """The metrics of a step that changed nothing; raises UserError where that is not allowed. Its rows are kept either way."""
+        self.skipped += 1
+        place = nonfinite.keep(self.run, self.step, micro, self.tokenizer, self.world)
+        if self.job.train.on_nonfinite == "stop" or self.skipped >= nonfinite.MOST:
+            again = f", {self.skipped} times in a row" if self.skipped > 1 else ""
+            help = "a lower train.lr or train.clip, or train.on_nonfinite: skip, may help"
+            raise UserError(f"{error}{again}. What it was trained on is in {place}; {help}") from error
+        if self.world.leads:
+            print(f"{error}; left out. What it was trained on is in {place}", flush=True)
+        return {"skipped": 1.0}
+
+    def validate(self) -> dict[str, float]:
+        """Held-out losses, which may bring the end nearer."""
+        train = self.job.train
+        world, rows = (alone(self.world), 1) if train.deterministic else (self.world, train.micro_rows)
+        losses = held_out_loss(self.model, self.recipe, self.held_out, world, rows, self.job.data.seq_len)
+        if self.ends == self.planned and train.decay_at and next(iter(losses.values())) <= train.decay_at:
+            self.end_at(min(self.ends, self.step + 1 + (train.decay or 0)))
+        if self.watch and train.stop and self.watch(losses):
+            self.end_at(self.step + 1)
+            if self.world.leads:
+                print(f"train: {train.stop.metric} has not got better {train.stop.patience} times in a row: this is the end", flush=True)
+        return losses
+
+    def restore(self) -> tuple[int, int] | None:
+        """Continue from the newest good checkpoint: the steps that are done, and the step at which the run ends; None if there is no checkpoint."""
+        world = self.world
+        found = world.share(self.saves.latest() if world.leads else None)
+        if found is None:
+            return None
+        step, place, manifest = found  # type: ignore[misc]
+        refuse_frozen_changes(manifest["job"], self.job)
+        provenance.refuse_other(manifest["made_with"], provenance.made_with(world.device), place, self.job.checkpoint.accept_changes, world.leads)
+        checkpoint.load_tensors(place, self.trainer.model, self.trainer.optimizer, world)
+        lanes: dict[str, Any] = {}
+        ends = 0
+        for file in sorted(name for name in manifest["files"] if name.startswith("host_")):
+            state = checkpoint.load_host(f"{place}/{file}")
+            self.tokenizer.refuse_other(state["tokenizer"], place)
+            lanes |= state["lanes"]
+            ends = int(state["ends"])
+            if self.watch:
+                self.watch.load_state_dict(state["watch"])
+            if file == host_file(world.rank):
+                set_random_state(world.device, state["random"])
+        self.loader.load_state_dict({"step": step, "lanes": lanes})
+        if world.leads:
+            print(f"resumed from {place} (step {step} of {ends})", flush=True)
+        return step, ends
+
+    def save(self, metrics: Mapping[str, float]) -> float:
+        """Begin a checkpoint; seconds for which training waited."""
+        watch = self.watch.state_dict() if self.watch else None
+        host = {**self.loader.state_dict(), "ends": self.ends, "tokenizer": self.tokenizer.identity, "watch": watch}
+        host["random"] = random_state(self.world.device)
+        manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": provenance.made_with(self.world.device)}
+        return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
+
+    def export(self) -> None:
+        """The final weights, or those of the best checkpoint where one is kept."""
+        world, model = self.world, self.model
+        best = world.share(self.saves.best_step() if world.leads else None)
+        if best is not None and best != self.ends:
+            checkpoint.load_tensors(self.saves.path(best), model, self.trainer.optimizer, world)  # type: ignore[arg-type]
+            if world.leads:
+                print(f"train: the export is of step {best}, the best by {self.job.checkpoint.best and self.job.checkpoint.best.metric}", flush=True)
+        export(model, self.family, self.directory, self.run / "model", world, self.tokenizer_path)
+        if self.spec.lora:
+            export_adapter(model, self.family, self.directory, self.run / "model", world, self.spec, self.job.train.precision)
+
+    def close(self) -> None:
+        self.loader.close()
+        self.saver.close()
+        if self.track:
+            self.track.close()
+
+
+def alone(world: World) -> World:
+    """As if this rank were the only one."""
+    return World(device=world.device)
+
+
+def trainer_of(job: Job, model: Decoder, world: World) -> Trainer:
+    if not job.train.deterministic:
+        return Trainer(model, world, job.train)
+    torch.set_num_threads(1)  # more of them add in an order that depends on how many there are
+    trainer = CanonicalTrainer(model, world, job.train)
+    trainer.refuse_large(job.train.rows)
+    return trainer
+
+
+def watch_of(job: Job) -> Watch | None:
+    stop = job.train.stop
+    return Watch(stop.metric, stop.mode, stop.patience, stop.min_delta) if stop else None
+
+
+def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
+    train, asks = job.train, []
+    if train.micro_rows > 1:
+        asks.append(f"lower train.micro_rows (now {train.micro_rows}; the loss stays the same)")
+    if train.checkpointing != "block":
+        asks.append("set train.checkpointing: block")
+    asks += ["lower data.seq_len", "raise compute.workers or compute.mesh.tensor", "train adapters (model.lora)"]
+    return UserError(f"out of memory ({str(error).splitlines()[0]}). {', or '.join(asks)}; `ptf plan` says what a job needs")
 
 
 COUNTED = {  # rows and samples that are not trained as they are, in the metrics of jobs that allow it
@@ -134,7 +276,7 @@ def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World, ru
     )  # fmt: skip
     return Loader(
         lanes, lanes=data.lanes, rows=job.train.rows, rank=world.data_rank, world_size=world.data_size,
-        micro_rows=job.train.micro_rows, seq_len=data.seq_len, prefetch=data.prefetch, timeout_s=job.compute.timeout_s,
+        micro_rows=1 if job.train.deterministic else job.train.micro_rows, seq_len=data.seq_len, prefetch=data.prefetch, timeout_s=job.compute.timeout_s,
     )  # fmt: skip
 
 
@@ -153,35 +295,3 @@ def announce(job: Job, world: World, config: Any, steps: int) -> None:
             attention = "transformers' (a row for each document; no dropout, no load-balancing loss)"
         print(f"train: {steps} steps of {job.train.rows} rows × {job.data.seq_len} tokens, workers={world.size}, device={world.device}, "
               f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}", flush=True)  # fmt: skip
-
-
-def restore(saves: Checkpoints, job: Job, trainer: Trainer, loader: Loader, tokenizer: Tokenizer, world: World) -> tuple[int, int] | None:
-    """Continue from the newest good checkpoint: the steps that are done, and the step at which the run ends; None if there is no checkpoint."""
-    found = world.share(saves.latest() if world.leads else None)
-    if found is None:
-        return None
-    step, path, text = found  # type: ignore[misc]
-    refuse_frozen_changes(text, job)
-    checkpoint.load_tensors(path, trainer.model, trainer.optimizer, world)
-    lanes: dict[str, Any] = {}
-    ends = 0
-    for file in sorted(path.glob("host_*.pt")):
-        state = checkpoint.load_host(file)
-        tokenizer.refuse_other(state["tokenizer"], str(path))
-        lanes |= state["lanes"]
-        ends = int(state["ends"])
-    loader.load_state_dict({"step": step, "lanes": lanes})
-    if world.leads:
-        print(f"resumed from {path} (step {step} of {ends})", flush=True)
-    return step, ends
-
-
-def save(saves: Checkpoints, step: int, ends: int, job: Job, trainer: Trainer, loader: Loader, tokenizer: Tokenizer, world: World) -> None:
-    """Every rank writes its part, then rank 0 the manifest."""
-    path = Path(str(world.share(str(saves.begin(step)) if world.leads else None)))
-    checkpoint.save_tensors(path, trainer.model, trainer.optimizer, world)
-    checkpoint.save_host(path / f"host_{world.rank:05}.pt", {**loader.state_dict(), "ends": ends, "tokenizer": tokenizer.identity})
-    world.barrier()
-    if world.leads:
-        saves.commit(step, dump(job))
-    world.barrier()

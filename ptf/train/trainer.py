@@ -60,6 +60,9 @@ def _load_foreign(
     return model, family  # type: ignore[return-value]
 
 
+Means = tuple[dict[str, float], float]  # metrics as means over the units of all ranks, and how many units those are
+
+
 class Trainer:
     def __init__(self, model: Decoder, world: World, config: TrainConfig, companions: Mapping[str, Decoder] | None = None) -> None:
         self.model, self.world, self.companions = model, world, companions or {}
@@ -68,31 +71,18 @@ class Trainer:
         self.groups = groups(model, config.weight_decay, config.lr_groups)
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
-    def step(self, micro: Sequence[Batch], recipe: Recipe, step: int) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches; every rank brings equally many. `step` sets the learning rate.
+    def step(self, micro: Sequence[Batch], recipe: Recipe, step: int, rows: Sequence[int] = ()) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches; every rank brings equally many. `step` sets the learning rate. `rows`: the numbers of
+        their rows in the global step, for trainers to which they matter.
 
         Metrics are means over the recipe's units on all ranks. Raises FloatingPointError, before any weight changes, if the loss or the
         gradient is not finite.
         """
-        world = self.world
-        micro = [batch.to(world.device) for batch in micro]
-        units = float(world.sum(sum((recipe.units(b).cpu() for b in micro), torch.zeros((), dtype=torch.float64))))
-        totals: dict[str, torch.Tensor] = {}
-        for i, batch in enumerate(micro):
-            if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(i == len(micro) - 1)
-            loss, metrics = recipe.loss(self.model, batch, self.companions)
-            if (balance := self.model.balance()) is not None and (moe := self.model.config.moe):
-                share = balance * recipe.units(batch)  # balance is a mean: weighted like the units that it came with
-                loss, metrics = loss + moe.balance * share, {**metrics, "expert_balance": share.detach()}
-            (loss * (world.data_size / units)).backward()  # FSDP averages over the data-parallel ranks; the units are already everyone's
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
-        sums = world.sum(torch.stack(list(totals.values())))
-        means = {name: float(value) / units for name, value in zip(totals, sums, strict=True)}
+        means, units = self.passes([batch.to(self.world.device) for batch in micro], recipe, rows)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not (math.isfinite(means["loss"]) and math.isfinite(grad_norm)):
+            self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"step {step}: loss {means['loss']}, gradient norm {grad_norm}; the weights are as before this step")
         lr = self.schedule(step)
         for group, made in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -100,3 +90,26 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {**means, "grad_norm": grad_norm, "lr": lr, "units": units}
+
+    def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
+        """Leaves the gradient of the mean loss in the parameters."""
+        world = self.world
+        units = float(world.sum(sum((recipe.units(b).cpu() for b in micro), torch.zeros((), dtype=torch.float64))))
+        totals: dict[str, torch.Tensor] = {}
+        for i, batch in enumerate(micro):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(i == len(micro) - 1)
+            loss, metrics = self.loss(batch, recipe)
+            (loss * (world.data_size / units)).backward()  # FSDP averages over the data-parallel ranks; the units are already everyone's
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
+        sums = world.sum(torch.stack(list(totals.values())))
+        return {name: float(value) / units for name, value in zip(totals, sums, strict=True)}, units
+
+    def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The recipe's sum over a batch, and its metrics; with the experts' balance where the model has any."""
+        loss, metrics = recipe.loss(self.model, batch, self.companions)
+        if (balance := self.model.balance()) is not None and (moe := self.model.config.moe):
+            share = balance * recipe.units(batch)  # balance is a mean: weighted like the units that it came with
+            return loss + moe.balance * share, {**metrics, "expert_balance": share.detach()}
+        return loss, dict(metrics)

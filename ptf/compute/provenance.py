@@ -1,0 +1,58 @@
+"""What a run was made with: kept in every checkpoint's and every published model's manifest.
+
+The one idea: some of it decides the bits (ptf's own code, the packages that compute), and a run does not continue with others unless told to;
+the rest (hardware) is for whoever wonders later.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptf.errors import UserError
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "safetensors")
+
+
+@functools.cache
+def code() -> str:
+    """SHA-256 over ptf's source files, shortened."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def made_with(device: torch.device) -> dict[str, Any]:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "ptf": code(), "packages": {package: _version(package) for package in PACKAGES}, "python": platform.python_version(),
+        "hardware": {"device": where, "cores": os.cpu_count(), "platform": platform.platform()},
+    }  # fmt: skip
+
+
+def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, accepted: bool, tell: bool) -> None:
+    """Raises UserError naming what has changed since the checkpoint, unless that is accepted; then, and for hardware, it is printed if `tell`."""
+    changed = [f"{name} was {old}, is {now['packages'].get(name)}" for name, old in saved["packages"].items() if now["packages"].get(name) != old]
+    if saved["ptf"] != now["ptf"]:
+        changed.insert(0, f"ptf's code was {saved['ptf']}, is {now['ptf']}")
+    what = f"since {place} was written: {'; '.join(changed)}"
+    if changed and not accepted:
+        raise UserError(f"{what}. A run that continues may differ from one that never stopped; checkpoint.accept_changes: true continues anyway")
+    if changed and tell:
+        print(f"continuing although, {what}", flush=True)
+    if tell and saved["hardware"] != now["hardware"]:
+        print(f"{place} was written on {saved['hardware']}, this is {now['hardware']}", flush=True)

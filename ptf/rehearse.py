@@ -1,0 +1,125 @@
+"""One step of a job on a model of its family that is a few kilobytes large, before GPUs are taken: `ptf check --dry-run`.
+
+The one idea: nothing is imitated. The job itself is run, with its own data, template, reward, components and recipe, in this process; only sizes are
+changed. So what it would stop at in an hour (a row that cannot be masked, a reward that raises, a place that cannot be written) it stops at now.
+"""
+
+import json
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ptf import storage
+from ptf.config import Job
+from ptf.errors import UserError
+from ptf.model.bridge import locate
+from ptf.run import resolved, run
+
+ROWS = 64  # of each source
+GPU_GIB = 80.0
+SMALL = {  # keys of Hugging Face configs, as far as a model has them
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "query_pre_attn_scalar": 16,
+}  # fmt: skip
+KEPT_ANYWAY = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "generation_config", "preprocessor")
+
+
+def rehearse(job: Job, tell: Callable[[str], None]) -> None:
+    """Raises UserError at the first thing that the job would fail at; `tell` hears what is done."""
+    began = time.monotonic()
+    job = resolved(job)
+    places = {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}
+    for key, place in places.items():
+        if place:
+            writable(key, place)
+            tell(f"{key}: {place} can be written")
+    if job.compute.device != "cpu" and job.model.backend == "ptf":
+        tell(memory(job))
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        source = locate(job.model.path, job.model.revision)
+        shrink(source, model)
+        small = smaller(job, model, str(source), f"{scratch}/runs")
+        tell(f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, {ROWS} rows of each source:")
+        run(small, "rehearsal")
+        check_rewards(small, Path(scratch) / "runs" / "rehearsal")
+    tell(f"all of it works ({time.monotonic() - began:.0f} s)")
+
+
+def memory(job: Job) -> str:
+    """What each GPU will need, as `ptf plan` finds it."""
+    from ptf.train.budget import budget, described
+
+    found = budget(job, described(job.model.path, job.model.revision), job.compute.workers, room_gib=GPU_GIB, mfu=0.4, gpu="H100")
+    need = f"memory: {found.memory.total / 2**30:.1f} GiB on each of {job.compute.workers} GPUs"
+    return need if found.fits else f"{need}, more than {GPU_GIB:g}: `ptf plan` says what to change"
+
+
+def writable(key: str, place: str) -> None:
+    """Write a file there and remove it. Raises UserError."""
+    probe = f"{place.rstrip('/')}/.ptf-{uuid.uuid4().hex}"
+    existed = storage.exists(place)
+    try:
+        storage.write_text(probe, "")
+        storage.remove(probe)
+    except OSError as e:
+        raise UserError(f"{key}: {place} cannot be written: {e}") from None
+    if not existed and storage.is_local(place):
+        Path(place).rmdir()
+
+
+def shrink(source: Path, into: Path) -> None:
+    """A directory with the same tokenizer and a config of the same family and depth, but narrow."""
+    into.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.name.startswith(KEPT_ANYWAY):
+            shutil.copyfile(file, into / file.name)
+    config = json.loads((source / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps(narrow(config)))
+
+
+def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner: dict[str, Any] = {key: narrow(value) if key == "text_config" else value for key, value in config.items() if key != "quantization_config"}
+    small = {key: min(size, inner[key]) for key, size in SMALL.items() if isinstance(inner.get(key), int)}
+    if small.get("num_attention_heads", 4) % small.get("num_key_value_heads", 1):
+        small["num_key_value_heads"] = 1
+    return {**inner, **small}
+
+
+def smaller(job: Job, model: Path, source: str, output: str) -> Job:
+    """The job, one step long, in this process."""
+    few = lambda sources: {name: s.model_copy(update={"limit": min(s.limit or ROWS, ROWS)}) for name, s in sources.items()}  # noqa: E731
+    updates: dict[str, Any] = {
+        "output": output,
+        "model": job.model.model_copy(update={"path": str(model), "revision": None, "init": "random", "tokenizer": job.model.tokenizer or source}),
+        "data": job.data.model_copy(
+            update={"sources": few(job.data.sources), "validation": few(job.data.validation), "lanes": 1, "shuffle": min(job.data.shuffle, 8), "prepare": None}
+        ),
+        "train": job.train.model_copy(
+            update={"steps": 1, "epochs": None, "rows": 1, "micro_rows": 1, "warmup": 0, "decay": None, "decay_at": None, "stop": None,
+                    "validate_every": min(job.train.validate_every, 1), "compile": False}
+        ),
+        "compute": job.compute.model_copy(
+            update={"launcher": "local", "workers": 1, "device": "cpu", "mesh": job.compute.mesh.model_copy(update={"replicate": 1, "tensor": 1})}
+        ),
+        "checkpoint": job.checkpoint.model_copy(update={"to": None, "every": 1, "best": None}),
+        "track": job.track.model_copy(update={"tensorboard": False}),
+        "evaluate": job.evaluate.model_copy(update={"sources": few(job.evaluate.sources), "limit": 2}),
+    }  # fmt: skip
+    if job.rollout:
+        answer = min(job.rollout.max_new_tokens, 8)
+        updates["rollout"] = job.rollout.model_copy(
+            update={"engine": "native", "prompts": 2, "group": 2, "workers": 1, "max_new_tokens": answer, "max_no_result": 1.0}
+        )
+    return job.model_copy(update=updates)
+
+
+def check_rewards(job: Job, directory: Path) -> None:
+    """Raises UserError if the reward had no result for what the small model said."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    if job.rollout and rows[-1].get("no_result", 0.0) > 0:
+        raise UserError(f"rollout.reward: {job.rollout.reward.use} gave no result for {rows[-1]['no_result']:.0%} of the answers; the lines above say why")
