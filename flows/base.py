@@ -17,14 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metaflow import Config, FlowSpec, card, current, step
+from metaflow import Config, FlowSpec, Parameter, card, current, step
 from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
 from metaflow.system_context import system_context
 
 from flows import argv, cards, processes
 from flows.settings import FromConfig
 from ptf.config import ConfigError, Job, loads
-from ptf.errors import UserError
+from ptf.errors import Left, UserError
 
 if TYPE_CHECKING:
     from steps.artifact import Artifact
@@ -50,6 +50,8 @@ class PostTrainFlow(FlowSpec):
 
     config = Config("config", parser=parse, help="The job; `run --config FILE.yaml [FILE.yaml ...] --set KEY=VALUE` is the usual way to give it.")
 
+    continued = Parameter("continue", type=str, default=None, help="A lineage to go on with in this run, where only keys marked free may have changed.")
+
     def __init__(self, use_cli: bool = True):
         if use_cli:
             self._command_line()
@@ -58,11 +60,11 @@ class PostTrainFlow(FlowSpec):
 
     @step
     def start(self):
-        """Name the training run; a resume keeps the name, so it continues from this run's checkpoints."""
+        """Name the training run; a resume keeps the name, so it continues from this run's checkpoints. `run --continue LINEAGE` takes that one's."""
         from steps.artifact import Artifact
 
         flow = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__.removesuffix("Flow")).lower()
-        self.lineage = f"{flow}-{current.run_id}"
+        self.lineage = self.continued or f"{flow}-{current.run_id}"
         self.artifact = Artifact(lineage=self.lineage)
         self.next(self.prepare)
 
@@ -119,6 +121,8 @@ class PostTrainFlow(FlowSpec):
         """Do a step's work on the artifact. What the user can mend is printed as one message, and is not retried: it would fail again."""
         try:
             self.artifact = work(self._job(), self._artifact())
+        except Left as left:  # it was preempted; a retry goes on from where it stopped
+            sys.exit(str(left))
         except UserError as error:
             print(error, file=sys.stderr)
             retried = current.retry_count < (system_context.max_user_code_retries or 0)

@@ -6,14 +6,14 @@ from steps.artifact import Artifact
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Idempotent: what is there is reused. A start model that no one has published yet is trained and published first."""
-    from ptf.run import prepared_directory, published_start
+    from ptf.run import begun, prepared_directory, published_start
 
     artifact = artifact.but(prepared=prepared_directory(job))
     if job.model.path.startswith("job:") and published_start(job) is None:
         config = job.model.path.removeprefix("job:")
         print(f"prepare: {config} has published no model yet; running its stages first", flush=True)
         _run_stages(load(config), f"{artifact.lineage}-start")
-    return artifact.but(start=published_start(job))
+    return artifact.but(start=begun(job, artifact.lineage) or published_start(job))
 
 
 def _run_stages(job: Job, lineage: str) -> None:

@@ -10,20 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ptf.errors import UserError
-
 STOP = "stop"
-
-
-class Left(UserError):
-    """The run ended before its last step because it was asked to; a checkpoint of where it ended is written."""
-
-    def __init__(self, step: int, of: int, place: str) -> None:
-        super().__init__(f"stopped after step {step} of {of}, as asked; its checkpoint is {place}, and the same run continues from it")
-        self.given = step, of, place
-
-    def __reduce__(self) -> tuple:  # an exception is made again from its arguments where it comes from another process
-        return Left, self.given
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
-from ptf.compute.leave import Left, Requests, on_sigterm
+from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.tracking import Tracker
 from ptf.compute.world import CPU
 from ptf.config import Job, dump
@@ -18,7 +18,7 @@ from ptf.data.packing import pack_all
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream
 from ptf.data.trajectory import Group, NoResult, Prompt, Reward
-from ptf.errors import UserError
+from ptf.errors import Left, UserError
 from ptf.recipes import Online
 from ptf.recipes.grpo import sample_of
 from ptf.rl.cluster import Cluster, RoleGroup

@@ -11,7 +11,7 @@ import torch
 from ptf import recipes
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
-from ptf.compute.leave import Left, Requests, on_sigterm
+from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.meter import memory_gib, peak_flops
 from ptf.compute.saver import Saver, host_file
 from ptf.compute.tracking import Tracker
@@ -24,7 +24,7 @@ from ptf.data.pipeline import Lanes, atoms_once
 from ptf.data.sample import Atom
 from ptf.data.sources import SourceSpec
 from ptf.data.tokenizer import Tokenizer
-from ptf.errors import UserError
+from ptf.errors import Left, UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops

@@ -1,4 +1,4 @@
-"""The flow as it is, with toy work: the train stage leaves a line in trained.jsonl, the others do nothing. TOY=refuse, =hang: what train does next."""
+"""The flow as it is, with toy work: train leaves a line in trained.jsonl, the others do nothing. TOY=refuse, =hang, =preempt: what train does next."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.base import PostTrainFlow
 from ptf.config import Job
-from ptf.errors import UserError
+from ptf.errors import Left, UserError
 from steps.artifact import Artifact
 
 
@@ -21,6 +21,9 @@ def train(job: Job, artifact: Artifact) -> Artifact:
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in (1, 2, 3)))
     with open("trained.jsonl", "a") as file:
         print(json.dumps({"lineage": artifact.lineage, "lr": job.train.lr, "pid": os.getpid()}), file=file)
+    if os.environ.get("TOY") == "preempt" and not Path("preempted").exists():
+        Path("preempted").touch()
+        raise Left(2, 5, "a checkpoint")
     if os.environ.get("TOY") == "refuse":
         raise UserError("no file matches data/*.jsonl")
     try:

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from ptf.compute import provenance, saver
-from ptf.compute.leave import Left
 from ptf.compute.tracking import Tracker, read_metrics
-from ptf.errors import UserError
+from ptf.errors import Left, UserError
 from ptf.recipes.sft import SFT
 from ptf.train import fit as fitting
 from tests.reliability.kills import tensors
