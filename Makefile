@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding reliability ledger bench-train bench-packing peers test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding reliability ledger bench-train bench-packing peers test-cluster test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -59,6 +59,9 @@ bench-train: setup                       ## the SFT step beside TRL's (make peer
 
 bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
 	$(PY) benchmarks/packing.py
+
+test-cluster: setup                      ## a gang over several Ray nodes of which one is lost, and a submitted job whose driver is killed
+	$(PY) -m pytest tests/cluster -m cluster
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there
 	python3 -m pytest tests/gpu -m gpu

@@ -260,3 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="print one JSON object, with every config, and nothing else")
     one.set_defaults(run=verify)
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,7 +68,9 @@ def run(job: Job, lineage: str) -> Path:
     text = dump(job)
     record(job, directory)
     compute = job.compute
-    if recipes.build(job).online:
+    if (compute.address or "").startswith(("http://", "https://")):
+        submitted(job, lineage, directory)
+    elif recipes.build(job).online:
         from ptf.rl.fit import fit_online
 
         fit_online(job, directory)
@@ -85,6 +87,18 @@ def run(job: Job, lineage: str) -> Path:
     else:
         work(text, str(directory))
     return directory
+
+
+def submitted(job: Job, lineage: str, directory: Path) -> None:
+    """Train as a job of a Ray cluster, which sees the same directories as this machine and has the same Python. Raises UserError if it fails."""
+    from ptf.compute import ray_jobs
+
+    command = [sys.executable, "-m", "ptf.cli", "train", str((directory / "job.yaml").resolve()), "--lineage", lineage, "--set", "compute.address=auto"]
+    command += ["--set", f"output={Path(job.output).resolve()}"]
+    with leave.passing_on(directory):
+        ended = ray_jobs.follow(job.compute.address or "", ray_jobs.named(lineage, "train"), command, job.compute.timeout_s)
+    if ended.status != "SUCCEEDED":
+        raise UserError(f"the job ended as {ended.status}: {ended.message.strip() or 'its lines above say why'}")
 
 
 def record(job: Job, directory: Path) -> None:

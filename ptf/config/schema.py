@@ -295,7 +295,8 @@ class ComputeConfig(Section):
     threads: Positive | None = free(None)
     """CPU threads of each worker; default: the machine's cores divided by the workers."""
     address: str | None = free(None)
-    """Address of a running Ray cluster; by default one is started for the run and stopped after it."""
+    """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265` to submit the run as a job of
+    its own, which goes on when this process dies and is found again by the run's lineage. By default one is started for the run and stopped after it."""
     timeout_s: PositiveFloat = free(1800.0)
     """Deadline of any one wait: a collective, a phase of a step, a worker's start."""
 

@@ -1,0 +1,84 @@
+"""A run as a job of a Ray cluster: submitted once, found again by its name, followed to its end.
+
+The one idea: the job is named by the lineage, so whoever asks for the same run again, a retry or a resume after the first driver died, finds it
+running and goes on listening; only one that failed or was stopped is submitted anew, and then continues from its checkpoint.
+"""
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when it is imported
+
+# isort: split
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from ptf.errors import UserError
+
+EVERY_S = 1.0
+LOST_S = 300.0  # without an answer from the cluster
+ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
+
+
+@dataclass(frozen=True)
+class Following:
+    """What became of a job, and whether it was there before."""
+
+    found: bool
+    status: JobStatus
+    message: str
+
+
+def named(lineage: str, step: str) -> str:
+    return f"ptf-{lineage}-{step}"
+
+
+def follow(address: str, name: str, command: Sequence[str], timeout_s: float) -> Following:
+    """Submit the command under this name unless it is running there, and print its lines until it ends. Raises UserError where the cluster does not
+    answer within `timeout_s` at the start, or for `LOST_S` later; the job is then still there."""
+    client = _connected(address, timeout_s)
+    found = _running(client, name)
+    if found:
+        print(f"job {name} is running on {address}: following it", flush=True)
+    else:
+        client.submit_job(entrypoint=shlex.join(command), submission_id=name)
+        print(f"job {name} submitted to {address}", flush=True)
+    seen, answered = 0, time.monotonic()
+    while True:
+        try:
+            info = client.get_job_info(name)
+            lines = client.get_job_logs(name)
+            answered = time.monotonic()
+        except (RuntimeError, ConnectionError, OSError) as error:
+            if time.monotonic() - answered > LOST_S:
+                raise UserError(f"the cluster at {address} has not answered for {LOST_S:g} s ({error}); job {name} may still be running there") from error
+            time.sleep(EVERY_S)
+            continue
+        print(lines[seen:], end="", flush=True)
+        seen = len(lines)
+        if info.status in ENDED:
+            return Following(found, info.status, info.message or "")
+        time.sleep(EVERY_S)
+
+
+def _connected(address: str, timeout_s: float) -> JobSubmissionClient:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return JobSubmissionClient(address)
+        except (ConnectionError, RuntimeError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(f"compute.address: no Ray cluster takes jobs at {address}: {error}") from error
+            time.sleep(EVERY_S)
+
+
+def _running(client: JobSubmissionClient, name: str) -> bool:
+    """Whether the job is on its way; one that has ended without success is forgotten."""
+    jobs = {job.submission_id: job for job in client.list_jobs()}
+    if name not in jobs:
+        return False
+    if jobs[name].status in ENDED:
+        client.delete_job(name)
+        return False
+    return True
