@@ -100,7 +100,7 @@ def ours(given: dict[str, Any]) -> None:
 def round_of(system: str, given: dict[str, Any]) -> dict[str, Any]:
     python, script = (str(PEER), ["benchmarks/peers/hf_padding.py"]) if system == "padding" else (sys.executable, ["benchmarks/padding_vs_packing.py", "--one"])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "" if system == "padding" else str(ROOT)}
-    command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-addr", "127.0.0.1", "--master-port", "0", *script]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *script]
     done = subprocess.run([*command, json.dumps(given)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode:
         sys.exit(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")

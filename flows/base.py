@@ -24,7 +24,7 @@ from metaflow.system_context import system_context
 from flows import argv, cards, processes
 from flows.settings import FromConfig
 from ptf.config import ConfigError, Job, loads
-from ptf.errors import Left, UserError
+from ptf.errors import Retryable, UserError
 
 if TYPE_CHECKING:
     from steps.artifact import Artifact
@@ -121,8 +121,8 @@ class PostTrainFlow(FlowSpec):
         """Do a step's work on the artifact. What the user can mend is printed as one message, and is not retried: it would fail again."""
         try:
             self.artifact = work(self._job(), self._artifact())
-        except Left as left:  # it was preempted; a retry goes on from where it stopped
-            sys.exit(str(left))
+        except Retryable as ended:  # a retry goes on from the last checkpoint
+            sys.exit(str(ended))
         except UserError as error:
             print(error, file=sys.stderr)
             retried = current.retry_count < (system_context.max_user_code_retries or 0)

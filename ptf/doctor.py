@@ -5,6 +5,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -25,7 +26,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> Iterator[Finding]:
-    yield Finding("python", platform.python_version(), "" if platform.python_version_tuple() >= ("3", "11") else "ptf needs 3.11 or newer")
+    yield Finding("python", platform.python_version(), "" if sys.version_info >= (3, 11) else "ptf needs 3.11 or newer")
     for package in NEEDED:
         found = _version(package)
         yield Finding(package, found or "–", "" if found else "ptf cannot run without it: make setup")

@@ -5,7 +5,11 @@ class UserError(Exception):
     """What the user can mend: one clear message, no traceback."""
 
 
-class Left(UserError):
+class Retryable(UserError):
+    """Something ended that another attempt may bring to its end: a process died, a cluster was lost, a run was preempted."""
+
+
+class Left(Retryable):
     """The run ended before its last step because it was asked to; a checkpoint of where it ended is written."""
 
     def __init__(self, step: int, of: int, place: str) -> None:

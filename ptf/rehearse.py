@@ -15,6 +15,7 @@ from typing import Any
 
 from ptf import storage
 from ptf.config import Job
+from ptf.config.schema import MeshConfig
 from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.run import resolved, run
@@ -93,9 +94,13 @@ def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
 def smaller(job: Job, model: Path, source: str, output: str) -> Job:
     """The job, one step long, in this process."""
     few = lambda sources: {name: s.model_copy(update={"limit": min(s.limit or ROWS, ROWS)}) for name, s in sources.items()}  # noqa: E731
+    tokens = job.model.tokens
+    if tokens and tokens.vectors:  # they have the width of the real model
+        tokens = tokens.model_copy(update={"vectors": None, "init": "mean"})
+    start = {"path": str(model), "revision": None, "init": "random", "tokenizer": job.model.tokenizer or source, "tokens": tokens}
     updates: dict[str, Any] = {
         "output": output,
-        "model": job.model.model_copy(update={"path": str(model), "revision": None, "init": "random", "tokenizer": job.model.tokenizer or source}),
+        "model": job.model.model_copy(update=start),
         "data": job.data.model_copy(
             update={"sources": few(job.data.sources), "validation": few(job.data.validation), "lanes": 1, "shuffle": min(job.data.shuffle, 8), "prepare": None}
         ),
@@ -104,10 +109,10 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
                     "validate_every": min(job.train.validate_every, 1), "compile": False}
         ),
         "compute": job.compute.model_copy(
-            update={"launcher": "local", "workers": 1, "device": "cpu", "mesh": job.compute.mesh.model_copy(update={"replicate": 1, "tensor": 1})}
+            update={"launcher": "local", "address": None, "workers": 1, "device": "cpu", "mesh": MeshConfig()}
         ),
         "checkpoint": job.checkpoint.model_copy(update={"to": None, "every": 1, "best": None}),
-        "track": job.track.model_copy(update={"tensorboard": False}),
+        "track": job.track.model_copy(update={"tensorboard": False, "wandb": None}),
         "evaluate": job.evaluate.model_copy(update={"sources": few(job.evaluate.sources), "limit": 2}),
     }  # fmt: skip
     if job.rollout:

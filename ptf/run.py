@@ -21,7 +21,7 @@ from ptf.data.prepare import prepare
 from ptf.data.sample import Atom, Sample
 from ptf.data.survey import Survey, survey
 from ptf.data.tokenizer import Tokenizer
-from ptf.errors import UserError
+from ptf.errors import Retryable, UserError
 from ptf.model.bridge import locate
 from ptf.train.fit import specs
 from ptf.train.resume import refuse_frozen_changes
@@ -68,6 +68,8 @@ def run(job: Job, lineage: str) -> Path:
     text = dump(job)
     record(job, directory)
     compute = job.compute
+    if not (os.environ.get(launch.LAUNCHED) or (compute.address or "").startswith("http")):
+        leave.forget(directory)
     if (compute.address or "").startswith(("http://", "https://")):
         submitted(job, lineage, directory)
     elif recipes.build(job).online:
@@ -90,21 +92,24 @@ def run(job: Job, lineage: str) -> Path:
 
 
 def submitted(job: Job, lineage: str, directory: Path) -> None:
-    """Train as a job of a Ray cluster, which sees the same directories as this machine and has the same Python. Raises UserError if it fails."""
+    """Train as a job of a Ray cluster, which sees the same directories as this machine and has the same Python. Raises UserError if it
+    refuses the job, Retryable if it fails otherwise."""
     from ptf.compute import ray_jobs
 
     command = [sys.executable, "-m", "ptf.cli", "train", str((directory / "job.yaml").resolve()), "--lineage", lineage, "--set", "compute.address=auto"]
     command += ["--set", f"output={Path(job.output).resolve()}"]
     with leave.passing_on(directory):
-        ended = ray_jobs.follow(job.compute.address or "", ray_jobs.named(lineage, "train"), command, job.compute.timeout_s)
+        name = ray_jobs.named(lineage, "train")
+        ended = ray_jobs.follow(job.compute.address or "", name, command, job.compute.timeout_s, anew=lambda: leave.forget(directory))
     if ended.status != "SUCCEEDED":
-        raise UserError(f"the job ended as {ended.status}: {ended.message.strip() or 'its lines above say why'}")
+        refused = ended.code == 2 and not (directory / leave.STOP).exists()
+        message = f"the job ended as {ended.status}: {ended.message.strip() or 'its lines above say why'}"
+        raise UserError(message) if refused else Retryable(message)
 
 
 def record(job: Job, directory: Path) -> None:
     """Write the run's job.yaml. Raises UserError, leaving it, if the run was begun by a job with other frozen keys."""
     directory.mkdir(parents=True, exist_ok=True)
-    leave.forget(directory)
     file = directory / "job.yaml"
     if file.exists():
         refuse_frozen_changes(file.read_text(), job)
@@ -186,6 +191,8 @@ def main(arguments: list[str] | None = None) -> int:
             if world.leads:
                 print(f"lineage {lineage}", flush=True)
             together(world, lambda: record(job, directory) if world.leads else None)
+            if world.leads and not os.environ.get(launch.LAUNCHED):
+                leave.forget(directory)
             fit(job, world, directory)
     except UserError as error:
         print(f"rank {rank}: {error}" if rank else error, file=sys.stderr, flush=True)

@@ -5,8 +5,9 @@ reader takes the newest that verifies and says which it passed over.
 """
 
 import io
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,24 +145,36 @@ class Checkpoints:
     def commit(self, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, then drop what is older than the newest `keep` and not the best."""
         storage.finish(self.path(step), {"step": step, **manifest}, entries)
-        steps = self._steps()
-        best = self.best_step(steps)
-        for old in steps[self.keep :]:
-            if old != best:
+        done = [other for other in self._steps() if other <= step]  # what is newer is damaged, and will be written again
+        best = self.ranked()[:1]
+        for old in done[self.keep :]:
+            if old not in best:
                 storage.remove(self.path(old))
 
-    def best_step(self, steps: Sequence[int] | None = None) -> int | None:
-        """The checkpoint with the best metric, the earliest of equal ones; None without `best`, or where none has the metric."""
+    def best_whole(self) -> int | None:
+        """The best checkpoint that verifies; None without `best`, or where none has the metric."""
+        for step in self.ranked():
+            try:
+                storage.verify(self.path(step), self.whole_up_to)
+                return step
+            except storage.Corrupt as error:
+                print(f"checkpoint {self.path(step)} is damaged ({error}); trying the next best", flush=True)
+        return None
+
+    def ranked(self) -> list[int]:
+        """The checkpoints that have the metric of `best`, the best first, the earlier of equal ones."""
         if self.best is None:
-            return None
+            return []
         name, mode = self.best
         values: dict[int, float] = {}
-        for step in self._steps() if steps is None else steps:
+        for step in self._steps():
             try:
-                values[step] = float(storage.manifest_of(self.path(step))["metrics"][name])
+                value = float(storage.manifest_of(self.path(step))["metrics"][name])
+                if math.isfinite(value):
+                    values[step] = value if mode == "min" else -value
             except (storage.Corrupt, KeyError):  # damaged, or written before the first time that it was measured
                 continue
-        return min(values, key=lambda step: (values[step] if mode == "min" else -values[step], step), default=None)
+        return sorted(values, key=lambda step: (values[step], step))
 
     def _steps(self) -> list[int]:
         """Steps that have a manifest, newest first."""

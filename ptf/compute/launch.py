@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ptf.errors import UserError
+from ptf.errors import Retryable
+
+LAUNCHED = "PTF_LAUNCHED"  # set for a process that trains for another of ptf's, which has the run in hand
 
 
 def default_threads(workers: int) -> int:
@@ -21,9 +23,9 @@ def default_threads(workers: int) -> int:
 
 
 def torchrun(arguments: Sequence[str], workers: int, threads: int) -> None:
-    """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises UserError with its exit status if it fails (its output says why)."""
+    """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises Retryable with its exit status if it fails (its output says why)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "-m", "ptf.run", *arguments]
-    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, preexec_fn=_end_with_parent)
+    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads), LAUNCHED: "1"}, preexec_fn=_end_with_parent)
     try:
         status = agent.wait()
     except BaseException:
@@ -31,13 +33,13 @@ def torchrun(arguments: Sequence[str], workers: int, threads: int) -> None:
         agent.wait(30)
         raise
     if status:
-        raise UserError(f"torchrun ended with status {status}; its lines above say why")
+        raise Retryable(f"torchrun ended with status {status}; its lines above say why")
 
 
 def _end_with_parent() -> None:
-    """In a child, before it runs: SIGTERM when this process dies (prctl PR_SET_PDEATHSIG)."""
+    """In a child, before it runs: SIGKILL when this process dies (prctl PR_SET_PDEATHSIG); its ranks end when it is gone (`leave_with_parent`)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def leave_with_parent() -> None:

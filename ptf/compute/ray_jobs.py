@@ -4,9 +4,10 @@ The one idea: the job is named by the lineage, so whoever asks for the same run 
 running and goes on listening; only one that failed or was stopped is submitted anew, and then continues from its checkpoint.
 """
 
+import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when it is imported
@@ -14,7 +15,8 @@ import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when
 # isort: split
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from ptf.errors import UserError
+from ptf.compute.launch import LAUNCHED
+from ptf.errors import Retryable, UserError
 
 EVERY_S = 1.0
 LOST_S = 300.0  # without an answer from the cluster
@@ -28,21 +30,24 @@ class Following:
     found: bool
     status: JobStatus
     message: str
+    code: int | None  # exit status of its command, where it had one
 
 
 def named(lineage: str, step: str) -> str:
     return f"ptf-{lineage}-{step}"
 
 
-def follow(address: str, name: str, command: Sequence[str], timeout_s: float) -> Following:
-    """Submit the command under this name unless it is running there, and print its lines until it ends. Raises UserError where the cluster does not
-    answer within `timeout_s` at the start, or for `LOST_S` later; the job is then still there."""
+def follow(address: str, name: str, command: Sequence[str], timeout_s: float, *, anew: Callable[[], None]) -> Following:
+    """Submit the command under this name, to be run in this directory, unless it is running there, and print its lines until it ends. `anew` is called
+    before it is submitted. Raises UserError where the cluster does not answer within `timeout_s` at the start, Retryable where it has not answered
+    for `LOST_S` later; the job is then still there."""
     client = _connected(address, timeout_s)
     found = _running(client, name)
     if found:
         print(f"job {name} is running on {address}: following it", flush=True)
     else:
-        client.submit_job(entrypoint=shlex.join(command), submission_id=name)
+        anew()
+        client.submit_job(entrypoint=f"cd {shlex.quote(os.getcwd())} && {LAUNCHED}=1 exec {shlex.join(command)}", submission_id=name)
         print(f"job {name} submitted to {address}", flush=True)
     seen, answered = 0, time.monotonic()
     while True:
@@ -52,13 +57,13 @@ def follow(address: str, name: str, command: Sequence[str], timeout_s: float) ->
             answered = time.monotonic()
         except (RuntimeError, ConnectionError, OSError) as error:
             if time.monotonic() - answered > LOST_S:
-                raise UserError(f"the cluster at {address} has not answered for {LOST_S:g} s ({error}); job {name} may still be running there") from error
+                raise Retryable(f"the cluster at {address} has not answered for {LOST_S:g} s ({error}); job {name} may still be running there") from error
             time.sleep(EVERY_S)
             continue
         print(lines[seen:], end="", flush=True)
         seen = len(lines)
         if info.status in ENDED:
-            return Following(found, info.status, info.message or "")
+            return Following(found, info.status, info.message or "", info.driver_exit_code)
         time.sleep(EVERY_S)
 
 

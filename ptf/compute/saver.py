@@ -7,6 +7,7 @@ rank's ends with the manifest. One save is on its way at a time, and a failed on
 import threading
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Saver:
 
     def __init__(self, saves: Checkpoints, world: World, timeout_s: float) -> None:
         self._saves, self._world, self._timeout_s = saves, world, timeout_s
-        self._group: Any = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._step = 0
@@ -42,6 +43,8 @@ class Saver:
 
         def work() -> None:
             try:
+                if world.device.type == "cuda":
+                    torch.cuda.set_device(world.device)  # a thread begins with the first one
                 entries = write(place, tensors, {host_file(world.rank): host}, world, self._group)
                 if world.leads:
                     self._saves.commit(step, entries, manifest)

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, and one aligned line on the console.
+"""Where a run's numbers go: metrics.jsonl, one aligned line on the console, and sinks (TensorBoard, Weights & Biases).
 
 The one idea: a row belongs to a step, so resuming drops the rows of steps that will be made again, and the file reads as if the run had
 never stopped. Fields that a clock or a memory gauge made are named in `is_clock`; all others repeat bit for bit.
@@ -9,6 +9,10 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
+
+from ptf.config.schema import TrackConfig
+from ptf.errors import UserError
 
 CLOCKS = ("tok_s", "mfu", "mem_gib", "time")
 
@@ -29,10 +33,48 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
+class Sink(Protocol):
+    """Where else a run's numbers go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, directory: Path, resumed: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases, under the lineage's name: a run that resumes goes on in the same one."""
+
+    def __init__(self, directory: Path, project: str) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise UserError("track.wandb: the package wandb is not installed (pip install wandb)") from None
+        self._run = wandb.init(project=project, id=directory.name, name=directory.name, dir=str(directory), resume="allow")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class Tracker:
     """Written by one process. `log` is durable when it returns."""
 
-    def __init__(self, directory: Path, *, resumed: int, steps: int, tensorboard: bool, print_every: int) -> None:
+    def __init__(self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] <= resumed]
@@ -40,13 +82,11 @@ class Tracker:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, self.path)
         self.file = self.path.open("a")
-        self.steps, self.print_every = steps, print_every
+        self.steps, self.print_every = steps, knobs.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
-        self.writer = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed + 1)
+        self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if knobs.tensorboard else []
+        if knobs.wandb:
+            self.sinks.append(WandB(directory, knobs.wandb))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of the step that made `step` in all."""
@@ -54,9 +94,8 @@ class Tracker:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         os.fsync(self.file.fileno())
-        if self.writer:
-            for name, value in metrics.items():
-                self.writer.add_scalar(name, value, step)
+        for sink in self.sinks:
+            sink.log(step, metrics)
         if step % self.print_every == 0 or step in (self.resumed + 1, self.steps):
             print(self.line(step, metrics), flush=True)
 
@@ -69,5 +108,5 @@ class Tracker:
 
     def close(self) -> None:
         self.file.close()
-        if self.writer:
-            self.writer.close()
+        for sink in self.sinks:
+            sink.close()

@@ -255,7 +255,7 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     clip: PositiveFloat = 1.0
     """Largest global norm of the gradient."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = free("stop")
     """When the loss or the gradient is not finite: end the run, or leave the step out (at most 10 in a row). Its rows are kept in `RUN/nonfinite/`."""
     stop: StopConfig | None = None
     """Offline recipes: end early when a held-out metric no longer gets better."""
@@ -313,7 +313,7 @@ class BestConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints from which training continues exactly."""
 
-    to: str | None = free(None)
+    to: str | None = None
     """Directory or URI (`s3://…`) in which each run has a directory of checkpoints; default: the run's own."""
     every: Positive = free(100)
     """Steps between checkpoints; the last step always has one. They are written while training goes on."""
@@ -332,6 +332,8 @@ class TrackConfig(Section):
 
     tensorboard: bool = free(True)
     """TensorBoard event files beside it."""
+    wandb: str | None = free(None)
+    """A project of Weights & Biases, where the package is installed and logged in; runs are named by their lineage."""
     print_every: Positive = free(10)
     """Steps between lines on the console."""
 

@@ -44,7 +44,7 @@ class Controller:
         self.leave = Requests(run)
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
-        self.track = Tracker(run, resumed=self.step, steps=self.steps, tensorboard=job.track.tensorboard, print_every=job.track.print_every)
+        self.track = Tracker(run, job.track, resumed=self.step, steps=self.steps)
 
     def run(self) -> None:
         """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""
@@ -82,9 +82,10 @@ class Controller:
             spent = time.perf_counter() - began
             seconds = {f"seconds/{k}": v for k, v in (self.cluster.seconds | {"reward": reward_s}).items()}
             self.track.log(self.step, metrics | {"tok_s": tokens / spent, "step_s": spent} | seconds)
-            if self.saves.due(self.step) or self.leave.made:
+            leaving = self.leave.made
+            if self.saves.due(self.step) or leaving:
                 self.save()
-            if self.leave.made and self.step < self.steps:
+            if leaving and self.step < self.steps:
                 raise Left(self.step, self.steps, self.saves.path(self.step))
 
     def outcomes(self, groups: Sequence[Group]) -> dict[str, float]:

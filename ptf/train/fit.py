@@ -86,7 +86,7 @@ class Fit:
         self.track: Tracker | None = None
         self.end_at(ends)
         if world.leads:
-            self.track = Tracker(run, resumed=self.step, steps=ends, tensorboard=job.track.tensorboard, print_every=job.track.print_every)
+            self.track = Tracker(run, job.track, resumed=self.step, steps=ends)
         self.skipped = 0  # steps, one after the other
 
     def end_at(self, ends: int) -> None:
@@ -122,7 +122,7 @@ class Fit:
         lengths = [n for batch in micro for n in batch.lengths]
         targets = sum(int((batch.weights != 0).sum()) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)
-        tokens, work, slots, leaving = world.sum([sum(lengths), self.flops.step(lengths, targets), slots, self.leave.made]).tolist()
+        tokens, work, slots = world.sum([sum(lengths), self.flops.step(lengths, targets), slots]).tolist()
         metrics |= {"tokens": tokens, "fill": tokens / slots}
         for name in job.data.sources:
             if share := metrics.get(f"share/{name}"):
@@ -133,7 +133,8 @@ class Fit:
             metrics |= dict(zip(counted, world.sum([self.loader.counts[name] for name in counted]).tolist(), strict=True))
         spent = time.perf_counter() - began
         metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
-        return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, leaving > 0
+        leaving = world.max(float(self.leave.made)) > 0  # over all ranks, those of a tensor group too
+        return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, leaving
 
     def left_out(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
         """The metrics of a step that changed nothing; raises UserError where that is not allowed. Its rows are kept either way."""
@@ -141,7 +142,7 @@ class Fit:
         place = nonfinite.keep(self.run, self.step, micro, self.tokenizer, self.world)
         if self.job.train.on_nonfinite == "stop" or self.skipped >= nonfinite.MOST:
             again = f", {self.skipped} times in a row" if self.skipped > 1 else ""
-            help = "a lower train.lr or train.clip, or train.on_nonfinite: skip, may help"
+            help = "this run may go on with train.on_nonfinite: skip; a new one with a lower train.lr or train.clip"
             raise UserError(f"{error}{again}. What it was trained on is in {place}; {help}") from error
         if self.world.leads:
             print(f"{error}; left out. What it was trained on is in {place}", flush=True)
@@ -197,7 +198,7 @@ class Fit:
     def export(self) -> None:
         """The final weights, or those of the best checkpoint where one is kept."""
         world, model = self.world, self.model
-        best = world.share(self.saves.best_step() if world.leads else None)
+        best = world.share(self.saves.best_whole() if world.leads else None)
         if best is not None and best != self.ends:
             checkpoint.load_tensors(self.saves.path(best), model, self.trainer.optimizer, world)  # type: ignore[arg-type]
             if world.leads:
