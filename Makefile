@@ -60,8 +60,8 @@ bench-train: setup                       ## the SFT step beside TRL's (make peer
 bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
 	$(PY) benchmarks/packing.py
 
-test-cluster: setup                      ## a gang over several Ray nodes of which one is lost, and a submitted job whose driver is killed
-	$(PY) -m pytest tests/cluster -m cluster
+test-cluster: setup                      ## what needs more ranks or nodes than the suite has time for
+	$(PY) -m pytest tests -m cluster
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there
 	python3 -m pytest tests/gpu -m gpu

@@ -4,7 +4,8 @@ packing on the fly, in turn: real tokens a second, and the loss at equal numbers
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/padding_vs_packing.py [--rounds 3] [--tokens 250000]
 
-The set: GSM8K, OpenAssistant, task dialogues and agent trajectories of PTF_DATA, as the tokenizer's own template writes them, up to 4,096 tokens.
+The set: GSM8K, OpenAssistant, task dialogues and agent trajectories of PTF_DATA, as the tokenizer's own template writes them, up to 2,048 tokens
+(padded batches of longer ones do not fit 24 GiB).
 Prints a JSON line a round and writes results/padding_vs_packing.md.
 """
 
@@ -24,7 +25,7 @@ from flow_runs import ROOT, cpu
 
 RESULTS = ROOT / "benchmarks" / "results" / "padding_vs_packing.md"
 PEER = ROOT / ".venv-peers" / "bin" / "python"
-RANKS, BATCH, WIDTH, LONGEST, LR = 2, 16, 4096, 4096, 1e-3
+RANKS, BATCH, WIDTH, LONGEST, LR = 2, 16, 4096, 2048, 1e-3
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": LONGEST, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": True,

@@ -64,7 +64,7 @@ class PostTrainFlow(FlowSpec):
         from steps.artifact import Artifact
 
         flow = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__.removesuffix("Flow")).lower()
-        self.lineage = self.continued or f"{flow}-{current.run_id}"
+        self.lineage = str(self.continued or f"{flow}-{current.run_id}")
         self.artifact = Artifact(lineage=self.lineage)
         self.next(self.prepare)
 
