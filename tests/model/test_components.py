@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptf.compute.checkpoint import load_tensors, save_tensors
+from ptf.compute.checkpoint import load_tensors, tensors_of, write
 from ptf.compute.world import World, make_mesh
 from ptf.config.schema import ModelConfig, Plug
 from ptf.errors import UserError
@@ -162,9 +162,9 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
             (loss * world.size).backward()
         optimizer.step()
         optimizer.zero_grad()
-    save_tensors(checkpoints, model, optimizer, world)
+    write(str(checkpoints), tensors_of(model, optimizer), {}, world)
     world.barrier()
-    load_tensors(checkpoints, models[1][0], torch.optim.AdamW(models[1][0].parameters(), lr=1e-2), world)
+    load_tensors(str(checkpoints), models[1][0], torch.optim.AdamW(models[1][0].parameters(), lr=1e-2), world)
     return {n: t.clone() for n, t in bridge.hf_tensors(models[1][0], family)}
 
 
