@@ -40,7 +40,7 @@ def alone(models) -> dict[tuple[str, bool], Trained]:
     return {(family, lora): train(Case(models[family], lora=lora, steps=STEPS)) for family, lora in KINDS}
 
 
-@pytest.mark.parametrize("size", MESHES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.cluster)])
 def test_steps_are_those_of_one_rank(models, alone, tmp_path, size) -> None:
     """20 of them are `make bench-sharding`."""
     cases = {(*kind, mesh): Case(models[kind[0]], mesh, kind[1], STEPS) for kind in KINDS for mesh in MESHES[size]}
