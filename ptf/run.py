@@ -68,9 +68,10 @@ def run(job: Job, lineage: str) -> Path:
     text = dump(job)
     record(job, directory)
     compute = job.compute
-    if not (os.environ.get(launch.LAUNCHED) or (compute.address or "").startswith("http")):
+    elsewhere = (compute.address or "").startswith(("http://", "https://"))
+    if not (os.environ.get(launch.LAUNCHED) or elsewhere):
         leave.forget(directory)
-    if (compute.address or "").startswith(("http://", "https://")):
+    if elsewhere:
         submitted(job, lineage, directory)
     elif recipes.build(job).online:
         from ptf.rl.fit import fit_online

@@ -92,7 +92,6 @@ def test_a_gang_over_two_nodes_survives_the_loss_of_one(nodes: Any, tmp_path: Pa
     assert rows(directory) == list(range(1, 151))
     out = capfd.readouterr().out
     assert "resumed from" in out
-    assert "(step 30" in out or "(step 40" in out or f"(step {done[-1] // 10 * 10}" in out
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import yaml
 from ptf.config import loads
 from ptf.run import run
 from tests.reliability.kills import job
-from tests.reliability.mutations import MUTATIONS, held, sweep
+from tests.reliability.mutations import MUTATIONS, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,4 +48,3 @@ def test_the_sweep_sees_a_silent_load(checkpoints: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(storage, "verify", lambda directory, up_to=0.0: whole(directory, 0.0))
     monkeypatch.setattr("tests.reliability.mutations.MUTATIONS", {"flip": MUTATIONS["flip"]})
     assert sweep(checkpoints, tmp_path, 20)[1]
-    assert held(checkpoints)
