@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.single_controller.base import Worker
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SubRayResourcePool
 
+from ptf.compute.heartbeat import ADDRESS, SILENT_S, Monitor
 from ptf.compute.launch import leave_with_parent
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
@@ -79,6 +80,8 @@ class Gang:
         self._group: RayWorkerGroup | None = None
         threads = threads or max(1, (os.cpu_count() or 1) // workers)
         environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}  # spinning is 25 times slower on a busy CPU
+        self._monitor = Monitor(label, ray.util.get_node_ip_address())
+        environment[ADDRESS] = self._monitor.address
         self._pool = pool or make_pool(workers, use_gpu=use_gpu, timeout_s=timeout_s)
         try:
             address, port = _rendezvous(_groups(self._pool)[0], timeout_s)
@@ -111,11 +114,14 @@ class Gang:
         failures: dict[int, RayTaskError | RayActorError] = {}
         while ranks:
             left = deadline - time.monotonic()
+            for news in self._monitor.look(list(ranks.values())):
+                print(news, flush=True)
+            self._refuse_silent(ranks.values(), doing, self.timeout_s)
             if left <= 0:
                 if failures:
-                    raise self._verdict(failures, doing)
-                waiting = ", ".join(self._name(rank) for rank in ranks.values())
-                raise RuntimeError(f"{self.label} {waiting}: not done with {doing} after {timeout_s:g} s")
+                    self._refuse_silent(ranks.values(), doing, SILENT_S)
+                    raise self._verdict(failures, doing, ranks.values())
+                raise RuntimeError(f"{self.label} {self._names(ranks.values())}: not done with {doing} after {timeout_s:g} s")
             done, _ = ray.wait(list(ranks), num_returns=1, timeout=min(left, 1.0))
             for ref in done:
                 rank = ranks.pop(ref)
@@ -128,20 +134,32 @@ class Gang:
             raise self._verdict(failures, doing)
         return [results[rank] for rank in range(len(refs))]
 
-    def _verdict(self, failures: Mapping[int, RayTaskError | RayActorError], doing: str) -> BaseException:
-        """The failure that explains the others: a death, then anything but a RuntimeError (a broken collective is one), then the first."""
+    def _refuse_silent(self, ranks: Iterable[int], doing: str, limit_s: float) -> None:
+        for rank in ranks:
+            if (silent_s := self._monitor.silence(rank)) > limit_s:
+                about = self._monitor.about(rank)
+                raise RuntimeError(f"{self.label} {self._name(rank)} was not heard of for {silent_s:.0f} s while doing {doing}{about}")
+
+    def _verdict(self, failures: Mapping[int, RayTaskError | RayActorError], doing: str, late: Iterable[int] = ()) -> BaseException:
+        """The failure that explains the others: a death, then anything but a RuntimeError (a broken collective is one), then the first.
+        `late`: ranks that have neither failed nor finished."""
         rank, error = min(failures.items(), key=lambda item: (not isinstance(item[1], RayActorError), isinstance(_cause(item[1]), RuntimeError)))
         if isinstance(error, RayActorError):
             reason = " ".join(str(error).split())
-            failed = RuntimeError(f"{self.label} {self._name(rank)} died while doing {doing}: {reason[:400]}")
+            failed = RuntimeError(f"{self.label} {self._name(rank)} died while doing {doing}: {reason[:400]}{self._monitor.about(rank)}")
         else:
             failed = _cause(error)
             failed.add_note(f"raised in {self.label} {self._name(rank)} while doing {doing}")
+            if late and isinstance(failed, RuntimeError):
+                failed.add_note(f"what it waited for may be {self._names(late)}")
         failed.__cause__ = error if failed is not error else None  # its text is the traceback of the worker
         return failed
 
     def _name(self, rank: int) -> str:
         return str(self.members[rank]) if self.members else f"rank {rank}"
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return ", ".join(self._name(rank) + self._monitor.about(rank) for rank in ranks)
 
     def close(self) -> None:
         """Kill the processes and give their places back."""

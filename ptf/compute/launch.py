@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ptf.compute.heartbeat import ADDRESS, Monitor
 from ptf.errors import Retryable
 
 LAUNCHED = "PTF_LAUNCHED"  # set for a process that trains for another of ptf's, which has the run in hand
@@ -22,18 +23,32 @@ def default_threads(workers: int) -> int:
     return max(1, (os.cpu_count() or 1) // workers)
 
 
-def torchrun(arguments: Sequence[str], workers: int, threads: int) -> None:
-    """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises Retryable with its exit status if it fails (its output says why)."""
+def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
+    """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises Retryable with its exit status if it fails (its output says why), or if a rank
+    is not heard of for `timeout_s`."""
+    monitor = Monitor("train")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "-m", "ptf.run", *arguments]
-    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads), LAUNCHED: "1"}, preexec_fn=_end_with_parent)
+    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address}, preexec_fn=_end_with_parent)
     try:
-        status = agent.wait()
+        while (status := _ended(agent)) is None:
+            for news in monitor.look(range(workers)):
+                print(news, flush=True)
+            if silent := [rank for rank in range(workers) if monitor.silence(rank) > timeout_s]:
+                raise Retryable(f"not heard of for {timeout_s:g} s: " + ", ".join(f"rank {rank}{monitor.about(rank)}" for rank in silent))
     except BaseException:
         agent.terminate()  # it passes the signal on to its ranks
-        agent.wait(30)
+        agent.wait(60)  # it gives them 30 s
         raise
     if status:
         raise Retryable(f"torchrun ended with status {status}; its lines above say why")
+
+
+def _ended(process: subprocess.Popen) -> int | None:
+    """Its status; None if it is there a second later."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _end_with_parent() -> None:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ptf.compute.heartbeat import Clock, beating
 from ptf.errors import UserError
 
 CPU = torch.device("cpu")
@@ -27,6 +28,7 @@ class World:
     size: int = 1
     device: torch.device = CPU
     mesh: DeviceMesh | None = None  # ("replicate", "shard", "tensor"); None: one process without collectives
+    clock: Clock = field(default_factory=Clock, compare=False)  # what this process is doing
 
     @property
     def leads(self) -> bool:
@@ -131,7 +133,8 @@ def joined(device: str, timeout_s: float, replicate: int = 1, threads: int | Non
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     try:
         world = World(rank, size, where, make_mesh(where.type, size, replicate, tensor))
-        world.barrier()  # a rank that fails at once would leave others in the making of their groups, until the deadline
-        yield world
+        with beating(world.clock, rank):
+            world.barrier()  # a rank that fails at once would leave others in the making of their groups, until the deadline
+            yield world
     finally:
         dist.destroy_process_group()

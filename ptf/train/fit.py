@@ -44,7 +44,8 @@ from ptf.train.watch import Watch
 def fit(job: Job, world: World, run: Path) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory, and
     with LoRA `run/adapter`. Raises Left where it was asked to end before."""
-    one = Fit(job, world, run)
+    with world.clock.phase("loading"):
+        one = Fit(job, world, run)
     try:
         with on_sigterm(one.leave.note):
             one.train()
@@ -52,7 +53,8 @@ def fit(job: Job, world: World, run: Path) -> None:
         raise out_of_memory(job, error) from error
     finally:
         one.close()
-    one.export()
+    with world.clock.phase("export"):
+        one.export()
 
 
 class Fit:
@@ -80,6 +82,7 @@ class Fit:
         self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
         self.flops, self.peak = Flops.of(self.model), peak_flops(world.device, job.train.precision) * world.size
+        self.clock = world.clock
         self.step, ends = self.restore() or (0, planned_steps(job, self.loader, world))
         announce(job, world, self.model.config, ends)
         self.planned = ends
@@ -88,6 +91,7 @@ class Fit:
         if world.leads:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends)
         self.skipped = 0  # steps, one after the other
+        self.clock.step = self.step
 
     def end_at(self, ends: int) -> None:
         """After how many steps the run ends."""
@@ -98,14 +102,18 @@ class Fit:
 
     def train(self) -> None:
         stalled, step = 0.0, self.job.train.validate_every
+        self.clock.take()  # so far it was loading
         while self.step < self.ends:
             metrics, leaving = self.one_step()
             if self.job.data.validation and step and ((self.step + 1) % step == 0 or self.step + 1 == self.ends):
-                metrics |= self.validate()
-            self.step += 1
+                with self.clock.phase("validate"):
+                    metrics |= self.validate()
+            self.step = self.clock.step = self.step + 1
+            seconds = self.clock.take()
             if self.track:
-                self.track.log(self.step, metrics | {"checkpoint_wait_s": stalled})
-            stalled = self.save(metrics) if self.saves.due(self.step) or leaving else 0.0
+                self.track.log(self.step, metrics | {"checkpoint_wait_s": stalled} | seconds)
+            with self.clock.phase("checkpoint"):
+                stalled = self.save(metrics) if self.saves.due(self.step) or leaving else 0.0
             if leaving and self.step < self.ends:
                 self.saver.wait()
                 raise Left(self.step, self.ends, self.saves.path(self.step))
@@ -114,7 +122,8 @@ class Fit:
     def one_step(self) -> tuple[dict[str, float], bool]:
         """The metrics of the next step, and whether some rank was asked to end."""
         job, world, began = self.job, self.world, time.perf_counter()
-        micro = next(self.loader)
+        with self.clock.phase("data"):
+            micro = next(self.loader)
         try:
             metrics, self.skipped = self.trainer.step(micro, self.recipe, self.step, self.loader.numbers), 0
         except FloatingPointError as error:
@@ -216,7 +225,7 @@ class Fit:
 
 def alone(world: World) -> World:
     """As if this rank were the only one."""
-    return World(device=world.device)
+    return World(device=world.device, clock=world.clock)
 
 
 def trainer_of(job: Job, model: Decoder, world: World) -> Trainer:

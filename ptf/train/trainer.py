@@ -78,18 +78,25 @@ class Trainer:
         Metrics are means over the recipe's units on all ranks. Raises FloatingPointError, before any weight changes, if the loss or the
         gradient is not finite.
         """
-        means, units = self.passes([batch.to(self.world.device) for batch in micro], recipe, rows)
+        phase = self.world.clock.phase
+        with phase("forward_backward"):
+            means, units = self.passes([batch.to(self.world.device) for batch in micro], recipe, rows)
+        with phase("optimizer"):
+            return {**means, **self.update(means["loss"], step), "units": units}
+
+    def update(self, loss: float, step: int) -> dict[str, float]:
+        """The weights, from the gradients that are there."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not (math.isfinite(means["loss"]) and math.isfinite(grad_norm)):
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"step {step}: loss {means['loss']}, gradient norm {grad_norm}; the weights are as before this step")
+            raise FloatingPointError(f"step {step}: loss {loss}, gradient norm {grad_norm}; the weights are as before this step")
         lr = self.schedule(step)
         for group, made in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["lr"] = lr * made.factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {**means, "grad_norm": grad_norm, "lr": lr, "units": units}
+        return {"grad_norm": grad_norm, "lr": lr}
 
     def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
         """Leaves the gradient of the mean loss in the parameters."""

@@ -38,19 +38,35 @@ def test_it_trains_what_the_fast_mode_trains(raw: dict[str, Any]) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
+def go_on(raw: dict[str, Any], directory: Path, workers: int, done: int) -> None:
+    """Make the rest of a run again, from its checkpoint of step `done`."""
+    for checkpoint in (directory / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step_")) > done:
+            (checkpoint / "manifest.json").unlink()
+    train({**raw, "compute": raw["compute"] | {"workers": workers, "launcher": "local" if workers == 1 else "torchrun"}}, directory.name)
+
+
 @pytest.mark.parametrize("chain", [((2, 3), (1, 9)), pytest.param(((2, 3), (4, 6), (1, 9)), marks=pytest.mark.cluster)])
 def test_any_number_of_workers_one_after_the_other_gives_the_same_bits(raw: dict[str, Any], chain: tuple[tuple[int, int], ...]) -> None:
     """1 → 2 (→ 4) → 1 workers, each continuing from a checkpoint of the one before, against one worker from beginning to end."""
     whole = train(raw, "whole")
     directory = train(raw, "elastic")
     for workers, done in chain:
-        for checkpoint in (directory / "checkpoints").iterdir():
-            if int(checkpoint.name.removeprefix("step_")) > done:
-                (checkpoint / "manifest.json").unlink()
-        launcher = "local" if workers == 1 else "torchrun"
-        train({**raw, "compute": raw["compute"] | {"workers": workers, "launcher": launcher}}, "elastic")
+        go_on(raw, directory, workers, done)
         assert facts(directory) == facts(whole)
         assert same(weights(directory), weights(whole))
+
+
+@pytest.mark.cluster
+def test_in_the_fast_mode_another_number_of_workers_changes_nothing_but_rounding(raw: dict[str, Any]) -> None:
+    """One worker that goes on as two, with a sharded model, and as one again."""
+    raw["train"]["deterministic"] = False
+    whole = facts(train(raw, "whole"))
+    directory = train(raw, "elastic")
+    for workers, done in ((2, 3), (1, 9)):
+        go_on(raw, directory, workers, done)
+    assert [row["loss"] for row in facts(directory)] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
+    assert [row["tokens"] for row in facts(directory)] == [row["tokens"] for row in whole]
 
 
 def test_large_models_are_refused(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,167 @@
+"""A launcher hears which rank was stopped and which one hangs, and keeps quiet about those that work."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ptf.compute import heartbeat
+from ptf.compute.gang import Gang
+from ptf.compute.heartbeat import ADDRESS, Clock, Monitor
+from ptf.compute.world import joined
+
+CHILD = """
+import sys, time
+from ptf.compute.heartbeat import Clock, beating
+clock = Clock()
+with beating(clock, 1):
+    for clock.step in range(1, 7):
+        print("made step", clock.step)
+        with clock.phase("forward_backward"):
+            time.sleep(0.05)
+    with clock.phase(sys.argv[1]):
+        time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(heartbeat, "SILENT_S", 2.0)
+    monkeypatch.setattr(heartbeat, "PAUSE_S", 1.0)
+
+
+class Child:
+    """A process that works as rank 1, and what a monitor says of it."""
+
+    def __init__(self, phase: str, seconds: float) -> None:
+        self.monitor, self.news = Monitor("train"), []
+        env = {**os.environ, ADDRESS: self.monitor.address}
+        self.process = subprocess.Popen([sys.executable, "-c", CHILD, phase, str(seconds)], env=env, stdout=subprocess.DEVNULL)
+
+    def hear(self, text: str, seconds: float) -> bool:
+        """Look twice a second until some news has the text."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.news += self.monitor.look([0, 1])
+            if any(text in line for line in self.news):
+                return True
+            time.sleep(0.5)
+        return False
+
+    def begun(self) -> bool:
+        deadline = time.monotonic() + 60
+        while "made step 6" not in self.monitor.about(1) and time.monotonic() < deadline:
+            self.monitor.look([0, 1])
+            time.sleep(0.1)
+        return "made step 6" in self.monitor.about(1)
+
+
+@pytest.fixture
+def child():
+    children: list[Child] = []
+
+    def start(phase: str, seconds: float = 60.0) -> Child:
+        children.append(Child(phase, seconds))
+        assert children[-1].begun()
+        return children[-1]
+
+    yield start
+    for one in children:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_a_stopped_rank_is_named_with_step_phase_place_and_last_lines_and_once(child):
+    rank = child("export")
+    rank.process.send_signal(signal.SIGSTOP)
+    assert rank.hear("has not answered", 10), rank.news
+    (said,) = rank.news
+    assert said.startswith("train rank 1 has not answered for ")
+    assert "step 6, export for " in said
+    assert ", at <string>:11 in <module>; its last lines:" in said
+    assert said.endswith("\n    | made step 2\n    | made step 3\n    | made step 4\n    | made step 5\n    | made step 6")
+    assert not rank.hear("nothing more to say", 3)
+    assert rank.news == [said]
+    rank.process.send_signal(signal.SIGCONT)
+    assert rank.hear("train rank 1 goes on", 10), rank.news
+
+
+def test_a_rank_that_hangs_in_a_phase_whose_length_is_known_is_named(child):
+    rank = child("forward_backward")
+    assert rank.hear("not moving", 10), rank.news
+    assert rank.news[1].startswith("  rank 1: step 6, forward_backward for ")
+
+
+def test_a_rank_in_a_phase_that_it_has_not_been_in_is_left_alone(child):
+    rank = child("export")
+    assert not rank.hear("rank 1", 5), rank.news
+
+
+def test_a_rank_that_has_ended_is_not_missed(child):
+    rank = child("export", 0.1)
+    rank.process.wait(30)
+    assert not rank.hear("rank 1", 4), rank.news
+    assert rank.monitor.silence(1) == 0
+
+
+def test_a_launcher_that_was_stopped_itself_does_not_blame_its_ranks(child, monkeypatch):
+    rank = child("export")
+    now = time.monotonic
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now() + 1000)
+    assert not rank.hear("rank 1", 2)
+    assert rank.monitor.silence(1) < heartbeat.PAUSE_S + 1
+
+
+def test_seconds_of_phases_are_their_own_and_add_up():
+    clock, began = Clock(), time.monotonic()
+    with clock.phase("outer"):
+        time.sleep(0.02)
+        with clock.phase("inner"):
+            time.sleep(0.03)
+    time.sleep(0.01)
+    taken, spent = clock.take(), time.monotonic() - began
+    assert taken.keys() == {"seconds/outer", "seconds/inner", "seconds/other"}
+    assert taken["seconds/outer"] >= 0.02
+    assert taken["seconds/inner"] >= 0.03
+    assert taken["seconds/other"] >= 0.01
+    assert sum(taken.values()) == pytest.approx(spent, abs=1e-3)
+    assert "seconds/inner" not in clock.take()
+
+
+def test_the_place_of_a_thread_is_in_code_that_is_not_the_librarys():
+    import json
+    import threading
+
+    def parse() -> None:
+        json.loads("1", parse_int=lambda _: found.append(heartbeat.place(threading.get_ident())))
+
+    found: list[str] = []
+    parse()
+    assert found[0].startswith(heartbeat.__file__)  # the innermost of ours is the one that asks
+
+
+@pytest.mark.ray
+def test_a_stopped_worker_of_a_gang_is_named_and_ends_the_run_at_the_deadline(ray_cluster, capsys):
+    def work(rank: int) -> None:
+        with joined("cpu", 300) as world:
+            for world.clock.step in range(1, 4):
+                print(f"rank {rank} was here", flush=True)
+                with world.clock.phase("forward_backward"):
+                    time.sleep(0.1)
+            if rank == 1:
+                with world.clock.phase("optimizer"):
+                    time.sleep(2 * heartbeat.BEAT_S)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            world.barrier()
+
+    with Gang("train", workers=2, timeout_s=120) as gang:
+        gang.timeout_s = 6
+        pid = gang.members[1].pid
+        with pytest.raises(RuntimeError, match=rf"train rank 1 \(actor \w+, pid {pid}.*not heard of for \d+ s while doing .*work: step 3, optimizer") as caught:
+            gang.execute(work, [(0,), (1,)], timeout_s=float("inf"))
+        assert "| rank 1 was here" in str(caught.value)
+        assert "rank 0 (" not in str(caught.value)
+    assert "train rank 1 has not answered for" in capsys.readouterr().out
