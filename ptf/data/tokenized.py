@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 COLUMNS = {"atoms": pa.int32(), "lengths": pa.int32(), "tokens": pa.int32(), "weights": pa.float32(), "sources": pa.string()}  # lists, of each row
-SCHEMA = pa.schema([(column, pa.list_(kind)) for column, kind in COLUMNS.items()])
+STREAM = "stream/"  # before a stream's name: a column of [tokens of the row] or [tokens of the row, k]
 ROWS_IN_GROUP = 1024
 ROWS_AT_ONCE = 256  # that one process is given
 FEW_BYTES = 8 << 20  # of source that are not worth further processes
 TOLD_S = 10.0  # between lines of progress
 BAD_ROWS = "bad_rows.jsonl"
 
-Encoded = tuple[dict[str, list[np.ndarray | list[str]]], dict[str, int], list[BadRow]]  # columns by row, counts, what was set aside
+Encoded = tuple[dict[str, list[Any]], dict[str, int], list[BadRow]]  # columns by row, counts, what was set aside
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Work:
         keep = (lambda bad, counts: aside.append(bad)) if self.skip_bad else None
         encoder = Encoder(self.encode, self.name, self.seq_len, self.too_long, columns=self.spec.columns, kind=self.spec.kind, set_aside=keep)
         rows = [_columns(encoder(place(block, i, uri, before))) for i in range(len(block))]
-        return {column: [row[column] for row in rows] for column in COLUMNS}, encoder.counts, aside
+        return {column: [row[column] for row in rows] for column in (*COLUMNS, "streams")}, encoder.counts, aside
 
 
 _work: _Work | None = None  # in a process of the pool: what it was started with, which need not be picklable
@@ -96,12 +96,12 @@ def write(
         aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
         reader = Reader(spec.path)
         work = _Work(encode, name, seq_len, too_long, found_out(spec, reader), max_bad is not None)
-        with pq.ParquetWriter(part / "new" / "rows.parquet", SCHEMA, compression="zstd") as file:
+        with contextlib.closing(_File(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
                 counts.update(counted)
                 for row in bad:
                     aside.add(row, counts)
-                file.write_table(_table(columns), ROWS_IN_GROUP)
+                file.write(columns)
         manifest = storage.commit(part / "new", {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])})
         if root.exists():
             os.replace(root, part / "old")  # from another tokenizer or config, under the same name
@@ -170,18 +170,18 @@ def _quiet_forks() -> Iterator[None]:
 
 def _grouped(found: Iterable[Encoded]) -> Iterator[Encoded]:
     """The same rows, at least `ROWS_IN_GROUP` at a time."""
-    columns: dict[str, list[Any]] = {column: [] for column in COLUMNS}
+    columns: dict[str, list[Any]] = {}
     counts: Counter[str] = Counter()
     bad: list[BadRow] = []
     for more, counted, aside in found:
         for column, rows in more.items():
-            columns[column] += rows
+            columns.setdefault(column, []).extend(rows)
         counts.update(counted)
         bad += aside
         if len(columns["atoms"]) >= ROWS_IN_GROUP:
             yield columns, counts, bad
-            columns, counts, bad = {column: [] for column in COLUMNS}, Counter(), []
-    if columns["atoms"]:
+            columns, counts, bad = {}, Counter(), []
+    if columns:
         yield columns, counts, bad
 
 
@@ -203,24 +203,79 @@ class _Progress:
 
 
 def _columns(atoms: list[Atom]) -> dict[str, Any]:
+    """Of one row. `streams`: name → the values of all its samples, one after the other."""
     columns = dump_atoms(atoms)
-    if columns.pop("streams"):
-        raise UserError("samples that carry streams cannot be tokenized ahead: set data.pretokenize: false")
-    return columns
+    for name, stream in columns["streams"].items():
+        if len(stream["samples"]) != len(columns["lengths"]):
+            raise UserError(f"the stream {name} is carried by some of the row's samples; it must be by all, or by none")
+    return {**columns, "streams": {name: stream["values"] for name, stream in columns["streams"].items()}}
 
 
-def _table(columns: Mapping[str, list[Any]]) -> pa.Table:
-    arrays = []
-    for column, rows in columns.items():
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-        values = [text for row in rows for text in row] if column == "sources" else np.concatenate(rows)
-        arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, COLUMNS[column])))
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+class _File:
+    """A parquet file whose columns are known when there is a sample: then it is known which streams samples carry."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._held = path, None, []
+        self._streams: dict[str, tuple[pa.DataType, int]] = {}
+
+    def write(self, columns: Mapping[str, list[Any]]) -> None:
+        self._held.append(columns)
+        if self._file is None and any(map(len, columns["lengths"])):
+            first = next(streams for streams, lengths in zip(columns["streams"], columns["lengths"], strict=True) if len(lengths))
+            self._open({name: _kind(values) for name, values in first.items()})
+        if self._file is not None:
+            self._flush()
+
+    def _open(self, streams: dict[str, tuple[pa.DataType, int]]) -> None:
+        self._streams = streams
+        fields = COLUMNS | {f"{STREAM}{name}": pa.list_(kind, k) if k else kind for name, (kind, k) in streams.items()}
+        self._file = pq.ParquetWriter(self._path, pa.schema([(name, pa.list_(kind)) for name, kind in fields.items()]), compression="zstd")
+
+    def _flush(self) -> None:
+        assert self._file is not None
+        for columns in self._held:
+            found = (streams for streams, lengths in zip(columns["streams"], columns["lengths"], strict=True) if len(lengths))
+            if (other := next((streams for streams in found if streams.keys() != self._streams.keys()), None)) is not None:
+                raise UserError(f"samples carry other streams than the first one: {sorted(other)} and {sorted(self._streams)}")
+            arrays = [_lists(columns[name], kind) for name, kind in COLUMNS.items()]
+            for name, (kind, k) in self._streams.items():
+                empty = np.zeros((0, k) if k else 0)
+                arrays.append(_lists([streams.get(name, empty) for streams in columns["streams"]], kind, k))
+            self._file.write_table(pa.Table.from_arrays(arrays, schema=self._file.schema), ROWS_IN_GROUP)
+        self._held.clear()
+
+    def close(self) -> None:
+        if self._file is None:
+            self._open({})
+        self._flush()
+        self._file.close()  # type: ignore[union-attr]
+
+
+def _kind(values: np.ndarray) -> tuple[pa.DataType, int]:
+    """Of a stream: what it holds, and k; 0 where it is one value a token."""
+    return pa.int32() if values.dtype.kind in "iu" else pa.float32(), values.shape[1] if values.ndim == 2 else 0
+
+
+def _lists(rows: Sequence[Any], kind: pa.DataType, k: int = 0) -> pa.ListArray:
+    """One list a row."""
+    offsets = pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32))
+    if isinstance(rows[0], list):
+        return pa.ListArray.from_arrays(offsets, pa.array([text for row in rows for text in row], kind))
+    values = pa.array(np.concatenate(rows).reshape(-1), kind)
+    return pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, k) if k else values)
 
 
 def _arrays(group: pa.Table, i: int) -> Row:
-    row: Row = {column: group.column(column).chunk(0)[i].values.to_numpy(zero_copy_only=False) for column in COLUMNS}
-    return row | {"streams": {}}
+    row: Row = {name: _values(group.column(name).chunk(0)[i].values) for name in group.column_names}
+    samples = np.arange(len(row["lengths"]))
+    streams = {name.removeprefix(STREAM): row.pop(name) for name in group.column_names if name.startswith(STREAM)}
+    return row | {"streams": {name: {"samples": samples, "values": values} for name, values in streams.items() if len(samples)}}
+
+
+def _values(found: pa.Array) -> np.ndarray:
+    if pa.types.is_fixed_size_list(found.type):
+        return found.flatten().to_numpy(zero_copy_only=False).reshape(-1, found.type.list_size)
+    return found.to_numpy(zero_copy_only=False)
 
 
 def decode(row: Row, name: str) -> list[Atom]:

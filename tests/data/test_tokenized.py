@@ -105,12 +105,40 @@ def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokeniz
     assert {tuple(s.source for s in a) for a in ahead} == {("sums", "second")}
 
 
-def test_streams_are_refused(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    """One value a token, or k of them; of pairs too; also where the first rows leave nothing."""
+
+    def encode(row: Any, name: str) -> list[Atom]:
+        if row["messages"][0]["content"] < "0.~":  # the first row
+            return []
+        ((s,),) = encode_document(row, characters, name)
+        n = len(s)
+        streams = {"score": np.full(n, 0.5, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
+        one = Sample(s.tokens, s.weights, name, streams)
+        return [(one, Sample(s.tokens[::-1], s.weights, name, {key: values + 1 for key, values in streams.items()}))]
+
+    write(rows, tmp_path / "t", characters, encode)
+    direct = list(atoms_once({"sums": SourceSpec(rows)}, encode=encode, **LIMITS))
+    ahead = list(atoms_once({"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=encode, tokenizer=characters, **LIMITS))
+    assert len(direct) > 100
+    for a, b in zip(direct, ahead, strict=True):
+        for one, other in zip(a, b, strict=True):
+            assert one.streams.keys() == other.streams.keys()
+            assert all(values.dtype == other.streams[name].dtype for name, values in one.streams.items())
+            assert all(np.array_equal(values, other.streams[name]) for name, values in one.streams.items())
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_streams_that_only_some_samples_carry_are_refused(rows: str, characters: Tokenizer, tmp_path: Path, within: bool) -> None:
+    """Of one row, or of rows far from each other."""
+
     def encode(row: Any, name: str) -> list[Atom]:
         ((s,),) = encode_document(row, characters, name)
-        return [(Sample(s.tokens, s.weights, name, {"advantages": s.weights}),)]
+        bare, carrying = s, Sample(s.tokens, s.weights, name, {"score": s.weights})
+        late = int(row["messages"][0]["content"][:-1]) > 1200
+        return [(bare, carrying)] if within else [(carrying if late else bare,)]
 
-    with pytest.raises(UserError, match=r"set data\.pretokenize: false"):
+    with pytest.raises(UserError, match="carried by some of the row's samples" if within else r"samples carry other streams than the first one: \['score'\]"):
         write(rows, tmp_path / "t", characters, encode)
 
 
