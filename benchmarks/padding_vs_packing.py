@@ -140,13 +140,16 @@ def write(found: dict[str, list[dict[str, Any]]], lengths: np.ndarray, asked: ar
     warm = 2
     rate = {s: [sum(r["tokens"][warm:]) / sum(r["cpu_s"][warm:]) for r in rounds] for s, rounds in found.items()}
     wall = {s: [sum(r["tokens"][warm:]) / sum(r["wall_s"][warm:]) for r in rounds] for s, rounds in found.items()}
-    last = {s: median(float(np.mean(r["losses"][-3:])) for r in rounds) for s, rounds in found.items()}
+    both = min(len(r["losses"]) for rounds in found.values() for r in rounds)
+    last = {s: median(r["losses"][both - 1] for r in rounds) for s, rounds in found.items()}
+    size = {s: median(sum(r["tokens"]) / len(r["tokens"]) for r in rounds) for s, rounds in found.items()}
     fill = {s: median(sum(r["tokens"]) / sum(r["slots"]) for r in rounds) for s, rounds in found.items()}
     ratios = [a / b for a, b in zip(rate["ptf"], rate["padding"], strict=True)]
     walls = [a / b for a, b in zip(wall["ptf"], wall["padding"], strict=True)]
     waited = median(sum(r["waited_s"][warm:]) / sum(r["wall_s"][warm:]) for r in found["ptf"])
     lines = [
-        f"| {name} | {fill[s]:.3f} | {median(rate[s]):,.0f} ({min(rate[s]):,.0f} – {max(rate[s]):,.0f}) | {median(wall[s]):,.0f} | {last[s]:.3f} |"
+        f"| {name} | {fill[s]:.3f} | {median(rate[s]):,.0f} ({min(rate[s]):,.0f} – {max(rate[s]):,.0f}) | {median(wall[s]):,.0f} | "
+        f"{size[s]:,.0f} | {last[s]:.3f} |"
         for s, name in (("padding", "padded batches of 16, transformers"), ("ptf", "ptf, packed on the fly"))
     ]
     p50, p99, most = np.percentile(lengths, [50, 99, 100])
@@ -157,7 +160,8 @@ def write(found: dict[str, list[dict[str, Any]]], lengths: np.ndarray, asked: ar
         f"{len(lengths):,} samples of real chats (p50 {p50:.0f}, p99 {p99:.0f}, longest {most:.0f} tokens), a Qwen3 shape of width 256 with 4 layers from\n"
         f"scratch, fp32, AdamW at {LR:g}, about {asked.tokens:,} tokens a round, {asked.rounds} rounds in turn; the first {warm} steps are untimed. Both\n"
         "train the assistant's turns alone.\n\n"
-        "| system | share of slots that are tokens | real tokens per CPU-second (range) | per second | loss at the end |\n|---|---|---|---|---|\n"
+        "| system | share of slots that are tokens | real tokens per CPU-second (range) | per second | tokens a step "
+        f"| loss of step {both} |\n|---|---|---|---|---|---|\n"
         + "\n".join(lines)
         + f"\n\nptf over padding: **{median(ratios):.2f}×** per CPU-second ({min(ratios):.2f} – {max(ratios):.2f}), {median(walls):.2f}× per second. "
         f"ptf waited for data {waited:.2%} of the time.\n"

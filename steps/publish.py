@@ -15,6 +15,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     """The version is named by the lineage, so publishing again changes nothing. Raises UserError, before anything is written, if the
     exported model does not give the trained model's log-probs in transformers, its tokenizer gives other ids, or the evaluation regressed."""
     from ptf import storage
+    from ptf.compute.provenance import FILE
     from ptf.eval import refuse_regression
 
     assert artifact.run is not None
@@ -29,7 +30,8 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     shutil.copytree(artifact.model, staged)
     (staged / "README.md").write_text(card(resolved, artifact))
     manifest = {
-        "version": artifact.lineage, "job": dump(resolved), "config": fingerprint(job), "metrics": dict(artifact.metrics), "logprob_difference": difference
+        "version": artifact.lineage, "job": dump(resolved), "config": fingerprint(job), "metrics": dict(artifact.metrics), "logprob_difference": difference,
+        "made_with": json.loads((Path(artifact.run) / FILE).read_text()),
     }  # fmt: skip
     storage.commit(str(staged), manifest)
     storage.upload(staged, f"{root}/{artifact.lineage}")

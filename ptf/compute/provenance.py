@@ -6,6 +6,7 @@ the rest (hardware) is for whoever wonders later.
 
 import functools
 import hashlib
+import json
 import os
 import platform
 from collections.abc import Mapping
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 
+from ptf import storage
 from ptf.errors import UserError
 
+FILE = "made_with.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "safetensors")
 
 
@@ -36,12 +39,19 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def made_with(device: torch.device) -> dict[str, Any]:
+def made_with(device: torch.device, data: Mapping[str, str], tokenizer: str) -> dict[str, Any]:
+    """`data`: fingerprints by source; `tokenizer`: its own. (Both are compared where they are read: a lane's state, the tokenizer's identity.)"""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "ptf": code(), "packages": {package: _version(package) for package in PACKAGES}, "python": platform.python_version(),
+        "ptf": code(), "data": dict(data), "tokenizer": tokenizer,
+        "packages": {package: _version(package) for package in PACKAGES}, "python": platform.python_version(),
         "hardware": {"device": where, "cores": os.cpu_count(), "platform": platform.platform()},
     }  # fmt: skip
+
+
+def write(run: Path, made: Mapping[str, Any]) -> None:
+    """Beside the exported model, for whoever publishes it."""
+    storage.write_text(str(run / FILE), json.dumps(made))
 
 
 def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, accepted: bool, tell: bool) -> None:

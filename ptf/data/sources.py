@@ -63,14 +63,24 @@ def blocks_once(reader: Reader) -> Iterator[tuple[Block, str, int]]:
         raise UserError(f"no rows in {reader.path}")
 
 
+def fingerprint(reader: Reader) -> str:
+    """Of the files' names and sizes, wherever they lie."""
+    names = "\n".join(f"{posixpath.basename(uri)} {size}" for uri, size in zip(reader.uris, reader.sizes, strict=True))
+    return hashlib.sha256(names.encode()).hexdigest()[:16]
+
+
+def fingerprints(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
+    """By name."""
+    return {name: fingerprint(Reader(spec.path)) for name, spec in sources.items()}
+
+
 class Source:
     """Stream[Place]: one lane's rows, endlessly; in each pass the first `limit` rows where there is one."""
 
     def __init__(self, reader: Reader, lane: int = 0, lanes: int = 1, limit: int | None = None):
         """`reader` may be shared by the lanes of a thread."""
         self.path, self._reader, self._lane, self._lanes, self._limit = reader.path, reader, lane, lanes, limit
-        names = "\n".join(f"{posixpath.basename(uri)} {size}" for uri, size in zip(reader.uris, reader.sizes, strict=True))
-        self._identity = hashlib.sha256(names.encode()).hexdigest()[:16]
+        self._fingerprint = fingerprint(reader)
         self.epoch = 0  # of the last row
         self.rows: int | None = None  # in an epoch, over all lanes; None until one has passed
         self._file = self._block = self._index = 0  # behind the last row
@@ -108,12 +118,12 @@ class Source:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "files": self._identity, "epoch": self.epoch, "file": self._file, "block": self._block, "index": self._index, "line": self._line,
+            "files": self._fingerprint, "epoch": self.epoch, "file": self._file, "block": self._block, "index": self._index, "line": self._line,
             "dealt": self._dealt, "epoch_start": self._epoch_start,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["files"] != self._identity:
+        if state["files"] != self._fingerprint:
             raise UserError(f"the data files in {self.path} are not those of the checkpoint (names or sizes): training cannot continue where it stopped")
         self.epoch, self._file, self._block, self._index, self._line = (int(state[key]) for key in ("epoch", "file", "block", "index", "line"))
         self._dealt, self._epoch_start = int(state["dealt"]), int(state["epoch_start"])

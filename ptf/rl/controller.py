@@ -1,9 +1,10 @@
 """The online loop, readable as the algorithm. One process runs it and calls role groups; it holds no tensors but what it passes on."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.tracking import Tracker
-from ptf.compute.world import CPU
 from ptf.config import Job, dump
 from ptf.config.schema import LOGPROB_BOUND
 from ptf.data.packing import pack_all
@@ -31,7 +31,7 @@ from ptf.train.resume import refuse_frozen_changes
 class Controller:
     def __init__(
         self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
-        *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, rewards: Rewards, judge: Rewards | None, run: Path,
+        *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, rewards: Rewards, judge: Rewards | None, made_with: Mapping[str, Any], run: Path,
     ) -> None:  # fmt: skip
         assert job.rollout is not None
         assert job.train.steps is not None, "online jobs have no train.epochs"
@@ -39,6 +39,7 @@ class Controller:
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
         self.policy, self.rollout, self.reference, self.rewards = policy, rollout, reference, rewards
         self.judge = judge or rewards  # of held-out answers
+        self.made_with = made_with
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
         self.saves = Checkpoints.of(job, run)
         self.leave = Requests(run)
@@ -172,7 +173,7 @@ class Controller:
         with self.cluster.phase(self.policy, "save"):
             entries = self.policy.call("save", path)
         entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", {"prompts": self.prompts.state_dict(), "canary": self.canary})
-        self.saves.commit(self.step, entries, {"job": dump(self.job), "metrics": {}, "made_with": provenance.made_with(CPU)})
+        self.saves.commit(self.step, entries, {"job": dump(self.job), "metrics": {}, "made_with": self.made_with})
 
     def _restore(self) -> int:
         found = self.saves.latest()
@@ -180,7 +181,7 @@ class Controller:
             return 0
         step, path, manifest = found
         refuse_frozen_changes(manifest["job"], self.job)
-        provenance.refuse_other(manifest["made_with"], provenance.made_with(CPU), path, self.job.checkpoint.accept_changes, tell=True)
+        provenance.refuse_other(manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_changes, tell=True)
         with self.cluster.phase(self.policy, "load"):
             self.policy.call("load", path)
         state = checkpoint.load_host(f"{path}/controller.pt")

@@ -4,27 +4,30 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ptf import recipes
+from ptf.compute import provenance
 from ptf.compute.launch import default_threads
-from ptf.compute.world import joined
+from ptf.compute.world import CPU, joined
 from ptf.config import Job
-from ptf.config.schema import ModelConfig, Source
+from ptf.config.schema import Source
 from ptf.data.pipeline import prompts_once, prompts_stream
+from ptf.data.sources import fingerprints
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.vocabulary import refuse_larger_tokenizer
+from ptf.recipes import Online
 from ptf.rl.cluster import Cluster, LocalCluster, RoleSpec
 from ptf.rl.controller import Controller
 from ptf.rl.rewards import Rewards
 from ptf.rl.roles import Learner, Sampler, Scorer
 from ptf.train.fit import specs
 from ptf.train.parts import unadapted
-from ptf.train.start import extended, start_directory, tokenizer_directory
+from ptf.train.start import extended, own_reference, start_directory, tokenizer_directory
 
 CHECKED = 10_000  # prompts of each source whose length is looked at before training starts
 
@@ -108,11 +111,6 @@ def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit:
     return {name: list(itertools.islice(prompts_once(spec, name, tokenizer), limit)) for name, spec in specs(sources).items()}
 
 
-def own_reference(model: ModelConfig) -> bool:
-    """Only adapters train, so the policy without them is the model that training started from."""
-    return model.lora is not None and not model.train and not model.replace
-
-
 def fit_online(job: Job, run: Path) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory."""
     knobs = job.rollout
@@ -149,6 +147,7 @@ def fit_online(job: Job, run: Path) -> None:
         "temperature": knobs.temperature,
     }
     frozen = {"spec": unadapted(common["spec"]), "precision": job.train.precision, "micro_rows": job.train.micro_rows}
+    made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
     with clustered(job, run, workers * 2 + knobs.workers) as cluster:
         policy = cluster.start(RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, **mesh))
         reference = None
@@ -159,11 +158,13 @@ def fit_online(job: Job, run: Path) -> None:
         print(f"rollout: engine={knobs.engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
         judge = Rewards(evaluation) if evaluation else None
         controller = Controller(
-            job, recipe, prompts, held_out, cluster, policy=policy, rollout=rollout, reference=reference, rewards=Rewards(knobs.reward), judge=judge, run=run  # type: ignore[arg-type]
+            job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, reference=reference, rewards=Rewards(knobs.reward),
+            judge=judge, made_with=made_with, run=run,
         )  # fmt: skip
         try:
             controller.run()
             with cluster.phase(policy, "export"):
+                provenance.write(run, made_with)
                 policy.call("export", str(run / "model"))
         finally:
             controller.close()
