@@ -102,11 +102,11 @@ class Source(Section):
 
     path: str
     """File, directory, glob or URI; `prepare:NAME`."""
-    kind: Literal["auto", "chat", "completion", "text", "events", "preference", "prompt", "tokenized"] = "auto"
+    kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = "auto"
     """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
-    `prompt` and `completion`. `text`. `events`: a list of strings, the first `context` given. `preference`: `chosen` and `rejected`. `prompt`:
-    `messages` that end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight`
-    counts its tokens more or less."""
+    `prompt` and `completion`. `scored`: those and a number `reward`. `text`. `events`: a list of strings, the first `context` given. `preference`:
+    `chosen` and `rejected`. `prompt`: `messages` that end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the
+    tokenize stage. A row's `weight` counts its tokens, its pair or its score more or less."""
     columns: dict[str, str] = {}
     """ptf's name of a column → its name in the files (`{messages: conversation}`)."""
     weight: PositiveFloat = 1.0
@@ -165,6 +165,34 @@ class DataConfig(Section):
 
 class SFTAlgo(Section):
     """Supervised fine-tuning has no knobs of its own."""
+
+
+class DPOAlgo(Section):
+    """Preferences, by the policy's log-probs beside a reference's."""
+
+    loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    """`sigmoid`: DPO. `ipo`: a squared loss that does not push margins without end. `simpo`: means over tokens, and no reference."""
+    beta: PositiveFloat = 0.1
+    """How much the policy is held to the reference: the larger, the more."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that may be the wrong way round (`sigmoid`)."""
+    length_normalised: bool = False
+    """Means over the tokens of an answer instead of sums; with `simpo` always."""
+    gamma: Annotated[float, Field(ge=0)] = 0.5
+    """By how much the chosen answer is to be ahead (`simpo`)."""
+    reference: str | None = None
+    """Directory, Hugging Face id or URI of another reference than the model that training starts from; with adapters alone (LoRA), that one costs no memory."""
+
+
+class RMAlgo(Section):
+    """Reward models."""
+
+    loss: Literal["pair", "binary", "regression"] = "pair"
+    """`pair`: Bradley–Terry, of `chosen` and `rejected`. `binary`, `regression`: of `prompt`, `completion` and `reward`."""
+    margin: bool = False
+    """Rows of pairs have a number `margin`, by which the chosen answer's score is to be ahead."""
+    centring: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared sum of a pair's scores, which keeps them near 0."""
 
 
 class GRPOAlgo(Section):
@@ -405,7 +433,7 @@ class Job(Section):
     """Of everything random."""
     model: ModelConfig
     data: DataConfig
-    algo: SFTAlgo | GRPOAlgo | dict[str, Any] = {}
+    algo: SFTAlgo | DPOAlgo | RMAlgo | GRPOAlgo | dict[str, Any] = {}
     """Knobs of the recipe; of a plugged recipe: its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
@@ -440,6 +468,7 @@ class Job(Section):
         if self.train.stop or self.checkpoint.best:
             faults += self._watched()
         faults += self._own_components()
+        faults += self._preferences()
         faults += self._foreign_model()
         if self.evaluate.sources and not (self.evaluate.reward or self.rollout):
             faults.append("evaluate.sources needs evaluate.reward to score the answers")
@@ -503,6 +532,27 @@ class Job(Section):
         }
         return [f"{key} is not there with model.backend: hf" for key, there in asked.items() if there]
 
+    def _preferences(self) -> list[str]:
+        """What goes with the recipes that learn from whole answers."""
+        algo, faults = self.algo, []
+        if isinstance(algo, DPOAlgo):
+            if algo.loss == "simpo" and algo.reference:
+                faults.append("algo.reference: simpo has no reference")
+            if algo.loss != "sigmoid" and algo.label_smoothing:
+                faults.append(f"algo.label_smoothing belongs to algo.loss: sigmoid, not to {algo.loss}")
+        if isinstance(algo, RMAlgo):
+            if algo.loss != "pair" and (algo.margin or algo.centring):
+                faults.append(f"algo.margin belongs to algo.loss: pair, like algo.centring, not to {algo.loss}")
+            if self.evaluate.sources:
+                faults.append("evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation")
+            if self.model.head is not None or "head" in self.model.replace:
+                faults.append("model.head: a reward model's head is a scalar one")
+        if isinstance(algo, DPOAlgo | RMAlgo) and self.data.train_on != "assistant":
+            faults.append(f"data.train_on is of chats; recipe {self.recipe} compares or scores the last answer")
+        if isinstance(algo, DPOAlgo) and self.model.head is not None:
+            faults.append("model.head: dpo compares log-probs over the vocabulary")
+        return faults
+
     def _deterministic(self) -> list[str]:
         rules = {
             "train.deterministic is for recipes without rollouts": self.rollout is None,
@@ -551,6 +601,18 @@ class SFTJob(Job):
     rollout: None = None  # type: ignore[assignment]
 
 
+class DPOJob(Job):
+    recipe: Literal["dpo"]  # type: ignore[assignment]
+    algo: DPOAlgo = DPOAlgo()  # type: ignore[assignment]
+    rollout: None = None  # type: ignore[assignment]
+
+
+class RMJob(Job):
+    recipe: Literal["rm"]  # type: ignore[assignment]
+    algo: RMAlgo = RMAlgo()  # type: ignore[assignment]
+    rollout: None = None  # type: ignore[assignment]
+
+
 class GRPOJob(Job):
     recipe: Literal["grpo"]  # type: ignore[assignment]
     algo: GRPOAlgo = GRPOAlgo()  # type: ignore[assignment]
@@ -562,7 +624,7 @@ class PlugJob(Job):
     algo: dict[str, Any] = {}  # type: ignore[assignment]
 
 
-JOBS: dict[str, type[Job]] = {"sft": SFTJob, "grpo": GRPOJob}
+JOBS: dict[str, type[Job]] = {"sft": SFTJob, "dpo": DPOJob, "rm": RMJob, "grpo": GRPOJob}
 
 
 def job_class(recipe: object) -> type[Job] | None:

@@ -75,9 +75,9 @@ class Batch:
             move(self.atoms), self.lengths, self.sources, {k: move(v) for k, v in self.streams.items()},
         )  # fmt: skip
 
-    def per_document(self, values: Tensor) -> Tensor:
-        """Sums over documents, weighted by `weights`: [B, T] → [documents]."""
-        flat = (values * self.weights).reshape(-1)
+    def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sums over documents, weighted by `weights`, by default the batch's: [B, T] → [documents]."""
+        flat = (values * (self.weights if weights is None else weights)).reshape(-1)
         index = self.segments.reshape(-1)
         out = torch.zeros(len(self.lengths) + 1, dtype=flat.dtype, device=flat.device)
         return out.index_add(0, index + 1, flat)[1:]  # padding (-1) falls into slot 0

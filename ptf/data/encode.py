@@ -27,6 +27,7 @@ COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated
 KINDS = {  # the columns that make a row what it is; a row that could be several is the first
     "preference": ("chosen", "rejected"),
     "chat": ("messages",),
+    "scored": ("prompt", "completion", "reward"),
     "completion": ("prompt", "completion"),
     "text": ("text",),
     "events": ("events",),
@@ -83,10 +84,24 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
         if name not in row:
             raise UserError(f"a preference needs `chosen` and `rejected`, this row has {sorted(row)}")
         history = next((row[key] for key in HISTORY if row.get(key) is not None), None)
+        if _says_nothing(row[name]):
+            raise UserError(f"`{name}` is empty")
         pair.append(answered(history, row[name], tokenizer, source, row.get("tools")))
+    if history is None and _asked(row["chosen"]) != _asked(row["rejected"]):
+        raise UserError("`chosen` and `rejected` answer different prompts")
     if np.array_equal(pair[0].tokens, pair[1].tokens):
         raise UserError("`chosen` and `rejected` are the same")
     return [tuple(pair)]
+
+
+def _says_nothing(answer: Any) -> bool:
+    last = answer[-1] if isinstance(answer, list) and answer else answer
+    return not last or (isinstance(last, dict) and not (last.get("content") or last.get("tool_calls")))
+
+
+def _asked(conversation: list[Any]) -> list[Any]:
+    """All up to the last thing that the user said."""
+    return conversation[: max((i for i, m in enumerate(conversation) if m.get("role") == "user"), default=-1) + 1]
 
 
 def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
@@ -165,7 +180,7 @@ def shaped(row: dict[str, Any], columns: Mapping[str, str], kind: str = "auto") 
     missing = [name for name in wanted if renamed.get(name) is None]
     if missing:
         raise UserError(f"a row of kind {kind} needs {' and '.join(f'`{name}`' for name in wanted)}; this one has {sorted(renamed)}")
-    others = {name for names in KINDS.values() for name in names} - set(wanted) - (set(HISTORY) if kind == "preference" else set())
+    others = {name for names in KINDS.values() for name in names} - {*wanted, "reward"} - (set(HISTORY) if kind == "preference" else set())
     return {key: value for key, value in renamed.items() if key not in others}
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor
 
 from ptf.config import Job, Plug, plug
+from ptf.config.schema import DPOAlgo, RMAlgo
 from ptf.data.batch import Batch
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
@@ -23,8 +24,8 @@ class Recipe(Protocol):
     head: ClassVar[Literal["lm", "scalar"]]
 
     @property
-    def companions(self) -> tuple[str, ...]:
-        """Frozen models by role name."""
+    def companions(self) -> Mapping[str, str | None]:
+        """Frozen models by role name: where each is; None is what training starts from."""
         ...
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
@@ -58,12 +59,17 @@ class Online(Recipe, Protocol):
 
 def build(job: Job) -> Recipe:
     """The job's recipe. A plugged one is called with its `args` and `algo`."""
+    from ptf.recipes.dpo import DPO
     from ptf.recipes.grpo import GRPO
+    from ptf.recipes.rm import RM
     from ptf.recipes.sft import SFT
 
     if isinstance(job.recipe, Plug):
         return plug.bind(job.recipe)(**job.algo)  # type: ignore[arg-type]
     if job.recipe == "sft":
         return SFT(job.data.train_on, tuple(job.data.sources))
+    if isinstance(job.algo, DPOAlgo | RMAlgo):
+        knobs = job.algo.model_dump()
+        return {"dpo": DPO, "rm": RM}[job.recipe](form=knobs.pop("loss"), **knobs)
     assert job.rollout is not None
     return GRPO(**job.algo.model_dump(), temperature=job.rollout.temperature)  # type: ignore[union-attr]

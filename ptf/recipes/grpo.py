@@ -39,8 +39,8 @@ class GRPO:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def companions(self) -> tuple[str, ...]:
-        return ("reference",) if self.kl else ()
+    def companions(self) -> Mapping[str, str | None]:
+        return {"reference": None} if self.kl else {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         raise NotImplementedError("GRPO trains on rollouts; rows become prompts (ptf.data.encode.encode_prompt)")

@@ -24,7 +24,7 @@ from ptf.recipes import Metrics
 class SFT:
     train_on: str = "assistant"
     sources: tuple[str, ...] = ()  # by name, where there are several
-    companions: tuple[str, ...] = ()
+    companions: ClassVar[Mapping[str, str | None]] = {}
     online: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 

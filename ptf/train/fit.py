@@ -22,7 +22,7 @@ from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.pipeline import Lanes, atoms_once
 from ptf.data.sample import Atom
-from ptf.data.sources import SourceSpec
+from ptf.data.sources import SourceSpec, fingerprints
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Left, UserError
 from ptf.model import bridge
@@ -33,6 +33,7 @@ from ptf.recipes import Recipe
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
 from ptf.train.canonical import CanonicalTrainer
+from ptf.train.companions import companions, forward_flops
 from ptf.train.export import export
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.start import adapted_from, extended, tokenizer_directory
@@ -72,16 +73,21 @@ class Fit:
         self.spec, self.directory = world.share(  # type: ignore[misc]
             adapted_from(spec, directory, run, self.tokenizer_path, job.seed) if world.leads else None
         )
+        self.within = alone(world) if job.train.deterministic else world  # who holds the model together
         self.model, self.family = load_model(
-            self.directory, alone(world) if job.train.deterministic else world, self.spec, seed=job.seed, precision=job.train.precision, head=self.recipe.head,
+            self.directory, self.within, self.spec, seed=job.seed, precision=job.train.precision, head=self.recipe.head,
             recomputed=job.train.checkpointing, compiled=job.train.compile,
         )  # fmt: skip
-        self.trainer = trainer_of(job, self.model, world)
+        self.companions = companions(self.recipe.companions, job, world, self.within, self.model, self.spec, self.directory, run, self.tokenizer_path)
+        self.trainer = trainer_of(job, self.model, world, self.companions)
         self.loader = make_loader(job, self.recipe, self.tokenizer, world, run)
         self.held_out = held_out_rows(job, self.recipe, self.tokenizer)
         self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
-        self.flops, self.peak = Flops.of(self.model), peak_flops(world.device, job.train.precision) * world.size
+        found = fingerprints(specs(job.data.sources)) if world.leads else {}
+        self.made_with: dict[str, Any] = world.share(provenance.made_with(world.device, found, self.tokenizer.fingerprint()))  # type: ignore[assignment]
+        self.flops = [Flops.of(self.model), *map(forward_flops, self.companions.values())]
+        self.peak = peak_flops(world.device, job.train.precision) * world.size
         self.clock = world.clock
         self.step, ends = self.restore() or (0, planned_steps(job, self.loader, world))
         announce(job, world, self.model.config, ends)
@@ -131,7 +137,7 @@ class Fit:
         lengths = [n for batch in micro for n in batch.lengths]
         targets = sum(int((batch.weights != 0).sum()) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)
-        tokens, work, slots = world.sum([sum(lengths), self.flops.step(lengths, targets), slots]).tolist()
+        tokens, work, slots = world.sum([sum(lengths), sum(flops.step(lengths, targets) for flops in self.flops), slots]).tolist()
         metrics |= {"tokens": tokens, "fill": tokens / slots}
         for name in job.data.sources:
             if share := metrics.get(f"share/{name}"):
@@ -160,9 +166,9 @@ class Fit:
     def validate(self) -> dict[str, float]:
         """Held-out losses, which may bring the end nearer."""
         train = self.job.train
-        world, rows = (alone(self.world), 1) if train.deterministic else (self.world, train.micro_rows)
-        losses = held_out_loss(self.model, self.recipe, self.held_out, world, rows, self.job.data.seq_len)
-        if self.ends == self.planned and train.decay_at and next(iter(losses.values())) <= train.decay_at:
+        rows = 1 if train.deterministic else train.micro_rows
+        losses = held_out_loss(self.model, self.recipe, self.held_out, self.within, rows, self.job.data.seq_len, self.companions)
+        if self.ends == self.planned and train.decay_at and losses[f"loss/{next(iter(self.held_out))}"] <= train.decay_at:
             self.end_at(min(self.ends, self.step + 1 + (train.decay or 0)))
         if self.watch and train.stop and self.watch(losses):
             self.end_at(self.step + 1)
@@ -178,7 +184,7 @@ class Fit:
             return None
         step, place, manifest = found  # type: ignore[misc]
         refuse_frozen_changes(manifest["job"], self.job)
-        provenance.refuse_other(manifest["made_with"], provenance.made_with(world.device), place, self.job.checkpoint.accept_changes, world.leads)
+        provenance.refuse_other(manifest["made_with"], self.made_with, place, self.job.checkpoint.accept_changes, world.leads)
         checkpoint.load_tensors(place, self.trainer.model, self.trainer.optimizer, world)
         lanes: dict[str, Any] = {}
         ends = 0
@@ -201,7 +207,7 @@ class Fit:
         watch = self.watch.state_dict() if self.watch else None
         host = {**self.loader.state_dict(), "ends": self.ends, "tokenizer": self.tokenizer.identity, "watch": watch}
         host["random"] = random_state(self.world.device)
-        manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": provenance.made_with(self.world.device)}
+        manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": self.made_with}
         return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
 
     def export(self) -> None:
@@ -212,6 +218,8 @@ class Fit:
             checkpoint.load_tensors(self.saves.path(best), model, self.trainer.optimizer, world)  # type: ignore[arg-type]
             if world.leads:
                 print(f"train: the export is of step {best}, the best by {self.job.checkpoint.best and self.job.checkpoint.best.metric}", flush=True)
+        if world.leads:
+            provenance.write(self.run, self.made_with)
         export(model, self.family, self.directory, self.run / "model", world, self.tokenizer_path)
         if self.spec.lora:
             export_adapter(model, self.family, self.directory, self.run / "model", world, self.spec, self.job.train.precision)
@@ -228,11 +236,11 @@ def alone(world: World) -> World:
     return World(device=world.device, clock=world.clock)
 
 
-def trainer_of(job: Job, model: Decoder, world: World) -> Trainer:
+def trainer_of(job: Job, model: Decoder, world: World, companions: Mapping[str, Decoder]) -> Trainer:
     if not job.train.deterministic:
-        return Trainer(model, world, job.train)
+        return Trainer(model, world, job.train, companions)
     torch.set_num_threads(1)  # more of them add in an order that depends on how many there are
-    trainer = CanonicalTrainer(model, world, job.train)
+    trainer = CanonicalTrainer(model, world, job.train, companions)
     trainer.refuse_large(job.train.rows)
     return trainer
 

@@ -75,3 +75,8 @@ def adapted_from(model: ModelConfig, directory: Path, run: Path, tokenizer: str,
     if model.lora is None:
         return model, directory
     return model.model_copy(update={"init": "pretrained"}), start_directory(model, directory, run, tokenizer, seed)
+
+
+def own_reference(model: ModelConfig) -> bool:
+    """Only adapters train, so the policy without them is the model that training started from."""
+    return model.lora is not None and not model.train and not model.replace

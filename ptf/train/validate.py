@@ -1,4 +1,4 @@
-"""Held-out loss while training: the recipe's own loss over a finite, fixed set of rows."""
+"""Held-out metrics while training: the recipe's own loss, and what else it measures, over a finite, fixed set of rows."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,21 +6,30 @@ import torch
 
 from ptf.compute.world import World
 from ptf.data.sample import Atom
+from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes import Recipe
 from ptf.train.deal import deal
 
 
 @torch.no_grad()
-def held_out_loss(model: Decoder, recipe: Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], world: World, micro_rows: int, width: int) -> dict[str, float]:
-    """Mean loss per unit of each named set of packed rows, as `loss/NAME`."""
+def held_out_loss(
+    model: Decoder, recipe: Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], world: World, micro_rows: int, width: int,
+    companions: Mapping[str, Decoder],
+) -> dict[str, float]:  # fmt: skip
+    """Means per unit of each named set of packed rows, as `loss/NAME`, `accuracy/NAME`, … Raises UserError for a set without a unit."""
     out: dict[str, float] = {}
     for name, rows in sets.items():
-        total = torch.zeros(2, dtype=torch.float64)
+        units, totals = torch.zeros((), dtype=torch.float64), {}
         for batch in deal(rows, world, micro_rows, width):
             batch = batch.to(world.device)
-            loss, _ = recipe.loss(model, batch, {})
-            total += torch.stack([loss.double().cpu(), recipe.units(batch).cpu()])
-        loss, units = world.sum(total).tolist()
-        out[f"loss/{name}"] = loss / units
+            _, metrics = recipe.loss(model, batch, companions)
+            units += recipe.units(batch).cpu()
+            for metric, value in metrics.items():
+                if "/" not in metric:  # of one source: a held-out set is one
+                    totals[metric] = totals.get(metric, 0.0) + value.double().cpu()
+        count, *means = world.sum(torch.stack([units, *totals.values()])).tolist()
+        if not count:
+            raise UserError(f"data.validation.{name} has nothing to measure a loss by")
+        out |= {f"{metric}/{name}": mean / count for metric, mean in zip(totals, means, strict=True)}
     return out

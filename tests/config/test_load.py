@@ -156,7 +156,7 @@ def test_all_problems_of_all_files_at_once(write):
         "--set trian.lr=3  trian  unknown key at the top  (did you mean train?)",
         "a.yaml:5  model.revison  unknown key in model  (did you mean revision?)",
         "a.yaml:6  lr  unknown key at the top  (did you mean train.lr?)",
-        "a.yaml:9  data.sources.chat.kind  expected one of auto, chat, completion, text, events, preference, prompt, tokenized, got the text 'chats'"
+        "a.yaml:9  data.sources.chat.kind  expected one of auto, chat, completion, scored, text, events, preference, prompt, tokenized, got the text 'chats'"
         "  (did you mean chat?)",
         "a.yaml:10  data.lanes  expected a whole number, got the text '8'",
         "b.yaml:1  train.lr  is missing",
@@ -222,7 +222,7 @@ def test_what_rollouts_need_is_said_before_they_start(write, override, what):
 def test_unknown_recipe(write):
     write(a=SFT.replace("sft", "grop") + "trian: 1\n")
     assert problems("a.yaml") == [
-        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, grpo, or `use: module:name` for your own  (did you mean grpo?)",
+        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, rm, grpo, or `use: module:name` for your own  (did you mean grpo?)",
         "a.yaml:5  trian  unknown key at the top  (did you mean train?)",
     ]
     for recipe in ("3", "[sft]", ""):

@@ -19,7 +19,7 @@ from ptf.recipes import Metrics
 class Value:
     """Regress the value at each trained position to a tenth of the token that follows: (v − target / 10)²."""
 
-    companions: tuple[str, ...] = ()
+    companions: ClassVar[Mapping[str, str | None]] = {}
     online: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 

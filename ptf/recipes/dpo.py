@@ -1,0 +1,86 @@
+"""Learning from preferences without a reward model: the policy's own log-probs, beside a reference's, are the reward.
+
+    Δ  = log π(y₊|x)/π_ref(y₊|x) − log π(y₋|x)/π_ref(y₋|x)                       sums over the tokens of an answer
+    sigmoid  −(1 − ε) log σ(β Δ) − ε log σ(−β Δ)       DPO (Rafailov et al. 2023, eq. 7); ε: conservative DPO (Mitchell 2023, eq. 3)
+    ipo      (Δ − 1/(2β))²                             IPO (Azar et al. 2023, eq. 17)
+    simpo    −log σ(β (log π(y₊|x)/|y₊| − log π(y₋|x)/|y₋|) − γ)                  SimPO (Meng et al. 2024, eq. 6); no reference
+
+`length_normalised` takes means over the tokens of an answer instead of sums in the first two. A unit is a pair.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ptf.data.batch import Batch
+from ptf.data.encode import encode_preference
+from ptf.data.sample import Atom
+from ptf.data.tokenizer import Tokenizer
+from ptf.model.chunked import token_logprobs
+from ptf.model.decoder import Decoder
+from ptf.model.lora import adapters_off
+from ptf.recipes import Metrics
+from ptf.recipes.documents import pairs, sums, weights
+
+
+@dataclass(frozen=True)
+class DPO:
+    form: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    length_normalised: bool = False
+    gamma: float = 0.5
+    reference: str | None = None
+    online: ClassVar[bool] = False
+    head: ClassVar[Literal["lm", "scalar"]] = "lm"
+
+    @property
+    def companions(self) -> Mapping[str, str | None]:
+        return {} if self.form == "simpo" else {"reference": self.reference}
+
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
+        return encode_preference(row, tokenizer, source)
+
+    def units(self, batch: Batch) -> Tensor:
+        return weights(batch)[pairs(batch)[0]].sum(dtype=torch.float64)
+
+    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        chosen, rejected = pairs(batch)
+        rewards = answers = self.answers(model, batch)  # [documents]
+        if self.form != "simpo":
+            with torch.no_grad(), adapters_off(companions["reference"]):  # where the policy is its own reference, it has adapters
+                before = self.answers(companions["reference"], batch)
+            rewards = answers - before
+        gap = rewards[chosen] - rewards[rejected]
+        if self.form == "ipo":
+            losses = (gap - 1 / (2 * self.beta)) ** 2
+        elif self.form == "simpo":
+            losses = -logsigmoid(self.beta * gap - self.gamma)
+        else:
+            losses = -(1 - self.label_smoothing) * logsigmoid(self.beta * gap) - self.label_smoothing * logsigmoid(-self.beta * gap)
+        counts = weights(batch)[chosen]
+        loss = (losses * counts).sum()
+        metrics = {
+            "loss": loss,
+            "accuracy": ((gap > 0) * counts).sum(),
+            "margin": (self.beta * gap * counts).sum(),
+            "reward_chosen": (self.beta * rewards[chosen] * counts).sum(),
+            "reward_rejected": (self.beta * rewards[rejected] * counts).sum(),
+            "logp_chosen": (answers[chosen] * counts).sum(),
+            "logp_rejected": (answers[rejected] * counts).sum(),
+        }
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def answers(self, model: Decoder, batch: Batch) -> Tensor:
+        """Log-prob of each answer, or its mean over tokens: [documents]."""
+        reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights)
+        logprobs, _ = model(batch.tokens, batch.positions, batch.segments, reduce)  # [B, T]
+        total = sums(logprobs, batch)
+        if not (self.length_normalised or self.form == "simpo"):
+            return total
+        return total / sums(torch.ones_like(logprobs), batch).clamp(min=1)

@@ -1,0 +1,82 @@
+"""Reward models: one score for an answer, read at its last token by a scalar head, from preferences or from scores that people gave.
+
+    pair        −log σ(r₊ − r₋ − m) + c (r₊ + r₋)²     Bradley and Terry 1952, as in Ouyang et al. 2022, eq. 1; m: the row's `margin` (Touvron et al.
+                                                       2023, eq. 2); c holds the scores near 0 (Eisenstein et al. 2023, eq. 6)
+    binary      −y log σ(r) − (1 − y) log σ(−r)        y in [0, 1], the row's `reward`
+    regression  (r − y)²
+
+A unit is a pair, or a scored answer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from ptf.data.batch import Batch
+from ptf.data.encode import encode_preference, encode_scored
+from ptf.data.sample import Atom
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.model.decoder import Decoder
+from ptf.model.scalar import Scalar
+from ptf.recipes import Metrics
+from ptf.recipes.documents import ends, pairs, weights
+
+
+@dataclass(frozen=True)
+class RM:
+    form: Literal["pair", "binary", "regression"] = "pair"
+    margin: bool = False
+    centring: float = 0.0
+    online: ClassVar[bool] = False
+    head: ClassVar[Literal["lm", "scalar"]] = "scalar"
+    companions: ClassVar[Mapping[str, str | None]] = {}
+
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
+        if self.form != "pair":
+            if self.form == "binary" and isinstance(reward := row.get("reward"), int | float) and not 0 <= reward <= 1:
+                raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {reward!r}")
+            return encode_scored(row, tokenizer, source)
+        atoms = encode_preference(row, tokenizer, source)
+        if not self.margin:
+            return atoms
+        margin = row.get("margin")
+        if not isinstance(margin, int | float) or not np.isfinite(margin):
+            raise UserError(f"algo.margin: a row needs a number `margin`, not {margin!r}")
+        return [tuple(replace(s, streams={"margin": np.full(len(s), margin, np.float32)}) for s in atom) for atom in atoms]
+
+    def units(self, batch: Batch) -> Tensor:
+        counted = weights(batch)
+        return (counted[pairs(batch)[0]] if self.form == "pair" else counted).sum(dtype=torch.float64)
+
+    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        scores, last, counts = self.scores(model, batch), ends(batch), weights(batch)
+        if self.form == "pair":
+            chosen, rejected = pairs(batch)
+            gap, counts = scores[chosen] - scores[rejected], counts[chosen]
+            wanted = batch.streams["margin"].reshape(-1)[last[chosen] - 1] if self.margin else 0.0
+            losses = -logsigmoid(gap - wanted) + self.centring * (scores[chosen] + scores[rejected]) ** 2
+            right, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
+            found = {"margin": (gap * counts).sum()}
+        else:
+            truth = batch.streams["score"].reshape(-1)[(last - 1).clamp(min=0)]  # a stream is aligned with the targets
+            losses = binary_cross_entropy_with_logits(scores, truth, reduction="none") if self.form == "binary" else (scores - truth) ** 2
+            right, score, found = (scores > 0) == (truth > 0.5), scores, {}
+        if self.form != "regression":
+            found["accuracy"] = (right * counts).sum()
+        loss = (losses * counts).sum()
+        return loss, {name: value.detach() for name, value in {"loss": loss, "score": (score * counts).sum(), **found}.items()}
+
+    def scores(self, model: Decoder, batch: Batch) -> Tensor:
+        """Of each document, fp32: [documents]."""
+        last = ends(batch)
+
+        def reduce(x: Tensor, head: Scalar) -> Tensor:
+            return head.values(x.flatten(0, 1).index_select(0, last))
+
+        return model(batch.tokens, batch.positions, batch.segments, reduce)

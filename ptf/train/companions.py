@@ -1,0 +1,70 @@
+"""The frozen models that a recipe's loss looks at, beside the one that trains.
+
+The one idea: a companion is loaded as the model itself is, sharded alike. Where only adapters train and the companion is what training starts from,
+the model without its adapters is that companion, and costs nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from ptf.compute.world import World
+from ptf.config import Job
+from ptf.config.schema import ModelConfig
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.decoder import Decoder
+from ptf.model.flops import Flops
+from ptf.train.parts import unadapted
+from ptf.train.start import own_reference, start_directory
+from ptf.train.trainer import load_model
+
+FREE = ("max_positions", "init_std", "head", "tied")  # of a model's config; no forward pass depends on them
+
+
+def companions(
+    wanted: Mapping[str, str | None], job: Job, world: World, within: World, model: Decoder, spec: ModelConfig, directory: Path, run: Path, tokenizer: str
+) -> dict[str, Decoder]:  # fmt: skip
+    """By role. `within`: the ranks that hold a model together; `spec`, `directory`: what `model` was made from; all ranks call it.
+    Raises UserError for one that is not a model of the same architecture, or has another tokenizer."""
+    found: dict[str, Decoder] = {}
+    for role, path in wanted.items():
+        if path is None and own_reference(spec):
+            found[role] = model
+            continue
+        if path is None:
+            plain = unadapted(spec)
+            place = Path(str(world.share(str(start_directory(spec, directory, run, tokenizer, job.seed)) if world.leads else None)))
+        else:
+            plain, place = ModelConfig(path=path), bridge.locate(path)
+            refuse_other_tokenizer(place, tokenizer, role)
+        found[role], _ = load_model(place, within, plain.model_copy(update={"init": "pretrained"}), seed=job.seed, precision=job.train.precision)
+        found[role].requires_grad_(False)
+        refuse_other_architecture(found[role], model, place, role)
+    return found
+
+
+def refuse_other_tokenizer(place: Path, tokenizer: str, role: str) -> None:
+    """A companion reads the ids that the model is trained on, so they must mean the same; its chat template is not used."""
+    if not (place / "tokenizer_config.json").exists():
+        return
+    ours, theirs = (Tokenizer.load(path).identity for path in (tokenizer, str(place)))
+    if any(ours[part] != theirs[part] for part in ("vocabulary", "merges", "probes")):
+        raise UserError(f"the {role} in {place} has another tokenizer than the model, so it would read other texts")
+
+
+def refuse_other_architecture(companion: Decoder, model: Decoder, place: Path, role: str) -> None:
+    ours, theirs = ({name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, companion))
+    if differ := [name for name in ours if ours[name] != theirs[name]]:
+        raise UserError(f"the {role} in {place} is of another architecture than the model: {', '.join(differ)} differ")
+
+
+def forward_flops(companion: Decoder) -> Flops:
+    """Of a forward pass alone."""
+    trained = [p for p in companion.parameters() if p.requires_grad]
+    companion.requires_grad_(False)
+    found = Flops.of(companion)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return found

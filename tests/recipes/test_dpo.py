@@ -1,0 +1,151 @@
+"""DPO, IPO and SimPO against the papers' equations, their pairs packed, weighted and dealt to ranks."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptf.compute.world import World
+from ptf.config.schema import LoraConfig, ModelConfig
+from ptf.data.batch import Batch
+from ptf.data.packing import idle, pack_all
+from ptf.data.sample import Atom, Sample
+from ptf.model.decoder import Decoder
+from ptf.recipes.documents import ends, pairs, sums, weights
+from ptf.recipes.dpo import DPO
+from ptf.train.trainer import load_model
+from tests.recipes import dense
+from tests.tiny import checkpoint, sample
+
+FORMS = {
+    "dpo": DPO(beta=0.3),
+    "conservative": DPO(beta=0.3, label_smoothing=0.1),
+    "means": DPO(beta=2.0, length_normalised=True),
+    "ipo": DPO(form="ipo", beta=0.2),
+    "ipo of means": DPO(form="ipo", beta=0.2, length_normalised=True),
+    "simpo": DPO(form="simpo", beta=2.0, gamma=0.7),
+}
+
+
+def atoms(count: int, seed: int = 0, weight: float = 1.0) -> list[Atom]:
+    rng = np.random.default_rng(seed)
+    made = [tuple(sample(int(rng.integers(4, 14)), 100 * seed + 2 * i + k) for k in range(2)) for i in range(count)]
+    return [tuple(Sample(s.tokens, s.weights * np.float32(weight + i), s.source) for s in atom) for i, atom in enumerate(made)] if weight != 1 else made
+
+
+def batches(made: list[Atom], width: int = 40) -> list[Batch]:
+    rows = pack_all(made, width)
+    rows.append([idle(rows)])  # as ranks get that have fewer rows
+    return [Batch.of(rows[i : i + 2], width) for i in range(0, len(rows), 2)]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("dpo")
+    return checkpoint(root / "policy", seed=1), checkpoint(root / "reference", seed=2)
+
+
+def load(place: Path, **spec: object) -> Decoder:
+    return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32")[0]  # type: ignore[arg-type]
+
+
+def expected(recipe: DPO, policy, reference, made: list[Atom]) -> torch.Tensor:
+    """The mean over pairs, each counting its weight."""
+    total, units = torch.zeros((), dtype=torch.float64), 0.0
+    for chosen, rejected in made:
+        weight = float(chosen.weights.max())
+        (w, n_w), (v, n_v) = dense.answer(policy, chosen), dense.answer(policy, rejected)
+        if recipe.form == "simpo":
+            loss = -torch.log(torch.sigmoid(recipe.beta / n_w * w - recipe.beta / n_v * v - recipe.gamma))
+        else:
+            with torch.no_grad():
+                (rw, _), (rv, _) = dense.answer(reference, chosen), dense.answer(reference, rejected)
+            by = (n_w, n_v) if recipe.length_normalised else (1, 1)
+            gap = (w - rw) / by[0] - (v - rv) / by[1]
+            if recipe.form == "ipo":
+                loss = (gap - 1 / (2 * recipe.beta)) ** 2
+            else:
+                e = recipe.label_smoothing
+                loss = -(1 - e) * torch.log(torch.sigmoid(recipe.beta * gap)) - e * torch.log(torch.sigmoid(-recipe.beta * gap))
+        total, units = total + weight * loss, units + weight
+    return total / units
+
+
+def ours(recipe: DPO, policy: Decoder, companions: dict[str, Decoder], made: list[Atom]) -> float:
+    """Leaves the gradient in the policy."""
+    found = batches(made)
+    units, total = float(sum(recipe.units(b) for b in found)), 0.0
+    for batch in found:
+        loss, metrics = recipe.loss(policy, batch, companions)
+        (loss / units).backward()
+        total += float(metrics["loss"]) / units
+    return total
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5], ids=["equal", "weighted"])
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradient_are_those_of_the_equations(places, form, weight):
+    recipe, made = FORMS[form], atoms(7, weight=weight)
+    policy, theirs = load(places[0]), dense.model(places[0])
+    wanted = expected(recipe, theirs, dense.model(places[1]), made)
+    wanted.backward()
+    companions = {"reference": load(places[1])} if recipe.companions else {}
+    assert ours(recipe, policy, companions, made) == pytest.approx(float(wanted), rel=2e-5)
+    assert dense.apart(policy, dense.gradients(theirs)) < 1e-4
+
+
+def test_a_pair_the_wrong_way_round_is_another_loss(places):
+    """Negative control."""
+    made = atoms(7)
+    policy, reference, recipe = load(places[0]), {"reference": load(places[1])}, FORMS["dpo"]
+    assert abs(ours(recipe, policy, reference, made) - ours(recipe, policy, reference, [atom[::-1] for atom in made])) > 0.1
+
+
+@pytest.mark.parametrize("form", ["dpo", "conservative", "means"])
+def test_the_first_loss_is_ln_2(places, form):
+    policy = load(places[0])
+    assert ours(FORMS[form], policy, {"reference": load(places[0])}, atoms(9)) == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_model_without_its_adapters_is_its_own_reference(places):
+    """The same loss, and gradient of the adapters, as with a second model."""
+    spec = {"lora": LoraConfig(rank=4)}
+    one, other = load(places[0], **spec), load(places[0], **spec)
+    for model in (one, other):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("lora_b"):
+                    parameter.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+    made, recipe = atoms(7), FORMS["dpo"]
+    losses = ours(recipe, one, {"reference": one}, made), ours(recipe, other, {"reference": load(places[0])}, made)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert abs(losses[0] - math.log(2)) > 1e-3, "the adapters change something"
+    a, b = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (one, other))
+    assert a.keys() == b.keys()
+    assert all("lora" in name for name in a)
+    assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(2, 9), st.integers(2, 9)), min_size=1, max_size=9), st.integers(18, 30))
+def test_pairs_and_documents_are_found_however_they_are_packed(lengths, width):
+    """Each answer's sum over its own tokens, its last token, and its partner, by a loop over the samples."""
+    made = [(sample(a, 31 * i), sample(b, 31 * i + 1)) for i, (a, b) in enumerate(lengths)]
+    for batch in batches(made, width):
+        values = torch.rand(batch.tokens.shape, dtype=torch.float64)
+        total, last, counted = sums(values, batch), ends(batch), weights(batch)
+        documents = [(r, d) for r in range(len(batch.segments)) for d in dict.fromkeys(batch.segments[r].tolist()) if d >= 0]
+        for r, d in documents:
+            here = batch.segments[r] == d
+            trained = here & (batch.weights[r] != 0)
+            assert float(total[d]) == pytest.approx(float(values[r][trained].sum()))
+            assert int(last[d]) == r * width + int(here.nonzero()[-1])
+            assert float(counted[d]) == float(batch.weights[r][here].max())
+        first, second = pairs(batch)
+        partners = [(d, d + 1) for d in range(len(batch.lengths) - 1) if batch.atoms[d] == batch.atoms[d + 1]]
+        assert list(zip(first.tolist(), second.tolist(), strict=True)) == partners
+        assert len(partners) == batch.sources.count("a") // 2
