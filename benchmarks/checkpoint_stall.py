@@ -74,8 +74,8 @@ def main() -> None:
         f"{size / 2**20:,.0f} MiB a checkpoint (fp32 weights and AdamW's two averages), {len(rounds)} saves; seconds, median (range).\n\n"
         "| a copy of the state on the host | training waits | until it is written, SHA-256 and fsync included |\n|---|---|---|\n"
         f"| {cell('copy_s')} | {cell('stall_s')} | {cell('written_s')} |\n\n"
-        f"Training waits {median(ratios):.2f} times the copy ({min(ratios):.2f} – {max(ratios):.2f}); {over} of {len(rounds)} waits were longer than 0.1 s and\n"
-        "than twice the copy. A save that begins before the one before it is written waits for that too.\n"
+        f"Training waits {median(ratios):.2f} times the copy ({min(ratios):.2f} – {max(ratios):.2f}); {over} of {len(rounds)} waits were longer than\n"
+        "0.1 s and than twice the copy. A save that begins before the one before it is written waits for that too.\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 

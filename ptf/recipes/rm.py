@@ -35,7 +35,10 @@ class RM:
     centring: float = 0.0
     online: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
-    companions: ClassVar[Mapping[str, str | None]] = {}
+
+    @property
+    def companions(self) -> Mapping[str, str | None]:
+        return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         if self.form != "pair":

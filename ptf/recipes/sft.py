@@ -24,9 +24,12 @@ from ptf.recipes import Metrics
 class SFT:
     train_on: str = "assistant"
     sources: tuple[str, ...] = ()  # by name, where there are several
-    companions: ClassVar[Mapping[str, str | None]] = {}
     online: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
+
+    @property
+    def companions(self) -> Mapping[str, str | None]:
+        return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         return encode_document(row, tokenizer, source, self.train_on)

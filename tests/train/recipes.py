@@ -19,9 +19,12 @@ from ptf.recipes import Metrics
 class Value:
     """Regress the value at each trained position to a tenth of the token that follows: (v − target / 10)²."""
 
-    companions: ClassVar[Mapping[str, str | None]] = {}
     online: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
+
+    @property
+    def companions(self) -> Mapping[str, str | None]:
+        return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         return encode_document(row, tokenizer, source, "assistant")
