@@ -1,21 +1,104 @@
-"""The evaluate stage: what a checkpoint answers on held-out prompts, and how often it is right."""
+"""The evaluate stage: what a checkpoint answers on held-out prompts and how often it is right; or, of a model that compares or scores answers, how
+well it does that on held-out ones."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ptf import storage
+import numpy as np
+import torch
+
+from ptf import recipes, storage
+from ptf.compute.world import World, joined
 from ptf.config import Job
+from ptf.config.schema import DPOAlgo, ModelConfig, RMAlgo
+from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.decoder import Decoder
+from ptf.recipes.documents import weights
+from ptf.recipes.rm import RM
 from ptf.rl.fit import clustered, held_out_prompts, sampler_spec
 from ptf.rl.rewards import Rewards
 from ptf.rl.validate import pass_rates
+from ptf.train.companions import companions
+from ptf.train.deal import deal
+from ptf.train.fit import held_out_rows
+from ptf.train.parts import unadapted
 from ptf.train.start import extended, start_directory, tokenizer_directory
+from ptf.train.trainer import load_model
+from ptf.train.validate import held_out_loss
 
 
 def evaluate(job: Job, run: Path) -> dict[str, float]:
+    """By name; `start/…` is of the model that training started from."""
+    return generated(job, run) | (compared(job, run) if isinstance(job.algo, DPOAlgo | RMAlgo) and job.data.validation else {})
+
+
+def compared(job: Job, run: Path) -> dict[str, float]:
+    """What the recipe measures on each of `data.validation`, of the trained model, in this process; and beside it what answers' lengths alone
+    would give. Of scores, the area under the ROC curve and the calibration error too."""
+    recipe, compute = recipes.build(job), job.compute
+    base = bridge.locate(job.model.path, job.model.revision)
+    spec, base = extended(job.model, base, run, job.seed)
+    tokenizer_path = tokenizer_directory(spec, base, run)
+    sets = held_out_rows(job, recipe, Tokenizer.load(tokenizer_path))
+    lengths = {name: [atom for row in rows for atom in row] for name, rows in sets.items()}
+    metrics: dict[str, float] = {}
+    with joined(compute.device, compute.timeout_s, threads=compute.threads) as world:
+        trained = ModelConfig(path=str(run / "model"))
+        model, _ = load_model(run / "model", world, trained, seed=job.seed, precision=job.train.precision, head=recipe.head)
+        beside = companions(recipe.companions, job, world, world, model, unadapted(spec), base, run, tokenizer_path)
+        metrics |= held_out_loss(model, recipe, sets, world, job.train.micro_rows, job.data.seq_len, beside)
+        if isinstance(recipe, RM) and recipe.form != "pair":
+            for name, rows in sets.items():
+                scores, truth = scored(model, recipe, rows, world, job.train.micro_rows, job.data.seq_len)
+                metrics[f"auc/{name}"] = auc(scores, truth > 0.5)
+                if recipe.form == "binary":
+                    metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
+    for name, atoms in lengths.items():
+        if all(len(atom) == 2 for atom in atoms):
+            longer = np.array([np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in atoms])
+            metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # of equally long ones, half
+        else:
+            truth = np.array([atom[0].streams["score"][0] for atom in atoms])
+            metrics[f"auc_by_length/{name}"] = auc(np.array([answer_length(atom[0]) for atom in atoms]), truth > 0.5)
+    return metrics
+
+
+def answer_length(sample: Sample) -> int:
+    return int((sample.weights != 0).sum())
+
+
+@torch.no_grad()
+def scored(model: Decoder, recipe: RM, rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and truths of all answers."""
+    scores, truths = [], []
+    for batch in deal(rows, world, micro_rows, width):
+        batch = batch.to(world.device)
+        real = weights(batch) > 0
+        scores.append(recipe.scores(model, batch)[real].cpu().numpy())
+        truths.append(recipe.truth(batch)[real].cpu().numpy())
+    return np.concatenate(scores), np.concatenate(truths)
+
+
+def auc(scores: np.ndarray, truth: np.ndarray) -> float:
+    """Chance that a true one scores more than a false one, half of it where they score the same (Mann and Whitney 1947); nan where one kind is missing."""
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    true, false = int(truth.sum()), int((~truth).sum())
+    return float((ranks[truth].sum() - true * (true + 1) / 2) / (true * false)) if true and false else float("nan")
+
+
+def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 10) -> float:
+    """Mean over answers of how far, in each of `bins` equal intervals, the mean probability is from the share that is true (Guo et al. 2017, eq. 3)."""
+    inside = np.minimum((probabilities * bins).astype(int), bins - 1)
+    gaps = [abs(float((probabilities - truth)[inside == b].sum())) for b in range(bins)]
+    return sum(gaps) / len(truth)
+
+
+def generated(job: Job, run: Path) -> dict[str, float]:
     """pass@1, pass@k and mean reward on each of `evaluate.sources`, of the trained model and, as `start/…`, of the model it started from.
     The greedy answers are left in `run/answers/`."""
     knobs = job.evaluate

@@ -166,7 +166,8 @@ def _renders_as(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tok
 
 
 def clean(messages: Any) -> list[dict[str, Any]]:
-    """Messages as servers hand them to a template: no null keys (parquet makes them), no null content, arguments of tool calls as objects."""
+    """Messages as servers hand them to a template: no null keys (parquet makes them), no null content, tool calls as objects of type function with
+    arguments that are objects."""
     if not isinstance(messages, list) or not messages:
         raise UserError("`messages` must be a list of messages, and not empty")
     return [_clean(i, message) for i, message in enumerate(messages)]
@@ -194,4 +195,4 @@ def _clean_call(i: int, call: Any) -> dict[str, Any]:
         except ValueError:
             raise UserError(f"message {i}: the arguments of {function['name']} are not JSON: {arguments[:80]!r}") from None
     function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}

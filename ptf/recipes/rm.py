@@ -58,22 +58,26 @@ class RM:
         return (counted[pairs(batch)[0]] if self.form == "pair" else counted).sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        scores, last, counts = self.scores(model, batch), ends(batch), weights(batch)
+        scores, counts = self.scores(model, batch), weights(batch)
         if self.form == "pair":
             chosen, rejected = pairs(batch)
             gap, counts = scores[chosen] - scores[rejected], counts[chosen]
-            wanted = batch.streams["margin"].reshape(-1)[last[chosen] - 1] if self.margin else 0.0
+            wanted = batch.streams["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
             losses = -logsigmoid(gap - wanted) + self.centring * (scores[chosen] + scores[rejected]) ** 2
             right, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
             found = {"margin": (gap * counts).sum()}
         else:
-            truth = batch.streams["score"].reshape(-1)[(last - 1).clamp(min=0)]  # a stream is aligned with the targets
+            truth = self.truth(batch)
             losses = binary_cross_entropy_with_logits(scores, truth, reduction="none") if self.form == "binary" else (scores - truth) ** 2
             right, score, found = (scores > 0) == (truth > 0.5), scores, {}
         if self.form != "regression":
             found["accuracy"] = (right * counts).sum()
         loss = (losses * counts).sum()
         return loss, {name: value.detach() for name, value in {"loss": loss, "score": (score * counts).sum(), **found}.items()}
+
+    def truth(self, batch: Batch) -> Tensor:
+        """The `reward` of each document's row: [documents]."""
+        return batch.streams["score"].reshape(-1)[(ends(batch) - 1).clamp(min=0)]  # a stream is aligned with the targets
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
         """Of each document, fp32: [documents]."""

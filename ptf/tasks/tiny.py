@@ -22,12 +22,28 @@ def chat_row(question: Question) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question[0]}, {"role": "assistant", "content": question[1]}]}
 
 
+def pair_rows(questions: Sequence[Question], seed: int) -> list[dict[str, Any]]:
+    """The right answer is preferred to one of which a digit is another."""
+    rng, rows = random.Random(f"pairs/{seed}"), []
+    for question, answer in questions:
+        at = rng.choice([i for i, c in enumerate(answer) if c.isdigit()])
+        wrong = rng.choice([d for d in "0123456789" if d != answer[at]])
+        rows.append({"prompt": question, "chosen": answer, "rejected": answer[:at] + wrong + answer[at + 1 :]})
+    return rows
+
+
+def scored_rows(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every answer by itself: 1 for right, 0 for wrong."""
+    return [{"prompt": p["prompt"], "completion": p[kind], "reward": float(kind == "chosen")} for p in pairs for kind in ("chosen", "rejected")]
+
+
 def write_task(
     directory: str, *, train: Sequence[Question], prompts: Sequence[Question], dev: Sequence[Question], test: Sequence[Question],
     shuffle_answers: bool, seed: int,
 ) -> None:  # fmt: skip
     """`train.jsonl` to imitate; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl` to answer; `held_out_chat.jsonl`, dev to imitate, for a held-out
-    loss; `model/`. With `shuffle_answers` the training prompts get one another's answers: a control from which nothing can be learned."""
+    loss; `train_pairs.jsonl` and `held_out_pairs.jsonl`, right answers preferred to wrong ones, and those scored: `train_scored.jsonl` and
+    `held_out_scored.jsonl`; `model/`. With `shuffle_answers` the training prompts get one another's answers: a control from which nothing can be learned."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     if shuffle_answers:
@@ -39,6 +55,10 @@ def write_task(
     _write(root / "dev.jsonl", map(prompt_row, dev))
     _write(root / "test.jsonl", map(prompt_row, test))
     _write(root / "held_out_chat.jsonl", map(chat_row, dev))
+    for name, questions in (("train", train), ("held_out", dev)):
+        pairs = pair_rows(questions, seed)
+        _write(root / f"{name}_pairs.jsonl", pairs)
+        _write(root / f"{name}_scored.jsonl", scored_rows(pairs))
     write_model(root / "model", "".join(sorted({c for questions in (train, prompts, dev, test) for q in questions for c in q[0] + q[1]})))
 
 

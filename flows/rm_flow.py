@@ -1,0 +1,14 @@
+"""A reward model, from preferences or scores to a published one: `python flows/rm_flow.py run --config configs/tiny/rm.yaml`."""
+
+from flows.base import PostTrainFlow
+
+
+class RMFlow(PostTrainFlow):
+    """A reward model: prepare, tokenize, train, evaluate, publish."""
+
+    recipe = "rm"
+    default_config = "configs/tiny/rm.yaml"
+
+
+if __name__ == "__main__":
+    RMFlow()
