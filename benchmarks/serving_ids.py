@@ -1,6 +1,6 @@
 """Training ids against serving ids: texts and chats through ptf's tokenizer and through vLLM's own entry points. They must not differ in one id.
 
-    python benchmarks/serving_ids.py [--texts 100000] [--chats 5000]
+    python benchmarks/serving_ids.py [--texts 100000] [--chats 5100]
 
 Texts are fuzzed: words, numbers, code, whitespace, many scripts, emoji, control characters and text that looks like special tokens, under four real
 tokenizers. Chats are the real conversations of PTF_DATA and fuzzed ones, up to the turn that the model would speak, with tools, under two of those
@@ -100,7 +100,7 @@ def chats(tokenizer: Any, renderer: Any, count: int, shared: Path, seed: str) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=100_000)
-    parser.add_argument("--chats", type=int, default=5_000)
+    parser.add_argument("--chats", type=int, default=5_100)
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     sys.path.insert(0, str(ROOT))

@@ -36,34 +36,34 @@ class Batch:
         segments = np.full(shape, -1, np.int64)
         weights = np.zeros(shape, np.float32)
         streams: dict[str, np.ndarray] = {}
-        lengths: list[int] = []
-        owners: list[int] = []
-        sources: list[str] = []
-        atom = 0
-        for r, row in enumerate(rows):
-            at = 0
-            for members in row:
-                for sample in members:
-                    n = len(sample)
-                    assert at + n <= width, f"row {r} holds {at + n} tokens, more than {width}"
-                    tokens[r, at : at + n] = sample.tokens
-                    targets[r, at : at + n - 1] = sample.tokens[1:]
-                    weights[r, at : at + n - 1] = sample.weights[1:]
-                    positions[r, at : at + n] = np.arange(n)
-                    segments[r, at : at + n] = len(lengths)
-                    for name, values in sample.streams.items():
-                        if name not in streams:
-                            streams[name] = np.zeros(shape + values.shape[1:], values.dtype)
-                        streams[name][r, at : at + n - 1] = values[1:]
-                    lengths.append(n)
-                    owners.append(atom)
-                    sources.append(sample.source)
-                    at += n
-                atom += 1
+        samples = [[sample for members in row for sample in members] for row in rows]
+        counts = [len(sample.tokens) for row in samples for sample in row]
+        ramp, first = np.arange(width), 0
+        for r, row in enumerate(samples):  # a row at a time: numpy's calls cost more than a short document's copies
+            if not row:
+                continue
+            lengths = np.array(counts[first : first + len(row)])
+            ends = np.cumsum(lengths)
+            n = int(ends[-1])
+            assert n <= width, f"row {r} holds {n} tokens, more than {width}"
+            tokens[r, :n] = ids = np.concatenate([sample.tokens for sample in row])
+            targets[r, : n - 1] = ids[1:]
+            weights[r, : n - 1] = np.concatenate([sample.weights for sample in row])[1:]
+            targets[r, ends - 1], weights[r, ends - 1] = 0, 0.0  # nothing follows the last token of a document
+            np.subtract(ramp[:n], np.repeat(ends - lengths, lengths), out=positions[r, :n])
+            segments[r, :n] = np.repeat(np.arange(first, first + len(row)), lengths)
+            for at, sample in zip((ends - lengths).tolist(), row, strict=True):
+                for name, values in sample.streams.items():
+                    if name not in streams:
+                        streams[name] = np.zeros(shape + values.shape[1:], values.dtype)
+                    streams[name][r, at : at + len(values) - 1] = values[1:]
+            first += len(row)
+        owners = [atom for atom, members in enumerate(members for row in rows for members in row) for _ in members]
+        sources = tuple(sample.source for row in samples for sample in row)
         as_tensor = torch.from_numpy
         return Batch(
             as_tensor(tokens), as_tensor(targets), as_tensor(positions), as_tensor(segments), as_tensor(weights),
-            torch.tensor(owners, dtype=torch.int64), tuple(lengths), tuple(sources), {k: as_tensor(v) for k, v in streams.items()},
+            torch.tensor(owners, dtype=torch.int64), tuple(counts), sources, {k: as_tensor(v) for k, v in streams.items()},
         )  # fmt: skip
 
     def to(self, device: torch.device) -> "Batch":

@@ -1,0 +1,68 @@
+"""The evaluate stage of recipes that compare or score: the numbers that training saw, from the files that training left."""
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptf.config import loads
+from ptf.data.tokenizer import Tokenizer
+from ptf.eval import auc, calibration_error, evaluate
+from tests.train.test_fit import facts, train
+from tests.train.test_preferences import RECIPES, preferences
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=2, max_size=40).filter(lambda xs: 0 < sum(t for _, t in xs) < len(xs)))
+def test_auc_is_the_share_of_pairs_in_the_right_order(found):
+    pairs = [(a > b) + (a == b) / 2 for a, true in found if true for b, other in found if not other]
+    scores, truth = (np.array(column) for column in zip(*found, strict=True))
+    assert auc(scores.astype(float), truth) == pytest.approx(sum(pairs) / len(pairs))
+
+
+def test_calibration_error_of_what_is_calibrated_and_what_is_not():
+    truth = np.array([0.0, 1.0] * 50)
+    assert calibration_error(np.full(100, 0.5), truth) == pytest.approx(0)
+    assert calibration_error(np.full(100, 0.9), truth) == pytest.approx(0.4)
+    assert calibration_error(truth * 0.999, truth) == pytest.approx(0.0005, abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
+    raw = preferences(tmp_path, name)
+    if lora:
+        raw["model"] |= {"lora": {"rank": 4}, "train": ["head"] if name != "dpo" else None}
+    run = train(raw, "run")
+    found, last = evaluate(loads(yaml.safe_dump(raw)), run), facts(run)[-1]
+    seen = {key: value for key, value in last.items() if key.endswith("/held_out")}
+    assert {"loss/held_out", "accuracy/held_out"} <= seen.keys()
+    assert {key: found[key] for key in seen} == pytest.approx(seen, abs=1e-5)
+    beside = {"scores": {"auc/held_out", "auc_by_length/held_out", "calibration_error/held_out"}}.get(name, {"accuracy_by_length/held_out"})
+    assert found.keys() - seen.keys() == beside
+    assert all(0 <= found[key] <= 1 for key in beside)
+
+
+def test_transformers_reads_the_same_scores(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    from ptf.compute.world import World
+    from ptf.config.schema import ModelConfig
+    from ptf.data.batch import Batch
+    from ptf.data.encode import encode_preference
+    from ptf.recipes.rm import RM
+    from ptf.train.trainer import load_model
+
+    raw = preferences(tmp_path, "rm")
+    run = train(raw, "run", train__steps=4)
+    tokenizer = Tokenizer.load(str(run / "model"))
+    atoms = encode_preference({"prompt": "3+4=", "chosen": "7", "rejected": "81"}, tokenizer)
+    model, _ = load_model(run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar")
+    ours = RM().scores(model, Batch.of([atoms], 64)).tolist()
+    theirs = AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
+    assert theirs.config.num_labels == 1
+    said = [float(theirs(torch.tensor(s.tokens[None].astype("int64"))).logits[0, 0]) for s in atoms[0]]
+    assert said == pytest.approx(ours, abs=1e-5)
+    assert ours[0] != pytest.approx(ours[1], abs=1e-4)
