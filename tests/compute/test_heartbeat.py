@@ -83,7 +83,7 @@ def test_a_stopped_rank_is_named_with_step_phase_place_and_last_lines_and_once(c
     assert "step 6, export for " in said
     assert ", at <string>:11 in <module>; its last lines:" in said
     assert said.endswith("\n    | made step 2\n    | made step 3\n    | made step 4\n    | made step 5\n    | made step 6")
-    assert not rank.hear("nothing more to say", 3)
+    assert not rank.hear("nothing more to say", 1.5)
     assert rank.news == [said]
     rank.process.send_signal(signal.SIGCONT)
     assert rank.hear("train rank 1 goes on", 10), rank.news
@@ -97,13 +97,13 @@ def test_a_rank_that_hangs_in_a_phase_whose_length_is_known_is_named(child):
 
 def test_a_rank_in_a_phase_that_it_has_not_been_in_is_left_alone(child):
     rank = child("export")
-    assert not rank.hear("rank 1", 5), rank.news
+    assert not rank.hear("rank 1", 3.5), rank.news
 
 
 def test_a_rank_that_has_ended_is_not_missed(child):
     rank = child("export", 0.1)
     rank.process.wait(30)
-    assert not rank.hear("rank 1", 4), rank.news
+    assert not rank.hear("rank 1", 3), rank.news
     assert rank.monitor.silence(1) == 0
 
 
@@ -158,7 +158,7 @@ def test_a_stopped_worker_of_a_gang_is_named_and_ends_the_run_at_the_deadline(ra
             world.barrier()
 
     with Gang("train", workers=2, timeout_s=120) as gang:
-        gang.timeout_s = 6
+        gang.timeout_s = 3
         pid = gang.members[1].pid
         with pytest.raises(RuntimeError, match=rf"train rank 1 \(actor \w+, pid {pid}.*not heard of for \d+ s while doing .*work: step 3, optimizer") as caught:
             gang.execute(work, [(0,), (1,)], timeout_s=float("inf"))
