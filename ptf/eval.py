@@ -2,6 +2,7 @@
 well it does that on held-out ones."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 
 from ptf import recipes, storage
+from ptf.compute.launch import on_ray
 from ptf.compute.world import World, joined
-from ptf.config import Job
-from ptf.config.schema import DPOAlgo, ModelConfig, RMAlgo
+from ptf.config import Job, dump, loads
+from ptf.config.schema import DPOAlgo, RMAlgo
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -22,13 +24,15 @@ from ptf.recipes.rm import RM
 from ptf.rl.fit import clustered, held_out_prompts, sampler_spec
 from ptf.rl.rewards import Rewards
 from ptf.rl.validate import pass_rates
-from ptf.train.companions import companions
+from ptf.train.companions import companions, exported
 from ptf.train.deal import deal
 from ptf.train.fit import held_out_rows
 from ptf.train.parts import unadapted
 from ptf.train.start import extended, start_directory, tokenizer_directory
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_loss
+
+COMPARED = "compared.json"  # in the run's directory
 
 
 def evaluate(job: Job, run: Path) -> dict[str, float]:
@@ -37,34 +41,47 @@ def evaluate(job: Job, run: Path) -> dict[str, float]:
 
 
 def compared(job: Job, run: Path) -> dict[str, float]:
-    """What the recipe measures on each of `data.validation`, of the trained model, in this process; and beside it what answers' lengths alone
-    would give. Of scores, the area under the ROC curve and the calibration error too."""
+    """What the recipe measures on each of `data.validation`, of the trained model, and beside it what answers' lengths alone would give. Of scores
+    from 0 to 1, the area under the ROC curve and the calibration error too. On Ray by as many workers as trained it, else in this process."""
+    compute = job.compute
+    if compute.launcher == "ray" and not (compute.address or "").startswith("http"):
+        on_ray(
+            compare, (dump(job), str(run)), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address, workdir=run,
+            timeout_s=compute.timeout_s,
+        )  # fmt: skip
+    else:
+        compare(dump(job), str(run))
+    return json.loads((run / COMPARED).read_text())
+
+
+def compare(text: str, directory: str) -> None:
+    """What every rank runs; leaves the metrics in the run's directory."""
+    job, run = loads(text), Path(directory)
     recipe, compute = recipes.build(job), job.compute
     base = bridge.locate(job.model.path, job.model.revision)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(spec, base, run)
     sets = held_out_rows(job, recipe, Tokenizer.load(tokenizer_path))
-    lengths = {name: [atom for row in rows for atom in row] for name, rows in sets.items()}
     metrics: dict[str, float] = {}
-    with joined(compute.device, compute.timeout_s, threads=compute.threads) as world:
-        trained = ModelConfig(path=str(run / "model"))
-        model, _ = load_model(run / "model", world, trained, seed=job.seed, precision=job.train.precision, head=recipe.head)
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor)
+    with joined(compute.device, compute.timeout_s, mesh[0], compute.threads, mesh[1]) as world:
+        model, _ = load_model(run / "model", world, exported(spec, run / "model"), seed=job.seed, precision=job.train.precision, head=recipe.head)
         beside = companions(recipe.companions, job, world, world, model, unadapted(spec), base, run, tokenizer_path)
         metrics |= held_out_loss(model, recipe, sets, world, job.train.micro_rows, job.data.seq_len, beside)
-        if isinstance(recipe, RM) and recipe.form != "pair":
-            for name, rows in sets.items():
+        for name, rows in sets.items():
+            atoms = [atom for row in rows for atom in row]
+            if all(len(atom) == 2 for atom in atoms):
+                longer = np.array([np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in atoms])
+                metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # of equally long ones, half
+            elif isinstance(recipe, RM) and recipe.form == "binary":
                 scores, truth = scored(model, recipe, rows, world, job.train.micro_rows, job.data.seq_len)
-                metrics[f"auc/{name}"] = auc(scores, truth > 0.5)
-                if recipe.form == "binary":
-                    metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
-    for name, atoms in lengths.items():
-        if all(len(atom) == 2 for atom in atoms):
-            longer = np.array([np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in atoms])
-            metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # of equally long ones, half
-        else:
-            truth = np.array([atom[0].streams["score"][0] for atom in atoms])
-            metrics[f"auc_by_length/{name}"] = auc(np.array([answer_length(atom[0]) for atom in atoms]), truth > 0.5)
-    return metrics
+                metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
+                if 0 < (truth > 0.5).sum() < len(truth):  # it is the order of two kinds
+                    by_length = np.array([answer_length(atom[0]) for atom in atoms]), np.array([atom[0].streams["score"][0] > 0.5 for atom in atoms])
+                    metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(*by_length)}
+        if world.leads:
+            storage.write_text(str(run / COMPARED), json.dumps(metrics))
 
 
 def answer_length(sample: Sample) -> int:
@@ -73,22 +90,24 @@ def answer_length(sample: Sample) -> int:
 
 @torch.no_grad()
 def scored(model: Decoder, recipe: RM, rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and truths of all answers."""
+    """Scores and truths of all answers, on every rank."""
     scores, truths = [], []
     for batch in deal(rows, world, micro_rows, width):
         batch = batch.to(world.device)
         real = weights(batch) > 0
         scores.append(recipe.scores(model, batch)[real].cpu().numpy())
         truths.append(recipe.truth(batch)[real].cpu().numpy())
-    return np.concatenate(scores), np.concatenate(truths)
+    mine = np.concatenate(scores), np.concatenate(truths)
+    every = [mine for rank, mine in enumerate(world.gather(mine)) if rank % world.tensor == 0]  # a tensor group has the same
+    return np.concatenate([scores for scores, _ in every]), np.concatenate([truths for _, truths in every])
 
 
 def auc(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Chance that a true one scores more than a false one, half of it where they score the same (Mann and Whitney 1947); nan where one kind is missing."""
+    """Chance that a true one scores more than a false one, half of it where they score the same (Mann and Whitney 1947). Both kinds must be there."""
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
     true, false = int(truth.sum()), int((~truth).sum())
-    return float((ranks[truth].sum() - true * (true + 1) / 2) / (true * false)) if true and false else float("nan")
+    return float((ranks[truth].sum() - true * (true + 1) / 2) / (true * false))
 
 
 def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 10) -> float:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TextIO
 
 ADDRESS = "PTF_HEARTBEAT"  # host:port of the launcher's store, in a rank's environment
@@ -22,10 +23,12 @@ BEAT_S = 1.0
 SILENT_S = 7.0  # with a beat and a look once a second, a stopped rank is named within 10 s
 STEADY = 3  # times that a rank has been through a phase, after which it is known how long that takes
 SLOWER = 3.0  # times the longest of those, the first left out (it may compile)
+CONNECT_S = 10.0  # to the launcher
 PAUSE_S = 3.0  # between two looks; what is more was a launcher that was stopped itself
-LINES = 5
+LINES, LONG = 5, 300  # that are kept of what a rank prints, and characters of each
 BETWEEN = "between phases"
-ELSEWHERE = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+OURS = str(Path(__file__).parents[1])  # which may be installed among the libraries
+ELSEWHERE = (*(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<frozen")
 
 
 class Clock:
@@ -70,8 +73,9 @@ class Tail:
         self._stream, self._lines, self._open = stream, lines, ""
 
     def write(self, text: str) -> int:
-        *whole, self._open = (self._open + text).split("\n")
-        self._lines.extend(line[:300] for line in whole if line.strip())
+        *whole, last = (self._open + text).replace("\r", "\n").split("\n")
+        self._lines.extend(line[:LONG] for line in whole if line.strip())
+        self._open = last[:LONG]
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -88,7 +92,12 @@ def beating(clock: Clock, rank: int) -> Iterator[None]:
     from torch.distributed import TCPStore  # here, because processes without torch import who imports this
 
     host, _, port = address.rpartition(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    try:
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
+    except RuntimeError as error:
+        print(f"rank {rank} cannot reach {address}, where its launcher listens for what it is doing; it works unheard ({error})", flush=True)
+        yield
+        return
     lines: deque[str] = deque(maxlen=LINES)
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Tail(sys.stdout, lines), Tail(sys.stderr, lines)
@@ -119,7 +128,7 @@ def beating(clock: Clock, rank: int) -> Iterator[None]:
 def place(thread: int) -> str:
     """file:line and function of our or the user's code that a thread is in, or waits for."""
     frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_filename.startswith((*ELSEWHERE, "<frozen")):
+    while frame is not None and not (file := frame.f_code.co_filename).startswith(OURS) and file.startswith(ELSEWHERE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "nowhere of its own"
 
@@ -130,7 +139,7 @@ class Monitor:
     def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         from torch.distributed import TCPStore
 
-        listening = socket.create_server((host, 0))
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listening.getsockname()[1]
         self.name, self.address = name, f"{host}:{port}"
         self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), timeout=timedelta(seconds=30))
@@ -157,7 +166,7 @@ class Monitor:
                 if said != "silent":
                     news.append(f"{self.name} rank {rank} has not answered for {self.silence(rank):.0f} s (stopped, or its machine is){self.about(rank)}")
                     self._told[rank] = "silent"
-            elif beat["times"] >= STEADY and beat["for_s"] > max(SILENT_S, SLOWER * beat["longest_s"]):
+            elif beat["phase"] != BETWEEN and beat["times"] >= STEADY and beat["for_s"] > max(SILENT_S, SLOWER * beat["longest_s"]):
                 if said != "still":
                     still.append(rank)
                     self._told[rank] = "still"

@@ -68,6 +68,13 @@ class World:
     def barrier(self) -> None:
         self.max(0.0)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in their order, on every rank."""
+        found = [value] * self.size
+        if self.mesh is not None and self.size > 1:
+            dist.all_gather_object(found, value)
+        return found
+
     def share(self, value: object) -> object:
         """Rank 0's value, on every rank."""
         box = [value]

@@ -547,10 +547,15 @@ class Job(Section):
                 faults.append("evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation")
             if self.model.head is not None or "head" in self.model.replace:
                 faults.append("model.head: a reward model's head is a scalar one")
-        if isinstance(algo, DPOAlgo | RMAlgo) and self.data.train_on != "assistant":
-            faults.append(f"data.train_on is of chats; recipe {self.recipe} compares or scores the last answer")
-        if isinstance(algo, DPOAlgo) and self.model.head is not None:
+        if isinstance(algo, DPOAlgo) and (self.model.head is not None or "head" in self.model.replace):
             faults.append("model.head: dpo compares log-probs over the vocabulary")
+        if isinstance(algo, DPOAlgo | RMAlgo):
+            if self.data.train_on != "assistant":
+                faults.append(f"data.train_on is of chats; recipe {self.recipe} compares or scores the last answer")
+            if self.data.too_long in ("truncate", "split"):
+                faults.append(f"data.too_long: recipe {self.recipe} looks at whole answers; use error or drop")
+            if self.model.backend == "hf":
+                faults.append(f"model.backend: hf has no recipe {self.recipe}")
         return faults
 
     def _deterministic(self) -> list[str]:

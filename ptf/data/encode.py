@@ -27,8 +27,8 @@ COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated
 KINDS = {  # the columns that make a row what it is; a row that could be several is the first
     "preference": ("chosen", "rejected"),
     "chat": ("messages",),
-    "scored": ("prompt", "completion", "reward"),
     "completion": ("prompt", "completion"),
+    "scored": ("prompt", "completion", "reward"),
     "text": ("text",),
     "events": ("events",),
 }

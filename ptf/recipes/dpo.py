@@ -51,11 +51,9 @@ class DPO:
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         chosen, rejected = pairs(batch)
-        rewards = answers = self.answers(model, batch)  # [documents]
-        if self.form != "simpo":
-            with torch.no_grad(), adapters_off(companions["reference"]):  # where the policy is its own reference, it has adapters
-                before = self.answers(companions["reference"], batch)
-            rewards = answers - before
+        before = self.reference_answers(batch, companions)  # first: what a model keeps of its last forward pass (routing) is to be the policy's
+        answers = self.answers(model, batch)  # [documents]
+        rewards = answers if before is None else answers - before
         gap = rewards[chosen] - rewards[rejected]
         if self.form == "ipo":
             losses = (gap - 1 / (2 * self.beta)) ** 2
@@ -75,6 +73,13 @@ class DPO:
             "logp_rejected": (answers[rejected] * counts).sum(),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    @torch.no_grad()
+    def reference_answers(self, batch: Batch, companions: Mapping[str, Decoder]) -> Tensor | None:
+        if self.form == "simpo":
+            return None
+        with adapters_off(companions["reference"]):  # where the policy is its own reference, it has adapters
+            return self.answers(companions["reference"], batch)
 
     def answers(self, model: Decoder, batch: Batch) -> Tensor:
         """Log-prob of each answer, or its mean over tokens: [documents]."""

@@ -31,7 +31,7 @@ from ptf.train.adapter import export_adapter
 from ptf.train.deal import deal
 from ptf.train.export import export
 from ptf.train.parts import parts_of
-from ptf.train.trainer import Trainer, load_model
+from ptf.train.trainer import Trainer, forget_forwards, load_model
 
 
 @torch.no_grad()
@@ -70,7 +70,9 @@ class Scorer:
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Of the trained tokens of each sample, at the sampling temperature: [n] each, 0 elsewhere."""
-        return sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=self.temperature)
+        found = sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=self.temperature)
+        forget_forwards(self.model)
+        return found
 
     def park(self) -> None:
         if self.world.device.type == "cuda":

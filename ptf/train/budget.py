@@ -29,6 +29,7 @@ from ptf.model.flops import Flops
 from ptf.model.kept import Kept, kept
 from ptf.model.plan import parallelize, refuse_mesh
 from ptf.model.recompute import Recompute
+from ptf.train.companions import forward_flops, needs_weights
 from ptf.train.parts import parts_of
 from ptf.train.trainable import freeze
 
@@ -96,6 +97,7 @@ class _Run:
     rows: int
     width: int
     element: int  # bytes
+    beside: int = 0  # frozen models of the same size
 
     def memory(self, sizes: _Sizes, layers: list[Kept], dim: int) -> Memory:
         tokens = self.rows * self.width
@@ -104,7 +106,7 @@ class _Run:
         gathered = self.element * (2 * sizes.block + sizes.root + sizes.root_trained) + (self.element + 4) * sizes.block_trained
         logits = CHUNK_BYTES * (1 + (self.element == 2) / 2) + 2 * tokens * dim * self.element
         head = (4 + self.element) * sizes.head if sizes.root_trained else 0
-        return Memory(4.0 * sizes.here, 4.0 * sizes.trained, 8.0 * sizes.trained, gathered, tokens * (sum(each) + again), logits + head)
+        return Memory(4.0 * sizes.here * (1 + self.beside), 4.0 * sizes.trained, 8.0 * sizes.trained, gathered, tokens * (sum(each) + again), logits + head)
 
 
 def budget(job: Job, directory: Path, gpus: int, *, room_gib: float = 80.0, mfu: float = 0.4, gpu: str = "H100") -> Budget:
@@ -118,19 +120,20 @@ def budget(job: Job, directory: Path, gpus: int, *, room_gib: float = 80.0, mfu:
     if job.train.rows % data:
         raise UserError(f"train.rows ({job.train.rows}) must be a multiple of the {data} data-parallel ranks: each trains one row at least")
     with pretended(gpus, job.compute.mesh.replicate, tensor) as mesh:
-        model, family = bridge.build(directory, head=recipes.build(job).head, parts=parts_of(job.model, adapted=True))
+        recipe = recipes.build(job)
+        model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
         refuse_mesh(model.config, mesh)
         freeze(model, family, job.model.train)
         whole = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)
-        flops = Flops.of(model)
+        flops, forward = Flops.of(model), forward_flops(model)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor)
         parallelize(model, mesh, precision)
         sizes = _sizes(model)
     rows = min(job.train.micro_rows, job.train.rows // data)
-    run = _Run(job.train.checkpointing, rows, job.data.seq_len, dtype.itemsize)
-    tokens = job.train.rows * job.data.seq_len
-    work = flops.step([job.data.seq_len] * job.train.rows, tokens)
+    run = _Run(job.train.checkpointing, rows, job.data.seq_len, dtype.itemsize, sum(needs_weights(path, job.model) for path in recipe.companions.values()))
+    tokens, lengths = job.train.rows * job.data.seq_len, [job.data.seq_len] * job.train.rows
+    work = flops.step(lengths, tokens) + len(recipe.companions) * forward.step(lengths, tokens)
     memory, room = run.memory(sizes, layers, model.config.dim), room_gib * GIB
     peak = PEAKS[gpu][precision == "fp32"] * 1e12
     advice = () if memory.total <= room else tuple(_advice(run, sizes, layers, model.config.dim, gpus, room))

@@ -33,10 +33,10 @@ class CanonicalTrainer(Trainer):
         world, parameters = self.world, [p for p in self.model.parameters() if p.requires_grad]
         assert all(len(batch.tokens) == 1 for batch in micro), "one row a batch"
         owners: list[tuple[int, int]] = [(0, 0)] * (len(rows) * world.size)  # of each row of the global step: rank, and which of its rows
-        for rank, numbers in enumerate(self._all(list(rows))):
+        for rank, numbers in enumerate(self.world.gather(list(rows))):
             for k, number in enumerate(numbers):
                 owners[number] = rank, k
-        every = self._all([float(recipe.units(batch)) for batch in micro])
+        every = self.world.gather([float(recipe.units(batch)) for batch in micro])
         units = 0.0
         for rank, k in owners:
             units += every[rank][k]
@@ -47,7 +47,7 @@ class CanonicalTrainer(Trainer):
             gradients.append(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]))
             self.optimizer.zero_grad(set_to_none=True)
             found.append({name: float(value.detach().double()) for name, value in metrics.items()})
-        total, values = torch.zeros_like(gradients[0]), self._all(found)
+        total, values = torch.zeros_like(gradients[0]), self.world.gather(found)
         sums: dict[str, float] = {}
         for rank, k in owners:
             total += self._from(rank, gradients[k] if rank == world.rank else torch.empty_like(total))
@@ -58,14 +58,6 @@ class CanonicalTrainer(Trainer):
             p.grad = total[at : at + p.numel()].view_as(p).clone()
             at += p.numel()
         return {name: value / units for name, value in sums.items()}, units
-
-    def _all(self, value: list) -> list[list]:
-        """Every rank's."""
-        if self.world.size == 1:
-            return [value]
-        found: list = [None] * self.world.size
-        dist.all_gather_object(found, value)
-        return found
 
     def _from(self, rank: int, value: torch.Tensor) -> torch.Tensor:
         if self.world.size > 1:

@@ -30,16 +30,15 @@ def companions(
     Raises UserError for one that is not a model of the same architecture, or has another tokenizer."""
     found: dict[str, Decoder] = {}
     for role, path in wanted.items():
-        if path is None and own_reference(spec):
+        if not needs_weights(path, spec):
             found[role] = model
             continue
         if path is None:
-            plain = unadapted(spec)
             place = Path(str(world.share(str(start_directory(spec, directory, run, tokenizer, job.seed)) if world.leads else None)))
         else:
-            plain, place = ModelConfig(path=path), bridge.locate(path)
+            place = bridge.locate(path)
             refuse_other_tokenizer(place, tokenizer, role)
-        found[role], _ = load_model(place, within, plain.model_copy(update={"init": "pretrained"}), seed=job.seed, precision=job.train.precision)
+        found[role], _ = load_model(place, within, exported(spec, place), seed=job.seed, precision=job.train.precision)
         found[role].requires_grad_(False)
         refuse_other_architecture(found[role], model, place, role)
     return found
@@ -58,6 +57,16 @@ def refuse_other_architecture(companion: Decoder, model: Decoder, place: Path, r
     ours, theirs = ({name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, companion))
     if differ := [name for name in ours if ours[name] != theirs[name]]:
         raise UserError(f"the {role} in {place} is of another architecture than the model: {', '.join(differ)} differ")
+
+
+def exported(spec: ModelConfig, place: Path) -> ModelConfig:
+    """How to load another checkpoint of the model that `spec` trains: with its components, without what is trained on top."""
+    return unadapted(spec).model_copy(update={"path": str(place), "init": "pretrained"})
+
+
+def needs_weights(path: str | None, spec: ModelConfig) -> bool:
+    """Whether a companion is a model of its own; `spec` is the one that trains."""
+    return path is not None or not own_reference(spec)
 
 
 def forward_flops(companion: Decoder) -> Flops:

@@ -118,22 +118,35 @@ class Fit:
             seconds = self.clock.take()
             if self.track:
                 self.track.log(self.step, metrics | {"checkpoint_wait_s": stalled} | seconds)
-            with self.clock.phase("checkpoint"):
-                stalled = self.save(metrics) if self.saves.due(self.step) or leaving else 0.0
+            stalled = 0.0
+            if self.saves.due(self.step) or leaving:
+                with self.clock.phase("checkpoint"):
+                    stalled = self.save(metrics)
             if leaving and self.step < self.ends:
-                self.saver.wait()
+                self.written()
                 raise Left(self.step, self.ends, self.saves.path(self.step))
-        self.saver.wait()
+        self.written()
+
+    def written(self) -> None:
+        """The last checkpoint is."""
+        with self.clock.phase("last_checkpoint"):
+            self.saver.wait()
 
     def one_step(self) -> tuple[dict[str, float], bool]:
         """The metrics of the next step, and whether some rank was asked to end."""
-        job, world, began = self.job, self.world, time.perf_counter()
+        began = time.perf_counter()
         with self.clock.phase("data"):
             micro = next(self.loader)
         try:
             metrics, self.skipped = self.trainer.step(micro, self.recipe, self.step, self.loader.numbers), 0
         except FloatingPointError as error:
             metrics = self.left_out(error, micro)
+        with self.clock.phase("metrics"):
+            return self.measured(metrics, micro, began)
+
+    def measured(self, metrics: dict[str, float], micro: Sequence[Batch], began: float) -> tuple[dict[str, float], bool]:
+        """What is known of a step on all ranks together."""
+        job, world = self.job, self.world
         lengths = [n for batch in micro for n in batch.lengths]
         targets = sum(int((batch.weights != 0).sum()) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -60,6 +61,12 @@ def _load_foreign(
     return model, family  # type: ignore[return-value]
 
 
+def forget_forwards(frozen: nn.Module) -> None:
+    """FSDP notes every forward pass for a backward that a frozen model does not have: its notes would grow for as long as the run."""
+    if isinstance(frozen, FSDPModule):
+        frozen.reset_iter_state()
+
+
 Means = tuple[dict[str, float], float]  # metrics as means over the units of all ranks, and how many units those are
 
 
@@ -81,6 +88,9 @@ class Trainer:
         phase = self.world.clock.phase
         with phase("forward_backward"):
             means, units = self.passes([batch.to(self.world.device) for batch in micro], recipe, rows)
+            for companion in self.companions.values():
+                if companion is not self.model:
+                    forget_forwards(companion)
         with phase("optimizer"):
             return {**means, **self.update(means["loss"], step), "units": units}
 

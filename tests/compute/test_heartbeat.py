@@ -115,6 +115,35 @@ def test_a_launcher_that_was_stopped_itself_does_not_blame_its_ranks(child, monk
     assert rank.monitor.silence(1) < heartbeat.PAUSE_S + 1
 
 
+def test_a_launcher_that_cannot_be_reached_does_not_stop_the_work(monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "CONNECT_S", 0.5)
+    monkeypatch.setenv(ADDRESS, "127.0.0.1:1")
+    with heartbeat.beating(Clock(), 3):
+        assert "rank 3 cannot reach 127.0.0.1:1" in capsys.readouterr().out
+
+
+def test_progress_bars_and_long_lines_are_kept_short():
+    import io
+    from collections import deque
+
+    kept: deque[str] = deque(maxlen=heartbeat.LINES)
+    tail = heartbeat.Tail(io.StringIO(), kept)
+    for i in range(100):
+        tail.write(f"\r{i} %" + "x" * 1000)
+    assert len(tail._open) <= heartbeat.LONG
+    assert [line.split()[0] for line in kept] == ["94", "95", "96", "97", "98"]
+
+
+def test_the_place_of_a_library_installed_ptf_is_found(monkeypatch):
+    """In site-packages as ptf itself may be, its frames count; other libraries' do not."""
+    import threading
+
+    monkeypatch.setattr(heartbeat, "ELSEWHERE", (str(heartbeat.Path(__file__).parents[2]), *heartbeat.ELSEWHERE))
+    assert heartbeat.place(threading.get_ident()).startswith(heartbeat.__file__)
+    monkeypatch.setattr(heartbeat, "OURS", "nowhere")
+    assert heartbeat.place(threading.get_ident()) == "nowhere of its own"
+
+
 def test_seconds_of_phases_are_their_own_and_add_up():
     clock, began = Clock(), time.monotonic()
     with clock.phase("outer"):

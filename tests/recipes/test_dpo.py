@@ -18,6 +18,7 @@ from ptf.model.decoder import Decoder
 from ptf.recipes.documents import ends, pairs, sums, weights
 from ptf.recipes.dpo import DPO
 from ptf.train.trainer import load_model
+from tests.model.test_components import checkpoint as moe_checkpoint
 from tests.recipes import dense
 from tests.tiny import checkpoint, sample
 
@@ -128,6 +129,18 @@ def test_a_model_without_its_adapters_is_its_own_reference(places):
     assert a.keys() == b.keys()
     assert all("lora" in name for name in a)
     assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-6
+
+
+def test_experts_are_balanced_beside_an_own_reference(tmp_path):
+    """The routing that the balance looks at is the policy's, with its gradient, and not that of the reference's pass."""
+    place = moe_checkpoint("qwen3_moe", tmp_path / "moe")
+    policy = load(place, lora=LoraConfig(rank=4))
+    assert policy.config.moe
+    (batch, *_) = batches(atoms(3))
+    FORMS["dpo"].loss(policy, batch, {"reference": policy})
+    balance = policy.balance()
+    assert balance is not None
+    assert balance.requires_grad
 
 
 @settings(max_examples=60, deadline=None)

@@ -102,6 +102,19 @@ def test_lora_has_no_gradients_of_what_is_frozen(tmp_path) -> None:
     assert 0.5 * whole.flops < adapted.flops < 0.75 * whole.flops
 
 
+def test_a_reference_has_weights_of_its_own_unless_adapters_make_it_the_model(tmp_path) -> None:
+    def plan(recipe: str, lora: dict | None = None) -> Budget:
+        text = job(directory(tmp_path, DENSE), model={"lora": lora} if lora else None).replace("recipe: sft", f"recipe: {recipe}")
+        return budget(loads(text), tmp_path, 1)
+
+    sft, dpo, adapted, own = plan("sft"), plan("dpo"), plan("sft", {"rank": 4}), plan("dpo", {"rank": 4})
+    assert dpo.memory.weights == 2 * sft.memory.weights
+    assert dpo.memory.gradients == sft.memory.gradients
+    assert own.memory == adapted.memory
+    assert dpo.flops / sft.flops == pytest.approx(4 / 3)  # a forward pass more
+    assert own.flops > adapted.flops
+
+
 def test_time_is_flops_over_what_the_gpus_reach(tmp_path) -> None:
     slow, fast = planned(tmp_path, DENSE, 4, mfu=0.2), planned(tmp_path, DENSE, 8, mfu=0.4)
     assert slow.flops == fast.flops

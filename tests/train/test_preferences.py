@@ -112,8 +112,12 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
         ({"recipe": "dpo", "algo": {"loss": "ipo", "label_smoothing": 0.1}}, r"algo\.label_smoothing +belongs to algo\.loss: sigmoid"),
         ({"recipe": "rm", "algo": {"loss": "binary", "margin": True}}, r"algo\.margin +belongs to algo\.loss: pair, like algo\.centring, not to binary"),
         ({"recipe": "rm", "algo": {"beta": 1.0}}, "beta"),
+        ({"recipe": "rm", "algo": {}, "data": {"too_long": "truncate"}}, r"data\.too_long +recipe rm looks at whole answers"),
+        ({"model": {"path": "m", "backend": "hf"}}, r"model\.backend +hf has no recipe dpo"),
+        ({"model": {"path": "m", "replace": {"head": {"use": "a:b"}}}}, r"model\.head +dpo compares log-probs"),
     ],
 )
 def test_knobs_that_do_not_go_together_are_refused(tmp_path, changes, message):
+    raw = preferences(tmp_path, "dpo")
     with pytest.raises(UserError, match=message):
-        train({**preferences(tmp_path, "dpo"), **changes}, "a")
+        train({**raw, **changes, "data": raw["data"] | changes.get("data", {})}, "a")
