@@ -209,6 +209,7 @@ def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
     assert (output / "published" / "latest.json").exists()
 
 
+@pytest.mark.cluster
 def test_torchrun_runs_the_same_job_without_ray(place, alone):
     overrides = [w for s in place.sets("torchrun", "compute.workers=2", "data.pretokenize=false", *STEPS) for w in ("--set", s)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ptf.run", str(ROOT / SFT), *overrides]

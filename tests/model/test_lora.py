@@ -291,6 +291,7 @@ def on_both(place: Path) -> dict[str, dict[str, Tensor]]:
     return {f"{family} {how}": steps(place / family, mesh) for family in FAMILIES for how, mesh in MESHES.items()}
 
 
+@pytest.mark.cluster
 def test_two_ranks_train_and_export_what_one_does(tmp_path):
     alone = {}
     for family in FAMILIES:

@@ -51,6 +51,7 @@ def test_steps_are_those_of_one_rank(models, alone, tmp_path, size) -> None:
     assert {case: gap for case, gap in apart.items() if not max(gap) <= BOUND} == {}
 
 
+@pytest.mark.cluster
 def test_other_ways_to_cut_and_a_wrong_plan(models, tmp_path) -> None:
     """Two steps each: activations made again, copies, bf16, and the negative control."""
     plain = Case(models["gpt_oss"], steps=2)
@@ -114,6 +115,7 @@ def test_a_group_that_does_not_divide_the_heads_is_refused(models, ranks, messag
         refuse(bridge.shape(Path(models["gpt_oss"])), ranks)
 
 
+@pytest.mark.cluster
 def test_compiled_parts_compute_the_same(models) -> None:
     batches = [packed([[9, 4]], 13), packed([[20, 7, 1]], 28)]
     gradients = []

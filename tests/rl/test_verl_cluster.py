@@ -211,6 +211,7 @@ GPUS = """
 """
 
 
+@pytest.mark.cluster
 def test_on_gpus_roles_share_devices_and_take_turns(tmp_path):
     """The GPUs are logical: Ray places by them, torch sees none."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}

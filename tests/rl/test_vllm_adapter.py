@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -43,6 +44,7 @@ def serve(place: str) -> None:
     torch.save(found, f"{place}/found.pt")
 
 
+@pytest.mark.cluster
 def test_vllm_reads_the_adapter(tmp_path):
     directory = tiny.checkpoint(tmp_path / "m")
     model, family = bridge.build(directory, parts=Parts(lora=Lora(8, 16.0, rslora=True)))

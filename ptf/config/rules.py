@@ -1,0 +1,162 @@
+"""Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to change."""
+
+from ptf.config.schema import DPOAlgo, Job, RMAlgo
+
+
+def broken(job: Job) -> list[str]:
+    """One line for each rule that is broken, beginning with the key to change."""
+    workers = job.compute.workers
+    mesh = job.compute.mesh
+    data_ranks, of = (workers // mesh.tensor or 1), f"compute.workers ({workers})" + (f" / compute.mesh.tensor ({mesh.tensor})" if mesh.tensor > 1 else "")
+    dealt = {} if job.rollout else {"data.lanes": job.data.lanes, "train.rows": job.train.rows}
+    faults = [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
+    if "://" in job.output:
+        faults.append("output must be a directory on this machine; publish.to may be a URI")
+    if workers % (mesh.replicate * mesh.tensor):
+        faults.append(f"compute.mesh: replicate ({mesh.replicate}) × tensor ({mesh.tensor}) must divide compute.workers ({workers})")
+    if job.compute.launcher == "local" and workers > 1:
+        faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
+    faults += length(job)
+    if job.train.steps and job.train.warmup + (job.train.decay or 0) > job.train.steps:
+        faults.append("train.warmup and train.decay together are longer than train.steps")
+    if job.train.decay_at and not (job.train.decay and job.train.validate_every and job.data.validation):
+        faults.append("train.decay_at needs train.decay, train.validate_every and data.validation")
+    if job.train.deterministic:
+        faults += deterministic(job)
+    if job.train.stop or job.checkpoint.best:
+        faults += watched(job)
+    faults += own_components(job)
+    faults += preferences(job)
+    faults += foreign_model(job)
+    if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
+        faults.append("evaluate.sources needs evaluate.reward to score the answers")
+    faults += [f"data.validation.{name} has the name of one of data.sources" for name in job.data.validation if name in job.data.sources]
+    wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
+    if job.rollout:
+        wants_prompts |= {f"data.sources.{n}": s for n, s in job.data.sources.items()}
+        if job.data.validation:
+            faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
+        if job.data.too_long in ("truncate", "split"):
+            faults.append("data.too_long: a prompt cannot be cut; use error or drop")
+        if job.compute.launcher == "local" and job.rollout.workers > 1:
+            faults.append("rollout.workers: compute.launcher: local has one process")
+        if job.compute.launcher == "torchrun":
+            faults.append("compute.launcher: torchrun has no rollouts; use ray, or local with rollout.engine: native")
+        if job.rollout.max_new_tokens >= job.data.seq_len:
+            faults.append(f"rollout.max_new_tokens ({job.rollout.max_new_tokens}) leaves no room for a prompt in data.seq_len ({job.data.seq_len})")
+    elif isinstance(job.recipe, str):
+        faults += [f"data.sources.{n}.kind: prompt is for recipes with rollouts" for n, s in job.data.sources.items() if s.kind == "prompt"]
+    faults += [f"{key}.kind must be prompt, not {s.kind}" for key, s in wants_prompts.items() if s.kind not in ("auto", "prompt")]
+    if job.compute.launcher != "ray":
+        engines = {
+            "rollout.engine": job.rollout.engine if job.rollout and job.compute.launcher == "local" else None,
+            "evaluate.engine": job.evaluate.engine,
+        }
+        faults += [
+            f"{key}: vllm needs a process of its own, which compute.launcher: {job.compute.launcher} does not give; use native"
+            for key, e in engines.items()
+            if e == "vllm"
+        ]
+    return faults
+
+
+def length(job: Job) -> list[str]:
+    """When the run ends, and what its data must be for that."""
+    faults = []
+    if (job.train.steps is None) == (job.train.epochs is None):
+        faults.append("train.steps or train.epochs says how long to train: " + ("give one" if job.train.steps is None else "not both"))
+    if job.rollout:
+        faults += [f"{key} is for recipes without rollouts; use train.steps" for key, there in {
+            "train.epochs": job.train.epochs, "data.on_bad_row": job.data.on_bad_row != "error", "data.mix.by": job.data.mix.by != "samples",
+            **{f"data.sources.{n}.epochs": s.epochs for n, s in job.data.sources.items()}}.items() if there]  # fmt: skip
+    bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
+    if job.data.mix.exhausted != "repeat" and not bounded:
+        faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
+    return faults
+
+
+def foreign_model(job: Job) -> list[str]:
+    """What `model.backend: hf` does not have."""
+    if job.model.backend != "hf":
+        return []
+    asked = {
+        "model.tokens": job.model.tokens is not None,
+        "model.replace": bool(job.model.replace),
+        "model.head": job.model.head is not None,
+        "model.lora": job.model.lora is not None,
+        "compute.mesh.tensor": job.compute.mesh.tensor > 1,
+        "rollout.engine: native": job.rollout is not None and job.rollout.engine == "native",
+        "evaluate.engine: native": bool(job.evaluate.sources) and job.evaluate.engine == "native",
+    }
+    return [f"{key} is not there with model.backend: hf" for key, there in asked.items() if there]
+
+
+def preferences(job: Job) -> list[str]:
+    """What goes with the recipes that learn from whole answers."""
+    algo, faults = job.algo, []
+    if isinstance(algo, DPOAlgo):
+        if algo.loss == "simpo" and algo.reference:
+            faults.append("algo.reference: simpo has no reference")
+        if algo.loss != "sigmoid" and algo.label_smoothing:
+            faults.append(f"algo.label_smoothing belongs to algo.loss: sigmoid, not to {algo.loss}")
+    if isinstance(algo, RMAlgo):
+        if algo.loss != "pair" and (algo.margin or algo.centring):
+            faults.append(f"algo.margin belongs to algo.loss: pair, like algo.centring, not to {algo.loss}")
+        if job.evaluate.sources:
+            faults.append("evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation")
+        if job.model.head is not None or "head" in job.model.replace:
+            faults.append("model.head: a reward model's head is a scalar one")
+    if isinstance(algo, DPOAlgo) and (job.model.head is not None or "head" in job.model.replace):
+        faults.append("model.head: dpo compares log-probs over the vocabulary")
+    if isinstance(algo, DPOAlgo | RMAlgo):
+        if job.data.train_on != "assistant":
+            faults.append(f"data.train_on is of chats; recipe {job.recipe} compares or scores the last answer")
+        if job.data.too_long in ("truncate", "split"):
+            faults.append(f"data.too_long: recipe {job.recipe} looks at whole answers; use error or drop")
+        if job.model.backend == "hf":
+            faults.append(f"model.backend: hf has no recipe {job.recipe}")
+    return faults
+
+
+def deterministic(job: Job) -> list[str]:
+    rules = {
+        "train.deterministic is for recipes without rollouts": job.rollout is None,
+        "train.deterministic needs train.precision: fp32": job.train.precision == "fp32",
+        "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": job.compute.device == "cpu",
+        "train.deterministic needs a whole model on every worker: compute.mesh.tensor: 1": job.compute.mesh.tensor == 1,
+    }
+    return [fault for fault, kept in rules.items() if not kept]
+
+
+def watched(job: Job) -> list[str]:
+    """What train.stop and checkpoint.best look at has to be measured."""
+    if job.rollout:
+        return ["train.stop and checkpoint.best are for recipes without rollouts"]
+    faults, known = [], [f"loss/{name}" for name in job.data.validation]
+    if not (job.train.validate_every and known):
+        faults.append("train.stop and checkpoint.best need data.validation and train.validate_every")
+    asked = {"train.stop.metric": job.train.stop, "checkpoint.best.metric": job.checkpoint.best}
+    faults += [f"{key} is {of.metric}, but what is measured is {', '.join(known)}" for key, of in asked.items() if of and known and of.metric not in known]
+    if job.checkpoint.best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:
+        faults.append("checkpoint.every must be a multiple of train.validate_every, so that every checkpoint has the metric of checkpoint.best")
+    return faults
+
+
+def own_components(job: Job) -> list[str]:
+    """What goes with components and tokens of the user's own, and what does not."""
+    model, tokens, faults = job.model, job.model.tokens, []
+    if tokens and not (tokens.added or tokens.file or tokens.semantic_ids):
+        faults.append("model.tokens adds none: give added, file or semantic_ids")
+    if tokens and (tokens.init == "vectors") != (tokens.vectors is not None):
+        faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
+    if tokens and tokens.init == "description" and not tokens.file:
+        faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
+    declared = model.head or "head" in model.replace
+    if declared and job.rollout:
+        faults.append("model.head: rollouts are sampled from logits over the vocabulary; a declared head trains with offline recipes")
+    if declared and job.evaluate.sources:
+        faults.append("model.head: evaluate.sources needs a model that generates text")
+    engines = {"rollout.engine": job.rollout.engine if job.rollout else None, "evaluate.engine": job.evaluate.engine if job.evaluate.sources else None}
+    if model.replace:
+        faults += [f"{key}: vllm does not know the components of model.replace; use native" for key, engine in engines.items() if engine == "vllm"]
+    return faults
