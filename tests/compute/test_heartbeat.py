@@ -172,6 +172,7 @@ def test_the_place_of_a_thread_is_in_code_that_is_not_the_librarys():
     assert found[0].startswith(heartbeat.__file__)  # the innermost of ours is the one that asks
 
 
+@pytest.mark.cluster
 @pytest.mark.ray
 def test_a_stopped_worker_of_a_gang_is_named_and_ends_the_run_at_the_deadline(ray_cluster, capsys):
     def work(rank: int) -> None:

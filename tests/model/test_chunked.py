@@ -8,7 +8,7 @@ from typing import Self
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -76,8 +76,9 @@ def dense_logprobs(x: Tensor, head: Head, temperature: float) -> Tensor:
 
 
 def gap(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest distance of two gradients, relative to the largest element of theirs."""
-    return max(float((a.double() - b.double()).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in zip(mine, theirs, strict=True))
+    """The largest distance of two gradients, relative to the largest element of theirs; one that all but cancels out (below 0.01) has the rounding of
+    what cancelled."""
+    return max(float((a.double() - b.double()).abs().max() / b.abs().max().clamp(min=1e-2)) for a, b in zip(mine, theirs, strict=True))
 
 
 def differ(ours: Tensor, dense: Tensor, leaves: list[Tensor], value: float = 1e-6, gradient: float = 1e-5) -> bool:
@@ -103,6 +104,7 @@ problems = st.builds(
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(problem=problems, rows=st.integers(1, 30))
+@example(problem=Problem(493, (1, 1), 1, 3, 9, None, 1.0, True, 0.3, torch.float32), rows=1)  # a gradient of 5e-4
 @settings(deadline=None, max_examples=60)
 def test_values_and_gradients_equal_dense_whatever_the_chunks(name, problem, rows):
     leaves = problem.leaves()
