@@ -15,6 +15,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import idle, pack_all
 from ptf.data.sample import Atom, Sample
 from ptf.model.decoder import Decoder
+from ptf.recipes import Recipe
 from ptf.recipes.documents import ends, pairs, sums, weights
 from ptf.recipes.dpo import DPO
 from ptf.train.trainer import load_model
@@ -76,7 +77,7 @@ def expected(recipe: DPO, policy, reference, made: list[Atom]) -> torch.Tensor:
     return total / units
 
 
-def ours(recipe: DPO, policy: Decoder, companions: dict[str, Decoder], made: list[Atom]) -> float:
+def ours(recipe: Recipe, policy: Decoder, companions: dict[str, Decoder], made: list[Atom]) -> float:
     """Leaves the gradient in the policy."""
     found = batches(made)
     units, total = float(sum(recipe.units(b) for b in found)), 0.0

@@ -17,7 +17,7 @@ from ptf.model.decoder import Decoder
 from ptf.recipes.rm import RM
 from ptf.train.trainer import load_model
 from tests.recipes import dense
-from tests.recipes.test_dpo import atoms, batches
+from tests.recipes.test_dpo import atoms, ours
 from tests.tiny import SIZES
 
 FORMS = {
@@ -67,16 +67,6 @@ def expected(recipe: RM, network, made: list[Atom]) -> torch.Tensor:
     return total / units
 
 
-def ours(recipe: RM, model: Decoder, made: list[Atom]) -> float:
-    found = batches(made)
-    units, total = float(sum(recipe.units(b) for b in found)), 0.0
-    for batch in found:
-        loss, metrics = recipe.loss(model, batch, {})
-        (loss / units).backward()
-        total += float(metrics["loss"]) / units
-    return total
-
-
 @pytest.mark.parametrize("weight", [1.0, 0.5], ids=["equal", "weighted"])
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradient_are_those_of_the_equations(place, form, weight):
@@ -84,18 +74,18 @@ def test_loss_and_gradient_are_those_of_the_equations(place, form, weight):
     made, model, theirs = data(recipe, weight), load(place), dense.model(place, scalar=True)
     wanted = expected(recipe, theirs, made)
     wanted.backward()
-    assert ours(recipe, model, made) == pytest.approx(float(wanted), rel=2e-5)
+    assert ours(recipe, model, {}, made) == pytest.approx(float(wanted), rel=2e-5)
     assert dense.apart(model, dense.gradients(theirs)) < 1e-4
 
 
 def test_a_score_read_one_token_early_is_another_loss(place, monkeypatch):
     """Negative control."""
     made, recipe = data(FORMS["pair"], 1.0), FORMS["pair"]
-    right = ours(recipe, load(place), made)
+    right = ours(recipe, load(place), {}, made)
     from ptf.recipes import documents, rm
 
     monkeypatch.setattr(rm, "ends", lambda batch: (documents.ends(batch) - 1).clamp(min=0))
-    assert abs(ours(recipe, load(place), made) - right) > 1e-2
+    assert abs(ours(recipe, load(place), {}, made) - right) > 1e-2
 
 
 def chat(asked: str, answer: str) -> list[dict[str, str]]:
