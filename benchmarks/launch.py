@@ -116,7 +116,7 @@ def main() -> None:
         "| launcher | milliseconds a step, median of runs' medians (range) | CPU-milliseconds of both ranks a step | seconds for start and end |\n"
         f"|---|---|---|---|\n{lines}\n"
         f"A step through Ray takes {said['step_s']} of torchrun's wall clock, and {said['cpu_s']} of its ranks' CPU-seconds, by rounds.\n"
-        "Both ranks run on the two threads of one core here, so Ray's own processes, 3 to 4 % of a core, are at their expense.\n"
+        "Both ranks run on the two threads of one core here, so Ray's own processes are at their expense.\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 

@@ -1,6 +1,5 @@
 """What the recipes' losses are compared with: transformers in float64, one document at a time, and the papers' equations written out."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,9 @@ def gradients(network: Any) -> dict[str, Tensor]:
     return found
 
 
-def apart(ours: Any, theirs: dict[str, Tensor], names: Sequence[str] | None = None) -> float:
+def apart(ours: Any, theirs: dict[str, Tensor]) -> float:
     """Largest difference of any gradient, relative to the largest gradient of that tensor."""
     found = dict(ours.named_parameters())
     assert found.keys() == theirs.keys()
-    cut = {n: found[n].grad[: len(theirs[n])] for n in names or theirs}  # ptf fills the vocabulary up
+    cut = {n: found[n].grad[: len(theirs[n])] for n in theirs}  # ptf fills the vocabulary up
     return max(float((cut[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in cut)
