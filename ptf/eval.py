@@ -4,6 +4,7 @@ well it does that on held-out ones."""
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +14,23 @@ from ptf import recipes, storage
 from ptf.compute.launch import on_ray
 from ptf.compute.world import World, joined
 from ptf.config import Job, dump, loads
-from ptf.config.schema import DPOAlgo, RMAlgo
+from ptf.config.schema import DPOAlgo, KDAlgo, RMAlgo
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.recipes.documents import weights
+from ptf.recipes.dpo import DPO
+from ptf.recipes.kd import KD
 from ptf.recipes.rm import RM
 from ptf.rl.fit import clustered, held_out_prompts, sampler_spec
 from ptf.rl.rewards import Rewards
 from ptf.rl.validate import pass_rates
 from ptf.train.companions import companions, exported
 from ptf.train.deal import deal
-from ptf.train.fit import held_out_rows
 from ptf.train.parts import unadapted
+from ptf.train.reading import held_out_rows
 from ptf.train.start import extended, start_directory, tokenizer_directory
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_loss
@@ -37,7 +40,7 @@ COMPARED = "compared.json"  # in the run's directory
 
 def evaluate(job: Job, run: Path) -> dict[str, float]:
     """By name; `start/…` is of the model that training started from."""
-    return generated(job, run) | (compared(job, run) if isinstance(job.algo, DPOAlgo | RMAlgo) and job.data.validation else {})
+    return generated(job, run) | (compared(job, run) if isinstance(job.algo, DPOAlgo | KDAlgo | RMAlgo) and job.data.validation else {})
 
 
 def compared(job: Job, run: Path) -> dict[str, float]:
@@ -57,7 +60,7 @@ def compared(job: Job, run: Path) -> dict[str, float]:
 def compare(text: str, directory: str) -> None:
     """What every rank runs; leaves the metrics in the run's directory."""
     job, run = loads(text), Path(directory)
-    recipe, compute = recipes.build(job), job.compute
+    recipe, compute = measuring(recipes.build(job)), job.compute
     base = bridge.locate(job.model.path, job.model.revision)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(spec, base, run)
@@ -66,9 +69,14 @@ def compare(text: str, directory: str) -> None:
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor)
     with joined(compute.device, compute.timeout_s, mesh[0], compute.threads, mesh[1]) as world:
-        model, _ = load_model(run / "model", world, exported(spec, run / "model"), seed=job.seed, precision=job.train.precision, head=recipe.head)
+        load = lambda place: load_model(place, world, exported(spec, place), seed=job.seed, precision=job.train.precision, head=recipe.head)[0]  # noqa: E731
+        measure = lambda one: named(held_out_loss(one, recipe, sets, world, job.train.micro_rows, job.data.seq_len, beside), recipe)  # noqa: E731
+        model = load(run / "model")
         beside = companions(recipe.companions, job, world, world, model, unadapted(spec), base, run, tokenizer_path)
-        metrics |= held_out_loss(model, recipe, sets, world, job.train.micro_rows, job.data.seq_len, beside)
+        metrics |= measure(model)
+        if isinstance(recipe, KD) and job.evaluate.start:
+            place = world.share(str(start_directory(spec, base, run, tokenizer_path, job.seed)) if world.leads else None)
+            metrics |= {f"start/{name}": value for name, value in measure(load(Path(str(place)))).items()}
         for name, rows in sets.items():
             atoms = [atom for row in rows for atom in row]
             if all(len(atom) == 2 for atom in atoms):
@@ -82,6 +90,20 @@ def compare(text: str, directory: str) -> None:
                     metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(*by_length)}
         if world.leads:
             storage.write_text(str(run / COMPARED), json.dumps(metrics))
+
+
+def measuring(recipe: recipes.Recipe) -> recipes.Recipe:
+    """As its models are measured: beside companions that are there, and, in distillation, by KL(teacher ‖ student) and the loss of the data."""
+    if isinstance(recipe, KD):
+        return replace(recipe, form="forward", temperature=1.0, ce=1.0, top_k=None, precomputed=False)
+    return replace(recipe, precomputed=False) if isinstance(recipe, DPO) else recipe
+
+
+def named(metrics: Mapping[str, float], recipe: recipes.Recipe) -> dict[str, float]:
+    """Under the names that they are known by: of distillation, `kl/NAME` and `ce/NAME`; their sum is nothing that is looked at."""
+    if not isinstance(recipe, KD):
+        return dict(metrics)
+    return {name.replace("divergence", "kl", 1): value for name, value in metrics.items() if not name.startswith("loss/")}
 
 
 def answer_length(sample: Sample) -> int:
@@ -151,10 +173,10 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     return metrics
 
 
-def refuse_regression(metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_drop: float) -> None:
-    """Raises UserError if `metric` is missing or fell by more than `max_drop` below what is published."""
+def refuse_regression(metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_drop: float, mode: str = "max") -> None:
+    """Raises UserError if `metric` is missing or is worse than what is published by more than `max_drop`; `mode` says which is better."""
     if metric not in metrics:
         raise UserError(f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}")
     before = published.get(metric)
-    if before is not None and not metrics[metric] >= before - max_drop:
+    if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_drop:
         raise UserError(f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g} (publish.max_drop {max_drop:g})")

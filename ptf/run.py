@@ -14,7 +14,7 @@ import numpy as np
 from ptf import recipes, storage
 from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
-from ptf.config import Job, dump, fingerprint, load, loads, plug, resolve
+from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
 from ptf.data.prepare import prepare
@@ -23,7 +23,7 @@ from ptf.data.survey import Survey, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Retryable, UserError
 from ptf.model.bridge import locate
-from ptf.train.fit import specs
+from ptf.train.reading import specs
 from ptf.train.resume import refuse_frozen_changes
 
 
@@ -39,26 +39,32 @@ def prepared_directory(job: Job) -> str | None:
     return prepare(plug.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared")
 
 
-def published_start(job: Job) -> str | None:
-    """The published version that the job starts from now, so that every later stage and resume starts from the same one; None if
-    `model.path` is neither a `job:` that has published something nor a directory of versions."""
-    path = job.model.path
-    if path.startswith("job:"):
-        other = load(path.removeprefix("job:"))
-        path = other.publish.to or f"{other.output}/published"
-    if path.startswith("prepare:") or not storage.exists(f"{path}/latest.json"):
-        return None
-    return f"{path}/{json.loads(storage.read_text(f'{path}/latest.json'))['version']}"
+def published_models(job: Job) -> dict[str, str]:
+    """Path → the published version that it stands for now, so that every later stage and resume takes the same one: of those of the job's models
+    that are `job:`s which have published something, or directories of versions."""
+    found = {}
+    for path in model_paths(job).values():
+        place = path
+        if path.startswith("job:"):
+            other = load(path.removeprefix("job:"))
+            place = other.publish.to or f"{other.output}/published"
+        if not path.startswith("prepare:") and storage.exists(f"{place}/latest.json"):
+            found[path] = f"{place}/{json.loads(storage.read_text(f'{place}/latest.json'))['version']}"
+    return found
 
 
-def resolved(job: Job, start: str | None = None) -> Job:
+def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
+    """Key → config of every `job:` that has published nothing yet."""
+    return {key: path.removeprefix("job:") for key, path in model_paths(job).items() if path.startswith("job:") and path not in models}
+
+
+def resolved(job: Job, models: Mapping[str, str] = {}) -> Job:
     """The job with `prepare:` and `job:` replaced by what they point at. Raises UserError if a `job:` has published nothing."""
-    start = start or published_start(job)
-    if start is None and job.model.path.startswith("job:"):
-        config = job.model.path.removeprefix("job:")
+    models = {**published_models(job), **models}
+    for key, config in unpublished(job, models).items():
         flow = f"flows/{load(config).recipe}_flow.py"
-        raise UserError(f"model.path: {config} has published no model yet; make it first: python {flow} run --config {config}")
-    return resolve(job, prepared=prepared_directory(job), start=start)
+        raise UserError(f"{key}: {config} has published no model yet; make it first: python {flow} run --config {config}")
+    return resolve(job, prepared=prepared_directory(job), models=models)
 
 
 def run(job: Job, lineage: str) -> Path:
@@ -117,10 +123,13 @@ def record(job: Job, directory: Path) -> None:
     storage.write_text(str(file), dump(job))
 
 
-def begun(job: Job, lineage: str | None) -> str | None:
-    """The model that an earlier attempt at this lineage started from."""
+def begun(job: Job, lineage: str | None) -> dict[str, str]:
+    """Of the job's published models, the versions that an earlier attempt at this lineage took."""
     file = Path(job.output) / (lineage or "") / "job.yaml"
-    return loads(file.read_text()).model.path if lineage and file.exists() and published_start(job) else None
+    if not (lineage and file.exists()):
+        return {}
+    then, published = model_paths(loads(file.read_text())), published_models(job)
+    return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
 
 
 def work(text: str, directory: str) -> None:

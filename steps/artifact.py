@@ -11,7 +11,7 @@ from ptf.config import Job, resolve
 class Artifact:
     lineage: str  # names the training run; every resume keeps it
     prepared: str | None = None  # directory that data.prepare wrote
-    start: str | None = None  # published version that training starts from, where `model.path` is a `job:` or a directory of versions
+    models: Mapping[str, str] = field(default_factory=dict)  # path → published version, of models that are `job:`s or directories of versions
     tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
     run: str | None = None  # directory of the training run: metrics, checkpoints, model
     model: str | None = None  # Hugging Face directory that training exported
@@ -20,7 +20,7 @@ class Artifact:
 
     def resolve(self, job: Job) -> Job:
         """The job with its `prepare:` and `job:` paths, and its tokenized sources, in place."""
-        return resolve(job, prepared=self.prepared, start=self.start, tokenized=self.tokenized)
+        return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized)
 
     def but(self, **changes: Any) -> "Artifact":
         return replace(self, **changes)

@@ -1,19 +1,18 @@
-"""Make what the job's other stages read: prepared data, and the model it starts from where that is another job's."""
+"""Make what the job's other stages read: prepared data, and the models it takes from other jobs."""
 
 from ptf.config import Job, load
 from steps.artifact import Artifact
 
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
-    """Idempotent: what is there is reused. A start model that no one has published yet is trained and published first."""
-    from ptf.run import begun, prepared_directory, published_start
+    """Idempotent: what is there is reused. Models of other jobs that no one has published yet are trained and published first."""
+    from ptf.run import begun, prepared_directory, published_models, unpublished
 
     artifact = artifact.but(prepared=prepared_directory(job))
-    if job.model.path.startswith("job:") and published_start(job) is None:
-        config = job.model.path.removeprefix("job:")
+    for config in dict.fromkeys(unpublished(job, published_models(job)).values()):
         print(f"prepare: {config} has published no model yet; running its stages first", flush=True)
         _run_stages(load(config), f"{artifact.lineage}-start")
-    return artifact.but(start=begun(job, artifact.lineage) or published_start(job))
+    return artifact.but(models=published_models(job) | begun(job, artifact.lineage))
 
 
 def _run_stages(job: Job, lineage: str) -> None:

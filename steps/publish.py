@@ -23,7 +23,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     resolved = artifact.resolve(job)
     root = job.publish.to or f"{job.output}/published"
     if job.publish.metric:
-        refuse_regression(artifact.metrics, _published_metrics(root), job.publish.metric, job.publish.max_drop)
+        refuse_regression(artifact.metrics, _published_metrics(root), job.publish.metric, job.publish.max_drop, job.publish.mode)
     difference = gate(resolved, Path(artifact.run), Path(artifact.model))
     staged = Path(artifact.run) / "publish"
     shutil.rmtree(staged, ignore_errors=True)

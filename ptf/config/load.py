@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import yaml
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ptf.config.explain import explain, given
-from ptf.config.schema import JOBS, Job, Section, job_class
+from ptf.config.schema import JOBS, DPOAlgo, Job, KDAlgo, Section, job_class
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
 from ptf.errors import UserError
 
@@ -46,8 +47,19 @@ def fingerprint(job: Job, *sections: str) -> str:
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def resolve(job: Job, *, prepared: str | None = None, start: str | None = None, tokenized: Mapping[str, str] = {}) -> Job:
-    """The job with what earlier stages made in place of `prepare:NAME`, of `model.path` (`start`) and of the sources that were tokenized."""
+def model_paths(job: Job) -> dict[str, str]:
+    """Key → value of everything that names a model to load."""
+    found, algo = {"model.path": job.model.path}, job.algo
+    if isinstance(algo, DPOAlgo) and algo.reference:
+        found["algo.reference"] = algo.reference
+    if isinstance(algo, KDAlgo):
+        found |= {f"algo.teachers.{name}.path": teacher.path for name, teacher in algo.teachers.items()}
+    return found
+
+
+def resolve(job: Job, *, prepared: str | None = None, models: Mapping[str, str] = {}, tokenized: Mapping[str, str] = {}) -> Job:
+    """The job with what earlier stages made in place of `prepare:NAME`, of paths of models (those in `models`) and of the sources that were
+    tokenized."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -58,9 +70,11 @@ def resolve(job: Job, *, prepared: str | None = None, start: str | None = None, 
 
     values = job.model_dump()
     if prepared is not None:
-        values |= {section: placed(values[section]) for section in ("model", "data", "evaluate")}
-    if start is not None:
-        values["model"]["path"] = start
+        values |= {section: placed(values[section]) for section in ("model", "data", "algo", "evaluate")}
+    for key, path in model_paths(job).items():
+        if path in models:
+            *sections, last = key.split(".")
+            reduce(dict.__getitem__, sections, values)[last] = models[path]
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
             sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, "limit": None}

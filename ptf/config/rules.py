@@ -1,6 +1,6 @@
 """Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to change."""
 
-from ptf.config.schema import DPOAlgo, Job, RMAlgo
+from ptf.config.schema import DPOAlgo, Job, KDAlgo, RMAlgo
 
 
 def broken(job: Job) -> list[str]:
@@ -27,6 +27,7 @@ def broken(job: Job) -> list[str]:
         faults += watched(job)
     faults += own_components(job)
     faults += preferences(job)
+    faults += companions(job)
     faults += foreign_model(job)
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
@@ -106,15 +107,27 @@ def preferences(job: Job) -> list[str]:
             faults.append("evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation")
         if job.model.head is not None or "head" in job.model.replace:
             faults.append("model.head: a reward model's head is a scalar one")
-    if isinstance(algo, DPOAlgo) and (job.model.head is not None or "head" in job.model.replace):
-        faults.append("model.head: dpo compares log-probs over the vocabulary")
     if isinstance(algo, DPOAlgo | RMAlgo):
         if job.data.train_on != "assistant":
             faults.append(f"data.train_on is of chats; recipe {job.recipe} compares or scores the last answer")
         if job.data.too_long in ("truncate", "split"):
             faults.append(f"data.too_long: recipe {job.recipe} looks at whole answers; use error or drop")
-        if job.model.backend == "hf":
-            faults.append(f"model.backend: hf has no recipe {job.recipe}")
+    if isinstance(algo, DPOAlgo | KDAlgo | RMAlgo) and job.model.backend == "hf":
+        faults.append(f"model.backend: hf has no recipe {job.recipe}")
+    return faults
+
+
+def companions(job: Job) -> list[str]:
+    """What goes with recipes that look at other models."""
+    algo, faults = job.algo, []
+    if not isinstance(algo, DPOAlgo | KDAlgo):
+        return faults
+    if job.model.head is not None or "head" in job.model.replace:
+        faults.append(f"model.head: {job.recipe} compares log-probs over the vocabulary")
+    if isinstance(algo, DPOAlgo) and algo.precomputed and algo.loss == "simpo":
+        faults.append("algo.precomputed: simpo has no reference")
+    if isinstance(algo, KDAlgo) and algo.precomputed and algo.top_k is None:
+        faults.append("algo.precomputed needs algo.top_k: whole distributions are too large to be kept")
     return faults
 
 

@@ -181,7 +181,40 @@ class DPOAlgo(Section):
     gamma: Annotated[float, Field(ge=0)] = 0.5
     """By how much the chosen answer is to be ahead (`simpo`)."""
     reference: str | None = None
-    """Directory, Hugging Face id or URI of another reference than the model that training starts from; with adapters alone (LoRA), that one costs no memory."""
+    """Another reference than the model that training starts from: what `model.path` may be. With adapters alone (LoRA), the default costs no memory."""
+    precomputed: bool = False
+    """Take the reference's log-probs once, before training, and keep them in `{output}/annotated`: then the reference is not in memory while it trains."""
+
+
+class TeacherConfig(Section):
+    """A model that the student learns from; its tokenizer must be the student's."""
+
+    path: str
+    """What `model.path` may be."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    weight: PositiveFloat = 1.0
+    """Its share, relative to the other teachers."""
+
+
+class KDAlgo(Section):
+    """Knowledge distillation: predict what teachers predict."""
+
+    teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], TeacherConfig] = Field(min_length=1)
+    """By name; of any size and family."""
+    loss: Literal["forward", "reverse", "js"] = "forward"
+    """`forward`: KL(teacher ‖ student), which covers all that the teacher may say. `reverse`: KL(student ‖ teacher), which keeps to what it is likely
+    to say. `js`: generalised Jensen–Shannon, between them."""
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The teacher's share in the mean that `js` looks at."""
+    temperature: PositiveFloat = 1.0
+    """Both distributions are taken at it; the divergence counts temperature² times."""
+    ce: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the cross-entropy of the data, on top of the divergence."""
+    top_k: Positive | None = None
+    """Look at each teacher's likeliest tokens, and at all others as one, instead of at the whole vocabulary."""
+    precomputed: bool = False
+    """Find those once, before training, and keep them in `{output}/annotated`: then no teacher is in memory while it trains. Needs `top_k`."""
 
 
 class RMAlgo(Section):
@@ -393,9 +426,11 @@ class PublishConfig(Section):
     to: str | None = free(None)
     """Directory or URI of versions and their pointer; default `{output}/published`."""
     metric: str | None = free(None)
-    """A metric of the evaluate stage, higher is better, that may not fall below the published version's by more than `max_drop`."""
+    """A metric of the evaluate stage that may not be worse than the published version's by more than `max_drop`."""
+    mode: Literal["min", "max"] = free("max")
+    """Which is better, less or more."""
     max_drop: Annotated[float, Field(ge=0)] = free(0.0)
-    """Largest fall of `metric` that is still published."""
+    """By how much `metric` may be worse and still be published."""
 
 
 class StepConfig(Section):
@@ -433,7 +468,7 @@ class Job(Section):
     """Of everything random."""
     model: ModelConfig
     data: DataConfig
-    algo: SFTAlgo | DPOAlgo | RMAlgo | GRPOAlgo | dict[str, Any] = {}
+    algo: SFTAlgo | DPOAlgo | KDAlgo | RMAlgo | GRPOAlgo | dict[str, Any] = {}
     """Knobs of the recipe; of a plugged recipe: its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
@@ -465,6 +500,12 @@ class DPOJob(Job):
     rollout: None = None  # type: ignore[assignment]
 
 
+class KDJob(Job):
+    recipe: Literal["kd"]  # type: ignore[assignment]
+    algo: KDAlgo  # type: ignore[assignment]
+    rollout: None = None  # type: ignore[assignment]
+
+
 class RMJob(Job):
     recipe: Literal["rm"]  # type: ignore[assignment]
     algo: RMAlgo = RMAlgo()  # type: ignore[assignment]
@@ -482,7 +523,7 @@ class PlugJob(Job):
     algo: dict[str, Any] = {}  # type: ignore[assignment]
 
 
-JOBS: dict[str, type[Job]] = {"sft": SFTJob, "dpo": DPOJob, "rm": RMJob, "grpo": GRPOJob}
+JOBS: dict[str, type[Job]] = {"sft": SFTJob, "dpo": DPOJob, "kd": KDJob, "rm": RMJob, "grpo": GRPOJob}
 
 
 def job_class(recipe: object) -> type[Job] | None:

@@ -58,8 +58,8 @@ class _Work:
         aside: list[BadRow] = []
         keep = (lambda bad, counts: aside.append(bad)) if self.skip_bad else None
         encoder = Encoder(self.encode, self.name, self.seq_len, self.too_long, columns=self.spec.columns, kind=self.spec.kind, set_aside=keep)
-        rows = [_columns(encoder(place(block, i, uri, before))) for i in range(len(block))]
-        return {column: [row[column] for row in rows] for column in (*COLUMNS, "streams")}, encoder.counts, aside
+        rows = [columns_of(encoder(place(block, i, uri, before))) for i in range(len(block))]
+        return side_by_side(rows), encoder.counts, aside
 
 
 _work: _Work | None = None  # in a process of the pool: what it was started with, which need not be picklable
@@ -96,7 +96,7 @@ def write(
         aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
         reader = Reader(spec.path)
         work = _Work(encode, name, seq_len, too_long, found_out(spec, reader), max_bad is not None)
-        with contextlib.closing(_File(part / "new" / "rows.parquet")) as file:
+        with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
                 counts.update(counted)
                 for row in bad:
@@ -113,7 +113,7 @@ def write(
 
 def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[Encoded]:
     """What `work` makes of every row, in groups of the parquet file, in order."""
-    tell = _Progress(work.name, reader)
+    tell = Progress("tokenize", work.name, reader)
     if processes == 1 or sum(reader.sizes) < FEW_BYTES:
         found: Iterable[Encoded] = (work(*piece) for piece in _pieces(reader, limit))
     else:
@@ -185,9 +185,11 @@ def _grouped(found: Iterable[Encoded]) -> Iterator[Encoded]:
         yield columns, counts, bad
 
 
-class _Progress:
-    def __init__(self, name: str, reader: Reader) -> None:
-        self._name, self._reader = name, reader
+class Progress:
+    """Prints a line now and then."""
+
+    def __init__(self, stage: str, name: str, reader: Reader) -> None:
+        self._name, self._reader = f"{stage}: {name}", reader
         self._began = self._told = time.monotonic()
         self._rows = self._tokens = 0
 
@@ -197,12 +199,12 @@ class _Progress:
             return
         self._told, spent, share = now, now - self._began, self._reader.share
         print(
-            f"tokenize: {self._name}: {self._rows:,} rows, {share:.0%}, {self._rows / spent:,.0f} rows/s, {self._tokens / spent:,.0f} tokens/s, "
+            f"{self._name}: {self._rows:,} rows, {share:.0%}, {self._rows / spent:,.0f} rows/s, {self._tokens / spent:,.0f} tokens/s, "
             f"{spent * (1 - share) / max(share, 1e-9):,.0f} s to go", flush=True,
         )  # fmt: skip
 
 
-def _columns(atoms: list[Atom]) -> dict[str, Any]:
+def columns_of(atoms: Sequence[Atom]) -> dict[str, Any]:
     """Of one row. `streams`: name → the values of all its samples, one after the other."""
     columns = dump_atoms(atoms)
     for name, stream in columns["streams"].items():
@@ -211,7 +213,13 @@ def _columns(atoms: list[Atom]) -> dict[str, Any]:
     return {**columns, "streams": {name: stream["values"] for name, stream in columns["streams"].items()}}
 
 
-class _File:
+def side_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What `columns_of` made of rows, as columns."""
+    rows = list(rows)
+    return {column: [row[column] for row in rows] for column in (*COLUMNS, "streams")}
+
+
+class RowFile:
     """A parquet file whose columns are known when there is a sample: then it is known which streams samples carry."""
 
     def __init__(self, path: Path) -> None:

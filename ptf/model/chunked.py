@@ -22,7 +22,7 @@ from ptf.model.projection import Projection, summed
 CHUNK_BYTES = 64 << 20
 
 
-def _chunks(n: int, *heads: Head) -> list[slice]:
+def chunks_of(n: int, *heads: Head) -> list[slice]:
     """Equal on every rank of a group, for each chunk is a collective."""
     rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
     size = max(1, CHUNK_BYTES // (4 * rows))
@@ -46,7 +46,7 @@ class _Targets:
         return values.scatter_add_(1, self.at[chunk, None], -self.counts[chunk, None])
 
 
-def _scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+def scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients that the forward saved, times the loss's, in place: a head's is too big for a copy (594 MiB for 151,936 × 1,024). A second
     backward finds them changed and raises."""
     return tuple(None if t is None else t.mul_(upstream) for t in ctx.saved_tensors)
@@ -55,7 +55,7 @@ def _scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        chunks, where = _chunks(len(x), head), _Targets(targets, head)
+        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         ours = Projection(x, head, chunks, 1.0, ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for chunk in chunks:
@@ -71,34 +71,7 @@ class _CrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        return *_scaled(ctx, grads[0]), None, None, None
-
-
-class _KL(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, x_teacher: Tensor, teacher: Head, weights: Tensor, temperature: float
-    ) -> Tensor:
-        chunks, real = _chunks(len(x), head, teacher), slice(head.real)
-        ours = Projection(x, head, chunks, temperature, ctx.needs_input_grad[:3])
-        theirs = Projection(x_teacher, teacher, chunks, temperature)
-        values = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        spare = torch.empty_like(theirs.wide)
-        for chunk in chunks:
-            log_p, log_q = ours.logprobs(chunk), theirs.logprobs(chunk)
-            q = theirs.probabilities(log_q, out=spare[: len(log_q)])[:, real]
-            values[chunk] = log_q[:, real].sub_(log_p[:, real]).mul_(q).sum(-1)
-            if any(ctx.needs_input_grad):
-                grad = ours.probabilities(log_p, out=log_p)
-                grad[:, real].sub_(q)
-                ours.pull(chunk, grad, weights[chunk])
-        ctx.save_for_backward(*ours.gradients())
-        return summed((values * weights).sum(dtype=torch.float32), head.group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        return *_scaled(ctx, grads[0]), None, None, None, None, None
+        return *scaled(ctx, grads[0]), None, None, None
 
 
 class _TokenLogprobs(Function):
@@ -106,7 +79,7 @@ class _TokenLogprobs(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        chunks, where = _chunks(len(x), head), _Targets(targets, head)
+        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         ours = Projection(x, head, chunks, temperature)
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy, spare = torch.empty_like(picked), torch.empty_like(ours.wide)
@@ -124,7 +97,7 @@ class _TokenLogprobs(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         x, weight, bias, targets = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
-        chunks, where = _chunks(len(x), head), _Targets(targets, head)
+        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         ours = Projection(x, head, chunks, ctx.temperature, ctx.needs_input_grad[:3])
         for chunk in chunks:
             logprobs = ours.logprobs(chunk)
@@ -132,11 +105,11 @@ class _TokenLogprobs(Function):
         return *ours.gradients(), None, None, None
 
 
-def _trained(weights: Tensor) -> Tensor:
+def trained(weights: Tensor) -> Tensor:
     return weights.reshape(-1).nonzero().squeeze(1)
 
 
-def _inputs(x: Tensor, kept: Tensor, head: Head) -> list[Tensor | None]:
+def inputs(x: Tensor, kept: Tensor, head: Head) -> list[Tensor | None]:
     """What may have a gradient: x [N, D] of the positions kept, the head's weight and its bias. A Function does not notice `no_grad` by itself."""
     inputs = [x.flatten(0, -2).index_select(0, kept), head.weight, head.bias]
     return inputs if torch.is_grad_enabled() else [t if t is None else t.detach() for t in inputs]
@@ -144,36 +117,23 @@ def _inputs(x: Tensor, kept: Tensor, head: Head) -> list[Tensor | None]:
 
 def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor) -> Tensor:
     """Σ weights · (−log p(target)), fp32 scalar. x [B, T, D], targets and weights [B, T]. It can be differentiated once."""
-    return _losses(x, head, targets, weights, _trained(weights))[0]
+    return _losses(x, head, targets, weights, trained(weights))[0]
 
 
 def cross_entropy_by(x: Tensor, head: Head, targets: Tensor, weights: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`cross_entropy`, and without gradient the part that each of `count` groups of positions has in it [count]; groups [B, T]."""
-    kept = _trained(weights)
+    kept = trained(weights)
     loss, losses = _losses(x, head, targets, weights, kept)
     return loss, torch.zeros(count, device=x.device).index_add(0, groups.reshape(-1)[kept], losses)
 
 
 def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    return _CrossEntropy.apply(*_inputs(x, kept, head), head, targets.reshape(-1)[kept], weights.reshape(-1)[kept])  # type: ignore[return-value]
-
-
-def kl(x: Tensor, head: Head, x_teacher: Tensor, head_teacher: Head, weights: Tensor, temperature: float = 1.0) -> Tensor:
-    """Σ weights · KL(teacher ‖ student) of the full distributions at `temperature` (Hinton et al., 2015, without their factor T²), fp32 scalar.
-    x [B, T, D], x_teacher [B, T, D'], weights [B, T]. It can be differentiated once, by the student's x and head.
-    Raises ValueError unless both heads hold the same rows of the same vocabulary; their padding may differ."""
-    rows = [(h.vocab, h.first, h.real, h.group) for h in (head, head_teacher)]
-    if rows[0] != rows[1]:
-        raise ValueError(f"student and teacher must hold the same rows of one vocabulary; (vocab, first, rows, group) are {rows[0]} and {rows[1]}")
-    kept = _trained(weights)
-    with torch.no_grad():
-        from_teacher = x_teacher.flatten(0, -2).index_select(0, kept)
-    return _KL.apply(*_inputs(x, kept, head), head, from_teacher, head_teacher, weights.reshape(-1)[kept], temperature)  # type: ignore[return-value]
+    return _CrossEntropy.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], weights.reshape(-1)[kept])  # type: ignore[return-value]
 
 
 def token_logprobs(x: Tensor, head: Head, targets: Tensor, weights: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy (no gradient) at `temperature`, where `weights` is not 0; 0 elsewhere. Two of [B, T], fp32."""
-    kept = _trained(weights)
-    logprobs, entropy = _TokenLogprobs.apply(*_inputs(x, kept, head), head, targets.reshape(-1)[kept], temperature)  # type: ignore[misc]
+    kept = trained(weights)
+    logprobs, entropy = _TokenLogprobs.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], temperature)  # type: ignore[misc]
     empty = torch.zeros(weights.numel(), dtype=torch.float32, device=x.device)
     return (empty.index_put((kept,), logprobs).view_as(weights), empty.index_put((kept,), entropy).view_as(weights))

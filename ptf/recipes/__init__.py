@@ -4,12 +4,13 @@ The one idea: a loss is a *sum*; the step divides it once, by the number of unit
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
 from ptf.config import Job, Plug, plug
-from ptf.config.schema import DPOAlgo, RMAlgo
+from ptf.config.schema import DPOAlgo, KDAlgo, RMAlgo
 from ptf.data.batch import Batch
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
@@ -19,13 +20,22 @@ from ptf.model.decoder import Decoder
 Metrics = dict[str, Tensor]  # each a sum over the recipe's units
 
 
+@dataclass(frozen=True)
+class Companion:
+    """A frozen model that a loss looks at."""
+
+    path: str | None = None  # directory, Hugging Face id or URI; None: what training starts from
+    revision: str | None = None
+    alike: bool = True  # of the architecture of the model that trains; otherwise only its tokenizer must be the same
+
+
 class Recipe(Protocol):
     online: ClassVar[bool]  # False: an SPMD gang. True: a controller and role groups
     head: ClassVar[Literal["lm", "scalar"]]
 
     @property
-    def companions(self) -> Mapping[str, str | None]:
-        """Frozen models by role name: where each is; None is what training starts from."""
+    def companions(self) -> Mapping[str, Companion]:
+        """Frozen models by role name."""
         ...
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
@@ -38,6 +48,19 @@ class Recipe(Protocol):
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """The sum over those units, and metrics that are sums over them too."""
+        ...
+
+
+class Annotating(Recipe, Protocol):
+    """What the companions say can be found once, before training, and kept beside the tokens: then they are not there while it trains."""
+
+    @property
+    def precomputed(self) -> bool:
+        """Whether it is."""
+        ...
+
+    def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Mapping[str, Tensor]:
+        """Streams aligned with the targets, [B, T] or [B, T, k]; the loss finds them in `Batch.streams`."""
         ...
 
 
@@ -61,6 +84,7 @@ def build(job: Job) -> Recipe:
     """The job's recipe. A plugged one is called with its `args` and `algo`."""
     from ptf.recipes.dpo import DPO
     from ptf.recipes.grpo import GRPO
+    from ptf.recipes.kd import KD, Teacher
     from ptf.recipes.rm import RM
     from ptf.recipes.sft import SFT
 
@@ -68,6 +92,10 @@ def build(job: Job) -> Recipe:
         return plug.bind(job.recipe)(**job.algo)  # type: ignore[arg-type]
     if job.recipe == "sft":
         return SFT(job.data.train_on, tuple(job.data.sources))
+    if isinstance(job.algo, KDAlgo):
+        knobs = job.algo.model_dump(exclude={"teachers"})
+        teachers = {name: Teacher(**teacher.model_dump()) for name, teacher in job.algo.teachers.items()}
+        return KD(teachers, form=knobs.pop("loss"), train_on=job.data.train_on, **knobs)
     if isinstance(job.algo, DPOAlgo | RMAlgo):
         knobs = job.algo.model_dump()
         return {"dpo": DPO, "rm": RM}[job.recipe](form=knobs.pop("loss"), **knobs)

@@ -24,7 +24,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
-from ptf.recipes import Metrics
+from ptf.recipes import Companion, Metrics
 from ptf.recipes.documents import pairs, sums, weights
 
 
@@ -36,12 +36,13 @@ class DPO:
     length_normalised: bool = False
     gamma: float = 0.5
     reference: str | None = None
+    precomputed: bool = False
     online: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def companions(self) -> Mapping[str, str | None]:
-        return {} if self.form == "simpo" else {"reference": self.reference}
+    def companions(self) -> Mapping[str, Companion]:
+        return {} if self.form == "simpo" else {"reference": Companion(self.reference)}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         return encode_preference(row, tokenizer, source)
@@ -51,8 +52,8 @@ class DPO:
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         chosen, rejected = pairs(batch)
-        before = self.reference_answers(batch, companions)  # first: what a model keeps of its last forward pass (routing) is to be the policy's
-        answers = self.answers(model, batch)  # [documents]
+        before = self.reference_answers(model, batch, companions)  # first: what a model keeps of its last forward pass (routing) is to be the policy's
+        answers = self.of_answers(self.logprobs(model, batch), batch)  # [documents]
         rewards = answers if before is None else answers - before
         gap = rewards[chosen] - rewards[rejected]
         if self.form == "ipo":
@@ -74,17 +75,25 @@ class DPO:
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
 
-    @torch.no_grad()
-    def reference_answers(self, batch: Batch, companions: Mapping[str, Decoder]) -> Tensor | None:
+    def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> dict[str, Tensor]:
+        """`reference_logprobs` of the answers' tokens: [B, T]."""
+        reference = companions["reference"]
+        with torch.no_grad(), adapters_off(reference):  # where the policy is its own reference, it has adapters
+            return {"reference_logprobs": self.logprobs(reference, batch)}
+
+    def reference_answers(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Tensor | None:
         if self.form == "simpo":
             return None
-        with adapters_off(companions["reference"]):  # where the policy is its own reference, it has adapters
-            return self.answers(companions["reference"], batch)
+        streams = batch.streams if self.precomputed else self.annotations(model, batch, companions)
+        return self.of_answers(streams["reference_logprobs"], batch)
 
-    def answers(self, model: Decoder, batch: Batch) -> Tensor:
-        """Log-prob of each answer, or its mean over tokens: [documents]."""
+    def logprobs(self, model: Decoder, batch: Batch) -> Tensor:
+        """Of the answers' tokens; 0 elsewhere. [B, T]"""
         reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights)
-        logprobs, _ = model(batch.tokens, batch.positions, batch.segments, reduce)  # [B, T]
+        return model(batch.tokens, batch.positions, batch.segments, reduce)[0]
+
+    def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        """Log-prob of each answer, or its mean over tokens: [documents]."""
         total = sums(logprobs, batch)
         if not (self.length_normalised or self.form == "simpo"):
             return total

@@ -22,7 +22,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
-from ptf.recipes import Metrics
+from ptf.recipes import Companion, Metrics
 from ptf.recipes.advantages import group_relative
 
 
@@ -39,8 +39,8 @@ class GRPO:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def companions(self) -> Mapping[str, str | None]:
-        return {"reference": None} if self.kl else {}
+    def companions(self) -> Mapping[str, Companion]:
+        return {"reference": Companion()} if self.kl else {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         raise NotImplementedError("GRPO trains on rollouts; rows become prompts (ptf.data.encode.encode_prompt)")

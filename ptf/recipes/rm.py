@@ -24,7 +24,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
-from ptf.recipes import Metrics
+from ptf.recipes import Companion, Metrics
 from ptf.recipes.documents import ends, pairs, weights
 
 
@@ -37,7 +37,7 @@ class RM:
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
-    def companions(self) -> Mapping[str, str | None]:
+    def companions(self) -> Mapping[str, Companion]:
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:

@@ -17,7 +17,7 @@ from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.declared import next_token_loss
 from ptf.model.decoder import Decoder
-from ptf.recipes import Metrics
+from ptf.recipes import Companion, Metrics
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SFT:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def companions(self) -> Mapping[str, str | None]:
+    def companions(self) -> Mapping[str, Companion]:
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:

@@ -25,8 +25,8 @@ from ptf.rl.cluster import Cluster, LocalCluster, RoleSpec
 from ptf.rl.controller import Controller
 from ptf.rl.rewards import Rewards
 from ptf.rl.roles import Learner, Sampler, Scorer
-from ptf.train.fit import specs
 from ptf.train.parts import unadapted
+from ptf.train.reading import specs
 from ptf.train.start import extended, own_reference, start_directory, tokenizer_directory
 
 CHECKED = 10_000  # prompts of each source whose length is looked at before training starts

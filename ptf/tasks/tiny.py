@@ -43,7 +43,8 @@ def write_task(
 ) -> None:  # fmt: skip
     """`train.jsonl` to imitate; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl` to answer; `held_out_chat.jsonl`, dev to imitate, for a held-out
     loss; `train_pairs.jsonl` and `held_out_pairs.jsonl`, right answers preferred to wrong ones, and those scored: `train_scored.jsonl` and
-    `held_out_scored.jsonl`; `model/`. With `shuffle_answers` the training prompts get one another's answers: a control from which nothing can be learned."""
+    `held_out_scored.jsonl`; `model/`, and `small_model/`, a student for it.
+    With `shuffle_answers` the training prompts get one another's answers: a control from which nothing can be learned."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     if shuffle_answers:
@@ -59,21 +60,23 @@ def write_task(
         pairs = pair_rows(questions, seed)
         _write(root / f"{name}_pairs.jsonl", pairs)
         _write(root / f"{name}_scored.jsonl", scored_rows(pairs))
-    write_model(root / "model", "".join(sorted({c for questions in (train, prompts, dev, test) for q in questions for c in q[0] + q[1]})))
+    alphabet = "".join(sorted({c for questions in (train, prompts, dev, test) for q in questions for c in q[0] + q[1]}))
+    write_model(root / "model", alphabet)
+    write_model(root / "small_model", alphabet, dim=64, layers=2)
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(directory: Path, alphabet: str) -> None:
-    """A Qwen3 of 0.6 million parameters without weights (`model.init: random`), and a tokenizer with one id a character."""
+def write_model(directory: Path, alphabet: str, *, dim: int = 128, layers: int = 3) -> None:
+    """A Qwen3 of 0.6 million parameters (if its sizes are not changed) without weights (`model.init: random`), and a tokenizer with one id a character."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(alphabet, directory)
     ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", **ids,
-        "vocab_size": -(-tokenizer.vocab_size // 8) * 8, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
+        "vocab_size": -(-tokenizer.vocab_size // 8) * 8, "hidden_size": dim, "intermediate_size": 3 * dim, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
         "max_position_embeddings": 128, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": True,
         "use_cache": True, "use_sliding_window": False, "bos_token_id": None,

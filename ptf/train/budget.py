@@ -29,6 +29,7 @@ from ptf.model.flops import Flops
 from ptf.model.kept import Kept, kept
 from ptf.model.plan import parallelize, refuse_mesh
 from ptf.model.recompute import Recompute
+from ptf.recipes import Companion
 from ptf.train.companions import forward_flops, needs_weights
 from ptf.train.parts import parts_of
 from ptf.train.trainable import freeze
@@ -97,7 +98,7 @@ class _Run:
     rows: int
     width: int
     element: int  # bytes
-    beside: int = 0  # frozen models of the same size
+    beside: float = 0.0  # weights of the frozen models, as a multiple of this one's
 
     def memory(self, sizes: _Sizes, layers: list[Kept], dim: int) -> Memory:
         tokens = self.rows * self.width
@@ -125,21 +126,37 @@ def budget(job: Job, directory: Path, gpus: int, *, room_gib: float = 80.0, mfu:
         refuse_mesh(model.config, mesh)
         freeze(model, family, job.model.train)
         whole = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)
-        flops, forward = Flops.of(model), forward_flops(model)
+        flops = Flops.of(model)
+        wanted = {} if getattr(recipe, "precomputed", False) else recipe.companions
+        others = [_companion(one, role, model, mesh, precision) for role, one in wanted.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor)
         parallelize(model, mesh, precision)
         sizes = _sizes(model)
     rows = min(job.train.micro_rows, job.train.rows // data)
-    run = _Run(job.train.checkpointing, rows, job.data.seq_len, dtype.itemsize, sum(needs_weights(path, job.model) for path in recipe.companions.values()))
+    beside = sum((here or sizes.here) / sizes.here for one, (here, _) in zip(wanted.values(), others, strict=True) if needs_weights(one, job.model))
+    run = _Run(job.train.checkpointing, rows, job.data.seq_len, dtype.itemsize, beside)
     tokens, lengths = job.train.rows * job.data.seq_len, [job.data.seq_len] * job.train.rows
-    work = flops.step(lengths, tokens) + len(recipe.companions) * forward.step(lengths, tokens)
+    work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     memory, room = run.memory(sizes, layers, model.config.dim), room_gib * GIB
     peak = PEAKS[gpu][precision == "fp32"] * 1e12
     advice = () if memory.total <= room else tuple(_advice(run, sizes, layers, model.config.dim, gpus, room))
     replicate = job.compute.mesh.replicate
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
     return Budget(str(directory), gpus, shape, *whole, memory, rows, work, tokens, work / (gpus * peak * mfu), room, advice)
+
+
+def _companion(one: Companion, role: str, model: Decoder, mesh: DeviceMesh, precision: str) -> tuple[int | None, Flops]:
+    """Elements of its weights on one rank, None where they are as many as the model's; and the FLOPs of its forward pass."""
+    if one.alike:
+        return None, forward_flops(model)
+    try:
+        other, _ = bridge.build(described(str(one.path), one.revision))
+    except UserError as error:
+        raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
+    found = forward_flops(other)
+    parallelize(other, mesh, precision)  # type: ignore[arg-type]
+    return _sizes(other).here, found
 
 
 @contextlib.contextmanager

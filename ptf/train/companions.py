@@ -16,6 +16,8 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
+from ptf.model.vocabulary import refuse_larger_tokenizer, rows
+from ptf.recipes import Companion
 from ptf.train.parts import unadapted
 from ptf.train.start import own_reference, start_directory
 from ptf.train.trainer import load_model
@@ -24,39 +26,55 @@ FREE = ("max_positions", "init_std", "head", "tied")  # of a model's config; no 
 
 
 def companions(
-    wanted: Mapping[str, str | None], job: Job, world: World, within: World, model: Decoder, spec: ModelConfig, directory: Path, run: Path, tokenizer: str
+    wanted: Mapping[str, Companion], job: Job, world: World, within: World, model: Decoder, spec: ModelConfig, directory: Path, run: Path, tokenizer: str
 ) -> dict[str, Decoder]:  # fmt: skip
     """By role. `within`: the ranks that hold a model together; `spec`, `directory`: what `model` was made from; all ranks call it.
-    Raises UserError for one that is not a model of the same architecture, or has another tokenizer."""
+    Raises UserError for one that is not a model of the same architecture, where it must be, or has another tokenizer."""
     found: dict[str, Decoder] = {}
-    for role, path in wanted.items():
-        if not needs_weights(path, spec):
+    for role, one in wanted.items():
+        if not needs_weights(one, spec):
             found[role] = model
             continue
-        if path is None:
+        if one.path is None:
             place = Path(str(world.share(str(start_directory(spec, directory, run, tokenizer, job.seed)) if world.leads else None)))
         else:
-            place = bridge.locate(path)
-            refuse_other_tokenizer(place, tokenizer, role)
-        found[role], _ = load_model(place, within, exported(spec, place), seed=job.seed, precision=job.train.precision)
+            place = located(one, role)
+            refuse_other_tokenizer(place, tokenizer, role, one, directory)
+        how = exported(spec, place) if one.alike else ModelConfig(path=str(place))
+        found[role], _ = load_model(place, within, how, seed=job.seed, precision=job.train.precision)
         found[role].requires_grad_(False)
-        refuse_other_architecture(found[role], model, place, role)
+        if one.alike:
+            refuse_other_architecture(found[role], model, place, role)
     return found
 
 
-def refuse_other_tokenizer(place: Path, tokenizer: str, role: str) -> None:
+def located(one: Companion, role: str) -> Path:
+    """Its local directory. Raises UserError if there is none."""
+    try:
+        return bridge.locate(str(one.path), one.revision)
+    except UserError as error:
+        raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
+
+
+def refuse_other_tokenizer(place: Path, tokenizer: str, role: str, one: Companion, model: Path) -> None:
     """A companion reads the ids that the model is trained on, so they must mean the same; its chat template is not used."""
+    ours = Tokenizer.load(tokenizer)
     if not (place / "tokenizer_config.json").exists():
+        if not one.alike and (there := rows(bridge.read_config(place))) != (here := rows(bridge.read_config(model))):
+            raise UserError(
+                f"{role}: {place} has no tokenizer, and rows for {there} tokens where the model has {here}, so it may read other texts; put its tokenizer there"
+            )
         return
-    ours, theirs = (Tokenizer.load(path).identity for path in (tokenizer, str(place)))
-    if any(ours[part] != theirs[part] for part in ("vocabulary", "merges", "probes")):
-        raise UserError(f"the {role} in {place} has another tokenizer than the model, so it would read other texts")
+    theirs = Tokenizer.load(str(place)).identity
+    if any(ours.identity[part] != theirs[part] for part in ("vocabulary", "merges", "probes")):
+        raise UserError(f"{role}: the model in {place} has another tokenizer than the one that is trained, so it would read other texts")
+    refuse_larger_tokenizer(place, tokenizer, ours.vocab_size)
 
 
 def refuse_other_architecture(companion: Decoder, model: Decoder, place: Path, role: str) -> None:
     ours, theirs = ({name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, companion))
     if differ := [name for name in ours if ours[name] != theirs[name]]:
-        raise UserError(f"the {role} in {place} is of another architecture than the model: {', '.join(differ)} differ")
+        raise UserError(f"{role}: the model in {place} is of another architecture than the one that is trained: {', '.join(differ)} differ")
 
 
 def exported(spec: ModelConfig, place: Path) -> ModelConfig:
@@ -64,9 +82,9 @@ def exported(spec: ModelConfig, place: Path) -> ModelConfig:
     return unadapted(spec).model_copy(update={"path": str(place), "init": "pretrained"})
 
 
-def needs_weights(path: str | None, spec: ModelConfig) -> bool:
-    """Whether a companion is a model of its own; `spec` is the one that trains."""
-    return path is not None or not own_reference(spec)
+def needs_weights(one: Companion, spec: ModelConfig) -> bool:
+    """Whether it is a model of its own; `spec` is the one that trains."""
+    return one.path is not None or not own_reference(spec)
 
 
 def forward_flops(companion: Decoder) -> Flops:

@@ -19,22 +19,21 @@ from ptf.compute.world import World, random_state, set_random_state
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
-from ptf.data.packing import pack_all
-from ptf.data.pipeline import Lanes, atoms_once
-from ptf.data.sample import Atom
-from ptf.data.sources import SourceSpec, fingerprints
+from ptf.data.sources import fingerprints
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Left, UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import refuse_larger_tokenizer
-from ptf.recipes import Recipe
+from ptf.recipes import Companion
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
+from ptf.train.annotate import annotated
 from ptf.train.canonical import CanonicalTrainer
 from ptf.train.companions import companions, forward_flops
 from ptf.train.export import export
+from ptf.train.reading import held_out_rows, make_loader, specs
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.start import adapted_from, extended, tokenizer_directory
 from ptf.train.trainer import Trainer, load_model
@@ -78,10 +77,14 @@ class Fit:
             self.directory, self.within, self.spec, seed=job.seed, precision=job.train.precision, head=self.recipe.head,
             recomputed=job.train.checkpointing, compiled=job.train.compile,
         )  # fmt: skip
-        self.companions = companions(self.recipe.companions, job, world, self.within, self.model, self.spec, self.directory, run, self.tokenizer_path)
+        reading, self.companions = job, {}
+        if getattr(self.recipe, "precomputed", False):
+            reading = annotated(job, self.recipe, self.tokenizer, world, self.model, self.directory, self.loaded)  # type: ignore[arg-type]
+        else:
+            self.companions = self.loaded(self.recipe.companions)
         self.trainer = trainer_of(job, self.model, world, self.companions)
-        self.loader = make_loader(job, self.recipe, self.tokenizer, world, run)
-        self.held_out = held_out_rows(job, self.recipe, self.tokenizer)
+        self.loader = make_loader(reading, self.recipe, self.tokenizer, world, run)
+        self.held_out = held_out_rows(reading, self.recipe, self.tokenizer)
         self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
         found = fingerprints(specs(job.data.sources)) if world.leads else {}
@@ -98,6 +101,9 @@ class Fit:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends)
         self.skipped = 0  # steps, one after the other
         self.clock.step = self.step
+
+    def loaded(self, wanted: Mapping[str, Companion]) -> dict[str, Decoder]:
+        return companions(wanted, self.job, self.world, self.within, self.model, self.spec, self.directory, self.run, self.tokenizer_path)
 
     def end_at(self, ends: int) -> None:
         """After how many steps the run ends."""
@@ -291,31 +297,6 @@ def planned_steps(job: Job, loader: Loader, world: World) -> int:
     if not steps:
         raise UserError("the data has no sample to train on")
     return min(steps, job.train.steps or steps)
-
-
-def specs(sources: Any, epochs: int | None = None) -> dict[str, SourceSpec]:
-    """The config's sources as plain values; `epochs` is for those that have none of their own."""
-    return {name: SourceSpec(s.path, s.weight, s.kind, s.columns, s.limit, s.epochs or epochs) for name, s in sources.items()}
-
-
-def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World, run: Path) -> Loader:
-    data = job.data
-    lanes = Lanes(
-        specs(data.sources, job.train.epochs), tokenizer, lambda row, source: recipe.encode(row, tokenizer, source), lanes=data.lanes, seed=job.seed,
-        shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead, too_long=data.too_long, temperature=data.mix.temperature, by=data.mix.by,
-        exhausted=data.mix.exhausted, quarantine=str(run / "quarantine") if data.on_bad_row == "skip" else None, max_bad=data.max_bad,
-    )  # fmt: skip
-    return Loader(
-        lanes, lanes=data.lanes, rows=job.train.rows, rank=world.data_rank, world_size=world.data_size,
-        micro_rows=1 if job.train.deterministic else job.train.micro_rows, seq_len=data.seq_len, prefetch=data.prefetch, timeout_s=job.compute.timeout_s,
-    )  # fmt: skip
-
-
-def held_out_rows(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[list[Atom]]]:
-    """The validation sets, packed."""
-    encode = lambda row, source: recipe.encode(row, tokenizer, source)  # noqa: E731
-    once = lambda name, spec: atoms_once({name: spec}, tokenizer=tokenizer, encode=encode, seq_len=job.data.seq_len, too_long=job.data.too_long)  # noqa: E731
-    return {name: pack_all(once(name, spec), job.data.seq_len) for name, spec in specs(job.data.validation).items()}
 
 
 def announce(job: Job, world: World, config: Any, steps: int) -> None:

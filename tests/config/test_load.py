@@ -222,7 +222,7 @@ def test_what_rollouts_need_is_said_before_they_start(write, override, what):
 def test_unknown_recipe(write):
     write(a=SFT.replace("sft", "grop") + "trian: 1\n")
     assert problems("a.yaml") == [
-        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, rm, grpo, or `use: module:name` for your own  (did you mean grpo?)",
+        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, kd, rm, grpo, or `use: module:name` for your own  (did you mean grpo?)",
         "a.yaml:5  trian  unknown key at the top  (did you mean train?)",
     ]
     for recipe in ("3", "[sft]", ""):
@@ -363,7 +363,7 @@ def test_resolve_puts_paths_in_place():
         + "evaluate: {sources: {e: {path: prepare:e, kind: prompt}}, reward: {use: a:b, args: {tables: [prepare:t, plain]}}}\noutput: prepare:kept\n"
     )
     assert resolve(job) == job
-    done = resolve(job, prepared="s3://p", start="/ckpt", tokenized={"chat": "/tok/chat", "other": "x"})
+    done = resolve(job, prepared="s3://p", models={"job:sft.yaml": "/ckpt"}, tokenized={"chat": "/tok/chat", "other": "x"})
     assert (done.model.path, done.model.tokenizer, done.output) == ("/ckpt", "s3://p/tok", "prepare:kept")
     done_chat = {"path": "/tok/chat", "kind": "tokenized", "weight": 2.0, "columns": {}, "limit": None, "epochs": 3}
     assert done.data.sources["chat"].model_dump() == done_chat

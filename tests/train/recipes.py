@@ -12,7 +12,7 @@ from ptf.data.encode import encode_document
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
-from ptf.recipes import Metrics
+from ptf.recipes import Companion, Metrics
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Value:
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
-    def companions(self) -> Mapping[str, str | None]:
+    def companions(self) -> Mapping[str, Companion]:
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:

@@ -1,26 +1,35 @@
-"""Recipes that compare answers, as whole runs: everything that SFT promises holds for them, by the same loop."""
+"""Recipes that compare answers or models, as whole runs: everything that SFT promises holds for them, by the same loop."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
-from tests.tiny import arithmetic, write_jsonl
+from tests.tiny import arithmetic, checkpoint, write_jsonl
 from tests.train.test_fit import Stopped, facts, same, stop_at, train, weights
 
 RECIPES = {
     "dpo": {"recipe": "dpo", "algo": {"beta": 0.5}},
     "rm": {"recipe": "rm", "algo": {"centring": 0.01}},
     "scores": {"recipe": "rm", "algo": {"loss": "binary"}},
+    "kd": {"recipe": "kd", "algo": {"loss": "js", "ce": 0.5}},
+    "dpo ahead": {"recipe": "dpo", "algo": {"beta": 0.5, "precomputed": True}},
+    "kd ahead": {"recipe": "kd", "algo": {"top_k": 3, "precomputed": True}},
 }
 
 
 def preferences(directory: Path, name: str) -> dict[str, Any]:
-    """The right sum is preferred to a wrong one; or answers are scored 1 and 0."""
+    """The right sum is preferred to a wrong one; or answers are scored 1 and 0; or what a wider model says of the right ones is learned."""
     raw = {**arithmetic(directory), **RECIPES[name]}
+    if raw["recipe"] == "kd":
+        teacher = checkpoint(directory / "teacher", vocab_size=Tokenizer.load(raw["model"]["path"]).vocab_size, hidden_size=96, seed=7)
+        Tokenizer.load(raw["model"]["path"]).save(teacher)
+        return {**raw, "algo": {**raw["algo"], "teachers": {"wide": {"path": str(teacher)}}}}
     sums = np.random.default_rng(5).integers(1, 30, (80, 2)).tolist()
     pairs = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums]
     scored = [{"prompt": p["prompt"], "completion": p[k], "reward": float(k == "chosen")} for p in pairs for k in ("chosen", "rejected")]
@@ -45,8 +54,8 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     assert same(weights(whole), weights(resumed))
     assert facts(whole) == facts(resumed)
     last = facts(whole)[-1]
-    assert {"loss/held_out", "accuracy/held_out"} <= last.keys()
-    assert 0 <= last["accuracy/held_out"] <= 1
+    assert {"loss/held_out", "divergence/held_out" if raw["recipe"] == "kd" else "accuracy/held_out"} <= last.keys()
+    assert 0 <= last.get("accuracy/held_out", 0) <= 1
 
 
 def test_how_rows_are_split_changes_no_bit_in_the_deterministic_mode(raw):
@@ -56,12 +65,12 @@ def test_how_rows_are_split_changes_no_bit_in_the_deterministic_mode(raw):
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tensor": 2}], ids=["sharded", "tensor"])
-@pytest.mark.parametrize("name", ["dpo", "rm"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "scores"])
 @pytest.mark.cluster
 def test_two_workers_train_what_one_does(tmp_path, name, mesh):
     raw = preferences(tmp_path, name)
     alone, both = train(raw, "alone"), train({**raw, "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": mesh}}, "both")
-    for key in ("loss", "grad_norm", "accuracy", "margin", "units"):
+    for key in ("loss", "grad_norm", "units", *(("divergence",) if raw["recipe"] == "kd" else ("accuracy", "margin"))):
         assert [row[key] for row in facts(both)] == pytest.approx([row[key] for row in facts(alone)], rel=1e-4, abs=1e-6), key
 
 
@@ -86,16 +95,55 @@ def completions(directory: Path) -> dict[str, str]:
 
 
 def test_a_reference_of_another_architecture_or_tokenizer_is_refused(tmp_path):
-    from ptf.data.tokenizer import character_tokenizer
-    from tests.tiny import checkpoint
-
     raw = preferences(tmp_path, "dpo")
     other = checkpoint(tmp_path / "other", num_hidden_layers=3)
-    with pytest.raises(UserError, match=r"the reference in .*other is of another architecture than the model: vocab, kinds differ"):
+    with pytest.raises(UserError, match=r"reference: the model in .*other is of another architecture than the one that is trained: vocab, kinds differ"):
         train({**raw, "algo": {"reference": str(other)}}, "a")
     character_tokenizer("abc", other)
-    with pytest.raises(UserError, match=r"the reference in .*other has another tokenizer than the model"):
+    with pytest.raises(UserError, match=r"reference: the model in .*other has another tokenizer than the one that is trained"):
         train({**raw, "algo": {"reference": str(other)}}, "b")
+    with pytest.raises(UserError, match=r"reference: there is no directory nowhere"):
+        train({**raw, "algo": {"reference": "nowhere"}}, "c")
+
+
+def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(tmp_path):
+    raw = preferences(tmp_path, "kd")
+    other = checkpoint(tmp_path / "other")
+    taught = {**raw, "algo": {"teachers": {"big": {"path": str(other)}}}}
+    with pytest.raises(UserError, match=r"big: .*other has no tokenizer, and rows for 97 tokens where the model has \d+"):
+        train(taught, "a")
+    character_tokenizer("abc", other)
+    with pytest.raises(UserError, match=r"big: the model in .*other has another tokenizer than the one that is trained"):
+        train(taught, "b")
+
+
+@pytest.mark.parametrize("name", ["dpo", "kd"])
+def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys):
+    """The same batches, and the same losses; the second time nothing is found again, and other models or data are found anew."""
+    raw = preferences(tmp_path, f"{name} ahead")
+    beside = train({**raw, "algo": raw["algo"] | {"precomputed": False}}, "beside")
+    capsys.readouterr()
+    ahead = train(raw, "ahead")
+    assert capsys.readouterr().out.count("annotate: ") == 2, "sums and held_out"
+    assert [row["loss"] for row in facts(ahead)] == pytest.approx([row["loss"] for row in facts(beside)], rel=1e-5)
+    assert [row["tokens"] for row in facts(ahead)] == [row["tokens"] for row in facts(beside)]
+    train(raw, "again")
+    assert "annotate: " not in capsys.readouterr().out
+    train({**raw, "seed": 2, "train": raw["train"] | {"steps": 1}}, "other")
+    assert capsys.readouterr().out.count("annotate: ") == 2, "another seed draws another model to start from"
+
+
+def test_the_reference_that_was_found_ahead_is_where_training_began(tmp_path, monkeypatch):
+    """Also where the annotated data has gone when a run is resumed."""
+    raw = preferences(tmp_path, "dpo ahead")
+    whole = train(raw, "whole")
+    assert facts(whole)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        with pytest.raises(Stopped):
+            train(raw, "stopped")
+    shutil.rmtree(tmp_path / "runs" / "annotated")
+    assert same(weights(whole), weights(train(raw, "stopped")))
 
 
 def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
@@ -112,6 +160,9 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
         ({"recipe": "dpo", "algo": {"loss": "ipo", "label_smoothing": 0.1}}, r"algo\.label_smoothing +belongs to algo\.loss: sigmoid"),
         ({"recipe": "rm", "algo": {"loss": "binary", "margin": True}}, r"algo\.margin +belongs to algo\.loss: pair, like algo\.centring, not to binary"),
         ({"recipe": "rm", "algo": {"beta": 1.0}}, "beta"),
+        ({"recipe": "kd", "algo": {}}, r"algo\.teachers"),
+        ({"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precomputed": True}}, r"algo\.precomputed +needs algo\.top_k"),
+        ({"recipe": "dpo", "algo": {"loss": "simpo", "precomputed": True}}, r"algo\.precomputed +simpo has no reference"),
         ({"recipe": "rm", "algo": {}, "data": {"too_long": "truncate"}}, r"data\.too_long +recipe rm looks at whole answers"),
         ({"model": {"path": "m", "backend": "hf"}}, r"model\.backend +hf has no recipe dpo"),
         ({"model": {"path": "m", "replace": {"head": {"use": "a:b"}}}}, r"model\.head +dpo compares log-probs"),

@@ -1,0 +1,143 @@
+"""What companions say of the data, found once before training and kept beside the tokens: reference log-probs, teachers' likeliest tokens.
+
+The one idea: rows keep their order and their places, so a run reads annotated data exactly as it would read the tokenized data that it was made of,
+and trains the same batches. A directory's name says which data, models and settings it is of; who finds it there has nothing to do.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from ptf import storage
+from ptf.compute.world import World
+from ptf.config import Job, fingerprint, resolve
+from ptf.data import tokenized
+from ptf.data.batch import Batch
+from ptf.data.blocks import Reader
+from ptf.data.packing import pack_all
+from ptf.data.sample import Atom, Sample, length
+from ptf.data.sources import rows_once
+from ptf.data.tokenizer import Tokenizer
+from ptf.model.decoder import Decoder
+from ptf.recipes import Annotating, Companion
+from ptf.train.companions import located
+from ptf.train.deal import deal
+from ptf.train.tokenize import tokenize
+from ptf.train.trainer import forget_forwards
+
+ROUND = 4  # micro-batches of each rank between two writes
+
+Load = Callable[[Mapping[str, Companion]], dict[str, Decoder]]
+
+
+def annotated(job: Job, recipe: Annotating, tokenizer: Tokenizer, world: World, model: Decoder, directory: Path, load: Load) -> Job:
+    """The job with its sources replaced by annotated ones, made where they are not there yet; all ranks call it, before training. `model`, just
+    loaded from `directory`, is itself the companion that training starts from; `load` gives the others."""
+    job = resolve(job, tokenized=world.share(tokenize(job, tokenizer, 1) if world.leads else None))  # type: ignore[arg-type]
+    found: dict[str, str] = world.share(_named(job, recipe, tokenizer, directory) if world.leads else None)  # type: ignore[assignment]
+    missing = world.share([name for name, place in found.items() if not storage.exists(f"{place}/{storage.MANIFEST}")] if world.leads else None)
+    if missing:
+        companions = load({role: one for role, one in recipe.companions.items() if one.path is not None})
+        companions |= dict.fromkeys(recipe.companions.keys() - companions.keys(), model)
+        for name in missing:  # type: ignore[union-attr]
+            source = {**job.data.sources, **job.data.validation}[name]
+            _Annotating(job, recipe, tokenizer, world, model, companions).write(name, source.path, found[name])
+    return resolve(job, tokenized=found)
+
+
+def _named(job: Job, recipe: Annotating, tokenizer: Tokenizer, directory: Path) -> dict[str, str]:
+    """Source → directory."""
+    models = {role: _digest(directory if one.path is None else located(one, role)) for role, one in recipe.companions.items()}
+    made_by = models, fingerprint(job, "recipe", "algo", "model", "seed", "train.precision"), tokenizer.fingerprint()
+    sources = {**job.data.sources, **job.data.validation}.items()
+    made_of = {name: storage.manifest_of(source.path)["digest"] for name, source in sources}
+    keys = {name: hashlib.sha256(repr((digest, made_by)).encode()).hexdigest()[:16] for name, digest in made_of.items()}
+    return {name: f"{job.output}/annotated/{name}-{key}" for name, key in keys.items()}
+
+
+def _digest(directory: Path) -> str:
+    """SHA-256 of a model's config and weights."""
+    whole = hashlib.sha256()
+    for file in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
+        with file.open("rb") as stream:
+            whole.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+class _Annotating:
+    def __init__(self, job: Job, recipe: Annotating, tokenizer: Tokenizer, world: World, model: Decoder, companions: Mapping[str, Decoder]) -> None:
+        self.job, self.recipe, self.tokenizer, self.world, self.model, self.companions = job, recipe, tokenizer, world, model, companions
+
+    def write(self, name: str, source: str, directory: str) -> None:
+        """Rank 0 writes what all find; the directory appears when it is complete."""
+        leads, root = self.world.leads, Path(directory)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent)) if leads else None
+        try:
+            reader = tokenized.reader(source, self.tokenizer)
+            tell = tokenized.Progress("annotate", name, reader) if leads else None
+            with contextlib.closing(tokenized.RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
+                for rows in self._rounds(reader):
+                    made = self.annotate(rows)
+                    if file is not None:
+                        file.write(tokenized.side_by_side(map(tokenized.columns_of, made)))
+                    if tell:
+                        tell({"rows": len(rows), "tokens": sum(length(atom) for row in rows for atom in row)})
+            if part:
+                storage.commit(part, {"tokenizer": self.tokenizer.identity, "source": name})
+                if not root.exists():  # another run may have been first
+                    os.replace(part, root)
+                print(f"annotate: {name} → {directory}", flush=True)
+            self.world.barrier()
+        finally:
+            if part:
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _rounds(self, reader: Reader) -> Iterator[list[list[Atom]]]:
+        """The rows, as many at a time as all ranks together have use for."""
+        size = ROUND * self.job.train.micro_rows * self.world.data_size * self.job.data.seq_len
+        rows: list[list[Atom]] = []
+        held = 0
+        for place in rows_once(reader):
+            rows.append(tokenized.decode(place.read(), ""))
+            held += sum(map(length, rows[-1]))
+            if held >= size:
+                yield rows
+                rows, held = [], 0
+        if rows:
+            yield rows
+
+    def annotate(self, rows: Sequence[Sequence[Atom]]) -> list[list[Atom]]:
+        """The same rows, their samples with what the companions say; on every rank."""
+        number = itertools.count()
+        numbered = [tuple(replace(sample, source=str(next(number))) for sample in atom) for row in rows for atom in row]
+        mine: dict[str, dict[str, np.ndarray]] = {}
+        for batch in deal(pack_all(numbered, self.job.data.seq_len), self.world, self.job.train.micro_rows, self.job.data.seq_len):
+            batch = batch.to(self.world.device)
+            mine |= of_samples(batch, self.recipe.annotations(self.model, batch, self.companions))
+            for one in {id(m): m for m in (self.model, *self.companions.values())}.values():
+                forget_forwards(one)
+        found = {sample: streams for part in self.world.gather(mine) for sample, streams in part.items()}
+        number = itertools.count()
+        with_streams = lambda sample: Sample(sample.tokens, sample.weights, sample.source, {**sample.streams, **found[str(next(number))]})  # noqa: E731
+        return [[tuple(with_streams(sample) for sample in atom) for atom in row] for row in rows]
+
+
+def of_samples(batch: Batch, streams: Mapping[str, Tensor]) -> dict[str, dict[str, np.ndarray]]:
+    """Streams aligned with targets, [B, T] or [B, T, k], as those of the batch's samples, by their `source`; where it is empty they are left out."""
+    starts = ((batch.positions == 0) & (batch.segments >= 0)).reshape(-1).nonzero().squeeze(1).tolist()
+    flat = {name: values.flatten(0, 1).cpu().numpy() for name, values in streams.items()}
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for start, n, source in zip(starts, batch.lengths, batch.sources, strict=True):
+        if source:
+            found[source] = {name: np.concatenate([np.zeros_like(values[:1]), values[start : start + n - 1]]) for name, values in flat.items()}
+    return found

@@ -1,0 +1,49 @@
+"""Tokenizing a job's data once, to parquet, under a name that says what it was made from."""
+
+import hashlib
+import os
+import time
+
+from ptf import recipes, storage
+from ptf.config import Job, fingerprint
+from ptf.data import tokenized
+from ptf.data.tokenizer import Tokenizer
+from ptf.train.reading import specs
+
+SETTINGS = ("recipe", "algo", "data.seq_len", "data.too_long", "data.train_on", "data.on_bad_row", "data.max_bad")
+
+
+def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | None = None) -> dict[str, str]:
+    """Source → directory, of all that are not tokenized yet. What was made from the same files with the same tokenizer and settings is reused.
+    `settings`: a fingerprint of those; by default the job's."""
+    recipe, data = recipes.build(job), job.data
+    made: dict[str, str] = {}
+    made_by = settings or fingerprint(job, *SETTINGS), tokenizer.fingerprint()
+    for name, source in {**data.sources, **data.validation}.items():
+        if source.kind == "tokenized":
+            continue
+        files = [(f, *_stamp(f)) for f in storage.listing(source.path)]
+        shape = source.kind, sorted(source.columns.items()), source.limit
+        key = hashlib.sha256(repr((files, made_by, shape)).encode()).hexdigest()[:16]
+        made[name] = f"{job.output}/tokenized/{name}-{key}"
+        began = time.perf_counter()
+        counts = tokenized.write(
+            made[name], specs({name: source})[name], name, encode=lambda row, source: recipe.encode(row, tokenizer, source), seq_len=data.seq_len,
+            too_long=data.too_long, tokenizer=tokenizer, config_fingerprint=key,
+            max_bad=data.max_bad if data.on_bad_row == "skip" else None, processes=processes,
+        )  # fmt: skip
+        spent = time.perf_counter() - began
+        print(
+            f"tokenize: {name}: {counts['rows']} rows, {counts['samples']} samples, {counts['tokens']} tokens ({counts['trained']} trained), "
+            f"expansion ×{counts['expansion']:.3g}, {counts['dropped']} dropped, {counts['truncated']} cut, {counts['bad']} bad, {spent:.1f} s → "
+            f"{made[name]}", flush=True,
+        )  # fmt: skip
+    return made
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    """Size and time of a local file; a remote one is named by its URI alone."""
+    if not os.path.exists(path):
+        return (0, 0)
+    info = os.stat(path)
+    return info.st_size, info.st_mtime_ns

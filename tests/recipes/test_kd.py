@@ -1,0 +1,125 @@
+"""Distillation against the papers' equations: forms, temperatures, several teachers, top-k, ahead of training or beside it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ptf.config.schema import LoraConfig
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.sample import Atom, Sample
+from ptf.errors import UserError
+from ptf.recipes.kd import KD, Teacher, shared_vocabulary
+from ptf.train.annotate import of_samples
+from tests.recipes import dense
+from tests.recipes.test_dpo import batches, load, ours
+from tests.tiny import checkpoint, sample
+
+ONE = {"big": Teacher("big")}
+TWO = {"big": Teacher("big", weight=3.0), "small": Teacher("small")}
+FORMS = {
+    "forward": KD(ONE),
+    "reverse": KD(ONE, form="reverse"),
+    "js": KD(ONE, form="js", beta=0.2),
+    "hot": KD(ONE, temperature=2.0, ce=0.3),
+    "two": KD(TWO, form="js", ce=1.0),
+    "top": KD(ONE, top_k=5, temperature=1.5),
+    "top of two": KD(TWO, form="reverse", top_k=5, ce=0.5),
+}
+
+
+def atoms(count: int, seed: int = 0) -> list[Atom]:
+    rng = np.random.default_rng(seed)
+    made = [sample(int(rng.integers(4, 14)), 100 * seed + i) for i in range(count)]
+    return [(Sample(s.tokens, s.weights * np.float32(0.5 + i % 3), s.source),) for i, s in enumerate(made)]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, Path]:
+    """A student, and teachers of other widths and depths, one of which has more rows of vocabulary than the student."""
+    root = tmp_path_factory.mktemp("kd")
+    return {
+        "student": checkpoint(root / "student", seed=1),
+        "big": checkpoint(root / "big", seed=2, hidden_size=96, num_hidden_layers=3, tie_word_embeddings=False),
+        "small": checkpoint(root / "small", seed=3, hidden_size=32, vocab_size=120),
+    }
+
+
+def expected(recipe: KD, student, teachers, made: list[Atom]) -> torch.Tensor:
+    """The mean over trained tokens, each counting its weight."""
+    total, units = torch.zeros((), dtype=torch.float64), 0.0
+    shares = {name: teacher.weight / sum(t.weight for t in recipe.teachers.values()) for name, teacher in recipe.teachers.items()}
+    for (one,) in made:
+        tokens, weights = torch.tensor(one.tokens[None].astype("int64")), torch.tensor(one.weights[1:]).double()
+        logits = student(tokens).logits[0, :-1]
+        loss = recipe.ce * -logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+        for name, share in shares.items():
+            with torch.no_grad():
+                theirs = teachers[name](tokens).logits[0, :-1, : logits.shape[1]]
+            t, s = ((z / recipe.temperature).softmax(-1) for z in (theirs, logits))
+            if recipe.top_k:
+                best = t.topk(recipe.top_k).indices
+                s, t = (torch.cat([p.gather(1, best), 1 - p.gather(1, best).sum(1, keepdim=True)], 1) for p in (s, t))
+            m = recipe.beta * t + (1 - recipe.beta) * s
+            kl = lambda p, q: (p * (p / q).log()).sum(-1)  # noqa: E731
+            apart = {"forward": kl(t, s), "reverse": kl(s, t), "js": recipe.beta * kl(t, m) + (1 - recipe.beta) * kl(s, m)}[recipe.form]
+            loss = loss + share * recipe.temperature**2 * apart
+        total, units = total + (weights * loss).sum(), units + float(weights.sum())
+    return total / units
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradient_are_those_of_the_equations(places, form):
+    recipe, made = FORMS[form], atoms(9)
+    student, theirs = load(places["student"]), dense.model(places["student"])
+    wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.teachers}, made)
+    wanted.backward()
+    teachers = {name: load(places[name]) for name in recipe.teachers}
+    assert ours(recipe, student, teachers, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
+    assert dense.apart(student, dense.gradients(theirs)) < 1e-4
+    assert not any(p.grad is not None for teacher in teachers.values() for p in teacher.parameters())
+
+
+def test_a_teacher_that_says_other_things_is_another_loss(places):
+    """Negative control."""
+    student, made = load(places["student"]), atoms(9)
+    losses = [ours(replace(FORMS["forward"]), student, {"big": load(places[name])}, made) for name in ("big", "small", "student")]
+    assert losses[2] == pytest.approx(0, abs=1e-6)
+    assert min(abs(losses[0] - losses[1]), losses[0], losses[1]) > 0.1
+
+
+def test_adapters_learn_from_a_teacher_as_a_whole_model_does(places):
+    """The same loss, and gradients of adapters alone."""
+    made, teacher = atoms(9), {"big": load(places["big"])}
+    whole, adapted = load(places["student"]), load(places["student"], lora=LoraConfig(rank=4))
+    assert ours(FORMS["js"], adapted, teacher, made) == pytest.approx(ours(FORMS["js"], whole, teacher, made), rel=1e-6)
+    found = {name for name, p in adapted.named_parameters() if p.grad is not None}
+    assert found
+    assert all("lora" in name for name in found)
+
+
+@pytest.mark.parametrize("form", ["top", "top of two"])
+def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, form):
+    recipe, made = FORMS[form], atoms(9)
+    student, teachers = load(places["student"]), {name: load(places[name]) for name in FORMS[form].teachers}
+    wanted = ours(recipe, student, teachers, made)
+    gradient = {name: p.grad.clone() for name, p in student.named_parameters()}
+    student.zero_grad()
+    numbered = [(Sample(s.tokens, s.weights, str(i)),) for i, (s,) in enumerate(made)]
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for row in pack_all(numbered, 30):
+        batch = Batch.of([row], 30)
+        found |= of_samples(batch, recipe.annotations(student, batch, teachers))
+    ahead = [(Sample(s.tokens, s.weights, s.source, found[str(i)]),) for i, (s,) in enumerate(made)]
+    assert ours(replace(recipe, precomputed=True), student, {}, ahead[::-1]) == pytest.approx(wanted, rel=1e-5)
+    assert all(torch.allclose(p.grad, gradient[name], rtol=1e-4, atol=1e-6) for name, p in student.named_parameters())
+
+
+def test_vocabularies_of_unequal_length_are_compared_where_both_have_rows(places):
+    assert shared_vocabulary(load(places["student"]), load(places["small"]), "small") == 97
+    with pytest.raises(UserError, match=r"algo\.top_k \(97\) must be less than the vocabulary of 97"):
+        ours(replace(FORMS["top"], top_k=97), load(places["student"]), {"big": load(places["big"])}, atoms(1))
+    assert batches(atoms(1))
