@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding reliability ledger bench-train bench-packing peers test-cluster test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding learning reliability ledger bench-train bench-dpo bench-packing peers test-cluster test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -43,6 +43,9 @@ bench-ids: setup                         ## training ids against vLLM's of 100,0
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 
+learning: setup                          ## DPO, reward models and distillation learn on five seeds, and not where they must not; writes benchmarks/results/learning.md
+	$(PY) benchmarks/learning.py
+
 reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
 	$(PY) benchmarks/reliability.py
 
@@ -56,6 +59,9 @@ peers:                                   ## .venv-peers: what benchmarks/train_s
 
 bench-train: setup                       ## the SFT step beside TRL's (make peers first); writes benchmarks/results/train_step.md
 	$(PY) benchmarks/train_step.py
+
+bench-dpo: setup                         ## the DPO step beside TRL's (make peers first); writes benchmarks/results/dpo_step.md
+	$(PY) benchmarks/dpo_step.py
 
 bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
 	$(PY) benchmarks/packing.py

@@ -81,8 +81,9 @@ def ours(given: dict[str, Any]) -> None:
     print(json.dumps({"cpu_s": cpu_s, "wall_s": wall_s, "tokens": tokens, "added_mib": peak - base}))
 
 
-def round_of(system: str, given: dict[str, Any]) -> dict[str, Any]:
-    command = [str(PEER), "benchmarks/peers/trl_sft.py"] if system == "TRL" else [sys.executable, "benchmarks/train_step.py", "--one"]
+def round_of(system: str, given: dict[str, Any], script: str = "benchmarks/train_step.py", peer: str = "benchmarks/peers/trl_sft.py") -> dict[str, Any]:
+    """What one round in a process of its own prints."""
+    command = [str(PEER), peer] if system == "TRL" else [sys.executable, script, "--one"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "" if system == "TRL" else str(ROOT)}
     done = subprocess.run([*command, json.dumps(given)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode:

@@ -1,12 +1,16 @@
 """What the recipes' losses are compared with: transformers in float64, one document at a time, and the papers' equations written out."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 from ptf.data.sample import Sample
+from ptf.model.lora import adapters
 
 
 def model(directory: Path, scalar: bool = False) -> Any:
@@ -29,23 +33,38 @@ def score(network: Any, sample: Sample) -> Tensor:
     return network(torch.tensor(sample.tokens[None].astype("int64"))).logits[0, 0]
 
 
+NAMES = {
+    "model.embed_tokens.": "embed.", "model.norm.": "norm.", "model.layers.": "layers.", ".self_attn.": ".attn.", "lm_head.": "head.", "score.": "head.",
+    ".input_layernorm.": ".attn_norm.", ".post_attention_layernorm.": ".mlp_norm.",
+}  # fmt: skip
+
+
+def unified(name: str) -> str:
+    """What ptf calls a parameter of transformers'."""
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
 def gradients(network: Any) -> dict[str, Tensor]:
     """Under ptf's names."""
-    names = {
-        "model.embed_tokens.": "embed.", "model.norm.": "norm.", "model.layers.": "layers.", ".self_attn.": ".attn.", "lm_head.": "head.", "score.": "head.",
-        ".input_layernorm.": ".attn_norm.", ".post_attention_layernorm.": ".mlp_norm.",
-    }  # fmt: skip
-    found = {}
+    return {unified(name): parameter.grad for name, parameter in network.named_parameters()}
+
+
+def adapted(network: Any, ours: Any) -> tuple[Callable[[Tensor], Any], dict[str, Tensor]]:
+    """The network, with the adapters of our model in its weights: W + s · B A; and what trains, under ptf's names: they, and a scalar head."""
+    leaves = {name: p.detach().double().requires_grad_() for name, p in ours.named_parameters() if p.requires_grad}
+    weights, pairs = {}, adapters(ours)
     for name, parameter in network.named_parameters():
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        found[name] = parameter.grad
-    return found
+        weights[name] = leaves.get(unified(name), parameter.detach())
+        if adapter := pairs.get(unified(name)):
+            weights[name] = weights[name] + adapter.scale * leaves[adapter.b] @ leaves[adapter.a]
+    return lambda tokens: functional_call(network, weights, (tokens,)), leaves
 
 
 def apart(ours: Any, theirs: dict[str, Tensor]) -> float:
     """Largest difference of any gradient, relative to the largest gradient of that tensor."""
-    found = dict(ours.named_parameters())
+    found = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in ours.named_parameters() if p.grad is not None}
     assert found.keys() == theirs.keys()
-    cut = {n: found[n].grad[: len(theirs[n])] for n in theirs}  # ptf fills the vocabulary up
+    cut = {n: found[n][: len(theirs[n])] for n in theirs}  # ptf fills the vocabulary up
     return max(float((cut[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in cut)

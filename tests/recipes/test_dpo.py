@@ -118,10 +118,7 @@ def test_a_model_without_its_adapters_is_its_own_reference(places):
     spec = {"lora": LoraConfig(rank=4)}
     one, other = load(places[0], **spec), load(places[0], **spec)
     for model in (one, other):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("lora_b"):
-                    parameter.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+        stirred(model)
     made, recipe = atoms(7), FORMS["dpo"]
     losses = ours(recipe, one, {"reference": one}, made), ours(recipe, other, {"reference": load(places[0])}, made)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -130,6 +127,27 @@ def test_a_model_without_its_adapters_is_its_own_reference(places):
     assert a.keys() == b.keys()
     assert all("lora" in name for name in a)
     assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-6
+
+
+def stirred(model: Decoder) -> Decoder:
+    """With adapters that do something: B begins at 0."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter += 0.05  # the same on every rank that has a part of it
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
+    """The reference is the model without them."""
+    recipe, made = FORMS[form], atoms(7)
+    policy = stirred(load(places[0], lora=LoraConfig(rank=4)))
+    theirs, leaves = dense.adapted(dense.model(places[0]), policy)
+    wanted = expected(recipe, theirs, dense.model(places[0]), made)
+    wanted.backward()
+    assert ours(recipe, policy, {"reference": policy}, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
+    assert dense.apart(policy, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-4
 
 
 def test_experts_are_balanced_beside_an_own_reference(tmp_path):

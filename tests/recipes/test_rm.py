@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from ptf.compute.world import World
-from ptf.config.schema import ModelConfig
+from ptf.config.schema import LoraConfig, ModelConfig
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
@@ -17,7 +18,7 @@ from ptf.model.decoder import Decoder
 from ptf.recipes.rm import RM
 from ptf.train.trainer import load_model
 from tests.recipes import dense
-from tests.recipes.test_dpo import atoms, ours
+from tests.recipes.test_dpo import atoms, ours, stirred
 from tests.tiny import SIZES
 
 FORMS = {
@@ -39,8 +40,8 @@ def place(tmp_path_factory) -> Path:
     return directory
 
 
-def load(place: Path) -> Decoder:
-    return load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32", head="scalar")[0]
+def load(place: Path, **spec: Any) -> Decoder:
+    return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32", head="scalar")[0]
 
 
 def data(recipe: RM, weight: float) -> list[Atom]:
@@ -76,6 +77,17 @@ def test_loss_and_gradient_are_those_of_the_equations(place, form, weight):
     wanted.backward()
     assert ours(recipe, model, {}, made) == pytest.approx(float(wanted), rel=2e-5)
     assert dense.apart(model, dense.gradients(theirs)) < 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gradient_of_adapters_is_that_of_the_equations(place, form):
+    recipe = FORMS[form]
+    made, model = data(recipe, 1.0), stirred(load(place, lora=LoraConfig(rank=4)))
+    theirs, leaves = dense.adapted(dense.model(place, scalar=True), model)
+    wanted = expected(recipe, theirs, made)
+    wanted.backward()
+    assert ours(recipe, model, {}, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
+    assert dense.apart(model, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-4
 
 
 def test_a_score_read_one_token_early_is_another_loss(place, monkeypatch):

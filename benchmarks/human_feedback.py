@@ -1,0 +1,222 @@
+"""Reward models and DPO on what people said of answers. Needs the data (PTF_DATA). A small model is first trained from scratch on chats, with the
+minimind tokenizer; then
+
+    ratings      a reward model of 3,667 ratings of a ticket agent's turns (Taskmaster-3; 16 % are good), split by dialogue: area under the ROC curve on
+                 held-out dialogues, beside what turns' lengths and a bag of words give
+    preferences  a reward model and DPO of 612 pairs of answers (OpenAssistant), split by prompt: held-out pair accuracy, beside taking the longer one
+
+    python benchmarks/human_feedback.py [--seeds 0 1 2] [--on dev]      # writes benchmarks/results/human_feedback.md
+
+`--on dev` measures on a part of the training data instead, and writes nothing: settings were chosen there.
+"""
+
+import argparse
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import yaml  # noqa: E402
+
+from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.gsm8k_steps import wilson  # noqa: E402
+from ptf.config import Job, loads  # noqa: E402
+from ptf.eval import auc, evaluate  # noqa: E402
+from ptf.run import run  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "human_feedback.md"
+DATA = Path(os.environ.get("PTF_DATA", ROOT / ".." / "shared" / "data"))
+OUTPUT = ROOT / "runs" / "human_feedback"
+WIDTH = 2048
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", "vocab_size": 6400, "hidden_size": 128, "intermediate_size": 384,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": WIDTH, "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+Row = dict[str, Any]
+
+
+def read(name: str) -> list[Row]:
+    with gzip.open(DATA / name, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def opening(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What the user says first: dialogues that begin alike stay together."""
+    return next(m["content"] for m in messages if m["role"] == "user")
+
+
+def part(text: str) -> str:
+    """Of a dialogue: a fifth is for test, a fifth of the rest for dev."""
+    number = int(hashlib.sha256(text.encode()).hexdigest(), 16)
+    return "test" if number % 5 == 0 else "dev" if number // 5 % 5 == 0 else "train"
+
+
+def split(rows: Sequence[Row], on: str) -> tuple[list[Row], list[Row]]:
+    """To train on and to measure on. Test rows are in neither where it is measured on dev."""
+    kinds = [part(opening(row["prompt"])) for row in rows]
+    train = [row for row, kind in zip(rows, kinds, strict=True) if kind == "train" or (kind == "dev" and on == "test")]
+    return train, [row for row, kind in zip(rows, kinds, strict=True) if kind == on]
+
+
+def written(name: str, rows: Sequence[Row]) -> dict[str, str]:
+    path = OUTPUT / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": str(path)}
+
+
+def job(
+    recipe: str, seed: int, model: Mapping[str, Any], sources: Mapping[str, Any], validation: Mapping[str, Any], train: Mapping[str, Any], **more: Any
+) -> Job:
+    raw = {
+        "recipe": recipe, "output": str(OUTPUT / "runs"), "seed": seed, "model": dict(model),
+        "data": {"sources": dict(sources), "validation": dict(validation), "seq_len": WIDTH, "too_long": "drop", **more.pop("data", {})},
+        "train": {"rows": 4, "micro_rows": 4, "schedule": "linear", "precision": "fp32", **train},
+        "compute": {"launcher": "local", "device": "cpu"}, "track": {"tensorboard": False}, "checkpoint": {"every": 10_000}, **more,
+    }  # fmt: skip
+    return loads(yaml.safe_dump(raw))
+
+
+def trained(one: Job, name: str) -> Path:
+    """Its run; what is there already is taken."""
+    made = OUTPUT / "runs" / name
+    if not (made / "model" / "model.safetensors").exists():
+        with contextlib.redirect_stdout(sys.stderr):
+            run(one, name)
+    return made
+
+
+def chatty() -> Path:
+    """The model that everything starts from: it has read chats, but none that begins as a pair does on which something may be measured."""
+    place = OUTPUT / "model"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "config.json").write_text(json.dumps(MODEL))
+    assistants = [row for row in read("chat/oasst_en100_paths.jsonl.gz") if part(opening(row["messages"])) == "train"]
+    chats = {
+        "tasks": written("tasks", [{"messages": row["messages"]} for row in read("chat/sgd_test_dialogues.jsonl.gz")]),
+        "agents": written("agents", [{"messages": row["messages"]} for row in read("chat/tau_airline_gpt4o.jsonl.gz")]),
+        "assistants": written("assistants", [{"messages": row["messages"]} for row in assistants]),
+    }
+    model = {"path": str(place), "init": "random", "tokenizer": str(DATA / "tokenizers" / "minimind")}
+    more = {"data": {"train_on": "all", "too_long": "truncate"}}
+    return trained(job("sft", 0, model, chats, {}, {"steps": 500, "lr": 2e-3, "warmup": 20}, **more), "chatty") / "model"
+
+
+def ratings(seed: int, base: Path, on: str) -> dict[str, float]:
+    train, held_out = split(read("prefs/taskmaster3_movie_tickets_reward.jsonl.gz"), on)
+    sources = {"ratings": written(f"ratings-{on}", train) | {"kind": "scored"}}
+    validation = {on: written(f"ratings-held-out-{on}", held_out) | {"kind": "scored"}}
+    knobs = {"epochs": 3, "lr": 5e-4, "warmup": 20, "validate_every": 200}
+    one = job("rm", seed, {"path": str(base)}, sources, validation, knobs, algo={"loss": "binary"})
+    found = evaluate(one, trained(one, f"ratings-{on}-{seed}"))
+    truth = np.array([row["reward"] > 0.5 for row in held_out])
+    words = bag_of_words(train, held_out)
+    return {
+        "AUC": found[f"auc/{on}"], "calibration error": found[f"calibration_error/{on}"], "accuracy": found[f"accuracy/{on}"],
+        "majority, accuracy": max(truth.mean(), 1 - truth.mean()), "majority, AUC": 0.5, "length of the turn, AUC": longer(found[f"auc_by_length/{on}"]),
+        "length of what came before, AUC": longer(auc(np.array([len(str(row["prompt"])) for row in held_out], float), truth)),
+        "bag of words of the turn, AUC": auc(words[0], truth), "bag of words of all, AUC": auc(words[1], truth), "held out": len(held_out),
+        "trained": len(train),
+    }  # fmt: skip
+
+
+def longer(found: float) -> float:
+    """Whichever way round says more."""
+    return max(found, 1 - found)
+
+
+def said(message: Mapping[str, Any]) -> str:
+    return " ".join([message.get("content") or "", *(json.dumps(call["function"]) for call in message.get("tool_calls") or ())])
+
+
+def bag_of_words(train: Sequence[Row], held_out: Sequence[Row]) -> list[np.ndarray]:
+    """Scores of the held-out rows by a logistic regression over the words that are there, of the turn alone and of the dialogue with it."""
+    scores = []
+    for text in (lambda row: said(row["completion"]), lambda row: " ".join(map(said, [*row["prompt"], row["completion"]]))):
+        words = [set(re.findall(r"\w+", text(row).lower())) for row in (*train, *held_out)]
+        often = Counter(word for found in words[: len(train)] for word in found)
+        index = {word: i for i, word in enumerate(word for word, n in often.items() if n >= 3)}
+        there = torch.zeros(len(words), len(index))
+        for row, found in enumerate(words):
+            there[row, [index[word] for word in found if word in index]] = 1
+        truth, x = torch.tensor([row["reward"] for row in train]), there[: len(train)]
+        weight, bias = torch.zeros(len(index), requires_grad=True), torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.LBFGS([weight, bias], max_iter=200)
+
+        def closure(x=x, truth=truth, weight=weight, bias=bias, optimizer=optimizer) -> float:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(x @ weight + bias, truth) + 1e-3 * weight.square().sum()
+            loss.backward()
+            return float(loss.detach())
+
+        optimizer.step(closure)
+        scores.append((there[len(train) :] @ weight).detach().double().numpy())
+    return scores
+
+
+def preferences(seed: int, base: Path, on: str) -> dict[str, float]:
+    rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in read("prefs/oasst_en100_pairs.jsonl.gz")]
+    train, held_out = split(rows, on)
+    sources, validation = {"pairs": written(f"pairs-{on}", train)}, {on: written(f"pairs-held-out-{on}", held_out)}
+    found: dict[str, float] = {"held out": len(held_out), "trained": len(train)}
+    for name, recipe, knobs, algo in (("reward model", "rm", {"epochs": 2, "lr": 2e-4}, {}), ("DPO", "dpo", {"epochs": 2, "lr": 1e-4}, {"beta": 0.1})):
+        one = job(recipe, seed, {"path": str(base)}, sources, validation, {**knobs, "warmup": 5}, algo=algo)
+        measured = evaluate(one, trained(one, f"{recipe}-{on}-{seed}"))
+        found |= {f"{name}, accuracy": measured[f"accuracy/{on}"], "the longer answer, accuracy": measured[f"accuracy_by_length/{on}"]}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--on", choices=["test", "dev"], default="test")
+    asked = parser.parse_args()
+    began = time.perf_counter()
+    base = chatty()
+    found = {}
+    for name, measure in (("ratings", ratings), ("preferences", preferences)):
+        found[name] = [measure(seed, base, asked.on) for seed in asked.seeds]
+        print(json.dumps({name: found[name]}), flush=True)
+    if asked.on == "test":
+        write(found, "python " + " ".join(["benchmarks/human_feedback.py", *sys.argv[1:]]), time.perf_counter() - began)
+
+
+def write(found: Mapping[str, Sequence[Mapping[str, float]]], command: str, spent: float) -> None:
+    sections = []
+    for name, seeds in found.items():
+        counts = f"{int(seeds[0]['trained']):,} to train on, {int(seeds[0]['held out']):,} held out."
+        lines = ["| | " + " | ".join(f"run {i}" for i in range(len(seeds))) + " | mean |", "|---|" + "---|" * (len(seeds) + 1)]
+        for key in [key for key in seeds[0] if key not in ("trained", "held out")]:
+            values = [seed[key] for seed in seeds]
+            mean = sum(values) / len(values)
+            low, high = wilson(mean, int(seeds[0]["held out"]))
+            interval = f" [{low:.3f}, {high:.3f}]" if "accuracy" in key else ""
+            lines.append(f"| {key} | " + " | ".join(f"{value:.3f}" for value in values) + f" | {mean:.3f}{interval} |")
+        sections.append(f"## {name.capitalize()}\n\n{counts}\n\n" + "\n".join(lines) + "\n")
+    RESULTS.write_text(
+        "# Human feedback\n\n"
+        f"Command: `{command}`, {spent / 60:.0f} minutes  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
+        "One small model (Qwen3 shape, 4 layers of 128, minimind tokenizer, 1.6 million parameters) read chats for 500 steps from random weights: task\n"
+        "dialogues, agent trajectories, and assistants' conversations of which none begins as a held-out pair does. Then each column below is a training run\n"
+        "of its own from there. What is held out is a fifth of the dialogues, by what the user says first; settings were chosen on another (`--on dev`).\n"
+        "Brackets: 95 % Wilson interval of the mean, as if held-out rows were independent.\n\n" + "\n".join(sections)
+    )  # fmt: skip
+    print(f"wrote {RESULTS.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

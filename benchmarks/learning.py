@@ -1,0 +1,216 @@
+"""Does it learn what it should, on every seed, and does it not where it must not? One small model (3 layers of 64), sequences of five digits, a minute
+a seed on one core. Writes results/learning.md; exits 1 where a bar is missed.
+
+    python benchmarks/learning.py [--seeds 0 1 2 3 4]
+
+    base  half of the answers reverse the digits, half repeat them: SFT, from random weights
+    RM    pairs of a right reversal and one with a wrong digit; held-out pair accuracy. Control: pairs the wrong way round
+    DPO   from the base, reversing preferred to repeating; probabilities of both on held-out prompts. Control: pairs the wrong way round
+    KD    another model from random weights, taught by the base; KL(teacher ‖ student) on held-out prompts. Control: a teacher whose output rows are
+          shuffled, so that what it says has nothing to do with what it read
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from benchmarks.flow_runs import cpu  # noqa: E402
+from ptf.compute.tracking import read_metrics  # noqa: E402
+from ptf.compute.world import World  # noqa: E402
+from ptf.config import Job, loads  # noqa: E402
+from ptf.config.schema import ModelConfig  # noqa: E402
+from ptf.data.encode import encode_document  # noqa: E402
+from ptf.data.packing import pack_all  # noqa: E402
+from ptf.data.tokenizer import Tokenizer  # noqa: E402
+from ptf.eval import evaluate  # noqa: E402
+from ptf.recipes.documents import sums  # noqa: E402
+from ptf.recipes.dpo import DPO  # noqa: E402
+from ptf.run import run  # noqa: E402
+from ptf.tasks.tiny import write_model  # noqa: E402
+from ptf.train.deal import deal  # noqa: E402
+from ptf.train.trainer import load_model  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "learning.md"
+DIGITS, TRAIN, HELD_OUT, WIDTH = 5, 30_000, 300, 128
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a number must be."""
+
+    says: str
+    met: Callable[[float, Mapping[str, float]], bool]  # the number, and all that the seed found
+
+
+BARS = {
+    "RM: held-out pair accuracy": Bar("≥ 0.97", lambda x, _: x >= 0.97),
+    "RM, pairs the wrong way round": Bar("≤ 0.03", lambda x, _: x <= 0.03),
+    "DPO: first loss": Bar("ln 2 to 1e-6", lambda x, _: abs(x - math.log(2)) <= 1e-6),
+    "DPO: p(repeated), before": Bar("> 0.05", lambda x, _: x > 0.05),
+    "DPO: p(repeated), after": Bar("≤ 0.01", lambda x, _: x <= 0.01),
+    "DPO: p(reversed), before": Bar("", lambda x, _: True),
+    "DPO: p(reversed), after": Bar("twice as much, or ≥ 0.9", lambda x, found: x >= min(0.9, 2 * found["DPO: p(reversed), before"])),
+    "DPO, pairs the wrong way round: p(reversed), after": Bar("≤ 0.01", lambda x, _: x <= 0.01),
+    "KD: KL to the teacher, before": Bar("> 0.5", lambda x, _: x > 0.5),
+    "KD: KL to the teacher, after": Bar("< 0.05", lambda x, _: x < 0.05),
+    "KD, teacher shuffled: KL to the true one, after": Bar("> 0.5", lambda x, _: x > 0.5),
+}
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+class Seed:
+    """Everything that is learned with one seed, in a directory of its own."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.place, self.seed = directory, seed
+        rng = np.random.default_rng(seed)
+        every = [f"{n:0{DIGITS}}" for n in rng.permutation(10**DIGITS).tolist()]
+        self.prompts = [p for p in every if p != p[::-1]][: TRAIN + HELD_OUT]  # of the others the two answers are one
+        self.flips = rng.integers(0, 2, len(self.prompts))
+        self.wrong = [self._corrupted(p[::-1], rng) for p in self.prompts]
+        write_model(directory / "model", "0123456789", dim=64, layers=3)
+        config = json.loads((directory / "model" / "config.json").read_text())
+        (directory / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False, "initializer_range": 0.05}))
+
+    @staticmethod
+    def _corrupted(answer: str, rng: np.random.Generator) -> str:
+        at = int(rng.integers(len(answer)))
+        return answer[:at] + str((int(answer[at]) + int(rng.integers(1, 10))) % 10) + answer[at + 1 :]
+
+    def files(self, name: str, row: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+        made = [row(i) for i in range(len(self.prompts))]
+        train, held_out = write_rows(self.place / f"{name}.jsonl", made[:TRAIN]), write_rows(self.place / f"{name}_held_out.jsonl", made[TRAIN:])
+        return {"sources": {name: {"path": train}}, "validation": {"held_out": {"path": held_out}}, "seq_len": WIDTH}
+
+    def job(self, recipe: str, data: Mapping[str, Any], steps: int, lr: float, start: Path | None = None, rows: int = 8, **sections: Any) -> Job:
+        model = {"path": str(self.place / "model"), "init": "random"} if start is None else {"path": str(start)}
+        train = {"steps": steps, "lr": lr, "rows": rows, "warmup": 20, "schedule": "linear", "precision": "fp32", "validate_every": steps}
+        raw = {"recipe": recipe, "output": str(self.place / "runs"), "seed": self.seed, "model": model, "data": dict(data), "train": train}
+        raw |= {"compute": {"launcher": "local", "device": "cpu", "threads": 1}, "track": {"tensorboard": False, "print_every": 1000}}
+        return loads(yaml.safe_dump(raw | sections))
+
+    def learn(self, job: Job, name: str) -> Path:
+        with contextlib.redirect_stdout(sys.stderr):
+            return run(job, name)
+
+    def everything(self) -> dict[str, float]:
+        completion = lambda i: {"prompt": self.prompts[i], "completion": self.prompts[i][:: 1 if self.flips[i] else -1]}  # noqa: E731
+        chats = self.files("answers", completion)
+        base = self.learn(self.job("sft", chats, 800, 2e-3), "base") / "model"
+        return self.reward_models() | self.preferences(base) | self.taught(base, chats)
+
+    def reward_models(self) -> dict[str, float]:
+        found = {}
+        for name, keys in (("RM: held-out pair accuracy", ("chosen", "rejected")), ("RM, pairs the wrong way round", ("rejected", "chosen"))):
+            row = lambda i, keys=keys: {"prompt": self.prompts[i], keys[0]: self.prompts[i][::-1], keys[1]: self.wrong[i]}  # noqa: E731
+            data = self.files("-".join(keys), row)
+            data["validation"] = self.files("right", lambda i: {"prompt": self.prompts[i], "chosen": self.prompts[i][::-1], "rejected": self.wrong[i]})[
+                "validation"
+            ]
+            made = self.learn(self.job("rm", data, 700, 3e-3, rows=16), f"rm-{keys[0]}")
+            found[name] = read_metrics(made / "metrics.jsonl")[-1]["accuracy/held_out"]
+        return found
+
+    def preferences(self, base: Path) -> dict[str, float]:
+        reversed_, repeated = self.probability(base, -1), self.probability(base, 1)
+        found = {}
+        for keys in (("chosen", "rejected"), ("rejected", "chosen")):
+            data = self.files(
+                "-".join(("reverse", *keys)), lambda i, keys=keys: {"prompt": self.prompts[i], keys[0]: self.prompts[i][::-1], keys[1]: self.prompts[i]}
+            )
+            made = self.learn(self.job("dpo", data, 250, 3e-5, base, rows=16, algo={"beta": 1.0}), f"dpo-{keys[0]}")
+            after = self.probability(made / "model", -1), self.probability(made / "model", 1)
+            if keys[0] == "chosen":
+                found |= {"DPO: p(repeated), before": repeated, "DPO: p(repeated), after": after[1]}
+                found |= {"DPO: p(reversed), before": reversed_, "DPO: p(reversed), after": after[0]}
+                found["DPO: first loss"] = read_metrics(made / "metrics.jsonl")[0]["loss"]
+            else:
+                found["DPO, pairs the wrong way round: p(reversed), after"] = after[0]
+        return found
+
+    def probability(self, model: Path, step: int) -> float:
+        """Mean over held-out prompts of how likely their answer is: what a sampled one is that often."""
+        tokenizer = Tokenizer.load(str(model))
+        rows = [{"prompt": p, "completion": p[::step]} for p in self.prompts[TRAIN:]]
+        decoder, _ = load_model(model, World(), ModelConfig(path=str(model)), seed=0, precision="fp32")
+        atoms = [atom for row in rows for atom in encode_document(row, tokenizer, "held_out")]
+        with torch.no_grad():
+            found = [sums(DPO().logprobs(decoder, batch), batch) for batch in deal(pack_all(atoms, WIDTH), World(), 8, WIDTH)]
+        return float(torch.cat(found).exp().mean())
+
+    def taught(self, base: Path, chats: Mapping[str, Any]) -> dict[str, float]:
+        shuffled = self.place / "shuffled"
+        shutil.copytree(base, shuffled)
+        tensors = load_file(shuffled / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][
+            torch.randperm(len(tensors["lm_head.weight"]), generator=torch.Generator().manual_seed(self.seed))
+        ]
+        save_file(tensors, shuffled / "model.safetensors", metadata={"format": "pt"})
+        found: dict[str, float] = {}
+        for teacher in (base, shuffled):
+            job = self.job("kd", chats, 600, 2e-3, algo={"teachers": {"base": {"path": str(teacher)}}})
+            job = job.model_copy(update={"seed": self.seed + 100})  # or the student would begin as the teacher did
+            made = self.learn(job, f"kd-{teacher.name}")
+            judged = self.job("kd", chats, 600, 2e-3, algo={"teachers": {"base": {"path": str(base)}}}).model_copy(update={"seed": self.seed + 100})
+            metrics = evaluate(judged, made)
+            if teacher == base:
+                found = {"KD: KL to the teacher, before": metrics["start/kl/held_out"], "KD: KL to the teacher, after": metrics["kl/held_out"]}
+            else:
+                found["KD, teacher shuffled: KL to the true one, after"] = metrics["kl/held_out"]
+        return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[int, dict[str, float]] = {}
+    began = time.perf_counter()
+    for seed in asked.seeds:
+        with tempfile.TemporaryDirectory() as directory:
+            found[seed] = Seed(Path(directory), seed).everything()
+        print(json.dumps({"seed": seed, **found[seed]}), flush=True)
+    lines = [f"| check | bar | {' | '.join(f'seed {seed}' for seed in found)} | |", "|---|---|" + "---|" * (len(found) + 1)]
+    missed = 0
+    for name, bar in BARS.items():
+        met = [bar.met(metrics[name], metrics) for metrics in found.values()]
+        missed += len(met) - sum(met)
+        cells = " | ".join(f"{metrics[name]:.7f}" if "loss" in name else f"{metrics[name]:.4f}" for metrics in found.values())
+        lines.append(f"| {name} | {bar.says} | {cells} | {sum(met)} of {len(met)} |")
+    RESULTS.write_text(
+        "# Learning checks\n\n"
+        f"Command: `python {' '.join(['benchmarks/learning.py', *sys.argv[1:]])}` (`make learning`)  \nHardware: {cpu()}, one thread, no GPU  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}, {time.perf_counter() - began:.0f} s in all\n\n"
+        "One Qwen3 shape of 3 layers of 64, untied, and sequences of five digits. `base`: SFT on answers of which half reverse the prompt, half repeat it.\n"
+        f"{TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; p is the mean probability of an answer, which is\n"
+        "how often it would be sampled. Rows named `the wrong way round` and `shuffled` are negative controls: the same runs with labels, or a teacher, from which the\n"
+        "task cannot be learned.\n\n" + "\n".join(lines) + "\n"
+    )  # fmt: skip
+    print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
