@@ -204,8 +204,9 @@ def main() -> int:
         f"Command: `python {' '.join(['benchmarks/learning.py', *sys.argv[1:]])}` (`make learning`)  \nHardware: {cpu()}, one thread, no GPU  \n"
         f"Date: {time.strftime('%Y-%m-%d')}, {time.perf_counter() - began:.0f} s in all\n\n"
         "One Qwen3 shape of 3 layers of 64, untied, and sequences of five digits. `base`: SFT on answers of which half reverse the prompt, half repeat it.\n"
-        f"{TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; p is the mean probability of an answer, which is\n"
-        "how often it would be sampled. Rows named `the wrong way round` and `shuffled` are negative controls: the same runs with labels, or a teacher, from which the\n"
+        f"{TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; p is the mean probability of an answer, which is how\n"
+        "often it would be sampled. Rows named `the wrong way round` and `shuffled` are negative controls: the same runs with labels, or a teacher, from\n"
+        "which the "
         "task cannot be learned.\n\n" + "\n".join(lines) + "\n"
     )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} missed")

@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf import storage
-from ptf.config import Job
-from ptf.config.schema import MeshConfig
+from ptf import recipes, storage
+from ptf.compute.world import World
+from ptf.config import Job, resolve
+from ptf.config.schema import MeshConfig, ModelConfig
 from ptf.errors import UserError
-from ptf.model.bridge import locate
+from ptf.model.bridge import build, hf_tensors, locate, save_hf
 from ptf.run import resolved, run
+from ptf.train.companions import located, refuse_other_architecture
+from ptf.train.trainer import load_model
 
 ROWS = 64  # of each source
 GPU_GIB = 80.0
@@ -44,7 +47,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         model = Path(scratch) / "model"
         source = locate(job.model.path, job.model.revision)
         shrink(source, model)
-        small = smaller(job, model, str(source), f"{scratch}/runs")
+        small = smaller(beside(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, {ROWS} rows of each source:")
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
@@ -81,6 +84,24 @@ def shrink(source: Path, into: Path) -> None:
             shutil.copyfile(file, into / file.name)
     config = json.loads((source / "config.json").read_text())
     (into / "config.json").write_text(json.dumps(narrow(config)))
+
+
+def beside(job: Job, model: Path, scratch: Path) -> Job:
+    """The job with narrow models, of random weights, in place of the ones that its recipe looks at. Raises UserError for one that does not go with
+    the job's model."""
+    paths = {}
+    for role, one in recipes.build(job).companions.items():
+        if one.path is None:
+            continue
+        place = located(one, role)
+        if one.alike:
+            refuse_other_architecture(build(place)[0], build(model)[0], place, role)
+        shrink(place, scratch / f"{role}.config")
+        drawn, family = load_model(scratch / f"{role}.config", World(), ModelConfig(path="-", init="random"), seed=0, precision="fp32")
+        paths[one.path] = str(scratch / role)
+        tokenizer = str(place) if (place / "tokenizer_config.json").exists() else None
+        save_hf(hf_tensors(drawn, family), scratch / f"{role}.config", scratch / role, writes=True, tokenizer=tokenizer)
+    return resolve(job, models=paths)
 
 
 def narrow(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import yaml
 from ptf import doctor
 from ptf.cli import main
 from ptf.rehearse import narrow
-from tests.tiny import arithmetic, write_jsonl
+from tests.tiny import arithmetic, checkpoint, write_jsonl
+from tests.train.test_preferences import preferences
 
 
 def said(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -44,6 +45,24 @@ def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: py
     status, text = said(online(raw, tmp_path, "ptf.rl.rewards:numeric"), tmp_path, capfd)
     assert status == 0, text
     assert "reward" in text
+
+
+@pytest.mark.parametrize("name", ["kd", "kd ahead"])
+def test_teachers_are_narrow_too(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A teacher without weights would do: only what it is matters here."""
+    raw = preferences(tmp_path, name)
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 0, text
+    assert "step 1/1" in text
+
+
+def test_a_reference_that_does_not_fit_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raw = preferences(tmp_path, "dpo")
+    raw["algo"] = {"reference": str(checkpoint(tmp_path / "other", num_hidden_layers=3))}
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 2
+    assert "reference: the model in" in text
 
 
 def test_a_reward_that_raises_is_found(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,22 @@ def test_a_reference_has_weights_of_its_own_unless_adapters_make_it_the_model(tm
     assert own.flops > adapted.flops
 
 
+def test_a_teacher_counts_as_large_as_it_is_unless_it_was_asked_ahead(tmp_path) -> None:
+    teacher = directory(tmp_path / "teacher", {**DENSE, "num_hidden_layers": 2 * DENSE["num_hidden_layers"]})
+    plain = job(directory(tmp_path, DENSE))
+
+    def plan(**algo: object) -> Budget:
+        text = plain.replace("recipe: sft", f"recipe: kd\nalgo: {json.dumps({'teachers': {'big': {'path': str(teacher)}}, **algo})}")
+        return budget(loads(text), tmp_path, 1)
+
+    sft, alone, beside, ahead = budget(loads(plain), tmp_path, 1), budget(loads(plain), teacher, 1), plan(), plan(top_k=8, precomputed=True)
+    assert beside.memory.weights == sft.memory.weights + alone.memory.weights
+    assert beside.memory.gradients == sft.memory.gradients
+    assert beside.flops - sft.flops == pytest.approx(alone.flops / 3)
+    assert ahead.memory == sft.memory
+    assert ahead.flops == sft.flops
+
+
 def test_time_is_flops_over_what_the_gpus_reach(tmp_path) -> None:
     slow, fast = planned(tmp_path, DENSE, 4, mfu=0.2), planned(tmp_path, DENSE, 8, mfu=0.4)
     assert slow.flops == fast.flops
