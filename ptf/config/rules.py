@@ -1,6 +1,8 @@
 """Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to change."""
 
-from ptf.config.schema import DPOAlgo, Job, KDAlgo, RMAlgo
+from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, RMAlgo
+
+SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
 
 
 def broken(job: Job) -> list[str]:
@@ -28,10 +30,13 @@ def broken(job: Job) -> list[str]:
     faults += own_components(job)
     faults += preferences(job)
     faults += companions(job)
+    faults += groups(job)
     faults += foreign_model(job)
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
     faults += [f"data.validation.{name} has the name of one of data.sources" for name in job.data.validation if name in job.data.sources]
+    if job.publish.mode == "max" and (job.publish.metric or "").startswith(SMALLER):
+        faults.append(f"publish.mode: {job.publish.metric} is better the smaller it is; give min")
     wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
     if job.rollout:
         wants_prompts |= {f"data.sources.{n}": s for n, s in job.data.sources.items()}
@@ -126,8 +131,26 @@ def companions(job: Job) -> list[str]:
         faults.append(f"model.head: {job.recipe} compares log-probs over the vocabulary")
     if isinstance(algo, DPOAlgo) and algo.precomputed and algo.loss == "simpo":
         faults.append("algo.precomputed: simpo has no reference")
+    if algo.precomputed and job.train.deterministic:
+        faults.append("algo.precomputed: what is found ahead depends, in its last bits, on how rows were dealt; not with train.deterministic")
+    if isinstance(algo, KDAlgo) and algo.loss != "js" and algo.beta != KDAlgo.model_fields["beta"].default:
+        faults.append(f"algo.beta belongs to algo.loss: js, not to {algo.loss}")
     if isinstance(algo, KDAlgo) and algo.precomputed and algo.top_k is None:
         faults.append("algo.precomputed needs algo.top_k: whole distributions are too large to be kept")
+    return faults
+
+
+def groups(job: Job) -> list[str]:
+    """What goes with GRPO and its family."""
+    algo, faults = job.algo, []
+    if not isinstance(algo, GRPOAlgo) or job.rollout is None:
+        return faults
+    if algo.kl and algo.kl_estimator == "k1" and algo.kl_in == "loss":
+        faults.append("algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it holds the policy to nothing; use k2 or k3, or kl_in: reward")
+    if algo.baseline == "leave_one_out" and algo.scale_by_std:
+        faults.append("algo.scale_by_std belongs to algo.baseline: mean; give false")
+    if algo.overlong > job.rollout.max_new_tokens:
+        faults.append(f"algo.overlong ({algo.overlong}) is more than rollout.max_new_tokens ({job.rollout.max_new_tokens})")
     return faults
 
 

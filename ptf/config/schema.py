@@ -229,16 +229,32 @@ class RMAlgo(Section):
 
 
 class GRPOAlgo(Section):
-    """Group-relative policy optimisation."""
+    """Group-relative policy optimisation, and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`. Dr.GRPO: `scale_by_std: false`,
+    `mean_over: length`. DAPO: `clip_high: 0.28`, `overlong`, `rollout.equal: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
 
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL (k3) to the reference, the model that training started from; 0 loads no reference."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What a reward is compared with: the mean of its group's, or of the others' in its group."""
     scale_by_std: bool = True
-    """Divide the advantages of a group by their standard deviation."""
+    """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
+    ratio: Literal["token", "answer"] = "token"
+    """What is clipped: each token's ratio to the old policy, or the geometric mean of its answer's."""
+    mean_over: Literal["tokens", "answers", "length"] = "tokens"
+    """The loss is a mean over all tokens of a step; over answers, of the means over their tokens; or over answers, of sums over their tokens divided by
+    `rollout.max_new_tokens`."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How it is estimated from a token (Schulman 2020)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or taken from the reward."""
+    max_importance: PositiveFloat | None = None
+    """Weigh tokens by how much likelier the trainer finds them than the engine did, up to this; null weighs all alike."""
+    overlong: Count = 0
+    """Answers within so many tokens of `rollout.max_new_tokens` lose reward, in a straight line down to -1."""
     epochs: Positive = 1
     """Passes over the rollouts of a step."""
     minibatches: Positive = 1
@@ -258,6 +274,10 @@ class RolloutConfig(Section):
     """Answers sampled for each prompt."""
     max_new_tokens: Positive = 256
     """Longest answer, end-of-turn included."""
+    equal: Literal["keep", "replace"] = "keep"
+    """Groups whose answers all have the same reward teach nothing. `replace`: draw other prompts in their place, at most `max_rounds` times in all."""
+    max_rounds: Positive = 8
+    """How often prompts are drawn for one step (`equal: replace`); what has been found by then is trained on."""
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer's log-probs are taken at the same."""
     workers: Positive = free(1)

@@ -59,6 +59,11 @@ class Annotating(Recipe, Protocol):
         """Whether it is."""
         ...
 
+    @property
+    def annotated_by(self) -> tuple[object, ...]:
+        """What of the recipe decides what is found."""
+        ...
+
     def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Mapping[str, Tensor]:
         """Streams aligned with the targets, [B, T] or [B, T, k]; the loss finds them in `Batch.streams`."""
         ...
@@ -100,4 +105,4 @@ def build(job: Job) -> Recipe:
         knobs = job.algo.model_dump()
         return {"dpo": DPO, "rm": RM}[job.recipe](form=knobs.pop("loss"), **knobs)
     assert job.rollout is not None
-    return GRPO(**job.algo.model_dump(), temperature=job.rollout.temperature)  # type: ignore[union-attr]
+    return GRPO(**job.algo.model_dump(), temperature=job.rollout.temperature, length=job.rollout.max_new_tokens)  # type: ignore[union-attr]

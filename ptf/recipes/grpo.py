@@ -1,10 +1,14 @@
-"""Group-relative policy optimisation (Shao et al., DeepSeekMath, 2024): PPO's clipped objective without a critic.
+"""Group-relative policy optimisation (Shao et al., DeepSeekMath, 2024) and its family: PPO's clipped objective without a critic.
 
-    Â  = (r − mean(r of the group)) / std(r of the group)                for every token of an answer
-    J  = mean over tokens of  min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl · k3(π_ref ‖ π),     ρ = π / π_old
-    k3 = π_ref / π − log(π_ref / π) − 1                                   (Schulman 2020, unbiased and never negative)
+    Â  = (r − b) / std(r of the group)                                  for every token of an answer; b: the mean of the group's rewards, or of the
+                                                                        others' (leave-one-out: RLOO, Ahmadian et al. 2024, eq. 8, which has no std)
+    J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl · K(π_ref, π),     ρ = π / π_old
+    ρ  of a token; or of an answer, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, eq. 7 and 14)
+    w  = min(π_old / π_rollout, C): what the engine sampled from is not quite the trainer's π_old (truncated importance sampling, Yao et al. 2025)
+    K  = log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)          (Schulman 2020); in the loss, or taken from the reward
 
-The mean is over all tokens of the optimizer step (as in DAPO, Yu et al. 2025), not over answers first.
+The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over answers of the means over their tokens (GRPO, eq. 3), or over answers
+of the sums over their tokens divided by the largest length (Dr.GRPO, Liu et al. 2025, section 3.2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,18 +27,27 @@ from ptf.data.trajectory import Group, Reward, Trajectory
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.recipes import Companion, Metrics
-from ptf.recipes.advantages import group_relative
+from ptf.recipes.advantages import group_relative, leave_one_out, overlong
+from ptf.recipes.documents import sums, weights
 
 
 @dataclass(frozen=True)
 class GRPO:
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl: float = 0.0
+    baseline: Literal["mean", "leave_one_out"] = "mean"
     scale_by_std: bool = True
+    ratio: Literal["token", "answer"] = "token"
+    mean_over: Literal["tokens", "answers", "length"] = "tokens"
+    kl: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    max_importance: float | None = None
+    overlong: int = 0
     epochs: int = 1
     minibatches: int = 1
     temperature: float = 1.0
+    length: int = 1  # the longest answer there may be
     online: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
@@ -52,32 +65,77 @@ class GRPO:
             scored = [t for t in group if isinstance(t.outcome, Reward)]
             if len(scored) < 2:
                 continue
-            advantages = group_relative(np.array([t.outcome.value for t in scored]), self.scale_by_std)  # type: ignore[union-attr]
+            rewards = np.array([self.reward(t) for t in scored])
+            advantages = leave_one_out(rewards) if self.baseline == "leave_one_out" else group_relative(rewards, self.scale_by_std)
             atoms += [(sample_of(t, advantage=a),) for t, a in zip(scored, advantages, strict=True)]
         return atoms
 
+    def reward(self, trajectory: Trajectory) -> float:
+        """What the reward said, less what an answer of its length and of its distance from the reference costs."""
+        assert isinstance(trajectory.outcome, Reward)
+        value = trajectory.outcome.value + overlong(sum(len(call.sampled) for call in trajectory.calls), self.length, self.overlong)
+        if self.kl and self.kl_in == "reward":
+            streams = {name: torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs")}
+            value -= self.kl * float(estimate(self.kl_estimator, streams["old_logprobs"], streams["reference_logprobs"]).sum())
+        return value
+
     def units(self, batch: Batch) -> Tensor:
-        return batch.weights.sum(dtype=torch.float64)
+        return (batch.weights if self.mean_over == "tokens" else weights(batch)).sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights, temperature=self.temperature)
         logprobs, entropy = model(batch.tokens, batch.positions, batch.segments, reduce)  # [B, T]
         advantages, old = batch.streams["advantages"], batch.streams["old_logprobs"]
-        ratio = (logprobs - old).exp()
+        moved = logprobs - old
+        if self.ratio == "answer":
+            moved = self.of_answers(moved.detach(), batch) + logprobs - logprobs.detach()  # its value is the answer's, its gradient each token's
+        ratio = moved.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+        counts = self.counts(batch)
         metrics = {
-            "entropy": (entropy * batch.weights).sum(),
-            "clip_share": ((clipped * advantages < ratio * advantages) * batch.weights).sum(),
-            "kl_old": ((ratio - 1 - (logprobs - old)) * batch.weights).sum(),
+            "entropy": (entropy * counts).sum(),
+            "clip_share": ((clipped * advantages < ratio * advantages) * counts).sum(),
+            "kl_old": ((ratio - 1 - moved) * counts).sum(),
         }
+        if self.max_importance is not None:
+            trust = (old - batch.streams["rollout_logprobs"]).exp()
+            per_token = per_token * trust.clamp(max=self.max_importance)
+            metrics["importance_capped"] = ((trust > self.max_importance) * counts).sum()
         if self.kl:
-            log_ratio = batch.streams["reference_logprobs"] - logprobs
-            k3 = log_ratio.exp() - log_ratio - 1
-            per_token = per_token + self.kl * k3
-            metrics["kl_reference"] = (k3 * batch.weights).sum()
-        loss = (per_token * batch.weights).sum()
+            apart = estimate(self.kl_estimator, logprobs, batch.streams["reference_logprobs"])
+            metrics["kl_reference"] = (apart * counts).sum()
+            if self.kl_in == "loss":
+                per_token = per_token + self.kl * apart
+        loss = (per_token * counts).sum()
         return loss, {k: v.detach() for k, v in {"loss": loss, **metrics}.items()}
+
+    def counts(self, batch: Batch) -> Tensor:
+        """How much each token counts in the sum that the step divides by `units`: [B, T]."""
+        if self.mean_over == "tokens":
+            return batch.weights
+        if self.mean_over == "length":
+            return batch.weights / self.length
+        tokens = sums(torch.ones_like(batch.weights), batch).clamp(min=1)
+        return batch.weights / spread(tokens, batch)
+
+    def of_answers(self, values: Tensor, batch: Batch) -> Tensor:
+        """The mean over each answer's tokens, at every one of them: [B, T]."""
+        tokens = sums(torch.ones_like(values), batch).clamp(min=1)
+        return spread(sums(values, batch) / tokens, batch)
+
+
+def spread(values: Tensor, batch: Batch) -> Tensor:
+    """What is known of documents, [documents], at each of their positions: [B, T]; padding gets any of them."""
+    return values[batch.segments.clamp(min=0)]
+
+
+def estimate(kind: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Of KL(π ‖ π_ref), from a token that π sampled (Schulman 2020)."""
+    moved = logprobs - reference
+    if kind == "k3":
+        return (-moved).exp() + moved - 1
+    return moved if kind == "k1" else moved.square() / 2
 
 
 def sample_of(trajectory: Trajectory, advantage: float = 0.0) -> Sample:
@@ -85,5 +143,7 @@ def sample_of(trajectory: Trajectory, advantage: float = 0.0) -> Sample:
     (call,) = trajectory.calls
     c, n = len(call.context), len(call.sampled)
     after = lambda values: np.concatenate([np.zeros(c, np.float32), np.asarray(values, np.float32)])  # noqa: E731
-    streams = {"advantages": after(np.full(n, advantage))} | {name: after(values) for name, values in trajectory.streams.items()}
+    streams = {"advantages": after(np.full(n, advantage)), "rollout_logprobs": after(call.logprobs)} | {
+        name: after(values) for name, values in trajectory.streams.items()
+    }
     return Sample(np.concatenate([call.context, call.sampled]).astype(np.int32), after(np.ones(n)), trajectory.prompt.source, streams)

@@ -28,6 +28,11 @@ from ptf.rl.validate import pass_rates
 from ptf.train.resume import refuse_frozen_changes
 
 
+def differs(group: Group) -> bool:
+    """Whether its rewards do: from equal ones nothing is learned."""
+    return len({t.outcome.value for t in group if isinstance(t.outcome, Reward)}) > 1
+
+
 class Controller:
     def __init__(
         self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
@@ -53,18 +58,12 @@ class Controller:
             self._run()
 
     def _run(self) -> None:
-        phase, knobs = self.cluster.phase, self.knobs
+        phase = self.cluster.phase
         self.sync()
         while self.step < self.steps:
             began = time.perf_counter()
             self.cluster.seconds.clear()
-            prompts = [next(self.prompts) for _ in range(knobs.prompts)]
-            with phase(self.rollout, "rollout"):
-                groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", knobs.group, knobs.max_new_tokens, knobs.temperature)
-            reward_began = time.perf_counter()
-            groups = score_groups(self.rewards, groups)
-            reward_s = time.perf_counter() - reward_began
-            metrics = self.outcomes(groups)
+            groups, metrics, reward_s = self.rollouts()
             with phase(self.policy, "logprobs"):
                 groups, difference = self.annotate(groups, self.policy, "old_logprobs")
             metrics |= self.parity(difference)
@@ -79,15 +78,37 @@ class Controller:
             metrics |= self.sync()
             if self.held_out and self.job.train.validate_every and self.step % self.job.train.validate_every == 0:
                 metrics |= self.validate()
-            tokens = sum(len(t.calls[0].sampled) for g in groups for t in g)
             spent = time.perf_counter() - began
             seconds = {f"seconds/{k}": v for k, v in (self.cluster.seconds | {"reward": reward_s}).items()}
-            self.track.log(self.step, metrics | {"tok_s": tokens / spent, "step_s": spent} | seconds)
+            self.track.log(self.step, metrics | {"tok_s": metrics["generated"] / spent, "step_s": spent} | seconds)
             leaving = self.leave.made
             if self.saves.due(self.step) or leaving:
                 self.save()
             if leaving and self.step < self.steps:
                 raise Left(self.step, self.steps, self.saves.path(self.step))
+
+    def rollouts(self) -> tuple[list[Group], dict[str, float], float]:
+        """Scored groups to train on, what the rewards of all answers say, and the seconds that they took. Where groups of equal rewards are replaced
+        (DAPO's dynamic sampling), prompts are drawn until as many differ as were asked for, or `rollout.max_rounds` times."""
+        knobs, seen, kept, reward_s = self.knobs, list[Group](), list[Group](), 0.0
+        for _ in range(knobs.max_rounds if knobs.equal == "replace" else 1):
+            prompts = [next(self.prompts) for _ in range(knobs.prompts - len(kept))]
+            with self.cluster.phase(self.rollout, "rollout"):
+                groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", knobs.group, knobs.max_new_tokens, knobs.temperature)
+            began = time.perf_counter()
+            groups = score_groups(self.rewards, groups)
+            reward_s += time.perf_counter() - began
+            seen += groups
+            kept += groups if knobs.equal == "keep" else [group for group in groups if differs(group)]
+            if len(kept) == knobs.prompts:
+                break
+        metrics = self.outcomes(seen)
+        if not kept:
+            raise UserError(
+                f"step {self.step}: in each of {len(seen)} groups all answers have the same reward, in {knobs.max_rounds} rounds (rollout.max_rounds): "
+                f"there is nothing to learn from. The mean reward is {metrics['reward']:.3g}: the task is too hard or too easy, or the reward is wrong"
+            )
+        return kept, metrics, reward_s
 
     def outcomes(self, groups: Sequence[Group]) -> dict[str, float]:
         """What the rewards say. Raises UserError if too many answers have none."""
@@ -106,6 +127,8 @@ class Controller:
             "no_result": len(failed) / len(every),
             "length": float(np.mean([len(c.sampled) for c in calls])),
             "cut_off": float(np.mean([not c.finished for c in calls])),
+            "generated": float(sum(len(c.sampled) for c in calls)),
+            "equal": 1 - sum(map(differs, groups)) / len(groups),
         }
 
     def annotate(self, groups: Sequence[Group], role: RoleGroup, name: str, verb: str = "logprobs") -> tuple[list[Group], np.ndarray]:

@@ -201,7 +201,7 @@ class Sampler:
             raise SyncError(f"the rollout engine holds weights {self.engine.version}, the policy is at {version}: a sync was lost; nothing was generated")
         sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids)
         requests = [Request(p.tokens, sampling, seed_of(self.seed, key, p.index, i)) for p in prompts for i in range(n)]
-        calls = iter(generate_all(self.engine, requests, self.timeout_s))
+        calls = iter(generate_all(self.engine, requests, self.timeout_s) if requests else ())  # there may be fewer prompts than workers
         return [tuple(self._trajectory(p, next(calls)) for _ in range(n)) for p in prompts]
 
     def _trajectory(self, prompt: Prompt, call: Any) -> Trajectory:

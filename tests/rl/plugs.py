@@ -19,3 +19,12 @@ def often_crashes(row, text):
 def varied(row, text):
     """A reward that differs between almost any two answers."""
     return len(text) % 7 / 7
+
+
+def of_odd_sums(row, text):
+    """Even sums have one reward for all answers."""
+    return len(text) % 7 / 7 if int(row["answer"]) % 2 else 0.5
+
+
+def constant(row, text):
+    return 0.5

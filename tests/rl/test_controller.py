@@ -9,7 +9,9 @@ import yaml
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
+from ptf.recipes.grpo import GRPO
 from ptf.rl.cluster import LocalGroup
+from ptf.rl.controller import differs
 from ptf.rl.roles import Sampler
 from ptf.rl.sync import SyncError
 from ptf.run import run
@@ -70,6 +72,26 @@ def test_it_learns_what_the_reward_asks_for(raw):
     raw = {**raw, "train": {**raw["train"], "steps": 30, "lr": 3e-3, "validate_every": 0, "schedule": "constant"}}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert sum(r["reward"] for r in rows[-5:]) / 5 > rows[0]["reward"] + 0.3
+
+
+def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monkeypatch):
+    """About half of the prompts are of that kind: without replacing, fewer groups are trained on."""
+    trained: dict[str, list[int]] = {"keep": [], "replace": []}
+    credit = GRPO.credit
+    for equal in trained:
+        with monkeypatch.context() as patch:
+            patch.setattr(GRPO, "credit", lambda self, groups, equal=equal: trained[equal].append(sum(map(differs, groups))) or credit(self, groups))
+            rollout = raw["rollout"] | {"reward": {"use": "tests.rl.plugs:of_odd_sums"}, "equal": equal}
+            rows = read_metrics(train({**raw, "rollout": rollout}, equal) / "metrics.jsonl")
+        assert 0.2 < sum(row["equal"] for row in rows) / len(rows) < 0.8
+    assert trained["replace"] == [8] * 6
+    assert max(trained["keep"]) < 8
+
+
+def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replaced(raw):
+    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:constant"}, "equal": "replace", "max_rounds": 3}
+    with pytest.raises(UserError, match=r"step 0: in each of 24 groups all answers have the same reward, in 3 rounds .*The mean reward is 0\.5"):
+        train(raw)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):

@@ -1,0 +1,150 @@
+"""GRPO's family: losses and advantages beside verl's own, on random numbers, wherever both define them; what verl does not have beside the papers."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.trajectory import Call, Prompt, Reward, Trajectory
+from ptf.errors import UserError
+from ptf.recipes.advantages import leave_one_out, overlong
+from ptf.recipes.grpo import GRPO, estimate
+from tests.rl.test_grpo import groups, trajectory
+
+LONGEST = 12
+FORMS = {
+    "tokens": GRPO(clip_high=0.3),
+    "answers": GRPO(mean_over="answers"),
+    "length": GRPO(mean_over="length", scale_by_std=False, length=LONGEST),
+    "gspo": GRPO(ratio="answer", mean_over="answers", clip_low=0.02, clip_high=0.03),
+    "gspo of tokens": GRPO(ratio="answer", clip_low=0.02, clip_high=0.03),
+    "trusted": GRPO(max_importance=1.1),
+    "rloo": GRPO(baseline="leave_one_out", scale_by_std=False),
+}
+AGGREGATION = {"tokens": "token-mean", "answers": "seq-mean-token-mean", "length": "seq-mean-token-sum-norm"}
+
+
+class Given:
+    """A model that says what it is told: log-probs of each position."""
+
+    def __init__(self, logprobs: Tensor) -> None:
+        self.logprobs = logprobs
+
+    def __call__(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: object) -> tuple[Tensor, Tensor]:
+        return self.logprobs, torch.zeros_like(self.logprobs)
+
+
+def padded(values: Tensor, batch: Batch) -> Tensor:
+    """[B, T] → [answers, longest]: the trained positions of each answer, as verl lays them out."""
+    rows = [values[(batch.segments == d) & (batch.weights != 0)] for d in range(len(batch.lengths))]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradient_are_verls(form):
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import ActorConfig
+
+    recipe = FORMS[form]
+    made = [tuple(with_rollout(t, seed=7 * g + i) for i, t in enumerate(group)) for g, group in enumerate(groups(4, 5))]
+    batch = Batch.of(pack_all(recipe.credit(made), 40), 40)
+    g = torch.Generator().manual_seed(1)
+    logprobs = (batch.streams["old_logprobs"] + 0.2 * torch.randn(batch.weights.shape, generator=g)).requires_grad_()
+    loss, _ = recipe.loss(Given(logprobs), batch, {})  # type: ignore[arg-type]
+    (ours,) = torch.autograd.grad(loss / recipe.units(batch), logprobs)
+
+    config: Any = ActorConfig(
+        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2, clip_ratio_low=recipe.clip_low, clip_ratio_high=recipe.clip_high, clip_ratio_c=1e9
+    )
+    old, new, advantages, mask = (padded(v, batch) for v in (batch.streams["old_logprobs"], logprobs, batch.streams["advantages"], torch.ones_like(logprobs)))
+    weights = (old - padded(batch.streams["rollout_logprobs"], batch)).exp().clamp(max=recipe.max_importance) if recipe.max_importance else None
+    config.global_batch_info.update({"loss_scale_factor": LONGEST} if recipe.mean_over == "length" else {})
+    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.ratio == "answer" else "vanilla")
+    wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.mean_over], config, weights)
+    (gradient,) = torch.autograd.grad(wanted, logprobs)
+    assert float(loss.detach() / recipe.units(batch)) == pytest.approx(float(wanted.detach()), abs=1e-6)
+    assert float((ours - gradient).abs().max()) <= 1e-6
+    assert gradient.abs().max() > 1e-3
+
+
+def with_rollout(t: Trajectory, seed: int) -> Trajectory:
+    """Whose engine is a little off the trainer."""
+    (call,) = t.calls
+    off = (t.streams["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(call.sampled))).astype(np.float32)
+    return Trajectory(t.prompt, (Call(call.context, call.sampled, off, call.versions, True),), t.text, t.outcome, t.streams)
+
+
+def test_advantages_of_the_others_are_verls():
+    from verl.trainer.ppo import core_algos
+
+    rng = np.random.default_rng(0)
+    rewards = rng.normal(size=(6, 5))
+    flat, index = torch.tensor(rewards.reshape(-1, 1)), np.repeat(np.arange(6), 5)
+    wanted, _ = core_algos.compute_rloo_outcome_advantage(flat.clone(), torch.ones(30, 1), index)
+    assert np.abs(np.concatenate([leave_one_out(group) for group in rewards]) - wanted[:, 0].numpy()).max() <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_estimators_of_the_kl_are_verls_and_have_its_mean(kind):
+    from verl.trainer.ppo import core_algos
+
+    g = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(50, generator=g).log_softmax(-1) for _ in range(2))
+    ours = estimate(kind, p, q)
+    assert torch.allclose(ours.clamp(max=10) if kind == "k3" else ours, core_algos.kl_penalty_forward(p, q, kind), atol=1e-5)  # theirs ends at 10
+    near = (p + 0.02 * q).log_softmax(-1)  # where k2's bias is small
+    kl = float((p.exp() * (p - near)).sum())
+    assert float((p.exp() * estimate(kind, p, near)).sum()) == pytest.approx(kl, rel=0.05)
+
+
+def test_kl_may_be_taken_from_the_reward():
+    recipe = GRPO(kl=0.5, kl_in="reward", kl_estimator="k1", scale_by_std=False)
+    one, other = trajectory(0, Reward(1.0)), trajectory(1, Reward(1.0))
+    costs = [0.5 * float((t.streams["old_logprobs"] - t.streams["reference_logprobs"]).sum()) for t in (one, other)]
+    found = [float(atom[0].streams["advantages"][-1]) for atom in recipe.credit([(one, other)])]
+    assert found == pytest.approx([(costs[1] - costs[0]) / 2, (costs[0] - costs[1]) / 2], abs=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "lost"), [(1, 0.0), (80, 0.0), (90, -0.5), (100, -1.0)])
+def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
+    assert overlong(tokens, 100, 20) == pytest.approx(lost)
+    assert overlong(tokens, 100, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("algo", "message"),
+    [
+        ({"kl": 0.1, "kl_estimator": "k1"}, r"algo\.kl_estimator +the gradient of k1 is 0 on average"),
+        ({"baseline": "leave_one_out"}, r"algo\.scale_by_std +belongs to algo\.baseline: mean"),
+        ({"overlong": 999}, r"algo\.overlong +\(999\) is more than rollout\.max_new_tokens"),
+    ],
+)
+def test_knobs_that_do_not_go_together_are_refused(algo, message):
+    import yaml
+
+    from ptf.config import loads
+
+    raw = {
+        "recipe": "grpo",
+        "model": {"path": "m"},
+        "data": {"sources": {"a": {"path": "a"}}},
+        "train": {"steps": 1, "lr": 1},
+        "rollout": {"reward": {"use": "a:b"}},
+    }
+    with pytest.raises(UserError, match=message):
+        loads(yaml.safe_dump({**raw, "algo": algo}))
+
+
+def test_the_ratio_of_an_answer_is_the_geometric_mean_of_its_tokens():
+    """One answer of two tokens, by hand."""
+    call = Call(np.array([1], np.int32), np.array([2, 3], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), True)
+    t = Trajectory(Prompt(call.context, {}, "a", 0), (call,), "", Reward(1.0), {"old_logprobs": np.array([-1.0, -2.0], np.float32)})
+    recipe = GRPO(ratio="answer", mean_over="answers", clip_low=9e9, clip_high=9e9, scale_by_std=False)
+    batch = Batch.of([[recipe.credit([(t, Trajectory(t.prompt, (call,), "", Reward(0.0), t.streams))])[0]]], 4)
+    loss, _ = recipe.loss(Given(torch.tensor([[-0.5, -1.0, 0.0, 0.0]])), batch, {})  # type: ignore[arg-type]
+    assert float(loss) == pytest.approx(-0.5 * math.exp((0.5 + 1.0) / 2))
