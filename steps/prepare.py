@@ -1,6 +1,8 @@
 """Make what the job's other stages read: prepared data, and the models it takes from other jobs."""
 
-from ptf.config import Job, load
+from pathlib import Path
+
+from ptf.config import Job, load, model_paths
 from steps.artifact import Artifact
 
 
@@ -9,9 +11,11 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from ptf.run import begun, prepared_directory, published_models, unpublished
 
     artifact = artifact.but(prepared=prepared_directory(job))
-    for config in dict.fromkeys(unpublished(job, published_models(job)).values()):
-        print(f"prepare: {config} has published no model yet; running its stages first", flush=True)
-        _run_stages(load(config), f"{artifact.lineage}-start")
+    for _ in model_paths(job):  # at most: one may publish what another begins with
+        if not (waiting := list(unpublished(job, published_models(job)).values())):
+            break
+        print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)
+        _run_stages(load(waiting[0]), f"{artifact.lineage}-{Path(waiting[0]).stem}")
     return artifact.but(models=published_models(job) | begun(job, artifact.lineage))
 
 

@@ -69,6 +69,7 @@ class Loader:
         self._shared = lane_factory.cheap and world_size > 1
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
+        self._seen: Atom | None = None
         self.step = 0  # the next to be yielded
         self.waited_s = 0.0  # how long the last step kept the consumer waiting
         self.numbers: list[int] = []  # of this rank's rows in the last global step
@@ -95,10 +96,17 @@ class Loader:
             work = [sum(len(sample) ** 2 for atom in row for sample in atom) for row in rows]
             numbers = balanced(work, self._world)[self._rank]
             rows = [rows[j] for j in numbers]
-        rows = [row or [idle([row for row in rows if row])] for row in rows]  # of a lane that has ended: a row that trains nothing
+        if not all(rows):  # of a lane that has ended: a row that trains nothing
+            rows = [row or [idle([[self._like(rows)]])] for row in rows]
         batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
         fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
         return _Step(batches, numbers, fill, *self._snapshot())
+
+    def _like(self, rows: list[list[Atom]]) -> Atom:
+        """An atom that carries the streams that all do, though this rank may have none left."""
+        if self._seen is None:
+            self._seen = next((row[0] for row in rows if row), None) or next(self._factory(self._rank))[0]
+        return self._seen
 
     def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
         while not stop.is_set():

@@ -75,6 +75,10 @@ class DPO:
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
 
+    @property
+    def annotated_by(self) -> tuple[object, ...]:
+        return ()
+
     def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> dict[str, Tensor]:
         """`reference_logprobs` of the answers' tokens: [B, T]."""
         reference = companions["reference"]

@@ -65,6 +65,10 @@ class KD:
         streams = batch.streams if self.precomputed else self.annotations(model, batch, companions)
         return model(batch.tokens, batch.positions, batch.segments, partial(self._beside_top, batch=batch, streams=streams))
 
+    @property
+    def annotated_by(self) -> tuple[object, ...]:
+        return self.top_k, self.temperature
+
     def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> dict[str, Tensor]:
         """Of each teacher, its likeliest tokens, and their log-probs and the others': `NAME_ids` [B, T, k] and `NAME_logprobs` [B, T, k + 1]."""
         k = self.top_k

@@ -5,6 +5,7 @@ and trains the same batches. A directory's name says which data, models and sett
 """
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import os
@@ -15,11 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ptf import storage
+from ptf.compute.provenance import code
 from ptf.compute.world import World
-from ptf.config import Job, fingerprint, resolve
+from ptf.config import Job, resolve
+from ptf.config.schema import ModelConfig, Source
 from ptf.data import tokenized
 from ptf.data.batch import Batch
 from ptf.data.blocks import Reader
@@ -31,6 +35,7 @@ from ptf.model.decoder import Decoder
 from ptf.recipes import Annotating, Companion
 from ptf.train.companions import located
 from ptf.train.deal import deal
+from ptf.train.parts import unadapted
 from ptf.train.tokenize import tokenize
 from ptf.train.trainer import forget_forwards
 
@@ -43,25 +48,37 @@ def annotated(job: Job, recipe: Annotating, tokenizer: Tokenizer, world: World, 
     """The job with its sources replaced by annotated ones, made where they are not there yet; all ranks call it, before training. `model`, just
     loaded from `directory`, is itself the companion that training starts from; `load` gives the others."""
     job = resolve(job, tokenized=world.share(tokenize(job, tokenizer, 1) if world.leads else None))  # type: ignore[arg-type]
-    found: dict[str, str] = world.share(_named(job, recipe, tokenizer, directory) if world.leads else None)  # type: ignore[assignment]
+    found: dict[str, str] = world.share(_named(job, recipe, tokenizer, model, directory) if world.leads else None)  # type: ignore[assignment]
     missing = world.share([name for name, place in found.items() if not storage.exists(f"{place}/{storage.MANIFEST}")] if world.leads else None)
     if missing:
         companions = load({role: one for role, one in recipe.companions.items() if one.path is not None})
         companions |= dict.fromkeys(recipe.companions.keys() - companions.keys(), model)
         for name in missing:  # type: ignore[union-attr]
             source = {**job.data.sources, **job.data.validation}[name]
-            _Annotating(job, recipe, tokenizer, world, model, companions).write(name, source.path, found[name])
+            _Annotating(job, recipe, tokenizer, world, model, companions).write(name, source, found[name])
+        del companions
+        gc.collect()  # modules refer to themselves in circles: what no one needs would stay
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
     return resolve(job, tokenized=found)
 
 
-def _named(job: Job, recipe: Annotating, tokenizer: Tokenizer, directory: Path) -> dict[str, str]:
-    """Source → directory."""
-    models = {role: _digest(directory if one.path is None else located(one, role)) for role, one in recipe.companions.items()}
-    made_by = models, fingerprint(job, "recipe", "algo", "model", "seed", "train.precision"), tokenizer.fingerprint()
+def _named(job: Job, recipe: Annotating, tokenizer: Tokenizer, model: Decoder, directory: Path) -> dict[str, str]:
+    """Source → directory: its key is of all that decides what is written there, and of nothing else."""
+    models = {role: _start(job, directory) if one.path is None else _digest(located(one, role)) for role, one in recipe.companions.items()}
+    vocabulary = model.config.vocab if any(one.path for one in recipe.companions.values()) else 0
+    made_by = models, vocabulary, type(recipe).__qualname__, recipe.annotated_by, job.train.precision, tokenizer.fingerprint(), code()
     sources = {**job.data.sources, **job.data.validation}.items()
-    made_of = {name: storage.manifest_of(source.path)["digest"] for name, source in sources}
-    keys = {name: hashlib.sha256(repr((digest, made_by)).encode()).hexdigest()[:16] for name, digest in made_of.items()}
+    made_of = {name: (storage.manifest_of(source.path)["digest"], source.limit) for name, source in sources}
+    keys = {name: hashlib.sha256(repr((data, made_by)).encode()).hexdigest()[:16] for name, data in made_of.items()}
     return {name: f"{job.output}/annotated/{name}-{key}" for name, key in keys.items()}
+
+
+def _start(job: Job, directory: Path) -> str:
+    """What the model that training starts from is: its files and, where weights are drawn, what they are drawn with; not what is trained on top."""
+    spec: ModelConfig = unadapted(job.model)
+    drawn = (job.seed, spec.replace) if spec.init == "random" or spec.replace else ()
+    return f"{_digest(directory)} {spec.init} {drawn}"
 
 
 def _digest(directory: Path) -> str:
@@ -77,16 +94,16 @@ class _Annotating:
     def __init__(self, job: Job, recipe: Annotating, tokenizer: Tokenizer, world: World, model: Decoder, companions: Mapping[str, Decoder]) -> None:
         self.job, self.recipe, self.tokenizer, self.world, self.model, self.companions = job, recipe, tokenizer, world, model, companions
 
-    def write(self, name: str, source: str, directory: str) -> None:
+    def write(self, name: str, source: Source, directory: str) -> None:
         """Rank 0 writes what all find; the directory appears when it is complete."""
         leads, root = self.world.leads, Path(directory)
         root.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent)) if leads else None
         try:
-            reader = tokenized.reader(source, self.tokenizer)
+            reader = tokenized.reader(source.path, self.tokenizer)
             tell = tokenized.Progress("annotate", name, reader) if leads else None
             with contextlib.closing(tokenized.RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
-                for rows in self._rounds(reader):
+                for rows in self._rounds(reader, source.limit):
                     made = self.annotate(rows)
                     if file is not None:
                         file.write(tokenized.side_by_side(map(tokenized.columns_of, made)))
@@ -102,12 +119,12 @@ class _Annotating:
             if part:
                 shutil.rmtree(part, ignore_errors=True)
 
-    def _rounds(self, reader: Reader) -> Iterator[list[list[Atom]]]:
+    def _rounds(self, reader: Reader, limit: int | None) -> Iterator[list[list[Atom]]]:
         """The rows, as many at a time as all ranks together have use for."""
         size = ROUND * self.job.train.micro_rows * self.world.data_size * self.job.data.seq_len
         rows: list[list[Atom]] = []
         held = 0
-        for place in rows_once(reader):
+        for place in rows_once(reader, limit):
             rows.append(tokenized.decode(place.read(), ""))
             held += sum(map(length, rows[-1]))
             if held >= size:
@@ -124,8 +141,8 @@ class _Annotating:
         for batch in deal(pack_all(numbered, self.job.data.seq_len), self.world, self.job.train.micro_rows, self.job.data.seq_len):
             batch = batch.to(self.world.device)
             mine |= of_samples(batch, self.recipe.annotations(self.model, batch, self.companions))
-            for one in {id(m): m for m in (self.model, *self.companions.values())}.values():
-                forget_forwards(one)
+            for companion in self.companions.values():
+                forget_forwards(companion)
         found = {sample: streams for part in self.world.gather(mine) for sample, streams in part.items()}
         number = itertools.count()
         with_streams = lambda sample: Sample(sample.tokens, sample.weights, sample.source, {**sample.streams, **found[str(next(number))]})  # noqa: E731

@@ -40,6 +40,8 @@ class CanonicalTrainer(Trainer):
         units = 0.0
         for rank, k in owners:
             units += every[rank][k]
+        if not units:
+            return {}, units
         gradients, found = [], []
         for batch in micro:
             loss, metrics = self.loss(batch, recipe)

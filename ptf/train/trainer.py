@@ -82,8 +82,8 @@ class Trainer:
         """One optimizer step over this rank's micro-batches; every rank brings equally many. `step` sets the learning rate. `rows`: the numbers of
         their rows in the global step, for trainers to which they matter.
 
-        Metrics are means over the recipe's units on all ranks. Raises FloatingPointError, before any weight changes, if the loss or the
-        gradient is not finite.
+        Metrics are means over the recipe's units on all ranks; of a step without any there is none but `units`, and no weight changes. Raises
+        FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
@@ -91,6 +91,8 @@ class Trainer:
             for companion in self.companions.values():
                 if companion is not self.model:
                     forget_forwards(companion)
+        if not units:  # of lanes that have all ended: nothing is trained
+            return {"units": 0.0}
         with phase("optimizer"):
             return {**means, **self.update(means["loss"], step), "units": units}
 
@@ -112,6 +114,8 @@ class Trainer:
         """Leaves the gradient of the mean loss in the parameters."""
         world = self.world
         units = float(world.sum(sum((recipe.units(b).cpu() for b in micro), torch.zeros((), dtype=torch.float64))))
+        if not units:
+            return {}, units
         totals: dict[str, torch.Tensor] = {}
         for i, batch in enumerate(micro):
             if isinstance(self.model, FSDPModule):

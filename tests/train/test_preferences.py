@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
@@ -59,6 +60,10 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
 
 
 def test_how_rows_are_split_changes_no_bit_in_the_deterministic_mode(raw):
+    if raw["algo"].get("precomputed"):
+        with pytest.raises(UserError, match=r"algo\.precomputed +what is found ahead depends, in its last bits"):
+            train(raw, "refused", train__deterministic=True)
+        return
     one, other = (train(raw, f"split-{n}", train__micro_rows=n, train__deterministic=True) for n in (1, 4))
     assert facts(one) == facts(other)
     assert same(weights(one), weights(other))
@@ -69,7 +74,9 @@ def test_how_rows_are_split_changes_no_bit_in_the_deterministic_mode(raw):
 @pytest.mark.cluster
 def test_two_workers_train_what_one_does(tmp_path, name, mesh):
     raw = preferences(tmp_path, name)
-    alone, both = train(raw, "alone"), train({**raw, "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": mesh}}, "both")
+    alone = train(raw, "alone")
+    shutil.rmtree(tmp_path / "runs" / "annotated", ignore_errors=True)  # two find for themselves
+    both = train({**raw, "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": mesh}}, "both")
     for key in ("loss", "grad_norm", "units", *(("divergence",) if raw["recipe"] == "kd" else ("accuracy", "margin"))):
         assert [row[key] for row in facts(both)] == pytest.approx([row[key] for row in facts(alone)], rel=1e-4, abs=1e-6), key
 
@@ -130,7 +137,45 @@ def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys
     train(raw, "again")
     assert "annotate: " not in capsys.readouterr().out
     train({**raw, "seed": 2, "train": raw["train"] | {"steps": 1}}, "other")
-    assert capsys.readouterr().out.count("annotate: ") == 2, "another seed draws another model to start from"
+    anew = capsys.readouterr().out.count("annotate: ")
+    assert anew == (2 if name == "dpo" else 0), "another seed draws another model to start from, but asks the same teacher"
+
+
+@pytest.mark.parametrize("name", ["dpo", "kd"])
+def test_what_was_found_ahead_by_sharded_models_in_bf16_is_what_they_find_beside(tmp_path, name):
+    raw = preferences(tmp_path, f"{name} ahead")
+    if name == "dpo":
+        raw["algo"] = raw["algo"] | {"reference": str(train({**raw, "algo": {}}, "reference", train__steps=1) / "model")}
+    ahead, beside = (train({**raw, "algo": raw["algo"] | {"precomputed": on}}, str(on), train__precision="bf16", train__steps=4) for on in (True, False))
+    assert [row["loss"] for row in facts(ahead)] == pytest.approx([row["loss"] for row in facts(beside)], rel=0.02)
+    assert (tmp_path / "runs" / "annotated").is_dir()
+
+
+def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
+    """Of data that was tokenized before, too, which has no limit of its own."""
+    raw = preferences(tmp_path, "dpo ahead")
+    from ptf.config import loads
+    from ptf.data.tokenizer import Tokenizer
+    from ptf.train.tokenize import tokenize
+
+    made = tokenize(loads(yaml.safe_dump(raw)), Tokenizer.load(raw["model"]["path"]), 1)
+    few = {"path": made["sums"], "kind": "tokenized", "limit": 3, "epochs": 1}
+    raw["data"] |= {"sources": {"sums": few}, "validation": {}, "lanes": 1}
+    rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__rows=1, train__validate_every=0))
+    assert sum(row["units"] for row in rows) == 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
+    """Also where a rank, or a whole step, has none left: their rows still carry what the loss reads."""
+    raw = preferences(tmp_path, "scores")
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"{i}+1=", "completion": str(i + 1), "reward": float(i % 2)} for i in range(9)])
+    raw["data"] |= {"lanes": 8, "seq_len": 16, "validation": {}}
+    if workers == 2:
+        raw["compute"] = {**raw["compute"], "launcher": "torchrun", "workers": 2}
+    rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__rows=2, train__validate_every=0))
+    assert sum(row["units"] for row in rows) == 9
+    assert [row["units"] for row in rows] == [2, 2, 2, 2, 1]
 
 
 def test_the_reference_that_was_found_ahead_is_where_training_began(tmp_path, monkeypatch):
@@ -161,6 +206,8 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
         ({"recipe": "rm", "algo": {"loss": "binary", "margin": True}}, r"algo\.margin +belongs to algo\.loss: pair, like algo\.centring, not to binary"),
         ({"recipe": "rm", "algo": {"beta": 1.0}}, "beta"),
         ({"recipe": "kd", "algo": {}}, r"algo\.teachers"),
+        ({"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "beta": 0.3}}, r"algo\.beta +belongs to algo\.loss: js, not to forward"),
+        ({"publish": {"metric": "loss/held_out"}}, r"publish\.mode +loss/held_out is better the smaller it is; give min"),
         ({"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precomputed": True}}, r"algo\.precomputed +needs algo\.top_k"),
         ({"recipe": "dpo", "algo": {"loss": "simpo", "precomputed": True}}, r"algo\.precomputed +simpo has no reference"),
         ({"recipe": "rm", "algo": {}, "data": {"too_long": "truncate"}}, r"data\.too_long +recipe rm looks at whole answers"),
