@@ -4,9 +4,10 @@ same weights, so that the losses of every step must be the same too.
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/dpo_step.py [--models small4 bigvocab] [--rounds 3]
 
-Pairs: a prompt (log-normal, median 90 tokens) and two answers (median 180, p99 about 1,000); 8 pairs a step. Both train Qwen3 shapes, AdamW, one thread,
-beside a reference that is a model of its own. ptf packs a step's pairs into rows of 2,048; TRL pads each to the longest of the step (on a CPU it has
-no other way). Prints a JSON line a round and writes results/dpo_step.md.
+Pairs: a prompt (log-normal, median 90 tokens) and two answers (median 180), of at most 600 each; 8 pairs a step. Both train Qwen3 shapes, AdamW, one thread,
+beside a reference that is a model of its own. ptf packs a step's pairs into rows of 2,048. TRL pads the pairs of a pass to the longest, so it runs twice:
+all pairs of a step in one pass, and each in a pass of its own (gradient accumulation), which pads less. Prints a JSON line a round and writes
+results/dpo_step.md.
 """
 
 import argparse
@@ -24,12 +25,14 @@ from train_step import MODELS, PEER, WIDTH, round_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "dpo_step.md"
 PAIRS, LR, BETA = 8, 2e-5, 0.1
+SYSTEMS = {"ptf": PAIRS, "TRL, all pairs in one pass": PAIRS, "TRL, a pair a pass": 1}  # pairs in a pass
+APART = 1e-3  # the most that losses of the same step may differ by: AdamW turns the rounding of small gradients into steps
 
 
 def pairs(path: Path, vocab: int, count: int) -> None:
     """`lengths` [count, 3] of prompt, chosen and rejected answer; `tokens`, one after the other."""
     rng = np.random.default_rng(0)
-    drawn = [np.clip(rng.lognormal(np.log(mean), spread, count), 4, 1000) for mean, spread in ((90, 0.7), (180, 0.74), (180, 0.74))]
+    drawn = [np.clip(rng.lognormal(np.log(mean), spread, count), 4, 600) for mean, spread in ((90, 0.7), (180, 0.74), (180, 0.74))]
     lengths = np.stack(drawn, 1).astype(int)
     np.savez(path, lengths=lengths, tokens=rng.integers(0, vocab, lengths.sum()))
 
@@ -104,11 +107,12 @@ def main() -> None:
             pairs(documents, MODELS[name]["vocab_size"], PAIRS * (asked.steps + asked.warmup))
             for dtype in asked.dtypes:
                 given = {"model": model, "documents": str(documents), "dtype": dtype, "steps": asked.steps, "warmup": asked.warmup}
-                given |= {"pairs": PAIRS, "lr": LR, "beta": BETA, "width": WIDTH}
-                found: dict[str, list[dict[str, Any]]] = {"ptf": [], "TRL": []}
+                given |= {"accumulated": PAIRS, "lr": LR, "beta": BETA, "width": WIDTH}
+                found: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
                 for number in range(asked.rounds):
                     for system, rounds in found.items():
-                        rounds.append(round_of(system, given, "benchmarks/dpo_step.py", "benchmarks/peers/trl_dpo.py"))
+                        one = given | {"pairs": SYSTEMS[system]}
+                        rounds.append(round_of(system[:3], one, "benchmarks/dpo_step.py", "benchmarks/peers/trl_dpo.py"))
                         print(json.dumps({"model": name, "dtype": dtype, "system": system, "round": number, **rounds[-1]}), flush=True)
                 lines.append(summary(name, dtype, found))
                 print(lines[-1], flush=True)
@@ -116,14 +120,23 @@ def main() -> None:
 
 
 def summary(model: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> str:
-    assert all(r["tokens"] == found["ptf"][0]["tokens"] for rounds in found.values() for r in rounds), "both count the same tokens"
+    """A row for each way of TRL's. Raises AssertionError where the two did not do the same."""
+    first = found["ptf"][0]
+    for rounds in found.values():
+        for r in rounds:
+            assert r["tokens"] == first["tokens"], "all count the same tokens"
+            assert max(abs(a - b) for a, b in zip(r["losses"], first["losses"], strict=True)) <= APART, "all have the same losses"
     rates = {system: [sum(r["tokens"]) / sum(r["cpu_s"]) for r in rounds] for system, rounds in found.items()}
-    ratios = [a / b for a, b in zip(rates["ptf"], rates["TRL"], strict=True)]
-    cells = [f"{median(rates[s]):,.0f} ({min(rates[s]):,.0f} – {max(rates[s]):,.0f})" for s in ("ptf", "TRL")]
-    ours, theirs = (found[s][0]["losses"] for s in ("ptf", "TRL"))
-    apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    losses = f"{ours[0]:.6f} → {ours[-1]:.6f} / {theirs[0]:.6f} → {theirs[-1]:.6f}; {apart:.1e}"
-    return f"| {model} | {dtype} | {' | '.join(cells)} | **{median(ratios):.2f}** ({min(ratios):.2f} – {max(ratios):.2f}) | {losses} |"
+    cell = lambda values: f"{median(values):,.0f} ({min(values):,.0f} – {max(values):,.0f})"  # noqa: E731
+    lines = []
+    for system in list(found)[1:]:
+        ratios = [a / b for a, b in zip(rates["ptf"], rates[system], strict=True)]
+        theirs = found[system][0]["losses"]
+        apart = max(abs(a - b) for a, b in zip(first["losses"], theirs, strict=True))
+        losses = f"{first['losses'][0]:.6f} → {first['losses'][-1]:.6f} / {theirs[0]:.6f} → {theirs[-1]:.6f}; {apart:.1e}"
+        ratio = f"**{median(ratios):.2f}** ({min(ratios):.2f} – {max(ratios):.2f})"
+        lines.append(f"| {model} | {dtype} | {system} | {cell(rates['ptf'])} | {cell(rates[system])} | {ratio} | {losses} |")
+    return "\n".join(lines)
 
 
 def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
@@ -131,11 +144,12 @@ def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
         "# The DPO step beside TRL\n\n"
         f"Command: `{command}`  \nHardware: {cpu()}, one thread, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
         f"Interleaved rounds ({asked.rounds} of each), {asked.steps} timed steps a round after {asked.warmup} of warm-up, {PAIRS} pairs a step, the same for\n"
-        "both and from the same weights; the policy's forward and backward pass, a reference's forward pass, AdamW. Prompts: log-normal lengths, median 90;\n"
-        "answers: median 180. TRL: DPOTrainer, versions in `benchmarks/requirements-peers.txt`; it pads a step's pairs to the longest of them (`padding_free`\n"
-        "is switched off in that version). `small4`: Qwen3 shape, width 256, 4 layers, vocabulary 4,096; `bigvocab`: vocabulary 151,936, tied. Losses: of the\n"
-        "first and the last step, and the largest difference of any. These ratios are a CPU's.\n\n"
-        "| model | dtype | ptf, real tokens per CPU-second | TRL | ratio | loss, ptf / TRL; apart |\n|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
+        "both and from the same weights; the policy's forward and backward pass, a reference's forward pass, AdamW. Prompts: log-normal lengths, median\n"
+        "90; answers: median 180. TRL: DPOTrainer, versions in `benchmarks/requirements-peers.txt`; it pads the pairs of a pass to the longest of\n"
+        "them (`padding_free` is switched off in that version). `small4`: Qwen3 shape, width 256, 4 layers, vocabulary 4,096; `bigvocab`: vocabulary\n"
+        "151,936, tied.\n"
+        f"Losses: of the first and the last step, and the largest difference of any, which the script holds to {APART:g}. These ratios are a CPU's.\n\n"
+        "| model | dtype | beside | ptf, real tokens per CPU-second | TRL | ratio | loss, ptf / TRL; apart |\n|" + 7 * "---|" + "\n" + "\n".join(lines) + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 

@@ -20,7 +20,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ import yaml  # noqa: E402
 
 from benchmarks.flow_runs import cpu  # noqa: E402
 from benchmarks.gsm8k_steps import wilson  # noqa: E402
-from ptf.config import Job, loads  # noqa: E402
+from ptf.config import Job, fingerprint, loads  # noqa: E402
+from ptf.data.encode import encode_preference, encode_scored  # noqa: E402
+from ptf.data.sample import Atom, length  # noqa: E402
+from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from ptf.eval import auc, evaluate  # noqa: E402
 from ptf.run import run  # noqa: E402
 
@@ -65,8 +68,10 @@ def part(text: str) -> str:
     return "test" if number % 5 == 0 else "dev" if number // 5 % 5 == 0 else "train"
 
 
-def split(rows: Sequence[Row], on: str) -> tuple[list[Row], list[Row]]:
-    """To train on and to measure on. Test rows are in neither where it is measured on dev."""
+def split(rows: Sequence[Row], on: str, encode: Callable[..., list[Atom]]) -> tuple[list[Row], list[Row]]:
+    """To train on and to measure on, of the rows that fit. Test rows are in neither where it is measured on dev."""
+    tokenizer = Tokenizer.load(str(DATA / "tokenizers" / "minimind"))
+    rows = [row for row in rows if length(encode(row, tokenizer)[0]) <= WIDTH]
     kinds = [part(opening(row["prompt"])) for row in rows]
     train = [row for row, kind in zip(rows, kinds, strict=True) if kind == "train" or (kind == "dev" and on == "test")]
     return train, [row for row, kind in zip(rows, kinds, strict=True) if kind == on]
@@ -84,15 +89,16 @@ def job(
 ) -> Job:
     raw = {
         "recipe": recipe, "output": str(OUTPUT / "runs"), "seed": seed, "model": dict(model),
-        "data": {"sources": dict(sources), "validation": dict(validation), "seq_len": WIDTH, "too_long": "drop", **more.pop("data", {})},
+        "data": {"sources": dict(sources), "validation": dict(validation), "seq_len": WIDTH, **more.pop("data", {})},
         "train": {"rows": 4, "micro_rows": 4, "schedule": "linear", "precision": "fp32", **train},
-        "compute": {"launcher": "local", "device": "cpu"}, "track": {"tensorboard": False}, "checkpoint": {"every": 10_000}, **more,
+        "compute": {"launcher": "local", "device": "cpu", "threads": 1}, "track": {"tensorboard": False}, "checkpoint": {"every": 10_000}, **more,
     }  # fmt: skip
     return loads(yaml.safe_dump(raw))
 
 
 def trained(one: Job, name: str) -> Path:
     """Its run; what is there already is taken."""
+    name = f"{name}-{fingerprint(one)}"
     made = OUTPUT / "runs" / name
     if not (made / "model" / "model.safetensors").exists():
         with contextlib.redirect_stdout(sys.stderr):
@@ -117,10 +123,11 @@ def chatty() -> Path:
 
 
 def ratings(seed: int, base: Path, on: str) -> dict[str, float]:
-    train, held_out = split(read("prefs/taskmaster3_movie_tickets_reward.jsonl.gz"), on)
+    every = read("prefs/taskmaster3_movie_tickets_reward.jsonl.gz")
+    train, held_out = split(every, on, encode_scored)
     sources = {"ratings": written(f"ratings-{on}", train) | {"kind": "scored"}}
     validation = {on: written(f"ratings-held-out-{on}", held_out) | {"kind": "scored"}}
-    knobs = {"epochs": 3, "lr": 5e-4, "warmup": 20, "validate_every": 200}
+    knobs = {"epochs": 1, "lr": 5e-4, "warmup": 20, "validate_every": 200}
     one = job("rm", seed, {"path": str(base)}, sources, validation, knobs, algo={"loss": "binary"})
     found = evaluate(one, trained(one, f"ratings-{on}-{seed}"))
     truth = np.array([row["reward"] > 0.5 for row in held_out])
@@ -130,7 +137,7 @@ def ratings(seed: int, base: Path, on: str) -> dict[str, float]:
         "majority, accuracy": max(truth.mean(), 1 - truth.mean()), "majority, AUC": 0.5, "length of the turn, AUC": longer(found[f"auc_by_length/{on}"]),
         "length of what came before, AUC": longer(auc(np.array([len(str(row["prompt"])) for row in held_out], float), truth)),
         "bag of words of the turn, AUC": auc(words[0], truth), "bag of words of all, AUC": auc(words[1], truth), "held out": len(held_out),
-        "trained": len(train),
+        "trained": len(train), "too long": len(every) - len(train) - len(held_out) if on == "test" else 0,
     }  # fmt: skip
 
 
@@ -170,9 +177,9 @@ def bag_of_words(train: Sequence[Row], held_out: Sequence[Row]) -> list[np.ndarr
 
 def preferences(seed: int, base: Path, on: str) -> dict[str, float]:
     rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in read("prefs/oasst_en100_pairs.jsonl.gz")]
-    train, held_out = split(rows, on)
+    train, held_out = split(rows, on, encode_preference)
     sources, validation = {"pairs": written(f"pairs-{on}", train)}, {on: written(f"pairs-held-out-{on}", held_out)}
-    found: dict[str, float] = {"held out": len(held_out), "trained": len(train)}
+    found: dict[str, float] = {"held out": len(held_out), "trained": len(train), "too long": len(rows) - len(train) - len(held_out) if on == "test" else 0}
     for name, recipe, knobs, algo in (("reward model", "rm", {"epochs": 2, "lr": 2e-4}, {}), ("DPO", "dpo", {"epochs": 2, "lr": 1e-4}, {"beta": 0.1})):
         one = job(recipe, seed, {"path": str(base)}, sources, validation, {**knobs, "warmup": 5}, algo=algo)
         measured = evaluate(one, trained(one, f"{recipe}-{on}-{seed}"))
@@ -198,9 +205,11 @@ def main() -> None:
 def write(found: Mapping[str, Sequence[Mapping[str, float]]], command: str, spent: float) -> None:
     sections = []
     for name, seeds in found.items():
-        counts = f"{int(seeds[0]['trained']):,} to train on, {int(seeds[0]['held out']):,} held out."
+        counts = (
+            f"{int(seeds[0]['trained']):,} to train on, {int(seeds[0]['held out']):,} held out; {int(seeds[0]['too long'])} are longer than {WIDTH:,} tokens."
+        )
         lines = ["| | " + " | ".join(f"run {i}" for i in range(len(seeds))) + " | mean |", "|---|" + "---|" * (len(seeds) + 1)]
-        for key in [key for key in seeds[0] if key not in ("trained", "held out")]:
+        for key in [key for key in seeds[0] if key not in ("trained", "held out", "too long")]:
             values = [seed[key] for seed in seeds]
             mean = sum(values) / len(values)
             low, high = wilson(mean, int(seeds[0]["held out"]))

@@ -1,6 +1,6 @@
 """TRL's DPO step, timed: the peer of benchmarks/dpo_step.py, run by the Python of an environment of its own (requirements-peers.txt).
 
-Reads one JSON object from the command line: model directory, pairs (.npz), pairs a step, steps, warm-up, dtype, learning rate, beta; prints one JSON
+Reads one JSON object from the command line: model directory, pairs (.npz), pairs a pass and a step, steps, warm-up, dtype, learning rate, beta; prints one JSON
 line. Pairs are token ids already and are taken in their order.
 """
 
@@ -63,7 +63,8 @@ def main() -> None:
     clock = Clock(given["warmup"])
     with tempfile.TemporaryDirectory() as out:
         args = DPOConfig(
-            output_dir=out, max_steps=given["steps"] + given["warmup"], per_device_train_batch_size=given["pairs"], max_length=given["width"],
+            output_dir=out, max_steps=given["steps"] + given["warmup"], per_device_train_batch_size=given["pairs"],
+            gradient_accumulation_steps=given["accumulated"] // given["pairs"], max_length=given["width"],
             bf16=given["dtype"] == "bf16", fp16=False, use_cpu=True, learning_rate=given["lr"], beta=given["beta"], report_to=[], save_strategy="no",
             logging_steps=1, logging_first_step=True, disable_tqdm=True, gradient_checkpointing=False, lr_scheduler_type="constant",
             optim="adamw_torch_fused", weight_decay=0.0, max_grad_norm=1.0, remove_unused_columns=False,
@@ -78,7 +79,9 @@ def main() -> None:
 
         trainer.training_step = counted
         trainer.train()
-    print(json.dumps({"cpu_s": clock.cpu, "tokens": real[given["warmup"] :], "losses": clock.losses}))
+    passes = given["accumulated"] // given["pairs"]
+    tokens = [sum(real[i : i + passes]) for i in range(0, len(real), passes)]
+    print(json.dumps({"cpu_s": clock.cpu, "tokens": tokens[given["warmup"] :], "losses": clock.losses}))
 
 
 if __name__ == "__main__":

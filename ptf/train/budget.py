@@ -99,12 +99,13 @@ class _Run:
     width: int
     element: int  # bytes
     beside: float = 0.0  # weights of the frozen models, as a multiple of this one's
+    heard: int = 0  # elements of the largest of them that are whole at a time: two blocks, embedding and head
 
     def memory(self, sizes: _Sizes, layers: list[Kept], dim: int) -> Memory:
         tokens = self.rows * self.width
         each = [layer.of(self.recomputed) for layer in layers]
         again = 0.0 if self.recomputed == "none" else max(layer.everything for layer in layers)  # one layer at a time
-        gathered = self.element * (2 * sizes.block + sizes.root + sizes.root_trained) + (self.element + 4) * sizes.block_trained
+        gathered = self.element * (2 * sizes.block + sizes.root + sizes.root_trained + self.heard) + (self.element + 4) * sizes.block_trained
         logits = CHUNK_BYTES * (1 + (self.element == 2) / 2) + 2 * tokens * dim * self.element
         head = (4 + self.element) * sizes.head if sizes.root_trained else 0
         return Memory(4.0 * sizes.here * (1 + self.beside), 4.0 * sizes.trained, 8.0 * sizes.trained, gathered, tokens * (sum(each) + again), logits + head)
@@ -134,8 +135,9 @@ def budget(job: Job, directory: Path, gpus: int, *, room_gib: float = 80.0, mfu:
         parallelize(model, mesh, precision)
         sizes = _sizes(model)
     rows = min(job.train.micro_rows, job.train.rows // data)
-    beside = sum((here or sizes.here) / sizes.here for one, (here, _) in zip(wanted.values(), others, strict=True) if needs_weights(one, job.model))
-    run = _Run(job.train.checkpointing, rows, job.data.seq_len, dtype.itemsize, beside)
+    own = [other or sizes for one, (other, _) in zip(wanted.values(), others, strict=True) if needs_weights(one, job.model)]
+    beside, heard = sum(other.here for other in own) / sizes.here, max((2 * other.block + other.root for other in own), default=0)
+    run = _Run(job.train.checkpointing, rows, job.data.seq_len, dtype.itemsize, beside, heard)
     tokens, lengths = job.train.rows * job.data.seq_len, [job.data.seq_len] * job.train.rows
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     memory, room = run.memory(sizes, layers, model.config.dim), room_gib * GIB
@@ -146,8 +148,8 @@ def budget(job: Job, directory: Path, gpus: int, *, room_gib: float = 80.0, mfu:
     return Budget(str(directory), gpus, shape, *whole, memory, rows, work, tokens, work / (gpus * peak * mfu), room, advice)
 
 
-def _companion(one: Companion, role: str, model: Decoder, mesh: DeviceMesh, precision: str) -> tuple[int | None, Flops]:
-    """Elements of its weights on one rank, None where they are as many as the model's; and the FLOPs of its forward pass."""
+def _companion(one: Companion, role: str, model: Decoder, mesh: DeviceMesh, precision: str) -> tuple[_Sizes | None, Flops]:
+    """Its sizes, None where they are the model's; and the FLOPs of its forward pass."""
     if one.alike:
         return None, forward_flops(model)
     try:
@@ -156,7 +158,7 @@ def _companion(one: Companion, role: str, model: Decoder, mesh: DeviceMesh, prec
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
     found = forward_flops(other)
     parallelize(other, mesh, precision)  # type: ignore[arg-type]
-    return _sizes(other).here, found
+    return _sizes(other), found
 
 
 @contextlib.contextmanager

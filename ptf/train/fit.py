@@ -44,15 +44,16 @@ from ptf.train.watch import Watch
 def fit(job: Job, world: World, run: Path) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory, and
     with LoRA `run/adapter`. Raises Left where it was asked to end before."""
-    with world.clock.phase("loading"):
-        one = Fit(job, world, run)
     try:
-        with on_sigterm(one.leave.note):
-            one.train()
+        with world.clock.phase("loading"):
+            one = Fit(job, world, run)
+        try:
+            with on_sigterm(one.leave.note):
+                one.train()
+        finally:
+            one.close()
     except torch.OutOfMemoryError as error:
         raise out_of_memory(job, error) from error
-    finally:
-        one.close()
     with world.clock.phase("export"):
         one.export()
 
