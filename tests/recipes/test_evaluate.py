@@ -1,5 +1,7 @@
 """The evaluate stage of recipes that compare or score: the numbers that training saw, from the files that training left."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from ptf.config import loads
 from ptf.data.tokenizer import Tokenizer
-from ptf.eval import auc, calibration_error, evaluate
+from ptf.errors import UserError
+from ptf.eval import auc, calibration_error, evaluate, refuse_regression
 from tests.train.test_fit import facts, train
 from tests.train.test_preferences import RECIPES, preferences
 
@@ -80,3 +83,15 @@ def test_transformers_reads_the_same_scores(tmp_path):
     said = [float(theirs(torch.tensor(s.tokens[None].astype("int64"))).logits[0, 0]) for s in atoms[0]]
     assert said == pytest.approx(ours, abs=1e-5)
     assert ours[0] != pytest.approx(ours[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "before", "now", "published"), [
+    ("max", 0.5, 0.45, True), ("max", 0.5, 0.39, False), ("max", 0.5, 0.9, True), ("min", 0.5, 0.55, True), ("min", 0.5, 0.61, False),
+    ("min", 0.5, 0.1, True), ("min", 0.5, float("nan"), False), ("max", None, 0.0, True),
+])  # fmt: skip
+def test_what_is_worse_than_what_is_published_is_not_published(mode, before, now, published):
+    there = {} if before is None else {"kl/dev": before}
+    with contextlib.nullcontext() if published else pytest.raises(UserError, match=r"not published: kl/dev is .*max_drop 0\.1"):
+        refuse_regression({"kl/dev": now}, there, "kl/dev", 0.1, mode)
+    with pytest.raises(UserError, match=r"publish\.metric: the evaluation has no 'kl/test'; it has kl/dev"):
+        refuse_regression({"kl/dev": now}, there, "kl/test", 0.1, mode)
