@@ -1,6 +1,6 @@
 """Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to change."""
 
-from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, RMAlgo
+from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, PPOAlgo, RMAlgo
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
 
@@ -30,7 +30,7 @@ def broken(job: Job) -> list[str]:
     faults += own_components(job)
     faults += preferences(job)
     faults += companions(job)
-    faults += groups(job)
+    faults += policies(job)
     faults += foreign_model(job)
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
@@ -140,15 +140,17 @@ def companions(job: Job) -> list[str]:
     return faults
 
 
-def groups(job: Job) -> list[str]:
-    """What goes with GRPO and its family."""
+def policies(job: Job) -> list[str]:
+    """What goes with PPO, GRPO and its family."""
     algo, faults = job.algo, []
-    if not isinstance(algo, GRPOAlgo) or job.rollout is None:
+    if not isinstance(algo, GRPOAlgo | PPOAlgo) or job.rollout is None:
         return faults
     if algo.kl and algo.kl_estimator == "k1" and algo.kl_in == "loss":
         faults.append("algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it holds the policy to nothing; use k2 or k3, or kl_in: reward")
-    if algo.baseline == "leave_one_out" and algo.scale_by_std:
+    if isinstance(algo, GRPOAlgo) and algo.baseline == "leave_one_out" and algo.scale_by_std:
         faults.append("algo.scale_by_std belongs to algo.baseline: mean; give false")
+    if isinstance(algo, PPOAlgo) and job.model.backend == "hf":
+        faults.append("model.backend: hf has no recipe ppo: a critic has a scalar head")
     if algo.overlong > job.rollout.max_new_tokens:
         faults.append(f"algo.overlong ({algo.overlong}) is more than rollout.max_new_tokens ({job.rollout.max_new_tokens})")
     return faults

@@ -261,6 +261,41 @@ class GRPOAlgo(Section):
     """Optimizer steps in each pass."""
 
 
+class PPOAlgo(Section):
+    """Proximal policy optimisation, with a critic that begins as the policy does, its head one new row."""
+
+    clip_low: PositiveFloat = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    gamma: Fraction = 1.0
+    """Discount of a token."""
+    lam: Fraction = 0.95
+    """Of generalised advantage estimation: 1 takes what followed as it was, 0 the critic's word for it."""
+    whiten: bool = True
+    """Centre and scale advantages over all tokens of a step."""
+    value_clip: PositiveFloat = 0.2
+    """How far a value may move from what it was before it has no gradient."""
+    critic_lr: PositiveFloat | None = None
+    """Peak learning rate of the critic; default `train.lr`."""
+    critic_warmup: Count = 0
+    """Steps at the start in which the critic alone is trained."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How it is estimated from a token (Schulman 2020)."""
+    kl_in: Literal["loss", "reward"] = "reward"
+    """Taken from each token's reward, or added to the loss."""
+    max_importance: PositiveFloat | None = None
+    """Weigh tokens by how much likelier the trainer finds them than the engine did, up to this; null weighs all alike."""
+    overlong: Count = 0
+    """Answers within so many tokens of `rollout.max_new_tokens` lose reward, in a straight line down to -1."""
+    epochs: Positive = 1
+    """Passes over the rollouts of a step."""
+    minibatches: Positive = 1
+    """Optimizer steps in each pass."""
+
+
 class RolloutConfig(Section):
     """How the policy generates (online recipes)."""
 
@@ -488,7 +523,7 @@ class Job(Section):
     """Of everything random."""
     model: ModelConfig
     data: DataConfig
-    algo: SFTAlgo | DPOAlgo | KDAlgo | RMAlgo | GRPOAlgo | dict[str, Any] = {}
+    algo: SFTAlgo | DPOAlgo | KDAlgo | RMAlgo | GRPOAlgo | PPOAlgo | dict[str, Any] = {}
     """Knobs of the recipe; of a plugged recipe: its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
@@ -538,12 +573,18 @@ class GRPOJob(Job):
     rollout: RolloutConfig  # type: ignore[assignment]
 
 
+class PPOJob(Job):
+    recipe: Literal["ppo"]  # type: ignore[assignment]
+    algo: PPOAlgo = PPOAlgo()  # type: ignore[assignment]
+    rollout: RolloutConfig  # type: ignore[assignment]
+
+
 class PlugJob(Job):
     recipe: Plug  # type: ignore[assignment]
     algo: dict[str, Any] = {}  # type: ignore[assignment]
 
 
-JOBS: dict[str, type[Job]] = {"sft": SFTJob, "dpo": DPOJob, "kd": KDJob, "rm": RMJob, "grpo": GRPOJob}
+JOBS: dict[str, type[Job]] = {"sft": SFTJob, "dpo": DPOJob, "kd": KDJob, "rm": RMJob, "grpo": GRPOJob, "ppo": PPOJob}
 
 
 def job_class(recipe: object) -> type[Job] | None:

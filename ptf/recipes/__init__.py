@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor
 
 from ptf.config import Job, Plug, plug
-from ptf.config.schema import DPOAlgo, KDAlgo, RMAlgo
+from ptf.config.schema import DPOAlgo, KDAlgo, PPOAlgo, RMAlgo
 from ptf.data.batch import Batch
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
@@ -71,6 +71,11 @@ class Annotating(Recipe, Protocol):
 
 class Online(Recipe, Protocol):
     @property
+    def critic(self) -> "Recipe | None":
+        """What a critic is trained by, a role of its own; its values are the stream `values` of what `credit` is given. None: there is no critic."""
+        ...
+
+    @property
     def epochs(self) -> int:
         """Passes over the rollouts of a step."""
         ...
@@ -90,6 +95,7 @@ def build(job: Job) -> Recipe:
     from ptf.recipes.dpo import DPO
     from ptf.recipes.grpo import GRPO
     from ptf.recipes.kd import KD, Teacher
+    from ptf.recipes.ppo import PPO
     from ptf.recipes.rm import RM
     from ptf.recipes.sft import SFT
 
@@ -105,4 +111,7 @@ def build(job: Job) -> Recipe:
         knobs = job.algo.model_dump()
         return {"dpo": DPO, "rm": RM}[job.recipe](form=knobs.pop("loss"), **knobs)
     assert job.rollout is not None
+    if isinstance(job.algo, PPOAlgo):
+        knobs = job.algo.model_dump(exclude={"critic_lr", "critic_warmup"})
+        return PPO(**knobs, temperature=job.rollout.temperature, length=job.rollout.max_new_tokens)
     return GRPO(**job.algo.model_dump(), temperature=job.rollout.temperature, length=job.rollout.max_new_tokens)  # type: ignore[union-attr]

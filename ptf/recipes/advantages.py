@@ -19,3 +19,13 @@ def overlong(tokens: int, longest: int, margin: int) -> float:
     """What an answer of that many tokens loses: 0 up to `margin` before the longest there may be, then less by a straight line to −1 (DAPO, Yu et al.
     2025, eq. 13)."""
     return min(0.0, (longest - margin - tokens) / margin) if margin else 0.0
+
+
+def generalised(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """Advantages of the tokens of one answer, [n], from their rewards and the values of the states before them, [n] each (GAE, Schulman et al. 2016,
+    eq. 16). Nothing follows the last token."""
+    found, later, value = np.zeros(len(rewards)), 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        later = rewards[t] + gamma * value - values[t] + gamma * lam * later
+        found[t], value = later, values[t]
+    return found

@@ -26,7 +26,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
-from ptf.recipes import Companion, Metrics
+from ptf.recipes import Companion, Metrics, Recipe
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong
 from ptf.recipes.documents import sums, weights
 
@@ -50,6 +50,11 @@ class GRPO:
     length: int = 1  # the longest answer there may be
     online: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
+
+    @property
+    def critic(self) -> Recipe | None:
+        """What a critic is trained by, where there is one."""
+        return None
 
     @property
     def companions(self) -> Mapping[str, Companion]:
@@ -138,12 +143,12 @@ def estimate(kind: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: Tenso
     return moved if kind == "k1" else moved.square() / 2
 
 
-def sample_of(trajectory: Trajectory, advantage: float = 0.0) -> Sample:
-    """One answer as a sample: the context is not trained, every sampled token is."""
+def sample_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> Sample:
+    """One answer as a sample: the context is not trained, every sampled token is, with the same advantage or one of its own, [n]."""
     (call,) = trajectory.calls
     c, n = len(call.context), len(call.sampled)
     after = lambda values: np.concatenate([np.zeros(c, np.float32), np.asarray(values, np.float32)])  # noqa: E731
-    streams = {"advantages": after(np.full(n, advantage)), "rollout_logprobs": after(call.logprobs)} | {
+    streams = {"advantages": after(np.broadcast_to(advantage, n)), "rollout_logprobs": after(call.logprobs)} | {
         name: after(values) for name, values in trajectory.streams.items()
     }
     return Sample(np.concatenate([call.context, call.sampled]).astype(np.int32), after(np.ones(n)), trajectory.prompt.source, streams)

@@ -13,7 +13,7 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
-from ptf.config.schema import LOGPROB_BOUND
+from ptf.config.schema import LOGPROB_BOUND, PPOAlgo
 from ptf.data.packing import pack_all
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream
@@ -27,6 +27,8 @@ from ptf.rl.sync import SyncError
 from ptf.rl.validate import pass_rates
 from ptf.train.resume import refuse_frozen_changes
 
+CRITIC = "critic"  # in a checkpoint
+
 
 def differs(group: Group) -> bool:
     """Whether its rewards do: from equal ones nothing is learned."""
@@ -36,13 +38,15 @@ def differs(group: Group) -> bool:
 class Controller:
     def __init__(
         self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
-        *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, rewards: Rewards, judge: Rewards | None, made_with: Mapping[str, Any], run: Path,
+        *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, critic: RoleGroup | None = None,
+        rewards: Rewards, judge: Rewards | None, made_with: Mapping[str, Any], run: Path,
     ) -> None:  # fmt: skip
         assert job.rollout is not None
         assert job.train.steps is not None, "online jobs have no train.epochs"
         self.steps = job.train.steps
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
-        self.policy, self.rollout, self.reference, self.rewards = policy, rollout, reference, rewards
+        self.policy, self.rollout, self.reference, self.critic, self.rewards = policy, rollout, reference, critic, rewards
+        self.warmup = job.algo.critic_warmup if isinstance(job.algo, PPOAlgo) else 0  # steps of the critic alone
         self.judge = judge or rewards  # of held-out answers
         self.made_with = made_with
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
@@ -71,9 +75,16 @@ class Controller:
                 with phase(self.reference, "reference"):
                     verb = "base_logprobs" if self.reference is self.policy else "logprobs"  # LoRA: the policy without its adapters
                     groups, _ = self.annotate(groups, self.reference, "reference_logprobs", verb)
-            atoms = self.recipe.credit(groups)
-            with phase(self.policy, "update"):
-                metrics |= self.policy.call("update", self.minibatches(atoms), self.step)
+            if self.critic:
+                with phase(self.critic, "values"):
+                    groups, _ = self.annotate(groups, self.critic, "values", "values")
+            minibatches = self.minibatches(self.recipe.credit(groups))
+            if self.critic:
+                with phase(self.critic, "critic"):
+                    metrics |= {f"critic_{name}": value for name, value in self.critic.call("update", minibatches, self.step).items()}
+            if self.step >= self.warmup:
+                with phase(self.policy, "update"):
+                    metrics |= self.policy.call("update", minibatches, self.step)
             self.step += 1
             metrics |= self.sync()
             if self.held_out and self.job.train.validate_every and self.step % self.job.train.validate_every == 0:
@@ -152,7 +163,7 @@ class Controller:
     def minibatches(self, atoms: Sequence[Atom]) -> list[list[list[Atom]]]:
         """Packed rows of each optimizer step: `epochs` passes in `minibatches` parts, shuffled by (seed, step, epoch)."""
         if not atoms:
-            raise UserError(f"step {self.step}: no group has two answers with a reward; there is nothing to train on")
+            raise UserError(f"step {self.step}: no group has as many answers with a reward as it takes; there is nothing to train on")
         out = []
         for epoch in range(self.recipe.epochs):
             order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(atoms))
@@ -195,6 +206,9 @@ class Controller:
         path = self.saves.begin(self.step)
         with self.cluster.phase(self.policy, "save"):
             entries = self.policy.call("save", path)
+        if self.critic:
+            with self.cluster.phase(self.critic, "save"):
+                entries |= {f"{CRITIC}/{name}": entry for name, entry in self.critic.call("save", f"{path}/{CRITIC}").items()}
         entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", {"prompts": self.prompts.state_dict(), "canary": self.canary})
         self.saves.commit(self.step, entries, {"job": dump(self.job), "metrics": {}, "made_with": self.made_with})
 
@@ -207,6 +221,9 @@ class Controller:
         provenance.refuse_other(manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_changes, tell=True)
         with self.cluster.phase(self.policy, "load"):
             self.policy.call("load", path)
+        if self.critic:
+            with self.cluster.phase(self.critic, "load"):
+                self.critic.call("load", f"{path}/{CRITIC}")
         state = checkpoint.load_host(f"{path}/controller.pt")
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]

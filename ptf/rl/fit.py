@@ -148,17 +148,22 @@ def fit_online(job: Job, run: Path) -> None:
     }
     frozen = {"spec": unadapted(common["spec"]), "precision": job.train.precision, "micro_rows": job.train.micro_rows}
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
-    with clustered(job, run, workers * 2 + knobs.workers) as cluster:
+    with clustered(job, run, workers * 3 + knobs.workers) as cluster:
         policy = cluster.start(RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, **mesh))
         reference = None
         if "reference" in recipe.companions:
             reference = policy if own_reference(model) else cluster.start(RoleSpec("reference", Scorer, {**common, **frozen}, workers, **mesh))
+        critic = None
+        if (trained_by := cast("Online", recipe).critic) is not None:
+            train = job.train.model_copy(update={"lr": getattr(job.algo, "critic_lr", None) or job.train.lr})
+            critic = cluster.start(RoleSpec("critic", Learner, {**common, "tokenizer": tokenizer_path, "train": train, "recipe": trained_by}, workers, **mesh))
         spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
         rollout = cluster.start(spec)
         print(f"rollout: engine={knobs.engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
         judge = Rewards(evaluation) if evaluation else None
         controller = Controller(
-            job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, reference=reference, rewards=Rewards(knobs.reward),
+            job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, reference=reference, critic=critic,
+            rewards=Rewards(knobs.reward),
             judge=judge, made_with=made_with, run=run,
         )  # fmt: skip
         try:

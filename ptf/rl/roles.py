@@ -1,20 +1,22 @@
-"""Three classes cover the roles of on-policy training: `Learner` (policy), `Scorer` (reference), `Sampler` (rollout).
+"""Three classes cover the roles of on-policy training: `Learner` (policy, critic), `Scorer` (reference), `Sampler` (rollout).
 
 The one idea: the policy role *is* the SFT trainer, called from elsewhere.
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
 from ptf.compute.world import World
 from ptf.config.schema import ModelConfig, TrainConfig
+from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
@@ -34,10 +36,18 @@ from ptf.train.parts import parts_of
 from ptf.train.trainer import Trainer, forget_forwards, load_model
 
 
-@torch.no_grad()
 def sample_logprobs(model: Decoder, samples: Sequence[Sample], world: World, *, width: int, micro_rows: int, temperature: float) -> list[np.ndarray]:
-    """Log-probs of each sample's trained tokens, aligned with its tokens and 0 elsewhere: [n] each. Every rank brings its own samples; all
-    make equally many forward passes."""
+    """Log-probs of each sample's trained tokens, aligned with its tokens and 0 elsewhere: [n] each."""
+    logprobs = lambda x, head, batch: token_logprobs(x, head, batch.targets, batch.weights, temperature)[0]  # noqa: E731
+    return per_token(model, samples, world, logprobs, width=width, micro_rows=micro_rows)
+
+
+@torch.no_grad()
+def per_token(
+    model: Decoder, samples: Sequence[Sample], world: World, reduce: Callable[[Tensor, Any, Batch], Tensor], *, width: int, micro_rows: int
+) -> list[np.ndarray]:  # fmt: skip
+    """What `reduce` makes of hidden states, head and batch, [B, T] aligned with targets, as [n] of each sample, aligned with its tokens. Every rank
+    brings its own samples; all make equally many forward passes."""
     order = {id(s): i for i, s in enumerate(samples)}
     rows = pack_all([(s,) for s in samples], width)
     out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
@@ -47,8 +57,7 @@ def sample_logprobs(model: Decoder, samples: Sequence[Sample], world: World, *, 
     idle = deal([], alone, 1, width)[0]
     for i in range(passes):
         batch = (batches[i] if i < len(batches) else idle).to(world.device)
-        reduce = lambda x, head, b=batch: token_logprobs(x, head, b.targets, b.weights, temperature)[0]  # noqa: E731
-        values = model(batch.tokens, batch.positions, batch.segments, reduce).cpu().numpy()  # [B, T]
+        values = model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: reduce(x, head, b)).cpu().numpy()  # [B, T]
         for row, line in zip(rows[i * micro_rows : (i + 1) * micro_rows], values, strict=False):
             at = 0
             for (sample,) in row:
@@ -90,7 +99,7 @@ class Scorer:
 
 
 class Learner:
-    """A model that is trained: the policy."""
+    """A model that is trained: the policy, or its critic."""
 
     distributed: ClassVar[bool] = True
 
@@ -116,6 +125,12 @@ class Learner:
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """As Scorer.logprobs, of the weights as they are now."""
         return sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=self.temperature)
+
+    @sharded
+    def values(self, samples: list[Sample]) -> list[np.ndarray]:
+        """What the critic expects before each trained token: [n] each, 0 elsewhere."""
+        expected = lambda x, head, batch: head.values(x) * (batch.weights != 0)  # noqa: E731
+        return per_token(self.model, samples, self.world, expected, width=self.width, micro_rows=self.micro_rows)
 
     @sharded
     def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:

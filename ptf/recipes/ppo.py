@@ -1,0 +1,97 @@
+"""Proximal policy optimisation (Schulman et al. 2017) of a policy beside a critic that values every token.
+
+δₜ = rₜ + γ V(sₜ₊₁) − V(sₜ),   Âₜ = Σₗ (γ λ)ˡ δₜ₊ₗ          (Schulman et al. 2016, eq. 16), over the tokens of an answer; V is 0 behind the last
+rₜ                                                            the reward at the last token; with `kl_in: reward`, − kl · K at every token
+policy  as in grpo.py, with these advantages, by default centred and scaled over all tokens of a step
+critic  ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²),  R = Â + V_old, before they are centred
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptf.data.batch import Batch
+from ptf.data.sample import Atom
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Group, Reward, Trajectory
+from ptf.model.decoder import Decoder
+from ptf.model.scalar import Scalar
+from ptf.recipes import Companion, Metrics
+from ptf.recipes.advantages import generalised, overlong
+from ptf.recipes.grpo import GRPO, estimate, sample_of
+
+
+@dataclass(frozen=True)
+class Critic:
+    """Regress the value of each state to what followed it. A unit is a token."""
+
+    value_clip: float = 0.2
+    online: ClassVar[bool] = True
+    head: ClassVar[Literal["lm", "scalar"]] = "scalar"
+
+    @property
+    def companions(self) -> Mapping[str, Companion]:
+        return {}
+
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
+        raise NotImplementedError("a critic trains on what the policy said")
+
+    def units(self, batch: Batch) -> Tensor:
+        return batch.weights.sum(dtype=torch.float64)
+
+    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        values = model(batch.tokens, batch.positions, batch.segments, values_of)  # [B, T]
+        old, returns = batch.streams["values"], batch.streams["returns"]
+        clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)
+        far, near = (clipped - returns) ** 2, (values - returns) ** 2
+        loss = (torch.maximum(far, near) * batch.weights).sum() / 2
+        metrics = {"value": (values * batch.weights).sum(), "clip_share": ((far > near) * batch.weights).sum(), "error": (near * batch.weights).sum()}
+        return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
+
+
+def values_of(x: Tensor, head: Scalar) -> Tensor:
+    return head.values(x)
+
+
+@dataclass(frozen=True)
+class PPO(GRPO):
+    """Its policy's loss is GRPO's; what differs is where advantages come from."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+    value_clip: float = 0.2
+
+    @property
+    def critic(self) -> Critic:
+        return Critic(self.value_clip)
+
+    def credit(self, groups: Sequence[Group]) -> list[Atom]:
+        """Answers without a result are not trained on."""
+        scored = [t for group in groups for t in group if isinstance(t.outcome, Reward)]
+        found = [generalised(self.rewards(t), t.streams["values"], self.gamma, self.lam) for t in scored]
+        if not found:
+            return []
+        every = np.concatenate(found)
+        mean, std = (every.mean(), every.std() + 1e-8) if self.whiten else (0.0, 1.0)
+        return [
+            (sample_of(replace(t, streams={**t.streams, "returns": a + t.streams["values"]}), advantage=(a - mean) / std),)
+            for t, a in zip(scored, found, strict=True)
+        ]
+
+    def rewards(self, trajectory: Trajectory) -> np.ndarray:
+        """Of each token: [n]."""
+        assert isinstance(trajectory.outcome, Reward)
+        (call,) = trajectory.calls
+        found = np.zeros(len(call.sampled))
+        if self.kl and self.kl_in == "reward":
+            old, reference = (torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs"))
+            found -= self.kl * estimate(self.kl_estimator, old, reference).numpy()
+        found[-1] += trajectory.outcome.value + overlong(len(call.sampled), self.length, self.overlong)
+        return found
