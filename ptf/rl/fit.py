@@ -11,7 +11,7 @@ from ptf.compute import provenance
 from ptf.compute.launch import default_threads
 from ptf.compute.world import CPU, joined
 from ptf.config import Job
-from ptf.config.schema import Source
+from ptf.config.schema import PPOAlgo, Source
 from ptf.data.pipeline import prompts_once, prompts_stream
 from ptf.data.sources import fingerprints
 from ptf.data.stream import Stream
@@ -155,7 +155,8 @@ def fit_online(job: Job, run: Path) -> None:
             reference = policy if own_reference(model) else cluster.start(RoleSpec("reference", Scorer, {**common, **frozen}, workers, **mesh))
         critic = None
         if (trained_by := cast("Online", recipe).critic) is not None:
-            train = job.train.model_copy(update={"lr": getattr(job.algo, "critic_lr", None) or job.train.lr})
+            lr = job.algo.critic_lr if isinstance(job.algo, PPOAlgo) else None
+            train = job.train.model_copy(update={"lr": lr or job.train.lr})
             critic = cluster.start(RoleSpec("critic", Learner, {**common, "tokenizer": tokenizer_path, "train": train, "recipe": trained_by}, workers, **mesh))
         spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
         rollout = cluster.start(spec)

@@ -222,7 +222,7 @@ def test_what_rollouts_need_is_said_before_they_start(write, override, what):
 def test_unknown_recipe(write):
     write(a=SFT.replace("sft", "grop") + "trian: 1\n")
     assert problems("a.yaml") == [
-        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, kd, rm, grpo, or `use: module:name` for your own  (did you mean grpo?)",
+        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, kd, rm, grpo, ppo, or `use: module:name` for your own  (did you mean grpo?)",
         "a.yaml:5  trian  unknown key at the top  (did you mean train?)",
     ]
     for recipe in ("3", "[sft]", ""):

@@ -169,7 +169,7 @@ def function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_function(call: Mapping[str, Any], function: dict[str, Any]) -> dict[str, Any]:
-    return {**call, "function": function} if "function" in call else function
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}  # servers take no bare ones
 
 
 def arguments(call: Mapping[str, Any]) -> dict[str, Any]:
