@@ -192,6 +192,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as directory:
             found[seed] = Seed(Path(directory), seed).everything()
         print(json.dumps({"seed": seed, **found[seed]}), flush=True)
+    return write(found, " ".join(["benchmarks/learning.py", *sys.argv[1:]]), f"{time.perf_counter() - began:.0f} s in all")
+
+
+def write(found: Mapping[int, Mapping[str, float]], command: str, spent: str) -> int:
+    """The page; how many bars were missed, at most 1."""
     lines = [f"| check | bar | {' | '.join(f'seed {seed}' for seed in found)} | |", "|---|---|" + "---|" * (len(found) + 1)]
     missed = 0
     for name, bar in BARS.items():
@@ -201,13 +206,12 @@ def main() -> int:
         lines.append(f"| {name} | {bar.says} | {cells} | {sum(met)} of {len(met)} |")
     RESULTS.write_text(
         "# Learning checks\n\n"
-        f"Command: `python {' '.join(['benchmarks/learning.py', *sys.argv[1:]])}` (`make learning`)  \nHardware: {cpu()}, one thread, no GPU  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}, {time.perf_counter() - began:.0f} s in all\n\n"
+        f"Command: `python {command}` (`make learning`)  \nHardware: {cpu()}, one thread, no GPU  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}, {spent}\n\n"
         "One Qwen3 shape of 3 layers of 64, untied, and sequences of five digits. `base`: SFT on answers of which half reverse the prompt, half repeat it.\n"
         f"{TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; p is the mean probability of an answer, which is how\n"
         "often it would be sampled. Rows named `the wrong way round` and `shuffled` are negative controls: the same runs with labels, or a teacher, from\n"
-        "which the "
-        "task cannot be learned.\n\n" + "\n".join(lines) + "\n"
+        "which the task cannot be learned.\n\n" + "\n".join(lines) + "\n"
     )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} missed")
     return 1 if missed else 0
