@@ -5,9 +5,9 @@ same weights, so that the losses of every step must be the same too.
     python benchmarks/dpo_step.py [--models small4 bigvocab] [--rounds 3]
 
 Pairs: a prompt (log-normal, median 90 tokens) and two answers (median 180), of at most 600 each; 8 pairs a step. Both train Qwen3 shapes, AdamW, one thread,
-beside a reference that is a model of its own. ptf packs a step's pairs into rows of 2,048. TRL pads the pairs of a pass to the longest, so it runs twice:
-all pairs of a step in one pass, and each in a pass of its own (gradient accumulation), which pads less. Prints a JSON line a round and writes
-results/dpo_step.md.
+beside a reference that is a model of its own. ptf packs a step's pairs into rows of up to 2,048, a row a pass. TRL pads the pairs of a pass to the
+longest, so it runs twice: all pairs of a step in one pass, and each in a pass of its own (gradient accumulation), which pads less. Prints a JSON line a
+round and writes results/dpo_step.md.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def ours(given: dict[str, Any]) -> None:
     from ptf.config.schema import ModelConfig, TrainConfig
     from ptf.data.batch import Batch
     from ptf.data.packing import pack_all
-    from ptf.data.sample import Atom, Sample
+    from ptf.data.sample import Atom, Sample, length
     from ptf.recipes.dpo import DPO
     from ptf.train.trainer import Trainer, load_model
 
@@ -63,12 +63,12 @@ def ours(given: dict[str, Any]) -> None:
         cpu_s, tokens, losses = [], [], []
         for step in range(total):
             rows = pack_all(atoms[step * PAIRS : (step + 1) * PAIRS], WIDTH)
-            batch = Batch.of(rows, WIDTH)
+            micro = [Batch.of([row], sum(map(length, row))) for row in rows]  # a run's rows are full; those of 8 pairs alone are not
             began = time.process_time()
-            losses.append(trainer.step([batch], recipe, step)["loss"])
+            losses.append(trainer.step(micro, recipe, step)["loss"])
             if step >= given["warmup"]:
                 cpu_s.append(time.process_time() - began)
-                tokens.append(sum(batch.lengths))
+                tokens.append(sum(sum(batch.lengths) for batch in micro))
     print(json.dumps({"cpu_s": cpu_s, "tokens": tokens, "losses": losses}))
 
 
@@ -145,7 +145,8 @@ def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
         f"Command: `{command}`  \nHardware: {cpu()}, one thread, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
         f"Interleaved rounds ({asked.rounds} of each), {asked.steps} timed steps a round after {asked.warmup} of warm-up, {PAIRS} pairs a step, the same for\n"
         "both and from the same weights; the policy's forward and backward pass, a reference's forward pass, AdamW. Prompts: log-normal lengths, median\n"
-        "90; answers: median 180. TRL: DPOTrainer, versions in `benchmarks/requirements-peers.txt`; it pads the pairs of a pass to the longest of\n"
+        "90; answers: median 180. ptf: packed rows of up to 2,048 tokens, a row a pass, none filled up.\n"
+        "TRL: DPOTrainer, versions in `benchmarks/requirements-peers.txt`; it pads the pairs of a pass to the longest of\n"
         "them (`padding_free` is switched off in that version). `small4`: Qwen3 shape, width 256, 4 layers, vocabulary 4,096; `bigvocab`: vocabulary\n"
         "151,936, tied.\n"
         f"Losses: of the first and the last step, and the largest difference of any, which the script holds to {APART:g}. These ratios are a CPU's.\n\n"
