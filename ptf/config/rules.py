@@ -1,6 +1,6 @@
 """Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to change."""
 
-from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, PPOAlgo, RMAlgo
+from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, PolicyAlgo, PPOAlgo, RMAlgo
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
 
@@ -143,7 +143,7 @@ def companions(job: Job) -> list[str]:
 def policies(job: Job) -> list[str]:
     """What goes with PPO, GRPO and its family."""
     algo, faults = job.algo, []
-    if not isinstance(algo, GRPOAlgo | PPOAlgo) or job.rollout is None:
+    if not isinstance(algo, PolicyAlgo) or job.rollout is None:
         return faults
     if algo.kl and algo.kl_estimator == "k1" and algo.kl_in == "loss":
         faults.append("algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it holds the policy to nothing; use k2 or k3, or kl_in: reward")

@@ -228,29 +228,15 @@ class RMAlgo(Section):
     """Weight of the squared sum of a pair's scores, which keeps them near 0."""
 
 
-class GRPOAlgo(Section):
-    """Group-relative policy optimisation, and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`. Dr.GRPO: `scale_by_std: false`,
-    `mean_over: length`. DAPO: `clip_high: 0.28`, `overlong`, `rollout.equal: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
+class PolicyAlgo(Section):
+    """What GRPO and PPO share: the clipped objective, and what goes into it."""
 
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What a reward is compared with: the mean of its group's, or of the others' in its group."""
-    scale_by_std: bool = True
-    """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
-    ratio: Literal["token", "answer"] = "token"
-    """What is clipped: each token's ratio to the old policy, or the geometric mean of its answer's."""
-    mean_over: Literal["tokens", "answers", "length"] = "tokens"
-    """The loss is a mean over all tokens of a step; over answers, of the means over their tokens; or over answers, of sums over their tokens divided by
-    `rollout.max_new_tokens`."""
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How it is estimated from a token (Schulman 2020)."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or taken from the reward."""
     max_importance: PositiveFloat | None = None
     """Weigh tokens by how much likelier the trainer finds them than the engine did, up to this; null weighs all alike."""
     overlong: Count = 0
@@ -261,13 +247,28 @@ class GRPOAlgo(Section):
     """Optimizer steps in each pass."""
 
 
-class PPOAlgo(Section):
+class GRPOAlgo(PolicyAlgo):
+    """Group-relative policy optimisation, and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`. Dr.GRPO: `scale_by_std: false`,
+    `mean_over: length`. DAPO: `clip_high: 0.28`, `overlong`, `rollout.equal: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What a reward is compared with: the mean of its group's, or of the others' in its group."""
+    scale_by_std: bool = True
+    """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
+    ratio: Literal["token", "answer"] = "token"
+    """What is clipped: each token's ratio to the old policy, or the geometric mean of its answer's."""
+    mean_over: Literal["tokens", "answers", "length"] = "tokens"
+    """The loss is a mean over all tokens of a step; over answers, of the means over their tokens; or over answers, of sums over their tokens divided by
+    `rollout.max_new_tokens`."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How it is estimated from a token (Schulman 2020)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or taken from the reward."""
+
+
+class PPOAlgo(PolicyAlgo):
     """Proximal policy optimisation, with a critic that begins as the policy does, its head one new row."""
 
-    clip_low: PositiveFloat = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
     gamma: Fraction = 1.0
     """Discount of a token."""
     lam: Fraction = 0.95
@@ -280,20 +281,10 @@ class PPOAlgo(Section):
     """Peak learning rate of the critic; default `train.lr`."""
     critic_warmup: Count = 0
     """Steps at the start in which the critic alone is trained."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How it is estimated from a token (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] = "reward"
     """Taken from each token's reward, or added to the loss."""
-    max_importance: PositiveFloat | None = None
-    """Weigh tokens by how much likelier the trainer finds them than the engine did, up to this; null weighs all alike."""
-    overlong: Count = 0
-    """Answers within so many tokens of `rollout.max_new_tokens` lose reward, in a straight line down to -1."""
-    epochs: Positive = 1
-    """Passes over the rollouts of a step."""
-    minibatches: Positive = 1
-    """Optimizer steps in each pass."""
 
 
 class RolloutConfig(Section):
