@@ -43,8 +43,8 @@ bench-ids: setup                         ## training ids against vLLM's of 100,0
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 
-learning: setup                          ## DPO, reward models and distillation learn on five seeds, and not where they must not; writes benchmarks/results/learning.md
-	$(PY) benchmarks/learning.py
+learning: setup                          ## every recipe learns on five seeds, and does not where it must not; writes benchmarks/results/learning.md and learning_rl.md
+	$(PY) benchmarks/learning.py; first=$$?; $(PY) benchmarks/learning_rl.py && exit $$first
 
 reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
 	$(PY) benchmarks/reliability.py

@@ -117,7 +117,7 @@ class Seed:
     def everything(self) -> dict[str, float]:
         completion = lambda i: {"prompt": self.prompts[i], "completion": self.prompts[i][:: 1 if self.flips[i] else -1]}  # noqa: E731
         chats = self.files("answers", completion)
-        base = self.learn(self.job("sft", chats, 800, 2e-3), "base") / "model"
+        base = self.learn(self.job("sft", chats, 1200, 2e-3), "base") / "model"
         return self.reward_models() | self.preferences(base) | self.taught(base, chats)
 
     def reward_models(self) -> dict[str, float]:
@@ -128,7 +128,7 @@ class Seed:
             data["validation"] = self.files("right", lambda i: {"prompt": self.prompts[i], "chosen": self.prompts[i][::-1], "rejected": self.wrong[i]})[
                 "validation"
             ]
-            made = self.learn(self.job("rm", data, 700, 3e-3, rows=16), f"rm-{keys[0]}")
+            made = self.learn(self.job("rm", data, 1000, 3e-3, rows=16), f"rm-{keys[0]}")
             found[name] = read_metrics(made / "metrics.jsonl")[-1]["accuracy/held_out"]
         return found
 

@@ -24,8 +24,7 @@ from ptf.recipes.documents import weights
 from ptf.recipes.dpo import DPO
 from ptf.recipes.kd import KD
 from ptf.recipes.rm import RM
-from ptf.rl.fit import clustered, held_out_prompts, sampler_spec
-from ptf.rl.rewards import Rewards
+from ptf.rl.fit import clustered, held_out_prompts, rewards_of, sampler_spec
 from ptf.rl.validate import pass_rates
 from ptf.train.companions import companions, exported
 from ptf.train.deal import deal
@@ -143,8 +142,8 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     """pass@1, pass@k and mean reward on each of `evaluate.sources`, of the trained model and, as `start/…`, of the model it started from.
     The greedy answers are left in `run/answers/`."""
     knobs = job.evaluate
-    reward = knobs.reward or (job.rollout.reward if job.rollout else None)
-    if not knobs.sources or reward is None:
+    rewards = rewards_of(job, knobs.reward or (job.rollout.reward if job.rollout else None))
+    if not knobs.sources or not (rewards or (job.rollout and job.rollout.environment)):
         return {}
     base = bridge.locate(job.model.path, job.model.revision)
     spec, base = extended(job.model, base, run, job.seed)
@@ -153,8 +152,9 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     models = {"": run / "model"} | ({"start/": start_directory(spec, base, run, tokenizer_path, job.seed)} if knobs.start else {})
     metrics: dict[str, float] = {}
     length = max(len(p.tokens) for asked in prompts.values() for p in asked) + knobs.max_new_tokens
+    if job.rollout and job.rollout.environment:
+        length = max(length, job.data.seq_len)
     max_no_result = job.rollout.max_no_result if job.rollout else 0.1
-    rewards = Rewards(reward)
     try:
         with clustered(job, run, len(models), local=knobs.engine == "native") as cluster:  # our own decoder needs no process of its own
             for prefix, directory in models.items():
@@ -169,7 +169,8 @@ def generated(job: Job, run: Path) -> dict[str, float]:
                         text = "".join(json.dumps(a) + "\n" for a in answers)
                         storage.write_text(str(run / "answers" / f"{prefix.replace('/', '_')}{name}.jsonl"), text)
     finally:
-        rewards.close()
+        if rewards:
+            rewards.close()
     return metrics
 
 

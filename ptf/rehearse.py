@@ -147,5 +147,6 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
 def check_rewards(job: Job, directory: Path) -> None:
     """Raises UserError if the reward had no result for what the small model said."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    if job.rollout and rows[-1].get("no_result", 0.0) > 0:
-        raise UserError(f"rollout.reward: {job.rollout.reward.use} gave no result for {rows[-1]['no_result']:.0%} of the answers; the lines above say why")
+    if job.rollout and (failed := rows[-1].get("no_result", 0.0)) > 0:
+        what, plug = ("reward", job.rollout.reward) if job.rollout.reward else ("environment", job.rollout.environment)
+        raise UserError(f"rollout.{what}: {plug and plug.use} gave no result for {failed:.0%} of the answers; the lines above say why")

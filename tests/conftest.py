@@ -1,4 +1,4 @@
-"""The one Ray that all tests of a session share: starting it takes 3-8 s, and every test gives its places back."""
+"""What tests share: one Ray (starting it takes 3-8 s, and every test gives its places back), and the real data, where PTF_DATA has it."""
 
 import os
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from hypothesis import settings
 settings.register_profile("ptf", deadline=None)  # no test asserts a time
 settings.load_profile("ptf")
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
+SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +20,10 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     workdir: Path = tmp_path_factory.mktemp("ray")
     with ray_session(workdir=workdir, cpus=8, timeout_s=600):
         yield
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    if not (SHARED / "templates").is_dir():
+        pytest.skip("needs the real data: point PTF_DATA at it")
+    return SHARED

@@ -23,7 +23,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "data": BASE | {"config", "storage"},
     "model": BASE | {"config", "storage"},
     "compute": BASE | {"config", "storage"},
-    "tasks": BASE | {"config", "data"},  # demo plugs: found by name, imported by nobody
+    "tasks": BASE | {"config", "data", "rl"},  # demo plugs: found by name, imported by nobody
     "recipes": DATA,
     "train": TRAIN,
     "rl": TRAIN | {"train"},

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ptf.config.explain import explain, given
-from ptf.config.schema import JOBS, DPOAlgo, Job, KDAlgo, Section, job_class
+from ptf.config.schema import JOBS, DPOAlgo, Job, KDAlgo, OPDAlgo, Section, job_class
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
 from ptf.errors import UserError
 
@@ -52,6 +52,8 @@ def model_paths(job: Job) -> dict[str, str]:
     found, algo = {"model.path": job.model.path}, job.algo
     if isinstance(algo, DPOAlgo) and algo.reference:
         found["algo.reference"] = algo.reference
+    if isinstance(algo, OPDAlgo):
+        found["algo.teacher"] = algo.teacher
     if isinstance(algo, KDAlgo):
         found |= {f"algo.teachers.{name}.path": teacher.path for name, teacher in algo.teachers.items()}
     return found

@@ -1,6 +1,6 @@
 """Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to change."""
 
-from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, PolicyAlgo, PPOAlgo, RMAlgo
+from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, OPDAlgo, PolicyAlgo, PPOAlgo, RewardedAlgo, RMAlgo
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
 
@@ -39,6 +39,10 @@ def broken(job: Job) -> list[str]:
         faults.append(f"publish.mode: {job.publish.metric} is better the smaller it is; give min")
     wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
     if job.rollout:
+        if (job.rollout.reward is None) == (job.rollout.environment is None):
+            faults.append("rollout.reward or rollout.environment says how good an answer is: give one" + (", not both" if job.rollout.reward else ""))
+        if job.rollout.environment and job.evaluate.reward:
+            faults.append("evaluate.reward: rollout.environment plays held-out episodes too, and gives their rewards")
         wants_prompts |= {f"data.sources.{n}": s for n, s in job.data.sources.items()}
         if job.data.validation:
             faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
@@ -144,6 +148,12 @@ def policies(job: Job) -> list[str]:
     """What goes with PPO, GRPO and its family."""
     algo, faults = job.algo, []
     if not isinstance(algo, PolicyAlgo) or job.rollout is None:
+        return faults
+    if isinstance(algo, GRPOAlgo) and job.rollout.group < 2:
+        faults.append("rollout.group must be at least 2: GRPO compares the answers to one prompt with each other")
+    if isinstance(algo, OPDAlgo) and job.rollout.equal == "replace":
+        faults.append("rollout.equal: replace is for recipes that learn from rewards")
+    if not isinstance(algo, RewardedAlgo):
         return faults
     if algo.kl and algo.kl_estimator == "k1" and algo.kl_in == "loss":
         faults.append("algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it holds the policy to nothing; use k2 or k3, or kl_in: reward")

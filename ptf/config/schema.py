@@ -229,25 +229,32 @@ class RMAlgo(Section):
 
 
 class PolicyAlgo(Section):
-    """What GRPO and PPO share: the clipped objective, and what goes into it."""
+    """What recipes with rollouts share: the clipped objective."""
 
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
     max_importance: PositiveFloat | None = None
     """Weigh tokens by how much likelier the trainer finds them than the engine did, up to this; null weighs all alike."""
-    overlong: Count = 0
-    """Answers within so many tokens of `rollout.max_new_tokens` lose reward, in a straight line down to -1."""
+    entropy: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a bonus for the entropy of each token's distribution."""
     epochs: Positive = 1
     """Passes over the rollouts of a step."""
     minibatches: Positive = 1
     """Optimizer steps in each pass."""
 
 
-class GRPOAlgo(PolicyAlgo):
+class RewardedAlgo(PolicyAlgo):
+    """What GRPO and PPO share besides."""
+
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
+    overlong: Count = 0
+    """Answers within so many tokens of `rollout.max_new_tokens` lose reward, in a straight line down to -1."""
+
+
+class GRPOAlgo(RewardedAlgo):
     """Group-relative policy optimisation, and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`. Dr.GRPO: `scale_by_std: false`,
     `mean_over: length`. DAPO: `clip_high: 0.28`, `overlong`, `rollout.equal: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
 
@@ -266,7 +273,7 @@ class GRPOAlgo(PolicyAlgo):
     """Added to the loss, or taken from the reward."""
 
 
-class PPOAlgo(PolicyAlgo):
+class PPOAlgo(RewardedAlgo):
     """Proximal policy optimisation, with a critic that begins as the policy does, its head one new row."""
 
     gamma: Fraction = 1.0
@@ -287,17 +294,36 @@ class PPOAlgo(PolicyAlgo):
     """Taken from each token's reward, or added to the loss."""
 
 
+class OPDAlgo(PolicyAlgo):
+    """On-policy distillation: the policy samples, and is moved towards what a teacher would have said, token by token. The reward is only reported."""
+
+    teacher: str
+    """What `model.path` may be, of any size and family; its tokenizer must be the student's."""
+    teacher_revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+
+
 class RolloutConfig(Section):
     """How the policy generates (online recipes)."""
 
-    reward: Plug
+    reward: Plug | None = None
     """`f(row, text, **args) -> float`; an exception counts as no result, never as 0."""
+    environment: Plug | None = None
+    """Instead of `reward`, for conversations with turns: `make(row, seed, **args) -> Environment` (ptf.rl.env), which gives the rewards."""
+    max_turns: Positive = 8
+    """Turns of the policy in one episode (`environment`); `max_new_tokens` is of each, `data.seq_len` of all with what they are shown."""
+    processes: Positive = free(1)
+    """Processes in which rewards are found; of environments, of each engine replica."""
+    reward_timeout_s: PositiveFloat = free(10.0)
+    """Deadline of one reward, or of one answer of an environment. What misses it is killed."""
+    retries: Count = free(1)
+    """How often a reward or an environment that failed is asked again before its answer has no result."""
     engine: Literal["vllm", "native"] = "vllm"
     """`vllm`, or our own decoder (no further package)."""
     prompts: Positive = 64
     """Prompts in each step."""
-    group: Annotated[int, Field(ge=2)] = 8
-    """Answers sampled for each prompt."""
+    group: Positive = 8
+    """Answers sampled for each prompt; GRPO compares them, so it needs two at least."""
     max_new_tokens: Positive = 256
     """Longest answer, end-of-turn included."""
     equal: Literal["keep", "replace"] = "keep"
@@ -514,7 +540,7 @@ class Job(Section):
     """Of everything random."""
     model: ModelConfig
     data: DataConfig
-    algo: SFTAlgo | DPOAlgo | KDAlgo | RMAlgo | GRPOAlgo | PPOAlgo | dict[str, Any] = {}
+    algo: SFTAlgo | DPOAlgo | KDAlgo | RMAlgo | GRPOAlgo | PPOAlgo | OPDAlgo | dict[str, Any] = {}
     """Knobs of the recipe; of a plugged recipe: its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
@@ -570,12 +596,18 @@ class PPOJob(Job):
     rollout: RolloutConfig  # type: ignore[assignment]
 
 
+class OPDJob(Job):
+    recipe: Literal["opd"]  # type: ignore[assignment]
+    algo: OPDAlgo  # type: ignore[assignment]
+    rollout: RolloutConfig  # type: ignore[assignment]
+
+
 class PlugJob(Job):
     recipe: Plug  # type: ignore[assignment]
     algo: dict[str, Any] = {}  # type: ignore[assignment]
 
 
-JOBS: dict[str, type[Job]] = {"sft": SFTJob, "dpo": DPOJob, "kd": KDJob, "rm": RMJob, "grpo": GRPOJob, "ppo": PPOJob}
+JOBS: dict[str, type[Job]] = {"sft": SFTJob, "dpo": DPOJob, "kd": KDJob, "rm": RMJob, "grpo": GRPOJob, "ppo": PPOJob, "opd": OPDJob}
 
 
 def job_class(recipe: object) -> type[Job] | None:

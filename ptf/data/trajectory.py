@@ -4,7 +4,7 @@ The one idea: sampled ids are kept as the engine returned them and are never tok
 reward that crashed cannot pass for a reward of 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,33 @@ class NoResult:
 class Trajectory:
     prompt: Prompt
     calls: tuple[Call, ...]
-    text: str  # the answer, decoded for the reward and the log
+    text: str  # the answer, or what both sides said, decoded for the reward and the log
     outcome: Reward | NoResult | None = None  # None: not scored yet
-    streams: Mapping[str, np.ndarray] = field(default_factory=dict)  # [n] each, aligned with the sampled tokens
+    streams: Mapping[str, np.ndarray] = field(default_factory=dict)  # [n] each, aligned with the sampled tokens of all calls
+    complete: bool = True  # it ended by itself, and not at a limit of tokens or turns
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy said, in all calls."""
+        return sum(len(call.sampled) for call in self.calls)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[n] float32, the engine's, of the sampled tokens of all calls."""
+        return np.concatenate([np.zeros(0, np.float32), *(call.logprobs for call in self.calls)])
+
+
+def merged(calls: Sequence[Call]) -> list[list[Call]]:
+    """Runs of calls that make one document: each context begins with the ids of the call before it, those that were said included."""
+    runs: list[list[Call]] = []
+    for call in calls:
+        if runs:
+            before = np.concatenate([runs[-1][-1].context, runs[-1][-1].sampled])
+            if len(call.context) >= len(before) and np.array_equal(call.context[: len(before)], before):
+                runs[-1].append(call)
+                continue
+        runs.append([call])
+    return runs
 
 
 Group = tuple[Trajectory, ...]

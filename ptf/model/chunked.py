@@ -75,7 +75,7 @@ class _CrossEntropy(Function):
 
 
 class _TokenLogprobs(Function):
-    """Log-prob of each target and entropy of each distribution. Entropy carries no gradient."""
+    """Log-prob of each target and entropy of each distribution."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -87,21 +87,30 @@ class _TokenLogprobs(Function):
             logprobs = ours.logprobs(chunk)
             picked[chunk] = where.pick(chunk, logprobs)
             entropy[chunk] = -ours.probabilities(logprobs, out=spare[: len(logprobs)]).mul_(logprobs).sum(-1)
-        ctx.save_for_backward(x, weight, bias, targets)
+        entropy = summed(entropy, head.group)
+        ctx.save_for_backward(x, weight, bias, targets, entropy)
         ctx.head, ctx.temperature = head, temperature
-        ctx.mark_non_differentiable(entropy)
-        return summed(picked, head.group), summed(entropy, head.group)
+        ctx.set_materialize_grads(False)  # most losses have none of the entropy, and it costs a buffer and three passes
+        return summed(picked, head.group), entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        x, weight, bias, targets = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        x, weight, bias, targets, entropy = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         ours = Projection(x, head, chunks, ctx.temperature, ctx.needs_input_grad[:3])
+        of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads)
+        spare = None if grads[1] is None else torch.empty_like(ours.wide)
         for chunk in chunks:
             logprobs = ours.logprobs(chunk)
-            ours.pull(chunk, where.subtract(chunk, ours.probabilities(logprobs, out=logprobs)), -grads[0][chunk])
+            if spare is None:
+                ours.pull(chunk, where.subtract(chunk, ours.probabilities(logprobs, out=logprobs)), of_logprobs[chunk])
+                continue
+            p = ours.probabilities(logprobs, out=spare[: len(logprobs)])
+            bent = logprobs.add_(entropy[chunk, None]).mul_(p).mul_(of_entropy[chunk, None])  # ∂H/∂z = −p (log p + H)
+            bent += where.subtract(chunk, p).mul_(of_logprobs[chunk, None])
+            ours.pull(chunk, bent, torch.ones_like(entropy[chunk]))
         return *ours.gradients(), None, None, None
 
 
@@ -132,7 +141,7 @@ def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, kept: Tenso
 
 
 def token_logprobs(x: Tensor, head: Head, targets: Tensor, weights: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy (no gradient) at `temperature`, where `weights` is not 0; 0 elsewhere. Two of [B, T], fp32."""
+    """Log-prob of each target and entropy at `temperature`, where `weights` is not 0; 0 elsewhere. Two of [B, T], fp32."""
     kept = trained(weights)
     logprobs, entropy = _TokenLogprobs.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], temperature)  # type: ignore[misc]
     empty = torch.zeros(weights.numel(), dtype=torch.float32, device=x.device)

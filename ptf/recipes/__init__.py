@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor
 
 from ptf.config import Job, Plug, plug
-from ptf.config.schema import DPOAlgo, KDAlgo, PPOAlgo, RMAlgo
+from ptf.config.schema import DPOAlgo, KDAlgo, OPDAlgo, PPOAlgo, RMAlgo
 from ptf.data.batch import Batch
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
@@ -95,6 +95,7 @@ def build(job: Job) -> Recipe:
     from ptf.recipes.dpo import DPO
     from ptf.recipes.grpo import GRPO
     from ptf.recipes.kd import KD, Teacher
+    from ptf.recipes.opd import OPD
     from ptf.recipes.ppo import PPO
     from ptf.recipes.rm import RM
     from ptf.recipes.sft import SFT
@@ -114,4 +115,7 @@ def build(job: Job) -> Recipe:
     if isinstance(job.algo, PPOAlgo):
         knobs = job.algo.model_dump(exclude={"critic_lr", "critic_warmup"})
         return PPO(**knobs, temperature=job.rollout.temperature, length=job.rollout.max_new_tokens)
+    if isinstance(job.algo, OPDAlgo):
+        knobs = job.algo.model_dump(exclude={"teacher", "teacher_revision"})
+        return OPD(teacher=Companion(job.algo.teacher, job.algo.teacher_revision, alike=False), **knobs, temperature=job.rollout.temperature)
     return GRPO(**job.algo.model_dump(), temperature=job.rollout.temperature, length=job.rollout.max_new_tokens)  # type: ignore[union-attr]

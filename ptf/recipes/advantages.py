@@ -4,10 +4,10 @@ import numpy as np
 
 
 def group_relative(rewards: np.ndarray, scale_by_std: bool) -> np.ndarray:
-    """[group] → [group]: reward minus the group's mean (GRPO, Shao et al. 2024, eq. 3), over its standard deviation if asked for
+    """[group] → [group]: reward minus the group's mean (GRPO, Shao et al. 2024, eq. 3), over the sample's standard deviation (n − 1) if asked for
     (Liu et al. 2025 show the bias of doing so). A group of equal rewards gets zeros."""
     centred = rewards - rewards.mean()
-    return centred / (rewards.std() + 1e-6) if scale_by_std else centred
+    return centred / (rewards.std(ddof=1) + 1e-6) if scale_by_std else centred
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@
                                                                         others' (leave-one-out: RLOO, Ahmadian et al. 2024, eq. 8, which has no std)
     J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl · K(π_ref, π),     ρ = π / π_old
     ρ  of a token; or of an answer, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, eq. 7 and 14)
+    + c_H H(π)  with `entropy`, of each token's distribution
     w  = min(π_old / π_rollout, C): what the engine sampled from is not quite the trainer's π_old (truncated importance sampling, Yao et al. 2025)
     K  = log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)          (Schulman 2020); in the loss, or taken from the reward
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, Reward, Trajectory
+from ptf.data.trajectory import Group, Reward, Trajectory, merged
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.recipes import Companion, Metrics, Recipe
@@ -43,6 +44,7 @@ class GRPO:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     max_importance: float | None = None
+    entropy: float = 0.0
     overlong: int = 0
     epochs: int = 1
     minibatches: int = 1
@@ -72,13 +74,13 @@ class GRPO:
                 continue
             rewards = np.array([self.reward(t) for t in scored])
             advantages = leave_one_out(rewards) if self.baseline == "leave_one_out" else group_relative(rewards, self.scale_by_std)
-            atoms += [(sample_of(t, advantage=a),) for t, a in zip(scored, advantages, strict=True)]
+            atoms += [(sample,) for t, a in zip(scored, advantages, strict=True) for sample in samples_of(t, a)]
         return atoms
 
     def reward(self, trajectory: Trajectory) -> float:
         """What the reward said, less what an answer of its length and of its distance from the reference costs."""
         assert isinstance(trajectory.outcome, Reward)
-        value = trajectory.outcome.value + overlong(sum(len(call.sampled) for call in trajectory.calls), self.length, self.overlong)
+        value = trajectory.outcome.value + overlong(trajectory.sampled, self.length, self.overlong)
         if self.kl and self.kl_in == "reward":
             streams = {name: torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs")}
             value -= self.kl * float(estimate(self.kl_estimator, streams["old_logprobs"], streams["reference_logprobs"]).sum())
@@ -107,6 +109,8 @@ class GRPO:
             trust = (old - batch.streams["rollout_logprobs"]).exp()
             per_token = per_token * trust.clamp(max=self.max_importance)
             metrics["importance_capped"] = ((trust > self.max_importance) * counts).sum()
+        if self.entropy:
+            per_token = per_token - self.entropy * entropy
         if self.kl:
             apart = estimate(self.kl_estimator, logprobs, batch.streams["reference_logprobs"])
             metrics["kl_reference"] = (apart * counts).sum()
@@ -143,12 +147,24 @@ def estimate(kind: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: Tenso
     return moved if kind == "k1" else moved.square() / 2
 
 
-def sample_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> Sample:
-    """One answer as a sample: the context is not trained, every sampled token is, with the same advantage or one of its own, [n]."""
-    (call,) = trajectory.calls
-    c, n = len(call.context), len(call.sampled)
-    after = lambda values: np.concatenate([np.zeros(c, np.float32), np.asarray(values, np.float32)])  # noqa: E731
-    streams = {"advantages": after(np.broadcast_to(advantage, n)), "rollout_logprobs": after(call.logprobs)} | {
-        name: after(values) for name, values in trajectory.streams.items()
-    }
-    return Sample(np.concatenate([call.context, call.sampled]).astype(np.int32), after(np.ones(n)), trajectory.prompt.source, streams)
+def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> list[Sample]:
+    """An episode as samples, one for each run of calls that extend each other: every sampled token is trained once, with the same advantage or one of its
+    own, [n]; what the policy was shown is context."""
+    n = trajectory.sampled
+    known = {"advantages": np.broadcast_to(advantage, n), "rollout_logprobs": trajectory.logprobs, **trajectory.streams}
+    samples, done = [], 0
+    for run in merged(trajectory.calls):
+        tokens = np.concatenate([run[-1].context, run[-1].sampled]).astype(np.int32)
+        where = np.concatenate([np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run])
+        part = slice(done, done + len(where))
+        streams = {name: placed(values[part], where, len(tokens)) for name, values in known.items()}
+        samples.append(Sample(tokens, placed(np.ones(len(where)), where, len(tokens)), trajectory.prompt.source, streams))
+        done += len(where)
+    return samples
+
+
+def placed(values: np.ndarray, where: np.ndarray, length: int) -> np.ndarray:
+    """[length] float32: the values there, 0 elsewhere."""
+    found = np.zeros(length, np.float32)
+    found[where] = values
+    return found

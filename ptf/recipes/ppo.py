@@ -22,7 +22,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
 from ptf.recipes import Companion, Metrics
 from ptf.recipes.advantages import generalised, overlong
-from ptf.recipes.grpo import GRPO, estimate, sample_of
+from ptf.recipes.grpo import GRPO, estimate, samples_of
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ class PPO(GRPO):
         every = np.concatenate(found)
         mean, std = (every.mean(), every.std() + 1e-8) if self.whiten else (0.0, 1.0)
         return [
-            (sample_of(replace(t, streams={**t.streams, "returns": a + t.streams["values"]}), advantage=(a - mean) / std),)
+            (sample,)
             for t, a in zip(scored, found, strict=True)
+            for sample in samples_of(replace(t, streams={**t.streams, "returns": a + t.streams["values"]}), (a - mean) / std)
         ]
 
     def rewards(self, trajectory: Trajectory) -> np.ndarray:
         """Of each token: [n]."""
         assert isinstance(trajectory.outcome, Reward)
-        (call,) = trajectory.calls
-        found = np.zeros(len(call.sampled))
+        found = np.zeros(trajectory.sampled)
         if self.kl and self.kl_in == "reward":
             old, reference = (torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs"))
             found -= self.kl * estimate(self.kl_estimator, old, reference).numpy()
-        found[-1] += trajectory.outcome.value + overlong(len(call.sampled), self.length, self.overlong)
+        found[-1] += trajectory.outcome.value + overlong(trajectory.sampled, self.length, self.overlong)
         return found

@@ -20,7 +20,7 @@ from ptf.data.stream import Stream
 from ptf.data.trajectory import Group, NoResult, Prompt, Reward
 from ptf.errors import Left, UserError
 from ptf.recipes import Online
-from ptf.recipes.grpo import sample_of
+from ptf.recipes.grpo import samples_of
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.rewards import Rewards, score_groups
 from ptf.rl.sync import SyncError
@@ -38,16 +38,17 @@ def differs(group: Group) -> bool:
 class Controller:
     def __init__(
         self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
-        *, policy: RoleGroup, rollout: RoleGroup, reference: RoleGroup | None, critic: RoleGroup | None = None,
-        rewards: Rewards, judge: Rewards | None, made_with: Mapping[str, Any], run: Path,
+        *, policy: RoleGroup, rollout: RoleGroup, scorers: Mapping[str, RoleGroup], critic: RoleGroup | None = None,
+        rewards: Rewards | None, judge: Rewards | None, made_with: Mapping[str, Any], run: Path,
     ) -> None:  # fmt: skip
         assert job.rollout is not None
         assert job.train.steps is not None, "online jobs have no train.epochs"
         self.steps = job.train.steps
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
-        self.policy, self.rollout, self.reference, self.critic, self.rewards = policy, rollout, reference, critic, rewards
+        self.policy, self.rollout, self.scorers, self.critic, self.rewards = policy, rollout, scorers, critic, rewards
         self.warmup = job.algo.critic_warmup if isinstance(job.algo, PPOAlgo) else 0  # steps of the critic alone
         self.judge = judge or rewards  # of held-out answers
+        self.source = f"the reward {rewards.reward.use}" if rewards else f"the environment {self.knobs.environment and self.knobs.environment.use}"
         self.made_with = made_with
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
         self.saves = Checkpoints.of(job, run)
@@ -71,10 +72,10 @@ class Controller:
             with phase(self.policy, "logprobs"):
                 groups, difference = self.annotate(groups, self.policy, "old_logprobs")
             metrics |= self.parity(difference)
-            if self.reference:
-                with phase(self.reference, "reference"):
-                    verb = "base_logprobs" if self.reference is self.policy else "logprobs"  # LoRA: the policy without its adapters
-                    groups, _ = self.annotate(groups, self.reference, "reference_logprobs", verb)
+            for name, scorer in self.scorers.items():
+                with phase(scorer, name):
+                    verb = "base_logprobs" if scorer is self.policy else "logprobs"  # LoRA: the policy without its adapters is its reference
+                    groups, _ = self.annotate(groups, scorer, f"{name}_logprobs", verb)
             if self.critic:
                 with phase(self.critic, "values"):
                     groups, _ = self.annotate(groups, self.critic, "values", "values")
@@ -113,13 +114,20 @@ class Controller:
             kept += groups if knobs.equal == "keep" else [group for group in groups if differs(group)]
             if len(kept) == knobs.prompts:
                 break
-        metrics = self.outcomes(seen)
+        metrics = self.outcomes(seen) | {"asked_again": self.asked_again()}
         if not kept:
             raise UserError(
                 f"step {self.step}: in each of {len(seen)} groups all answers have the same reward, in {knobs.max_rounds} rounds (rollout.max_rounds): "
                 f"there is nothing to learn from. The mean reward is {metrics['reward']:.3g}: the task is too hard or too easy, or the reward is wrong"
             )
         return kept, metrics, reward_s
+
+    def asked_again(self) -> float:
+        """How many rewards were asked for once more in this step; of environments, on the first worker, how many turns."""
+        if self.rewards is None:
+            return float(self.rollout.call("asked_again"))
+        again, self.rewards.again = self.rewards.again, 0
+        return float(again)
 
     def outcomes(self, groups: Sequence[Group]) -> dict[str, float]:
         """What the rewards say. Raises UserError if too many answers have none."""
@@ -129,25 +137,26 @@ class Controller:
         if len(failed) > self.knobs.max_no_result * len(every) or not len(values):
             raise UserError(
                 f"step {self.step}: {len(failed)} of {len(every)} answers have no reward (rollout.max_no_result is {self.knobs.max_no_result:g}); "
-                f"the reward {self.knobs.reward.use} says: {failed[0]}"
+                f"{self.source} says: {failed[0] if failed else 'nothing'}"
             )
-        calls = [t.calls[0] for t in every]
         return {
             "reward": float(values.mean()),
             "reward_std": float(values.std()),
             "no_result": len(failed) / len(every),
-            "length": float(np.mean([len(c.sampled) for c in calls])),
-            "cut_off": float(np.mean([not c.finished for c in calls])),
-            "generated": float(sum(len(c.sampled) for c in calls)),
+            "length": float(np.mean([t.sampled for t in every])),
+            "cut_off": float(np.mean([not t.complete for t in every])),
+            "generated": float(sum(t.sampled for t in every)),
+            **({"turns": float(np.mean([len(t.calls) for t in every]))} if self.knobs.environment else {}),
             "equal": 1 - sum(map(differs, groups)) / len(groups),
         }
 
     def annotate(self, groups: Sequence[Group], role: RoleGroup, name: str, verb: str = "logprobs") -> tuple[list[Group], np.ndarray]:
         """Add a role's log-probs of every sampled token as a stream; also |role − engine| of each token."""
-        samples = [sample_of(t) for g in groups for t in g]
-        values = iter(role.call(verb, samples))
-        marked = [tuple(replace(t, streams={**t.streams, name: next(values)[len(t.prompt.tokens) :]}) for t in g) for g in groups]
-        difference = np.concatenate([np.abs(t.streams[name] - t.calls[0].logprobs) for g in marked for t in g])
+        samples = [samples_of(t) for g in groups for t in g]
+        found = iter(role.call(verb, [sample for of in samples for sample in of]))
+        said = iter([np.concatenate([np.zeros(0, np.float32), *(next(found)[sample.weights != 0] for sample in of)]) for of in samples])
+        marked = [tuple(replace(t, streams={**t.streams, name: next(said)}) for t in g) for g in groups]
+        difference = np.concatenate([np.abs(t.streams[name] - t.logprobs) for g in marked for t in g])
         return marked, difference
 
     def parity(self, difference: np.ndarray) -> dict[str, float]:
@@ -232,5 +241,6 @@ class Controller:
 
     def close(self) -> None:
         self.track.close()
-        self.rewards.close()
-        self.judge.close()
+        for rewards in (self.rewards, self.judge):
+            if rewards:
+                rewards.close()

@@ -4,8 +4,7 @@ The one idea: an engine serves one request at a time from many callers and batch
 and stamps it on every token.
 """
 
-import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +32,7 @@ class Request:
 
 class RolloutEngine(Protocol):
     name: str
+    in_batches: bool  # it answers all requests that wait to the end before it looks at others
     version: int  # policy step of the weights it holds
 
     async def generate(self, request: Request) -> Call:
@@ -53,12 +53,3 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None: ...
-
-
-def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: float) -> list[Call]:
-    """The batch form: all requests at once, answers in their order. Raises TimeoutError after `timeout_s` seconds."""
-
-    async def run() -> list[Call]:
-        return list(await asyncio.wait_for(asyncio.gather(*(engine.generate(r) for r in requests)), timeout_s))
-
-    return asyncio.run(run())

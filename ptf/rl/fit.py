@@ -10,8 +10,8 @@ from ptf import recipes
 from ptf.compute import provenance
 from ptf.compute.launch import default_threads
 from ptf.compute.world import CPU, joined
-from ptf.config import Job
-from ptf.config.schema import PPOAlgo, Source
+from ptf.config import Job, Plug
+from ptf.config.schema import ModelConfig, PPOAlgo, Source
 from ptf.data.pipeline import prompts_once, prompts_stream
 from ptf.data.sources import fingerprints
 from ptf.data.stream import Stream
@@ -20,11 +20,12 @@ from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.vocabulary import refuse_larger_tokenizer
-from ptf.recipes import Online
+from ptf.recipes import Companion, Online
 from ptf.rl.cluster import Cluster, LocalCluster, RoleSpec
 from ptf.rl.controller import Controller
 from ptf.rl.rewards import Rewards
-from ptf.rl.roles import Learner, Sampler, Scorer
+from ptf.rl.roles import EnvironmentSpec, Learner, Sampler, Scorer
+from ptf.train.companions import located, refuse_other_tokenizer
 from ptf.train.parts import unadapted
 from ptf.train.reading import specs
 from ptf.train.start import extended, own_reference, start_directory, tokenizer_directory
@@ -68,6 +69,9 @@ def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine
         env = engine_env(run / "vllm")
     if engine == "native":
         options = {"spec": job.model}
+    if job.rollout and (what := job.rollout.environment):
+        knobs = job.rollout
+        options["environment"] = EnvironmentSpec(what, knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
     kwargs = {
         "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
         "max_length": length, "timeout_s": job.compute.timeout_s, **options,
@@ -111,6 +115,21 @@ def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit:
     return {name: list(itertools.islice(prompts_once(spec, name, tokenizer), limit)) for name, spec in specs(sources).items()}
 
 
+def rewards_of(job: Job, reward: Plug | None) -> Rewards | None:
+    """What scores with it; None if there is none."""
+    if reward is None:
+        return None
+    knobs = job.rollout
+    return Rewards(reward, knobs.reward_timeout_s, processes=knobs.processes, retries=knobs.retries) if knobs else Rewards(reward)
+
+
+def start_of(one: Companion, role: str, tokenizer: str, model: Path) -> dict[str, Any]:
+    """What a model of its own is loaded from. Raises UserError if it is not there, or reads other tokens than the policy does."""
+    place = located(one, role)
+    refuse_other_tokenizer(place, tokenizer, role, one, model)
+    return {"directory": str(place), "spec": ModelConfig(path=str(place))}
+
+
 def fit_online(job: Job, run: Path) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory."""
     knobs = job.rollout
@@ -147,12 +166,15 @@ def fit_online(job: Job, run: Path) -> None:
         "temperature": knobs.temperature,
     }
     frozen = {"spec": unadapted(common["spec"]), "precision": job.train.precision, "micro_rows": job.train.micro_rows}
+    own = {role: start_of(one, role, tokenizer_path, start) for role, one in recipe.companions.items() if one.path is not None}
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
     with clustered(job, run, workers * 3 + knobs.workers) as cluster:
         policy = cluster.start(RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, **mesh))
-        reference = None
-        if "reference" in recipe.companions:
-            reference = policy if own_reference(model) else cluster.start(RoleSpec("reference", Scorer, {**common, **frozen}, workers, **mesh))
+        scorers = {
+            role: policy if role not in own and own_reference(model)
+            else cluster.start(RoleSpec(role, Scorer, {**common, **frozen, **own.get(role, {})}, workers, **mesh))
+            for role in recipe.companions
+        }  # fmt: skip
         critic = None
         if (trained_by := cast("Online", recipe).critic) is not None:
             lr = job.algo.critic_lr if isinstance(job.algo, PPOAlgo) else None
@@ -161,11 +183,10 @@ def fit_online(job: Job, run: Path) -> None:
         spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
         rollout = cluster.start(spec)
         print(f"rollout: engine={knobs.engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
-        judge = Rewards(evaluation) if evaluation else None
+        judge = rewards_of(job, evaluation)
         controller = Controller(
-            job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, reference=reference, critic=critic,
-            rewards=Rewards(knobs.reward),
-            judge=judge, made_with=made_with, run=run,
+            job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, scorers=scorers, critic=critic,
+            rewards=rewards_of(job, knobs.reward), judge=judge, made_with=made_with, run=run,
         )  # fmt: skip
         try:
             controller.run()

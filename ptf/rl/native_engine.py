@@ -69,6 +69,7 @@ class Cache:
 
 class NativeEngine:
     name = "native"
+    in_batches = True
 
     def __init__(
         self, directory: str, *, device: torch.device, dtype: torch.dtype, version: int, batch: int = 1024, parts: Parts | None = None, seed: int = 0

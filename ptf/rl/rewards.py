@@ -1,24 +1,27 @@
-"""Scoring answers with a plain function, in a process of its own that may crash or hang without harm.
+"""Scoring answers with plain functions, in processes of their own that may crash or hang without harm.
 
-The one idea: a reward that raises, returns no number, or takes too long gives `NoResult` with the reason, never 0.0; a hung process is
-killed and replaced. Run as `python -m ptf.rl.rewards` it is the worker: it reads (row, text) pairs from a pipe until the pipe closes.
+The one idea: a reward that raises, returns no number, or takes too long gives `NoResult` with the reason, never 0.0, after it was asked again.
 """
 
-import contextlib
+import logging
 import math
-import multiprocessing.connection as mpc
-import os
-import signal
-import subprocess
-import sys
+import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from ptf.compute.launch import leave_with_parent
 from ptf.config import Plug, plug
 from ptf.data.trajectory import Group, NoResult, Reward
-from ptf.errors import UserError
+from ptf.rl.child import Child, Fault
+from ptf.rl.sandbox import run_python
+
+Scored = tuple[Mapping[str, Any], str]  # a data row and an answer
+
+
+def exact(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
+    """1.0 if the answer is the row's `column`, white space around either aside."""
+    return float(str(row[column]).strip() == text.strip())
 
 
 def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
@@ -30,90 +33,80 @@ def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> flo
         return float(wanted == given)
 
 
+def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
+    """1.0 if math-verify finds the answer (the last one that it can read: `\\boxed{…}`, LaTeX or a plain expression) to be the row's `column`. Rows
+    whose column holds nothing that it can read are errors, hence answers without a result."""
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra: pip install math-verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadlines, which need a main thread, are off; the process has one
+    gold = str(row[column])
+    wanted = parse(gold if re.search(r"\\|\$", gold) else f"${gold}$", parsing_timeout=0)
+    if not wanted:
+        raise ValueError(f"math-verify reads no expression in {gold[:60]!r}")
+    return float(verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0))
+
+
+def code(row: Mapping[str, Any], text: str, *, column: str = "tests", seconds: float = 4.0, memory_mib: int = 512) -> float:
+    """1.0 if the answer's Python (its last fenced block, else all of it), followed by the row's `column` of assertions, ends without an error."""
+    blocks = re.findall(r"```(?:python|py)?\n(.*?)```", text, re.DOTALL)
+    return float(run_python("\n".join([blocks[-1] if blocks else text, str(row[column])]), seconds=seconds, memory_mib=memory_mib))
+
+
+def brevity(row: Mapping[str, Any], text: str, *, longest: int, margin: int) -> float:
+    """0 for answers of up to `longest - margin` characters, then less by a straight line, −1 from `longest` on."""
+    return max(-1.0, min(0.0, (longest - margin - len(text)) / margin))
+
+
+def weighted(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
+    """Σ weight · reward of `parts`, each {use, args, weight}; weight is 1 by default. If one has no result the sum has none."""
+    bound = ((part.get("weight", 1.0), plug.bind(Plug(use=part["use"], args=part.get("args", {})))) for part in parts)
+    return sum(weight * float(reward(row, text)) for weight, reward in bound)
+
+
 class Rewards:
-    """A worker process for one reward function. `close` ends it."""
+    """One reward function in `processes` of its own. `close` ends them."""
 
-    def __init__(self, reward: Plug, timeout_s: float = 10.0) -> None:
-        plug.bind(reward)  # a name that does not resolve is an error now, in this process
-        self.reward, self.timeout_s = reward, timeout_s
-        self.process: subprocess.Popen | None = None
-        self.pipe: mpc.Connection | None = None
+    def __init__(self, reward: Plug, timeout_s: float = 10.0, *, processes: int = 1, retries: int = 1) -> None:
+        self.reward, self.retries = reward, retries
+        self.children = [Child("reward", reward, timeout_s) for _ in range(processes)]
+        self.again = 0  # answers that were scored once more since this was last set to 0
 
-    def _start(self) -> mpc.Connection:
-        ours, theirs = mpc.Pipe()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ptf.rl.rewards", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        self.pipe = ours
-        try:
-            ours.send(self.reward.model_dump())
-            ready = ours.poll(60) and ours.recv() == "ready"
-        except (EOFError, OSError):
-            ready = False
-        if not ready:
-            self.close()
-            raise UserError(f"the process for the reward {self.reward.use} died or did not start in 60 s; its lines above say why")
-        return ours
+    def score(self, items: Sequence[Scored]) -> list[Reward | NoResult]:
+        """Outcomes in order. Those without a result are asked for `retries` times more."""
+        found = self._once(items)
+        for _ in range(self.retries):
+            if not (failed := [i for i, outcome in enumerate(found) if isinstance(outcome, NoResult)]):
+                break
+            self.again += len(failed)
+            for i, outcome in zip(failed, self._once([items[i] for i in failed]), strict=True):
+                found[i] = outcome
+        return found
 
-    def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | NoResult]:
-        """Outcomes in order; at most `timeout_s` seconds each."""
-        outcomes: list[Reward | NoResult] = []
-        while len(outcomes) < len(items):
-            served = self.pipe is None  # a process that has just started and dies has died on its first answer
-            pipe = self.pipe or self._start()
-            try:
-                pipe.send([(dict(row), text) for row, text in items[len(outcomes) :]])
-                while len(outcomes) < len(items):
-                    if not pipe.poll(self.timeout_s):
-                        outcomes.append(NoResult(f"took longer than {self.timeout_s:g} s"))
-                        self.close()
-                        break
-                    outcomes.append(pipe.recv())
-                    served = True
-            except (EOFError, OSError):
-                self.close()
-                if served:  # it died on this answer; if it was dead before, a new one gets the same answer
-                    outcomes.append(NoResult("the reward's process died"))
-        return outcomes
+    def _once(self, items: Sequence[Scored]) -> list[Reward | NoResult]:
+        parts = [items[i :: len(self.children)] for i in range(len(self.children))]
+        with ThreadPoolExecutor(len(parts)) as threads:
+            scored = list(threads.map(scored_by, self.children, parts))
+        found: list[Any] = [None] * len(items)
+        for i, part in enumerate(scored):
+            found[i :: len(parts)] = part
+        return found
 
     def close(self) -> None:
-        if self.pipe:
-            self.pipe.close()
-        if self.process:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # what the reward started dies with it
-            self.process.wait(10)
-        self.pipe = self.process = None
+        for child in self.children:
+            child.close()
 
 
-def score_groups(rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
-    """The groups with their outcomes."""
+def scored_by(child: Child, items: Sequence[Scored]) -> list[Reward | NoResult]:
+    found: list[Reward | NoResult] = []
+    while len(found) < len(items):
+        for reply in child.replies([(dict(row), text) for row, text in items[len(found) :]]):
+            found.append(NoResult(reply.reason) if isinstance(reply, Fault) else Reward(reply))
+    return found
+
+
+def score_groups(rewards: Rewards | None, groups: Sequence[Group]) -> list[Group]:
+    """The groups with their outcomes; without rewards, with those that their environments gave them."""
+    if rewards is None:
+        return list(groups)
     outcomes = iter(rewards.score([(t.prompt.row, t.text) for group in groups for t in group]))
     return [tuple(replace(t, outcome=next(outcomes)) for t in group) for group in groups]
-
-
-def serve(pipe: mpc.Connection) -> None:
-    """The worker's loop; it ends with the process that started it, even while a reward hangs."""
-    leave_with_parent()
-    function = plug.bind(Plug(**pipe.recv()))
-    pipe.send("ready")
-    while True:
-        try:
-            items = pipe.recv()
-        except EOFError:
-            return
-        for row, text in items:
-            try:
-                value = float(function(row, text))
-                outcome = Reward(value) if math.isfinite(value) else NoResult(f"the reward is {value}")
-            except Exception as error:  # whatever a reward does wrong is one answer without a result
-                outcome = NoResult(f"{type(error).__name__}: {error}")
-            pipe.send(outcome)
-
-
-if __name__ == "__main__":
-    from ptf.rl import rewards  # the classes that are sent must be the package's, not __main__'s
-
-    rewards.serve(mpc.Connection(int(sys.argv[1])))

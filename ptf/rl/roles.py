@@ -3,8 +3,11 @@
 The one idea: the policy role *is* the SFT trainer, called from elsewhere.
 """
 
+import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +18,7 @@ from torch import Tensor
 from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
 from ptf.compute.world import World
+from ptf.config import Plug
 from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
@@ -27,7 +31,9 @@ from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
 from ptf.recipes import Recipe
 from ptf.rl.cluster import everywhere, sharded
-from ptf.rl.engine import Request, RolloutEngine, Sampling, generate_all
+from ptf.rl.engine import RolloutEngine, Sampling
+from ptf.rl.env import Environments
+from ptf.rl.play import Episode, Limits, play
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
 from ptf.train.adapter import export_adapter
 from ptf.train.deal import deal
@@ -195,6 +201,20 @@ class Learner:
         return memory_gib(self.world.device)
 
 
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """How episodes are played: plain values that travel to the workers."""
+
+    what: Plug
+    max_turns: int
+    processes: int
+    timeout_s: float
+    retries: int
+
+    def made(self) -> Environments:
+        return Environments(self.what, processes=self.processes, timeout_s=self.timeout_s, retries=self.retries)
+
+
 class Sampler:
     """An engine that generates for the policy."""
 
@@ -202,9 +222,11 @@ class Sampler:
 
     def __init__(
         self, world: World, *, engine: str, directory: str, tokenizer: str, version: int, seed: int, precision: str, max_length: int,
-        timeout_s: float, **options: Any,
+        timeout_s: float, environment: EnvironmentSpec | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.world, self.seed, self.timeout_s = world, seed, timeout_s
+        self.world, self.seed, self.timeout_s, self.max_length = world, seed, timeout_s, max_length
+        self.environments = environment and environment.made()
+        self.max_turns = environment.max_turns if environment else 1
         self.tokenizer = Tokenizer.load(tokenizer)
         self.engine = make_engine(engine, directory, world, version=version, seed=seed, precision=precision, max_length=max_length, **options)
 
@@ -214,14 +236,26 @@ class Sampler:
         seeds each answer. Raises SyncError, before anything is generated, unless the engine holds exactly `version`."""
         if self.engine.version != version:
             raise SyncError(f"the rollout engine holds weights {self.engine.version}, the policy is at {version}: a sync was lost; nothing was generated")
-        sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids)
-        requests = [Request(p.tokens, sampling, seed_of(self.seed, key, p.index, i)) for p in prompts for i in range(n)]
-        calls = iter(generate_all(self.engine, requests, self.timeout_s) if requests else ())  # there may be fewer prompts than workers
-        return [tuple(self._trajectory(p, next(calls)) for _ in range(n)) for p in prompts]
+        limits = Limits(Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids), self.max_length, self.max_turns)
+        made = lambda p, i: Episode(p, limits, self.tokenizer, partial(seed_of, self.seed, key, p.index, i), self.environments)  # noqa: E731
+        played = iter(self._play([made(p, i) for p in prompts for i in range(n)]))
+        return [tuple(next(played) for _ in range(n)) for _ in prompts]
 
-    def _trajectory(self, prompt: Prompt, call: Any) -> Trajectory:
-        written = call.sampled[:-1] if call.finished else call.sampled
-        return Trajectory(prompt, (call,), self.tokenizer.decode(written))
+    def _play(self, episodes: list[Episode]) -> list[Trajectory]:
+        """Raises TimeoutError after `timeout_s` seconds."""
+
+        async def run() -> list[Trajectory]:
+            return await asyncio.wait_for(play(self.engine, episodes), self.timeout_s)
+
+        return asyncio.run(run())
+
+    @everywhere
+    def asked_again(self) -> int:
+        """How often an environment had to be asked once more, in this worker, since this was asked last."""
+        if self.environments is None:
+            return 0
+        again, self.environments.again = self.environments.again, 0
+        return again
 
     @everywhere
     def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:
@@ -249,9 +283,10 @@ class Sampler:
         return memory_gib(self.world.device)
 
 
-def seed_of(seed: int, key: str, prompt: int, sample: int) -> int:
-    """A number for one answer, the same wherever it is generated."""
-    return int(np.random.SeedSequence([seed, *key.encode(), prompt, sample]).generate_state(1, np.uint32)[0])
+def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int:
+    """A number for one answer, the same wherever it is generated; of turn -1, for its environment."""
+    turns = [turn + 2] if turn else []
+    return int(np.random.SeedSequence([seed, *key.encode(), prompt, sample, *turns]).generate_state(1, np.uint32)[0])
 
 
 def make_engine(

@@ -13,7 +13,7 @@ from ptf.rl.rewards import Rewards, score_groups
 
 def pass_rates(
     rollout: RoleGroup,
-    rewards: Rewards,
+    rewards: Rewards | None,
     prompts: Sequence[Prompt],
     version: int,
     key: str,

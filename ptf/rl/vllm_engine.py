@@ -52,6 +52,7 @@ class VLLMEngine:
     those weights. `kv_cache_gib` is the size of the key-value cache on a CPU; on a GPU it is what `gpu_share` of its memory leaves."""
 
     name = "vllm"
+    in_batches = False
 
     def __init__(self, path: str, *, seed: int, dtype: str, max_model_len: int, kv_cache_gib: float = 0.25, version: int = 0, gpu_share: float = 0.7) -> None:
         missing = [f"{k}={v}" for k, v in {**IN_PROCESS, **(CPU if on_cpu() else {})}.items() if os.environ.get(k) != v]

@@ -148,7 +148,7 @@ def test_all_problems_of_all_files_at_once(write):
     files = write(
         base="evaluate: {sources: {a: {path: x}, b: }}\n",
         a="extends: base.yaml\nrecipe: grpo\nmodel:\n  path: m\n  revison: main\nlr: 1e-4\ndata:\n  sources:\n    chat: {path: a, kind: chats}\n  lanes: '8'\n",
-        b="train:\n  steps: 0\n  clip: 1\n  clip: 2\nrollout:\n  group: 1\n",
+        b="train:\n  steps: 0\n  clip: 1\n  clip: 2\nrollout:\n  group: 0\n",
     )
     assert problems("a.yaml", "b.yaml", overrides=("trian.lr=3", "compute.workers=x", "seed")) == [
         "--set compute.workers=x  compute.workers  expected a whole number, got the text 'x'",
@@ -162,8 +162,7 @@ def test_all_problems_of_all_files_at_once(write):
         "b.yaml:1  train.lr  is missing",
         "b.yaml:2  train.steps  must be greater than 0, got 0",
         "b.yaml:4  train.clip  written twice; first at b.yaml:3",
-        "b.yaml:5  rollout.reward  is missing",
-        "b.yaml:6  rollout.group  must be at least 2, got 1",
+        "b.yaml:6  rollout.group  must be greater than 0, got 0",
         "base.yaml:1  evaluate.sources.b  expected a section, got nothing",
     ]
     assert len(files) == 3
@@ -208,6 +207,8 @@ def test_rules_between_keys_are_reported_together(write):
     ("override", "what"),
     [
         ("data.sources.chat.kind=chat", "data.sources.chat.kind  must be prompt, not chat"),
+        ("rollout.group=1", "rollout.group  must be at least 2: GRPO compares the answers to one prompt with each other"),
+        ("rollout.environment={use: 'a:b'}", "rollout.reward  or rollout.environment says how good an answer is: give one, not both"),
         ("compute.launcher=torchrun", "compute.launcher  torchrun has no rollouts; use ray, or local with rollout.engine: native"),
         ("rollout.max_new_tokens=4000", "rollout.max_new_tokens  (4000) leaves no room for a prompt in data.seq_len (2048)"),
         ("compute.launcher=local", "rollout.engine  vllm needs a process of its own, which compute.launcher: local does not give; use native"),
@@ -222,7 +223,8 @@ def test_what_rollouts_need_is_said_before_they_start(write, override, what):
 def test_unknown_recipe(write):
     write(a=SFT.replace("sft", "grop") + "trian: 1\n")
     assert problems("a.yaml") == [
-        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, kd, rm, grpo, ppo, or `use: module:name` for your own  (did you mean grpo?)",
+        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, kd, rm, grpo, ppo, opd, or `use: module:name` for your own"
+        "  (did you mean grpo?)",
         "a.yaml:5  trian  unknown key at the top  (did you mean train?)",
     ]
     for recipe in ("3", "[sft]", ""):

@@ -23,7 +23,7 @@ from ptf.model.head import Head
 from tests.model.ranks import two_ranks
 
 DIVERGENCES = {f"{form}{of}": (form, of) for form in ("forward", "reverse", "js") for of in ("", " of top")}
-LOSSES = ["cross_entropy", "token_logprobs", *DIVERGENCES]
+LOSSES = ["cross_entropy", "token_logprobs", "entropy", "both", *DIVERGENCES]
 BETA = 0.3  # of js
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -65,7 +65,12 @@ class Problem:
             if not top:
                 return divergence(self.x, self.head, self.x_teacher, self.teacher, self.weights, **how)
             return divergence_of_top(self.x, self.head, *self.top(), self.weights, **how)
-        return (token_logprobs(self.x, self.head, self.targets, self.weights, self.temperature)[0] * self.upstream).sum()
+        logprobs, entropy = token_logprobs(self.x, self.head, self.targets, self.weights, self.temperature)
+        return (self.of(name, logprobs, entropy) * self.upstream).sum()
+
+    @staticmethod
+    def of(name: str, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return {"token_logprobs": logprobs, "entropy": entropy, "both": logprobs - 0.5 * entropy}[name]
 
     def top(self) -> tuple[Tensor, Tensor]:
         return top_logprobs(self.x_teacher, self.teacher, self.k, self.weights, self.temperature)
@@ -80,7 +85,9 @@ class Problem:
             theirs, ours = (t * (t / m).log()).sum(-1), (s * (s / m).log()).sum(-1)
             return ((BETA * theirs + (1 - BETA) * ours if form == "js" else theirs + ours) * self.weights).sum()
         picked = log_p.gather(-1, self.targets[..., None]).squeeze(-1)
-        return (picked * (-self.weights if name == "cross_entropy" else self.upstream * (self.weights != 0))).sum()
+        if name == "cross_entropy":
+            return (picked * -self.weights).sum()
+        return (self.of(name, picked, -(log_p.exp() * log_p).sum(-1)) * self.upstream * (self.weights != 0)).sum()
 
 
 def outcomes(p: Tensor, ids: Tensor) -> Tensor:
@@ -166,7 +173,6 @@ def test_token_logprobs_and_entropy_of_every_position(temperature, softcap):
     assert not logprobs[~kept].any()
     assert not entropy[~kept].any()
     assert logprobs.requires_grad
-    assert not entropy.requires_grad
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

@@ -15,6 +15,7 @@ from ptf.rl.controller import differs
 from ptf.rl.roles import Sampler
 from ptf.rl.sync import SyncError
 from ptf.run import run
+from ptf.tasks import calculator
 from tests.tiny import arithmetic
 
 
@@ -48,13 +49,14 @@ def intercept(monkeypatch, method: str, wrapper) -> None:
 def watch_sampling(monkeypatch) -> list[int]:
     """Versions from which answers were generated."""
     seen: list[int] = []
-    trajectory = Sampler._trajectory
+    played = Sampler._play
 
-    def noting(self, prompt, call):
-        seen.extend(call.versions.tolist())
-        return trajectory(self, prompt, call)
+    def noting(self, episodes):
+        found = played(self, episodes)
+        seen.extend(version for t in found for call in t.calls for version in call.versions.tolist())
+        return found
 
-    monkeypatch.setattr(Sampler, "_trajectory", noting)
+    monkeypatch.setattr(Sampler, "_play", noting)
     return seen
 
 
@@ -184,3 +186,15 @@ def test_an_evaluation_most_of_whose_rewards_crash_is_no_evaluation(raw):
     raw["evaluate"]["reward"] = {"use": "tests.rl.plugs:often_crashes"}
     with pytest.raises(UserError, match="held-out answers have no reward"):
         train(raw)
+
+
+def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
+    calculator.prepare(str(tmp_path / "task"))
+    raw["model"]["path"] = str(tmp_path / "task" / "model")
+    raw["data"]["sources"] = {"sums": {"path": str(tmp_path / "task" / "train.jsonl"), "kind": "prompt"}}
+    raw["evaluate"]["sources"] = {"test": {"path": str(tmp_path / "task" / "test.jsonl"), "kind": "prompt"}}
+    raw["rollout"] = {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 4, "processes": 2}
+    raw["rollout"]["environment"] = {"use": "tests.rl.environments:Obliging"}
+    rows = read_metrics(train(raw) / "metrics.jsonl")
+    assert all(r["turns"] == 2 and r["logprob_diff"] <= 1e-5 and r["no_result"] == 0 for r in rows)
+    assert "reward/test" in rows[-1]

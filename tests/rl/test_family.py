@@ -12,7 +12,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.trajectory import Call, Prompt, Reward, Trajectory
 from ptf.errors import UserError
-from ptf.recipes.advantages import leave_one_out, overlong
+from ptf.recipes.advantages import group_relative, leave_one_out, overlong
 from ptf.recipes.grpo import GRPO, estimate
 from tests.rl.test_grpo import groups, trajectory
 
@@ -77,6 +77,17 @@ def with_rollout(t: Trajectory, seed: int) -> Trajectory:
     (call,) = t.calls
     off = (t.streams["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(call.sampled))).astype(np.float32)
     return Trajectory(t.prompt, (Call(call.context, call.sampled, off, call.versions, True),), t.text, t.outcome, t.streams)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_advantages_within_a_group_are_verls(scaled):
+    from verl.trainer.ppo import core_algos
+
+    rewards = np.random.default_rng(3).normal(size=(6, 5))
+    mask = torch.ones(30, 4)
+    given = torch.zeros(30, 4).index_put((torch.arange(30), torch.tensor(3)), torch.tensor(rewards.reshape(-1), dtype=torch.float32))
+    theirs, _ = core_algos.compute_grpo_outcome_advantage(given, mask, np.repeat(np.arange(6), 5), norm_adv_by_std_in_grpo=scaled)
+    np.testing.assert_allclose(np.concatenate([group_relative(r, scaled) for r in rewards]), theirs[:, 0].numpy(), rtol=1e-6, atol=1e-6)
 
 
 def test_advantages_of_the_others_are_verls():

@@ -45,7 +45,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for group in scored:
         r = np.array([t.outcome.value for t in group])
-        advantages = (r - r.mean()) / (r.std() + 1e-6) if recipe.scale_by_std else r - r.mean()
+        advantages = (r - r.mean()) / (r.std(ddof=1) + 1e-6) if recipe.scale_by_std else r - r.mean()
         for t, a in zip(group, advantages, strict=True):
             (call,) = t.calls
             ids = torch.tensor(np.concatenate([call.context, call.sampled]).astype(np.int64))[None]

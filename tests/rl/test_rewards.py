@@ -26,7 +26,7 @@ def fickle(row, text):
 
 @pytest.fixture
 def rewards():
-    made = Rewards(Plug(use="tests.rl.test_rewards:fickle"), timeout_s=1.0)
+    made = Rewards(Plug(use="tests.rl.test_rewards:fickle"), timeout_s=1.0, retries=0)
     yield made
     made.close()
 
@@ -43,7 +43,7 @@ def test_every_failure_is_named_and_the_others_are_scored(rewards):
     assert "died" in found["die"].reason
     assert isinstance(found["none"], NoResult)
     assert outcomes[4] == Reward(1.0)
-    pid = rewards.process.pid
+    pid = rewards.children[0].process.pid
     rewards.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -51,8 +51,9 @@ def test_every_failure_is_named_and_the_others_are_scored(rewards):
 
 def test_a_process_that_died_between_two_batches_is_replaced(rewards):
     assert rewards.score([({}, "ok")]) == [Reward(1.0)]
-    os.kill(rewards.process.pid, signal.SIGKILL)
-    rewards.process.wait(10)
+    process = rewards.children[0].process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
     assert rewards.score([({}, "ok"), ({}, "die"), ({}, "ok")]) == [Reward(1.0), NoResult("the reward's process died"), Reward(1.0)]
 
 

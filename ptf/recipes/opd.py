@@ -1,0 +1,37 @@
+"""On-policy distillation: the student samples, and every token it chose is judged by how likely a teacher finds it (Agarwal et al., GKD, 2024, with its own
+samples alone and the reverse divergence, by policy gradient as Gu et al., MiniLLM, 2024, eq. 2).
+
+    Â = log π_teacher − log π_old        of each token: minus this is an estimate of KL(π_old ‖ π_teacher), one token ahead
+
+The loss is GRPO's clipped objective with these advantages, averaged over all tokens. What the reward says is reported and not trained on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ptf.data.batch import Batch
+from ptf.data.sample import Atom
+from ptf.data.trajectory import Group
+from ptf.model.decoder import Decoder
+from ptf.recipes import Companion, Metrics
+from ptf.recipes.grpo import GRPO, samples_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPD(GRPO):
+    teacher: Companion
+
+    @property
+    def companions(self) -> Mapping[str, Companion]:
+        return {"teacher": self.teacher}
+
+    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        """Its metric `teacher_apart` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
+        loss, metrics = super().loss(model, batch, companions)
+        return loss, {**metrics, "teacher_apart": -(batch.streams["advantages"] * batch.weights).sum()}
+
+    def credit(self, groups: Sequence[Group]) -> list[Atom]:
+        """Every answer is trained on, whether it has a reward or not."""
+        return [(sample,) for group in groups for t in group for sample in samples_of(t, t.streams["teacher_logprobs"] - t.streams["old_logprobs"])]

@@ -1,0 +1,147 @@
+"""A process for code that is not ours: rewards and environments. It may raise, hang, stop or die, and what asked it gets a `Fault` with the reason.
+
+The one idea: every reply has a deadline; a process that misses it is killed with all it has started, and the next question starts another. Run as
+`python -m ptf.rl.child` it is the process: it answers (pickled) questions from a pipe until the pipe closes.
+"""
+
+import contextlib
+import math
+import multiprocessing.connection as mpc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptf.compute.launch import leave_with_parent
+from ptf.config import Plug, plug
+from ptf.errors import UserError
+
+STARTS_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """There is no answer, and why."""
+
+    reason: str
+    fatal: bool = False  # the process is gone, and whatever it held
+
+
+class Child:
+    """One process that serves `what` as `kind`: "reward" or "environment". It starts with the first question."""
+
+    def __init__(self, kind: str, what: Plug, timeout_s: float) -> None:
+        plug.bind(what)  # a name that does not resolve is an error now, in this process
+        self.kind, self.what, self.timeout_s = kind, what, timeout_s
+        self.process: subprocess.Popen | None = None
+        self.pipe: mpc.Connection | None = None
+
+    def _start(self) -> mpc.Connection:
+        ours, theirs = mpc.Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ptf.rl.child", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        self.pipe = ours
+        try:
+            ours.send((self.kind, self.what.model_dump()))
+            ready = ours.poll(STARTS_WITHIN_S) and ours.recv() == "ready"
+        except (EOFError, OSError):
+            ready = False
+        if not ready:
+            self.close()
+            raise UserError(f"the process for the {self.kind} {self.what.use} died or did not start in {STARTS_WITHIN_S:g} s; its lines above say why")
+        return ours
+
+    def replies(self, questions: Sequence[Any]) -> Iterator[Any]:
+        """What it says to each, in order; a fatal Fault is the last. All questions are sent ahead, so it never waits for the next."""
+        # a process that was dead before it read anything is replaced and gets the same questions, where it holds nothing that they refer to
+        for fresh in (self.pipe is None or self.kind == "environment", True):
+            pipe, answered = self.pipe or self._start(), 0
+            try:
+                pipe.send(list(questions))
+                while answered < len(questions):
+                    if not pipe.poll(self.timeout_s):
+                        self.close()
+                        yield Fault(f"took longer than {self.timeout_s:g} s", fatal=True)
+                        return
+                    reply = pipe.recv()
+                    answered += 1
+                    yield reply
+                return
+            except (EOFError, OSError):
+                self.close()
+                if fresh or answered:
+                    yield Fault(f"the {self.kind}'s process died", fatal=True)
+                    return
+
+    def ask(self, question: Any) -> Any:
+        """Its reply, or a Fault."""
+        return next(self.replies([question]))
+
+    def close(self) -> None:
+        if self.pipe:
+            self.pipe.close()
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # what it has started dies with it
+            self.process.wait(10)
+        self.pipe = self.process = None
+
+
+def reward_of(what: Plug) -> Callable[[Any], Any]:
+    """Questions are (row, text); the reply is a number, or a Fault."""
+    function = plug.bind(what)
+
+    def answer(question: tuple[Mapping[str, Any], str]) -> float | Fault:
+        value = float(function(*question))
+        return value if math.isfinite(value) else Fault(f"the reward is {value}")
+
+    return answer
+
+
+def environment_of(what: Plug) -> Callable[[Any], Any]:
+    """Questions are ("begin", episode, row, seed), ("act", episode, text) and ("end", episode)."""
+    make, played = plug.bind(what), dict[int, Any]()
+
+    def answer(question: tuple) -> Any:
+        verb, episode, *rest = question
+        if verb == "begin":
+            row, seed = rest
+            played[episode] = made = make(row, seed)
+            return list(made.begin()), getattr(made, "tools", None)
+        if verb == "act":
+            return played[episode].act(*rest)
+        played.pop(episode, None)
+        return None
+
+    return answer
+
+
+def serve(pipe: mpc.Connection) -> None:
+    """The process's loop; it ends with the process that started it, even while what it serves hangs."""
+    leave_with_parent()
+    kind, what = pipe.recv()
+    answer = {"reward": reward_of, "environment": environment_of}[kind](Plug(**what))
+    pipe.send("ready")
+    while True:
+        try:
+            questions = pipe.recv()
+        except EOFError:
+            return
+        for question in questions:
+            try:
+                reply = answer(question)
+            except Exception as error:  # whatever it does wrong is one question without an answer
+                reply = Fault(f"{type(error).__name__}: {error}")
+            pipe.send(reply)
+
+
+if __name__ == "__main__":
+    from ptf.rl import child  # the classes that are sent must be the package's, not __main__'s
+
+    child.serve(mpc.Connection(int(sys.argv[1])))

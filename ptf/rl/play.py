@@ -1,0 +1,134 @@
+"""Playing episodes: policy and environment take turns until the environment is done, or there is no more room. An answer without an environment is an
+episode of one turn.
+
+The one idea: what the policy sampled stays as it was sampled. The next context is what a server would send, the conversation rendered anew; as long as
+that text begins with what was served and said, its ids are those of the call before, the sampled ones, and of the new text alone. Where the template
+rewrites what was said, the context is encoded from its text, and a new sample begins there (`ptf.data.trajectory.merged`).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ptf.data.chat import clean
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
+from ptf.errors import UserError
+from ptf.rl.engine import Request, RolloutEngine, Sampling
+from ptf.rl.env import EnvironmentFault, Environments, Message, Played
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    sampling: Sampling  # of one call
+    max_length: int  # tokens of a context with what is sampled after it
+    max_turns: int = 1
+
+
+@dataclass
+class Episode:
+    """One conversation, between two calls: `context` is what the policy is shown next."""
+
+    prompt: Prompt
+    limits: Limits
+    tokenizer: Tokenizer
+    seed_of: Callable[[int], int]  # of a turn; of -1, the environment's
+    environments: Environments | None = None
+    context: np.ndarray = field(init=False)
+    calls: list[Call] = field(default_factory=list)
+    reward: float = 0.0
+    failed: str | None = None
+    over: bool = False  # there is no further call
+    complete: bool = False  # it ended by itself, not at a limit
+    _played: Played | None = None
+    _messages: list[dict[str, Any]] = field(default_factory=list)
+    _tools: Any = None
+    _text: str = ""  # what `context` is the ids of
+
+    async def begin(self) -> None:
+        self.context = self.prompt.tokens
+        if self.environments is None:
+            return
+        try:
+            self._played, shown, self._tools = await self.environments.begin(self.prompt.row, self.seed_of(-1))
+            self._messages = clean(list(shown))
+            self._text = self.tokenizer.render_text(self._messages, True, self._tools)
+        except (EnvironmentFault, UserError) as error:
+            self.failed, self.over = str(error), True
+            return
+        self.context = np.array(self.tokenizer.encode(self._text), np.int32)
+        self.over = len(self.context) >= self.limits.max_length
+
+    def request(self) -> Request:
+        s = self.limits.sampling
+        room = min(s.max_new_tokens, self.limits.max_length - len(self.context))
+        return Request(self.context, Sampling(room, s.temperature, s.stop), self.seed_of(len(self.calls)))
+
+    async def hear(self, call: Call) -> None:
+        """What the policy said; afterwards `context` goes on from there, or it is over."""
+        self.calls.append(call)
+        if self.environments is None or self._played is None:
+            self.over, self.complete = True, call.finished
+            return
+        said = self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled)
+        try:
+            turn = await self.environments.act(self._played, said)
+            self.reward += turn.reward
+            self.complete = turn.done
+            self.over = turn.done or len(self.calls) == self.limits.max_turns
+            if not self.over:
+                self._go_on(call, [turn.said or {"role": "assistant", "content": said}, *turn.messages])
+        except (EnvironmentFault, UserError) as error:
+            self.failed, self.over, self.complete = str(error), True, False
+
+    def _go_on(self, call: Call, more: Sequence[Message]) -> None:
+        served = self._text + self.tokenizer.decode(call.sampled)
+        self._messages = clean([*self._messages, *more])
+        if self._messages[-1]["role"] == "assistant":
+            raise UserError("the environment is not done, but gave no message to answer to")
+        self._text = self.tokenizer.render_text(self._messages, True, self._tools)
+        if self._text.startswith(served):
+            ids = [*call.context, *call.sampled, *self.tokenizer.encode(self._text[len(served) :])]
+        else:
+            ids = self.tokenizer.encode(self._text)
+        self.context = np.array(ids, np.int32)
+        self.over = len(ids) >= self.limits.max_length
+
+    async def trajectory(self) -> Trajectory:
+        """Its outcome is the environment's; without one it is scored later."""
+        if self._played and self.environments:
+            await self.environments.end(self._played)
+        if self.environments is None:
+            (call,) = self.calls
+            return Trajectory(self.prompt, (call,), self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled), complete=self.complete)
+        outcome = NoResult(self.failed) if self.failed is not None else Reward(self.reward)
+        return Trajectory(self.prompt, tuple(self.calls), self._told(), outcome, complete=self.complete)
+
+    def _told(self) -> str:
+        """All that was said after the first context, by both sides."""
+        if not self.calls:
+            return ""
+        last = self.calls[-1]
+        return self.tokenizer.decode([*last.context, *last.sampled][len(self.calls[0].context) :])
+
+
+async def play(engine: RolloutEngine, episodes: Sequence[Episode]) -> list[Trajectory]:
+    """All of them to their ends, in their order. No conversation waits for another's turn, but with an engine that answers in batches (so that each of
+    its batches is the same whenever it is played)."""
+    if not engine.in_batches:
+        await asyncio.gather(*(_alone(engine, episode) for episode in episodes))
+    else:
+        await asyncio.gather(*(episode.begin() for episode in episodes))
+        while live := [episode for episode in episodes if not episode.over]:
+            calls = await asyncio.gather(*(engine.generate(episode.request()) for episode in live))
+            await asyncio.gather(*(episode.hear(call) for episode, call in zip(live, calls, strict=True)))
+    return list(await asyncio.gather(*(episode.trajectory() for episode in episodes)))
+
+
+async def _alone(engine: RolloutEngine, episode: Episode) -> None:
+    await episode.begin()
+    while not episode.over:
+        await episode.hear(await engine.generate(episode.request()))

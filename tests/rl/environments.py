@@ -1,0 +1,80 @@
+"""Environments for tests."""
+
+import os
+import random
+import signal
+import time
+
+from ptf.rl.env import Turn
+from ptf.tasks.calculator import Calculator
+
+
+class Replay:
+    """The other side of a recorded conversation. What the policy said is taken for what was recorded."""
+
+    def __init__(self, row, seed):
+        self.messages, self.tools = row["messages"], row.get("tools")
+        self.at = next(i for i, m in enumerate(self.messages) if m["role"] == "assistant")
+
+    def begin(self):
+        return self.messages[: self.at]
+
+    def act(self, text):
+        said = self.messages[self.at]
+        following = self.messages[self.at + 1 :]
+        n = next((i for i, m in enumerate(following) if m["role"] == "assistant"), None)
+        if n is None:
+            return Turn(reward=1.0, done=True, said=said)
+        self.at += 1 + n
+        return Turn(following[:n], said=said)
+
+
+class Echo:
+    """Answers with what it heard and a number from its seed; ends after `turns`. What goes wrong, and when, is in the row."""
+
+    def __init__(self, row, seed, turns=3):
+        self.row, self.rng, self.turns, self.heard = row, random.Random(seed), turns, 0
+
+    def begin(self):
+        return [{"role": "user", "content": str(self.rng.randrange(10))}]
+
+    def act(self, text):
+        self.heard += 1
+        if self.heard == self.row.get("at") and not (self.row.get("once") and self.first()):
+            fault = self.row["fault"]
+            if fault == "raise":
+                raise OSError("the database is away")
+            if fault == "hang":
+                time.sleep(600)
+            if fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "garbage":
+                return {"reward": 1.0}
+            if fault == "nan":
+                return Turn(reward=float("nan"), done=True)
+            if fault == "silent":
+                return Turn()
+        return Turn([{"role": "user", "content": f"{len(text) % 10}{self.rng.randrange(10)}"}], reward=0.25, done=self.heard == self.turns)
+
+    def first(self):
+        """Whether this has gone wrong before: a file says so, for the process may be another."""
+        seen = os.path.exists(self.row["once"])
+        open(self.row["once"], "w").close()
+        return seen
+
+
+class Moody(Echo):
+    """Not to be played again: it is random beside its seed."""
+
+    def begin(self):
+        return [{"role": "user", "content": str(time.time_ns() % 1000)}]
+
+
+class Obliging(Calculator):
+    """It answers whatever it is asked."""
+
+    def act(self, text):
+        self.heard = getattr(self, "heard", 0) + 1
+        return Turn([{"role": "tool", "content": str(self.third)}], reward=super().act(text).reward, done=self.heard == 2)

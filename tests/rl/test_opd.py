@@ -1,0 +1,57 @@
+"""On-policy distillation: the signal is the teacher's, token by token."""
+
+import numpy as np
+import pytest
+import yaml
+
+from ptf.compute.tracking import read_metrics
+from ptf.config import loads, model_paths
+from ptf.data.trajectory import NoResult, Reward
+from ptf.errors import UserError
+from ptf.recipes import Companion
+from ptf.recipes.opd import OPD
+from ptf.run import run
+from tests.rl.test_controller import raw as raw
+from tests.rl.test_grpo import trajectory
+from tests.tiny import checkpoint
+
+TEACHER = OPD(teacher=Companion("t", alike=False))
+
+
+def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the_reward():
+    made = [trajectory(i, outcome) for i, outcome in enumerate((Reward(1.0), Reward(0.0), NoResult("away")))]
+    made = [type(t)(t.prompt, t.calls, "", t.outcome, {**t.streams, "teacher_logprobs": t.streams["reference_logprobs"]}) for t in made]
+    atoms = TEACHER.credit([tuple(made)])
+    for (sample,), t in zip(atoms, made, strict=True):
+        said = sample.weights != 0
+        np.testing.assert_array_equal(sample.streams["advantages"][said], t.streams["teacher_logprobs"] - t.streams["old_logprobs"])
+        assert not sample.streams["advantages"][~said].any()
+
+
+@pytest.fixture
+def distilled(raw, tmp_path):
+    """A policy from random weights, and a teacher that SFT made of the same model."""
+    taught = {**raw, "recipe": "sft", "algo": {}, "rollout": None, "evaluate": {}}
+    taught["data"] = {**raw["data"], "sources": {"sums": {"path": str(tmp_path / "train.jsonl")}}}
+    taught["train"] = {**raw["train"], "steps": 60, "lr": 3e-3, "validate_every": 0}
+    teacher = run(loads(yaml.safe_dump({k: v for k, v in taught.items() if v is not None})), "teacher") / "model"
+    return {**raw, "recipe": "opd", "algo": {"teacher": str(teacher)}, "train": {**raw["train"], "steps": 60, "lr": 3e-3, "validate_every": 0}}
+
+
+def test_it_comes_nearer_to_its_teacher(distilled):
+    rows = read_metrics(run(loads(yaml.safe_dump(distilled)), "a") / "metrics.jsonl")
+    apart = [r["teacher_apart"] for r in rows]
+    assert np.mean(apart[-5:]) < 0.3 * np.mean(apart[:3])
+    assert all(r["logprob_diff"] <= 1e-5 for r in rows)
+    assert "seconds/teacher" in rows[0]
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused(distilled, tmp_path):
+    stranger = checkpoint(tmp_path / "stranger", vocab_size=55)
+    with pytest.raises(UserError, match=r"teacher: .* has no tokenizer"):
+        run(loads(yaml.safe_dump({**distilled, "algo": {"teacher": str(stranger)}})), "b")
+
+
+def test_a_teacher_may_be_what_another_config_publishes(distilled):
+    job = loads(yaml.safe_dump({**distilled, "algo": {"teacher": "job:configs/tiny/sft.yaml"}}))
+    assert model_paths(job)["algo.teacher"] == "job:configs/tiny/sft.yaml"

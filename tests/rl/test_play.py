@@ -1,0 +1,210 @@
+"""Episodes with turns: exact ids, faults that are no rewards, and nobody waits for anybody."""
+
+import asyncio
+import time
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+
+from ptf.config import ConfigError, Plug
+from ptf.data.chat import chat_samples
+from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory, merged
+from ptf.recipes.grpo import GRPO, samples_of
+from ptf.rl.engine import Sampling
+from ptf.rl.env import Environments
+from ptf.rl.play import Episode, Limits, play
+from tests.data.conversations import Conversation, real
+
+
+class Scripted:
+    """An engine that says what it was told for each context; elsewhere, digits that depend on the seed. It never says one that ends a turn."""
+
+    name, version = "scripted", 3
+
+    def __init__(self, tokenizer, script=(), in_batches=False):
+        self.tokenizer, self.script, self.in_batches, self.asked = tokenizer, dict(script), in_batches, []
+
+    async def generate(self, request):
+        self.asked.append(request)
+        ids = self.script.get(request.context.tobytes())
+        if ids is None:
+            text = str(np.random.default_rng(request.seed).integers(1000))
+            ids = np.array([*self.tokenizer.encode(text), self.tokenizer.stop_ids[0]][: request.sampling.max_new_tokens], np.int32)
+        n = len(ids)
+        return Call(request.context, ids, -np.arange(1.0, n + 1, dtype=np.float32), np.full(n, 3, np.int32), bool(ids[-1] in self.tokenizer.stop_ids))
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return character_tokenizer("0123456789", tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def environments(request):
+    made = Environments(Plug(use="tests.rl.environments:Echo", args=getattr(request, "param", {})), processes=2, timeout_s=1.5)
+    yield made
+    made.close()
+
+
+def episodes(rows, tokenizer, environments, **limits):
+    how = Limits(Sampling(limits.get("answer", 8), 1.0, tokenizer.stop_ids), limits.get("length", 200), limits.get("turns", 8))
+    return [
+        Episode(Prompt(np.array([9], np.int32), row, "a", i), how, tokenizer, lambda turn, i=i: 100 * i + turn + 1, environments) for i, row in enumerate(rows)
+    ]
+
+
+def played(rows, tokenizer, environments, in_batches=False, **limits):
+    return asyncio.run(play(Scripted(tokenizer, in_batches=in_batches), episodes(rows, tokenizer, environments, **limits)))
+
+
+def facts(t):
+    return t.text, t.outcome, [(c.context.tolist(), c.sampled.tolist()) for c in t.calls], t.complete
+
+
+def spread(shared) -> list[Conversation]:
+    """A few of each kind of recorded conversation with tools in which the two sides take turns."""
+    takes_turns = lambda c: all(a["role"] != "assistant" or b["role"] != "assistant" for a, b in pairwise(c.messages))  # noqa: E731
+    return [c for source, n in (("tau", 6), ("sgd", 12)) for c in islice((c for c in real(shared) if c.source == source and takes_turns(c)), n)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "minimind"])
+def test_recorded_conversations_are_replayed_with_the_ids_that_are_trained(name, shared):
+    """Through environment and engine come the samples that the same conversation has as training data: tokens and masks."""
+    tokenizer = Tokenizer.load(str(shared / "tokenizers" / name))
+    split = 0
+    environments = Environments(Plug(use="tests.rl.environments:Replay"))
+    try:
+        for c in spread(shared):
+            wanted = chat_samples(c.messages, tokenizer, tools=c.tools)
+            script = {}
+            for sample in wanted:
+                edges = np.flatnonzero(np.diff(sample.weights != 0, prepend=False, append=False)).reshape(-1, 2)
+                script |= {sample.tokens[:a].tobytes(): sample.tokens[a:b] for a, b in edges}
+            how = Limits(Sampling(10**6, 1.0, tokenizer.stop_ids), 10**6, 1000)
+            episode = Episode(Prompt(np.zeros(0, np.int32), {"messages": c.messages, "tools": c.tools}, "a", 0), how, tokenizer, lambda turn: 0, environments)
+            (made,) = asyncio.run(play(Scripted(tokenizer, script), [episode]))
+            assert made.outcome == Reward(1.0)
+            assert made.complete
+            found = samples_of(made)
+            assert len(found) == len(wanted)
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert ours.tokens.tolist() == theirs.tokens.tolist()
+                assert ours.weights.tolist() == theirs.weights.tolist()
+            split += len(found) > 1
+    finally:
+        environments.close()
+    assert split == 0 or name == "qwen3"
+
+
+def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
+    """Three calls, of which the third begins anew: every sampled token is trained once, with what belongs to it."""
+    call = lambda context, sampled, first: Call(  # noqa: E731
+        np.array(context, np.int32),
+        np.array(sampled, np.int32),
+        np.arange(first, first + len(sampled), dtype=np.float32),
+        np.zeros(len(sampled), np.int32),
+        True,
+    )
+    calls = call([1, 2], [3, 4], 0), call([1, 2, 3, 4, 5], [6], 2), call([1, 9], [7, 8], 3)
+    t = Trajectory(Prompt(np.array([1, 2]), {}, "a", 0), calls, "", Reward(1.0), {"old_logprobs": np.arange(5, dtype=np.float32) + 10})
+    assert [len(run) for run in merged(calls)] == [2, 1]
+    first, second = samples_of(t, np.arange(5) + 20)
+    assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert first.weights.tolist() == [0, 0, 1, 1, 0, 1]
+    assert first.streams["advantages"].tolist() == [0, 0, 20, 21, 0, 22]
+    assert first.streams["rollout_logprobs"].tolist() == [0, 0, 0, 1, 0, 2]
+    assert second.tokens.tolist() == [1, 9, 7, 8]
+    assert second.streams["old_logprobs"].tolist() == [0, 0, 13, 14]
+    other = Trajectory(t.prompt, calls[:1], "", Reward(0.0), {"old_logprobs": np.zeros(2, np.float32)})
+    assert len(GRPO().credit([(t, other)])) == 3
+
+
+@pytest.mark.parametrize("in_batches", [True, False])
+def test_conversations_end_where_they_should(tokenizer, environments, in_batches):
+    whole, cut = (played([{}] * 4, tokenizer, environments, in_batches, turns=turns) for turns in (8, 2))
+    assert all(len(t.calls) == 3 and t.complete and t.outcome == Reward(0.75) for t in whole)
+    assert all(len(t.calls) == 2 and not t.complete and t.outcome == Reward(0.5) for t in cut)
+    assert [facts(t) for t in whole] == [facts(t) for t in played([{}] * 4, tokenizer, environments, not in_batches)]
+    for t in whole:
+        (sample,) = samples_of(t)
+        assert sample.weights.sum() == t.sampled
+
+
+def test_a_conversation_ends_when_there_is_no_more_room(tokenizer, environments):
+    for length in range(8, 60, 5):
+        for t in played([{}] * 3, tokenizer, environments, length=length):
+            assert all(len(c.context) + len(c.sampled) <= length for c in t.calls)
+            assert isinstance(t.outcome, Reward)
+            assert t.complete == (len(t.calls) == 3 and t.outcome.value == 0.75)
+
+
+SAID = {"raise": "the database is away", "hang": "longer than", "stop": "longer than", "die": "died", "garbage": "not a ptf.rl.env.Turn", "nan": "nan"}
+
+
+@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_fault_is_named_within_seconds_and_the_others_play_on_as_if_nothing_had_been(tokenizer, environments, fault, at):
+    rows = [{}, {}, {"at": at, "fault": fault}, {}, {}, {}]
+    undisturbed = [facts(t) for t in played([{}] * 6, tokenizer, environments)]
+    began = time.monotonic()
+    found = played(rows, tokenizer, environments)
+    assert time.monotonic() - began < 10
+    assert isinstance(found[2].outcome, NoResult)
+    assert SAID[fault] in found[2].outcome.reason
+    assert [facts(t) for i, t in enumerate(found) if i != 2] == [f for i, f in enumerate(undisturbed) if i != 2]
+    assert environments.again == 1
+
+
+@pytest.mark.parametrize("fault", ["raise", "die"])
+def test_a_fault_that_passes_leaves_no_trace_but_a_count(tokenizer, environments, tmp_path, fault):
+    undisturbed = [facts(t) for t in played([{}] * 3, tokenizer, environments)]
+    found = played([{}, {"at": 2, "fault": fault, "once": str(tmp_path / "seen")}, {}], tokenizer, environments)
+    assert [facts(t) for t in found] == undisturbed
+    assert environments.again == 1
+
+
+def test_an_environment_that_goes_on_without_a_message_is_named(tokenizer, environments):
+    (found,) = played([{"at": 1, "fault": "silent"}], tokenizer, environments)
+    assert isinstance(found.outcome, NoResult)
+    assert "no message" in found.outcome.reason
+
+
+def test_one_that_cannot_be_played_again_is_not_taken_for_the_same(tokenizer):
+    environments = Environments(Plug(use="tests.rl.environments:Moody"), processes=1, timeout_s=1.5)
+    try:
+        steady, gone = played([{}, {"at": 2, "fault": "die"}], tokenizer, environments, in_batches=True)
+        assert isinstance(gone.outcome, NoResult)
+        assert isinstance(steady.outcome, Reward | NoResult)
+        assert "did not answer as before" in gone.outcome.reason
+    finally:
+        environments.close()
+
+
+def test_no_conversation_waits_for_anothers_turn(tokenizer, environments):
+    """While one environment hangs, the others come to their ends."""
+    engine = Scripted(tokenizer)
+    made = episodes([{"at": 1, "fault": "hang"}, {}], tokenizer, environments)  # in two processes
+    ends = {}
+
+    async def run():
+        async def timed(episode):
+            await play(engine, [episode])
+            ends[episode.prompt.index] = time.monotonic()
+
+        await asyncio.gather(*map(timed, made))
+
+    asyncio.run(run())
+    assert ends[1] + 1.0 < ends[0]
+
+
+def test_a_failed_episode_enters_no_advantage(tokenizer, environments):
+    found = played([{}, {"at": 1, "fault": "raise"}, {}], tokenizer, environments)
+    marked = tuple(Trajectory(t.prompt, t.calls, t.text, t.outcome, {"old_logprobs": t.logprobs}) for t in found)
+    assert len(GRPO().credit([marked])) == 2
+
+
+def test_an_environment_that_does_not_exist_is_refused_at_once():
+    with pytest.raises(ConfigError, match="Echo"):
+        Environments(Plug(use="tests.rl.environments:Ecco"))
