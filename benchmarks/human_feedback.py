@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
+from transformers import AutoModelForSequenceClassification  # noqa: E402
 
 from benchmarks.flow_runs import cpu  # noqa: E402
 from benchmarks.gsm8k_steps import wilson  # noqa: E402
@@ -137,18 +138,31 @@ def asked_first(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return list(messages[next(i for i, m in enumerate(messages) if m["role"] != "assistant") :])
 
 
-def ratings(seed: int, base: Path, on: str) -> dict[str, float]:
+def scored(model: Path, rows: Sequence[Row]) -> np.ndarray:
+    """What the exported reward model says of each, in transformers."""
+    tokenizer, made = Tokenizer.load(str(model)), AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        return np.array([float(made(torch.tensor(encode_scored(row, tokenizer)[0][0].tokens[None].astype(np.int64))).logits) for row in rows])
+
+
+def ratings(seed: int, base: Path, on: str, sums: np.ndarray | None) -> tuple[np.ndarray, dict[str, float]]:
+    """The sum of all runs' scores so far, and what is found."""
     every = read(RATINGS)
     train, held_out = split(every, on, encode_scored)
     sources = {"ratings": written(f"ratings-{on}", train) | {"kind": "scored"}}
     validation = {on: written(f"ratings-held-out-{on}", held_out) | {"kind": "scored"}}
     knobs = {"epochs": 1, "lr": 5e-4, "warmup": 20, "validate_every": 200}
     one = job("rm", seed, {"path": str(base)}, sources, validation, knobs, algo={"loss": "binary"})
-    found = evaluate(one, trained(one, f"ratings-{on}-{seed}"))
+    made = trained(one, f"ratings-{on}-{seed}")
+    found = evaluate(one, made)
+    scores = scored(made / "model", held_out)
     truth = np.array([row["reward"] > 0.5 for row in held_out])
     words = bag_of_words(train, held_out)
-    return {
-        "AUC": found[f"auc/{on}"], "calibration error": found[f"calibration_error/{on}"], "accuracy": found[f"accuracy/{on}"],
+    assert abs(auc(scores, truth) - found[f"auc/{on}"]) < 1e-3, "transformers scores the exported model as the evaluation did"
+    summed = scores if sums is None else sums + scores
+    return summed, {
+        "AUC": found[f"auc/{on}"], "AUC of the mean of this run's scores and those before it": auc(summed, truth),
+        "calibration error": found[f"calibration_error/{on}"], "accuracy": found[f"accuracy/{on}"],
         "majority, accuracy": max(truth.mean(), 1 - truth.mean()), "majority, AUC": 0.5, "length of the turn, AUC": longer(found[f"auc_by_length/{on}"]),
         "length of what came before, AUC": longer(auc(np.array([len(str(row["prompt"])) for row in held_out], float), truth)),
         "bag of words of the turn, AUC": auc(words[0], truth), "bag of words of all, AUC": auc(words[1], truth), "held out": len(held_out),
@@ -209,10 +223,14 @@ def main() -> None:
     asked = parser.parse_args()
     began = time.perf_counter()
     base = chatty()
-    found = {}
-    for name, measure in (("ratings", ratings), ("preferences", preferences)):
-        found[name] = [measure(seed, base, asked.on) for seed in asked.seeds]
-        print(json.dumps({name: found[name]}), flush=True)
+    found: dict[str, list[dict[str, float]]] = {}
+    sums, found["ratings"] = None, []
+    for seed in asked.seeds:
+        sums, measured = ratings(seed, base, asked.on, sums)
+        found["ratings"].append(measured)
+        print(json.dumps({"ratings": measured}), flush=True)
+    found["preferences"] = [preferences(seed, base, asked.on) for seed in asked.seeds]
+    print(json.dumps({"preferences": found["preferences"]}), flush=True)
     if asked.on == "test":
         write(found, "python " + " ".join(["benchmarks/human_feedback.py", *sys.argv[1:]]), time.perf_counter() - began)
 

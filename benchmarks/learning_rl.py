@@ -28,6 +28,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
 
+from benchmarks.flow_runs import cpu  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.config import loads  # noqa: E402
 from ptf.data.sample import Atom, Sample  # noqa: E402
@@ -261,8 +262,8 @@ def write(found: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int]
         "* `reverse`: six digits turned round, from a model that SFT was stopped on after "
         f"{STOPPED['reverse']} steps; the reward is 1 for the right answer. 200 held-out numbers.\n"
         f"* `calculate`: an agent that has to ask a calculator and to say what it answered, from SFT that was stopped after {STOPPED['calculate']} steps.\n\n"
-        "`at step` is the first at which the mean reward of ten steps is 0.95; a reward by itself is the mean of the last ten steps; pass@1 is greedy, on held-out\n"
-        "prompts, at the end. `shuffled`: every prompt has another's targets. Controls must fail as their bar says.\n\n" + "\n".join(lines) + "\n"
+        "`at step` is the first at which the mean reward of ten steps is 0.95; a reward by itself is the mean of the last ten steps; pass@1 is greedy, on\n"
+        "held-out prompts, at the end. `shuffled`: every prompt has another's targets. Controls must fail as their bar says.\n\n" + "\n".join(lines) + "\n"
     )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 

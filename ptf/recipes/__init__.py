@@ -85,6 +85,12 @@ class Online(Recipe, Protocol):
         """Optimizer steps in each pass."""
         ...
 
+    @property
+    def needs_old(self) -> bool:
+        """Whether the stream `old_logprobs` must be there for `credit` and `loss`; if not, the loss says by `max_logprob_diff` how far the engine's
+        log-probs are from those that it finds itself."""
+        ...
+
     def credit(self, groups: Sequence[Group]) -> list[Atom]:
         """Scored episodes to per-token advantages, on the driver, in numpy."""
         ...

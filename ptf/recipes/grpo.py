@@ -92,7 +92,8 @@ class GRPO:
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights, temperature=self.temperature)
         logprobs, entropy = model(batch.tokens, batch.positions, batch.segments, reduce)  # [B, T]
-        advantages, old = batch.streams["advantages"], batch.streams["old_logprobs"]
+        advantages, rollout = batch.streams["advantages"], batch.streams["rollout_logprobs"]
+        old = batch.streams.get("old_logprobs", logprobs.detach())  # not there: this is the one step from these rollouts, and π_old is the policy
         moved = logprobs - old
         if self.ratio == "answer":
             moved = self.of_answers(moved.detach(), batch) + logprobs - logprobs.detach()  # its value is the answer's, its gradient each token's
@@ -105,8 +106,11 @@ class GRPO:
             "clip_share": ((clipped * advantages < ratio * advantages) * counts).sum(),
             "kl_old": ((ratio - 1 - moved) * counts).sum(),
         }
+        if "old_logprobs" not in batch.streams:
+            apart = (old - rollout).abs() * (batch.weights != 0)
+            metrics |= {"logprob_diff_mean": (apart * counts).sum(), "max_logprob_diff": apart.max()}
         if self.max_importance is not None:
-            trust = (old - batch.streams["rollout_logprobs"]).exp()
+            trust = (old - rollout).exp()
             per_token = per_token * trust.clamp(max=self.max_importance)
             metrics["importance_capped"] = ((trust > self.max_importance) * counts).sum()
         if self.entropy:
@@ -118,6 +122,11 @@ class GRPO:
                 per_token = per_token + self.kl * apart
         loss = (per_token * counts).sum()
         return loss, {k: v.detach() for k, v in {"loss": loss, **metrics}.items()}
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether π_old's log-probs must be known before the update: where there are several steps from the same rollouts, or credit looks at them."""
+        return self.epochs * self.minibatches > 1 or bool(self.kl and self.kl_in == "reward")
 
     def counts(self, batch: Batch) -> Tensor:
         """How much each token counts in the sum that the step divides by `units`: [B, T]."""

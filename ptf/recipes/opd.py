@@ -27,6 +27,10 @@ class OPD(GRPO):
     def companions(self) -> Mapping[str, Companion]:
         return {"teacher": self.teacher}
 
+    @property
+    def needs_old(self) -> bool:
+        return True
+
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Its metric `teacher_apart` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
         loss, metrics = super().loss(model, batch, companions)

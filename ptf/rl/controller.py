@@ -23,6 +23,7 @@ from ptf.recipes import Online
 from ptf.recipes.grpo import samples_of
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.rewards import Rewards, score_groups
+from ptf.rl.roles import refuse_apart
 from ptf.rl.sync import SyncError
 from ptf.rl.validate import pass_rates
 from ptf.train.resume import refuse_frozen_changes
@@ -53,6 +54,7 @@ class Controller:
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
         self.saves = Checkpoints.of(job, run)
         self.leave = Requests(run)
+        self.ahead = recipe.needs_old or self.warmup > 0  # the trainer's log-probs of what was sampled, before anything is made of it
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
         self.track = Tracker(run, job.track, resumed=self.step, steps=self.steps)
@@ -69,9 +71,11 @@ class Controller:
             began = time.perf_counter()
             self.cluster.seconds.clear()
             groups, metrics, reward_s = self.rollouts()
-            with phase(self.policy, "logprobs"):
-                groups, difference = self.annotate(groups, self.policy, "old_logprobs")
-            metrics |= self.parity(difference)
+            if self.ahead:
+                with phase(self.policy, "logprobs"):
+                    groups, difference = self.annotate(groups, self.policy, "old_logprobs")
+                refuse_apart(self.step, float(difference.max()), self.bound)
+                metrics |= {"logprob_diff": float(difference.max()), "logprob_diff_mean": float(difference.mean())}
             for name, scorer in self.scorers.items():
                 with phase(scorer, name):
                     verb = "base_logprobs" if scorer is self.policy else "logprobs"  # LoRA: the policy without its adapters is its reference
@@ -85,7 +89,8 @@ class Controller:
                     metrics |= {f"critic_{name}": value for name, value in self.critic.call("update", minibatches, self.step).items()}
             if self.step >= self.warmup:
                 with phase(self.policy, "update"):
-                    metrics |= self.policy.call("update", minibatches, self.step)
+                    found = self.policy.call("update", minibatches, self.step, None if self.ahead else self.bound)
+                metrics |= {name.removeprefix("max_"): value for name, value in found.items()}
             self.step += 1
             metrics |= self.sync()
             if self.held_out and self.job.train.validate_every and self.step % self.job.train.validate_every == 0:
@@ -158,16 +163,6 @@ class Controller:
         marked = [tuple(replace(t, streams={**t.streams, name: next(said)}) for t in g) for g in groups]
         difference = np.concatenate([np.abs(t.streams[name] - t.logprobs) for g in marked for t in g])
         return marked, difference
-
-    def parity(self, difference: np.ndarray) -> dict[str, float]:
-        """Engine and trainer must agree on what the policy is. Raises SyncError above the bound, before the update."""
-        worst = float(difference.max())
-        if not worst <= self.bound:
-            raise SyncError(
-                f"step {self.step}: the engine's and the trainer's log-probs of a sampled token differ by {worst:.3g} (bound {self.bound:g}, "
-                "rollout.max_logprob_diff): they do not hold the same policy"
-            )
-        return {"logprob_diff": worst, "logprob_diff_mean": float(difference.mean())}
 
     def minibatches(self, atoms: Sequence[Atom]) -> list[list[list[Atom]]]:
         """Packed rows of each optimizer step: `epochs` passes in `minibatches` parts, shuffled by (seed, step, epoch)."""

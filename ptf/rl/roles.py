@@ -72,6 +72,15 @@ def per_token(
     return out
 
 
+def refuse_apart(step: int, worst: float, bound: float) -> None:
+    """Engine and trainer must agree on what the policy is. Raises SyncError above the bound."""
+    if not worst <= bound:
+        raise SyncError(
+            f"step {step}: the engine's and the trainer's log-probs of a sampled token differ by {worst:.3g} (bound {bound:g}, "
+            "rollout.max_logprob_diff): they do not hold the same policy"
+        )
+
+
 class Scorer:
     """A frozen model that gives log-probs."""
 
@@ -121,9 +130,11 @@ class Learner:
         self.trainer = Trainer(self.model, world, train)
 
     @everywhere
-    def update(self, minibatches: list[list[list[Atom]]], step: int) -> dict[str, float]:
-        """One optimizer step for each minibatch of packed rows, which are dealt to the ranks; metrics are means over all units."""
-        results = [self.trainer.step(deal(rows, self.world, self.micro_rows, self.width), self.recipe, step) for rows in minibatches]
+    def update(self, minibatches: list[list[list[Atom]]], step: int, bound: float | None = None) -> dict[str, float]:
+        """One optimizer step for each minibatch of packed rows, which are dealt to the ranks; metrics are means over all units. With a `bound` the
+        recipe compares the engine's log-probs with its own, and nothing is trained if they differ by more: SyncError."""
+        check = None if bound is None else lambda means: refuse_apart(step, means["max_logprob_diff"], bound)
+        results = [self.trainer.step(deal(rows, self.world, self.micro_rows, self.width), self.recipe, step, check=check) for rows in minibatches]
         units = [r["units"] for r in results]
         return {name: float(np.average([r[name] for r in results], weights=None if name == "units" else units)) for name in results[0]}
 

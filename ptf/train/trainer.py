@@ -1,7 +1,7 @@
 """One model, its optimizer, one step. SFT calls `step` in a loop; RL's policy role calls it too."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -67,6 +67,7 @@ def forget_forwards(frozen: nn.Module) -> None:
         frozen.reset_iter_state()
 
 
+LARGEST = "max_"  # metrics with such names are the largest that any rank found, not means
 Means = tuple[dict[str, float], float]  # metrics as means over the units of all ranks, and how many units those are
 
 
@@ -78,12 +79,15 @@ class Trainer:
         self.groups = groups(model, config.weight_decay, config.lr_groups)
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
-    def step(self, micro: Sequence[Batch], recipe: Recipe, step: int, rows: Sequence[int] = ()) -> dict[str, float]:
+    def step(
+        self, micro: Sequence[Batch], recipe: Recipe, step: int, rows: Sequence[int] = (), check: Callable[[Mapping[str, float]], None] | None = None
+    ) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches; every rank brings equally many. `step` sets the learning rate. `rows`: the numbers of
-        their rows in the global step, for trainers to which they matter.
+        their rows in the global step, for trainers to which they matter. `check` looks at the metrics before any weight changes; what it raises ends
+        the step.
 
-        Metrics are means over the recipe's units on all ranks; of a step without any there is none but `units`, and no weight changes. Raises
-        FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
+        Metrics are means over the recipe's units on all ranks (`max_…`: the largest); of a step without any there is none but `units`,
+        and no weight changes. Raises FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
@@ -93,6 +97,12 @@ class Trainer:
                     forget_forwards(companion)
         if not units:  # of lanes that have all ended: nothing is trained
             return {"units": 0.0}
+        if check:
+            try:
+                check(means)
+            except BaseException:
+                self.optimizer.zero_grad(set_to_none=True)
+                raise
         with phase("optimizer"):
             return {**means, **self.update(means["loss"], step), "units": units}
 
@@ -123,9 +133,12 @@ class Trainer:
             loss, metrics = self.loss(batch, recipe)
             (loss * (world.data_size / units)).backward()  # FSDP averages over the data-parallel ranks; the units are already everyone's
             for name, value in metrics.items():
-                totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
-        sums = world.sum(torch.stack(list(totals.values())))
-        return {name: float(value) / units for name, value in zip(totals, sums, strict=True)}, units
+                value, before = value.detach().double().cpu(), totals.get(name, torch.zeros((), dtype=torch.float64))
+                totals[name] = torch.maximum(before, value) if name.startswith(LARGEST) else before + value
+        means = {name: value for name, value in totals.items() if not name.startswith(LARGEST)}
+        sums = world.sum(torch.stack(list(means.values())))
+        largest = {name: world.max(float(value)) for name, value in totals.items() if name.startswith(LARGEST)}
+        return {name: float(value) / units for name, value in zip(means, sums, strict=True)} | largest, units
 
     def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The recipe's sum over a batch, and its metrics; with the experts' balance where the model has any."""

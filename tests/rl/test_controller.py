@@ -1,7 +1,9 @@
 """The online loop in one process: it runs, resumes, and stops at every wrong weight before a token is sampled from it."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -100,10 +102,10 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     whole = train(raw, "whole")
     with monkeypatch.context() as patch:
 
-        def dies(call, minibatches, step):
+        def dies(call, minibatches, step, *bound):
             if step == 3:
                 raise KeyboardInterrupt
-            return call(minibatches, step)
+            return call(minibatches, step, *bound)
 
         intercept(patch, "update", dies)
         with pytest.raises(KeyboardInterrupt):
@@ -198,3 +200,33 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert all(r["turns"] == 2 and r["logprob_diff"] <= 1e-5 and r["no_result"] == 0 for r in rows)
     assert "reward/test" in rows[-1]
+
+
+@pytest.mark.parametrize("algo", [{}, {"minibatches": 2}])
+def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_anything_is_trained(raw, monkeypatch, algo):
+    """Whether they are compared before the update or, where it is the only one, in it."""
+    steps = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *more: steps.append(self))
+
+    def off(call, *args):
+        shift = lambda c: replace(c, logprobs=c.logprobs - np.float32(0.01) * (np.arange(len(c.logprobs)) == 0))  # noqa: E731
+        return [tuple(replace(t, calls=tuple(shift(c) for c in t.calls)) for t in group) for group in call(*args)]
+
+    intercept(monkeypatch, "rollout", off)
+    with pytest.raises(SyncError, match=r"step 0: the engine's and the trainer's log-probs of a sampled token differ by 0\.01"):
+        train({**raw, "algo": algo})
+    assert not steps
+
+
+def test_a_single_update_does_not_need_its_log_probs_ahead(raw):
+    """It is the same step with and without."""
+    found = {}
+    for name, algo in (("once", {}), ("ahead", {"kl": 1e-12, "kl_in": "reward"})):
+        found[name] = read_metrics(train({**raw, "algo": algo, "train": {**raw["train"], "steps": 3}}, name) / "metrics.jsonl")
+    assert not any("seconds/logprobs" in row for row in found["once"])
+    assert all("seconds/logprobs" in row for row in found["ahead"])
+    for a, b in zip(found["once"], found["ahead"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["logprob_diff"] <= 1e-5
+        assert a["reward"] == b["reward"]

@@ -112,10 +112,10 @@ def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
     assert all(row["logprob_diff"] <= 1e-5 for row in rows)
     with monkeypatch.context() as patch:
 
-        def dies(call, minibatches, step):
+        def dies(call, minibatches, step, *bound):
             if step == 5:
                 raise KeyboardInterrupt
-            return call(minibatches, step)
+            return call(minibatches, step, *bound)
 
         intercept(patch, "update", dies)
         with pytest.raises(KeyboardInterrupt):
