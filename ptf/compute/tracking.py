@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ptf.config.schema import TrackConfig
 from ptf.errors import UserError
@@ -31,6 +31,25 @@ def read_metrics(path: Path) -> list[dict]:
         except json.JSONDecodeError:
             break
     return rows
+
+
+class Rows:
+    """A file of JSON lines, each with its `step`; those of steps that will be made again are dropped when it is opened. `add` is durable when it returns."""
+
+    def __init__(self, path: Path, resumed: int) -> None:
+        kept = [row for row in read_metrics(path) if row["step"] <= resumed]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, path)
+        self.file = path.open("a")
+
+    def add(self, *rows: Mapping[str, Any]) -> None:
+        self.file.write("".join(json.dumps(row) + "\n" for row in rows))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
 
 
 class Sink(Protocol):
@@ -76,12 +95,7 @@ class Tracker:
 
     def __init__(self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if row["step"] <= resumed]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, self.path)
-        self.file = self.path.open("a")
+        self.rows = Rows(directory / "metrics.jsonl", resumed)
         self.steps, self.print_every = steps, knobs.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if knobs.tensorboard else []
@@ -90,10 +104,7 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of the step that made `step` in all."""
-        row = {"step": step, **metrics, "time": time.time()}
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        self.rows.add({"step": step, **metrics, "time": time.time()})
         for sink in self.sinks:
             sink.log(step, metrics)
         if step % self.print_every == 0 or step in (self.resumed + 1, self.steps):
@@ -107,6 +118,6 @@ class Tracker:
         return f"step {step:>{width}}/{self.steps} {shown} left {left // 60}:{left % 60:02}"
 
     def close(self) -> None:
-        self.file.close()
+        self.rows.close()
         for sink in self.sinks:
             sink.close()

@@ -467,6 +467,10 @@ class TrackConfig(Section):
     """TensorBoard event files beside it."""
     wandb: str | None = free(None)
     """A project of Weights & Biases, where the package is installed and logged in; runs are named by their lineage."""
+    samples_every: Count = free(20)
+    """Online recipes: steps between answers kept token by token in `RUN/samples.jsonl`, with log-probs and advantages; 0: never."""
+    samples: Positive = free(2)
+    """Prompts of such a step whose answers are kept."""
     print_every: Positive = free(10)
     """Steps between lines on the console."""
 

@@ -17,6 +17,7 @@ from ptf.config.schema import LOGPROB_BOUND, PPOAlgo
 from ptf.data.packing import pack_all
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream
+from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Prompt, Reward
 from ptf.errors import Left, UserError
 from ptf.recipes import Online
@@ -24,6 +25,7 @@ from ptf.recipes.grpo import samples_of
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.rewards import Rewards, score_groups
 from ptf.rl.roles import refuse_apart
+from ptf.rl.samples import Samples
 from ptf.rl.sync import SyncError
 from ptf.rl.validate import pass_rates
 from ptf.train.resume import refuse_frozen_changes
@@ -40,7 +42,7 @@ class Controller:
     def __init__(
         self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
         *, policy: RoleGroup, rollout: RoleGroup, scorers: Mapping[str, RoleGroup], critic: RoleGroup | None = None,
-        rewards: Rewards | None, judge: Rewards | None, made_with: Mapping[str, Any], run: Path,
+        rewards: Rewards | None, judge: Rewards | None, made_with: Mapping[str, Any], tokenizer: Tokenizer, run: Path,
     ) -> None:  # fmt: skip
         assert job.rollout is not None
         assert job.train.steps is not None, "online jobs have no train.epochs"
@@ -58,6 +60,7 @@ class Controller:
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
         self.track = Tracker(run, job.track, resumed=self.step, steps=self.steps)
+        self.samples = Samples(run, job.track, tokenizer, self.step)
 
     def run(self) -> None:
         """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""
@@ -83,7 +86,9 @@ class Controller:
             if self.critic:
                 with phase(self.critic, "values"):
                     groups, _ = self.annotate(groups, self.critic, "values", "values")
-            minibatches = self.minibatches(self.recipe.credit(groups))
+            atoms = self.recipe.credit(groups)
+            self.samples.log(self.step + 1, groups, atoms)
+            minibatches = self.minibatches(atoms)
             if self.critic:
                 with phase(self.critic, "critic"):
                     metrics |= {f"critic_{name}": value for name, value in self.critic.call("update", minibatches, self.step).items()}
@@ -236,6 +241,7 @@ class Controller:
 
     def close(self) -> None:
         self.track.close()
+        self.samples.close()
         for rewards in (self.rewards, self.judge):
             if rewards:
                 rewards.close()

@@ -186,7 +186,7 @@ def fit_online(job: Job, run: Path) -> None:
         judge = rewards_of(job, evaluation)
         controller = Controller(
             job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, scorers=scorers, critic=critic,
-            rewards=rewards_of(job, knobs.reward), judge=judge, made_with=made_with, run=run,
+            rewards=rewards_of(job, knobs.reward), judge=judge, made_with=made_with, tokenizer=tokenizer, run=run,
         )  # fmt: skip
         try:
             controller.run()

@@ -230,3 +230,20 @@ def test_a_single_update_does_not_need_its_log_probs_ahead(raw):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["logprob_diff"] <= 1e-5
         assert a["reward"] == b["reward"]
+
+
+def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
+    raw = {**raw, "track": {**raw.get("track", {}), "samples_every": 2, "samples": 3}}
+    credited = []
+    credit = GRPO.credit
+    monkeypatch.setattr(GRPO, "credit", lambda self, groups: credited.append(credit(self, groups)) or credited[-1])
+    run = train(raw)
+    rows = read_metrics(run / "samples.jsonl")
+    assert [row["step"] for row in rows] == [step for step in (1, 2, 4, 6) for _ in range(12)]  # three prompts of four answers
+    for row, (sample,) in zip(rows[:12], credited[0], strict=False):
+        trained = sample.streams["advantages"][sample.weights != 0]
+        assert [token[2] for token in row["tokens"]] == trained.tolist()
+        assert "".join(token[0] for token in row["tokens"]).removesuffix("<|im_end|>") == row["answer"]
+        assert {"prompt", "reward", "complete", "turns"} <= row.keys()
+    (run / "samples.jsonl").open("a").write('{"step": 9, "answer": "cut sh')
+    assert len(read_metrics(run / "samples.jsonl")) == len(rows)
