@@ -163,11 +163,8 @@ class Seed:
             "reverse": (write_rows(place / "reverse.jsonl", turned[:-200]), write_rows(place / "reverse_test.jsonl", turned[-200:])),
             "calculate": (str(place / "calculate" / "train.jsonl"), str(place / "calculate" / "test.jsonl")),
         }
-        said = lambda question, *more: {"messages": [{"role": role, "content": text} for role, text in (("user", question), *more)]}  # noqa: E731
-        reversals = [said(n, ("assistant", n[::-1])) for n in numbers[:-200]]
-        sums = [json.loads(line)["messages"][0]["content"] for line in (place / "calculate" / "train.jsonl").read_text().splitlines()]
-        calls = [said(s, ("assistant", s), ("tool", str(d)), ("assistant", str(d))) for s in sums for d in range(10)]
-        self.chats = {"reverse": write_rows(place / "reversals.jsonl", reversals), "calculate": write_rows(place / "calls.jsonl", calls)}
+        reversals = [{"messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]} for row in turned[:-200]]
+        self.chats = {"reverse": write_rows(place / "reversals.jsonl", reversals), "calculate": str(place / "calculate" / "calls.jsonl")}
 
     def raw(self, model: Path, steps: int, lr: float) -> dict[str, Any]:
         return {

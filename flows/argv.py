@@ -57,7 +57,7 @@ def _value(option: str, words: list[str]) -> str:
     return words.pop(0)
 
 
-def rewrite(words: Words, recipe: str | None, default: Path) -> tuple[list[str], str | None]:
+def rewrite(words: Words, recipes: tuple[str, ...], default: Path) -> tuple[list[str], str | None]:
     """The line for Metaflow, and one for the reader that says which config was taken. `default` is read only if the command needs a config
     and the line has none. Raises UserError (ConfigError) before anything is written."""
     verb = command(words.rest)
@@ -68,7 +68,7 @@ def rewrite(words: Words, recipe: str | None, default: Path) -> tuple[list[str],
         return list(words.rest), None
     files = words.files or (str(default),)
     job = load(*files, overrides=words.overrides)
-    if recipe and isinstance(job.recipe, str) and job.recipe != recipe:
-        raise UserError(f"{' + '.join(files)} has recipe: {job.recipe}; this flow runs recipe: {recipe}")
+    if recipes and isinstance(job.recipe, str) and job.recipe not in recipes:
+        raise UserError(f"{' + '.join(files)} has recipe: {job.recipe}; this flow runs recipe: {' or '.join(recipes)}")
     note = "config: " + " + ".join(files + words.overrides) + ("" if words.files else "  (the flow's default)")
     return ["--config-value", "config", dump(job), *words.rest], note

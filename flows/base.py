@@ -45,7 +45,7 @@ def parse(text: str) -> dict[str, Any]:
 class PostTrainFlow(FlowSpec):
     """Prepare data, tokenize it, train, evaluate, publish."""
 
-    recipe: str | None = None  # the configs that fit; one with a plugged recipe fits everywhere
+    recipes: tuple[str, ...] = ()  # the configs that fit; one with a plugged recipe fits everywhere
     default_config = "configs/tiny/sft.yaml"  # looked for in the folders above the flow's file
 
     config = Config("config", parser=parse, help="The job; `run --config FILE.yaml [FILE.yaml ...] --set KEY=VALUE` is the usual way to give it.")
@@ -140,7 +140,7 @@ class PostTrainFlow(FlowSpec):
         """Metaflow's own, with our words for the config before it and the command that resumes after it."""
         try:
             words = argv.sort(sys.argv[1:])
-            sys.argv[1:], note = argv.rewrite(words, self.recipe, self._default())
+            sys.argv[1:], note = argv.rewrite(words, self.recipes, self._default())
         except UserError as error:
             print(error, file=sys.stderr)
             sys.exit(2)

@@ -6,7 +6,7 @@ from flows.base import PostTrainFlow
 class DPOFlow(PostTrainFlow):
     """Direct preference optimisation: prepare, tokenize, train, evaluate, publish."""
 
-    recipe = "dpo"
+    recipes = ("dpo",)
     default_config = "configs/tiny/dpo.yaml"
 
 

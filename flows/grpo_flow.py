@@ -1,12 +1,13 @@
-"""Reinforcement learning with GRPO, from prompts to a published model: `python flows/grpo_flow.py run --config configs/tiny/grpo.yaml`."""
+"""Reinforcement learning with GRPO and its family, or on-policy distillation, from prompts to a published model:
+`python flows/grpo_flow.py run --config configs/tiny/grpo.yaml`."""
 
 from flows.base import PostTrainFlow
 
 
 class GRPOFlow(PostTrainFlow):
-    """GRPO: prepare, tokenize, train, evaluate, publish."""
+    """GRPO and on-policy distillation: prepare, tokenize, train, evaluate, publish."""
 
-    recipe = "grpo"
+    recipes = ("grpo", "opd")
     default_config = "configs/tiny/grpo.yaml"
 
 

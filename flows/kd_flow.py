@@ -6,7 +6,7 @@ from flows.base import PostTrainFlow
 class KDFlow(PostTrainFlow):
     """Knowledge distillation: prepare, tokenize, train, evaluate, publish."""
 
-    recipe = "kd"
+    recipes = ("kd",)
     default_config = "configs/tiny/kd.yaml"
 
 

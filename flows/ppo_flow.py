@@ -6,7 +6,7 @@ from flows.base import PostTrainFlow
 class PPOFlow(PostTrainFlow):
     """PPO: prepare, tokenize, train, evaluate, publish."""
 
-    recipe = "ppo"
+    recipes = ("ppo",)
     default_config = "configs/tiny/ppo.yaml"
 
 

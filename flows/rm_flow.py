@@ -6,7 +6,7 @@ from flows.base import PostTrainFlow
 class RMFlow(PostTrainFlow):
     """A reward model: prepare, tokenize, train, evaluate, publish."""
 
-    recipe = "rm"
+    recipes = ("rm",)
     default_config = "configs/tiny/rm.yaml"
 
 

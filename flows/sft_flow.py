@@ -6,7 +6,7 @@ from flows.base import PostTrainFlow
 class SFTFlow(PostTrainFlow):
     """Supervised fine-tuning: prepare, tokenize, train, evaluate, publish."""
 
-    recipe = "sft"
+    recipes = ("sft",)
     default_config = "configs/tiny/sft.yaml"
 
 

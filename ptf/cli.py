@@ -6,6 +6,7 @@ The one idea: what the user can mend (`UserError`) is one message and exit statu
 import argparse
 import math
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 from rich.syntax import Syntax
 from rich.table import Table
@@ -220,6 +222,19 @@ def _verified(report: "Report") -> Table:
     return table
 
 
+def check_engine(options: argparse.Namespace) -> int:
+    from ptf.rl.contract import Contract, make_of
+
+    with tempfile.TemporaryDirectory() as place:
+        wrong = 0
+        for finding in Contract(make_of(options.engine, options.arg, options.precision, Path(place)), Path(place), options.precision).findings():
+            wrong += finding.wrong is not None
+            mark = "[green]ok   [/]" if finding.wrong is None else "[red]WRONG[/]"
+            Console(width=200).print(mark, escape(finding.what + (f": {finding.wrong}" if finding.wrong else "")), highlight=False, soft_wrap=True)
+    print(f"{options.engine}: " + ("it will do" if not wrong else f"{wrong} things are wrong"))
+    return 1 if wrong else 0
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
@@ -259,6 +274,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=int, default=0, metavar="S", help="which random configs (default: 0)")
     one.add_argument("--json", action="store_true", help="print one JSON object, with every config, and nothing else")
     one.set_defaults(run=verify)
+    one = commands.add_parser("check-engine", help="whether a rollout engine does what training relies on: log-probs, seeds, stops, weight syncs")
+    one.add_argument("engine", metavar="ENGINE", help="native, vllm, or pkg.mod:Engine")
+    one.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument of it; may be repeated")
+    one.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
+    one.set_defaults(run=check_engine)
     return parser
 
 

@@ -318,8 +318,8 @@ class RolloutConfig(Section):
     """Deadline of one reward, or of one answer of an environment. What misses it is killed."""
     retries: Count = free(1)
     """How often a reward or an environment that failed is asked again before its answer has no result."""
-    engine: Literal["vllm", "native"] = "vllm"
-    """`vllm`, or our own decoder (no further package)."""
+    engine: Literal["vllm", "native"] | Plug = "vllm"
+    """`vllm`, our own decoder (`native`, no further package), or `use: pkg.mod:Engine` (ptf.rl.engine; `ptf check-engine` says whether it will do)."""
     prompts: Positive = 64
     """Prompts in each step."""
     group: Positive = 8
@@ -482,8 +482,8 @@ class EvaluateConfig(Section):
     """Held-out prompts by name; empty: only held-out loss."""
     reward: Plug | None = free(None)
     """Score of an answer, 1 is a pass; default: `rollout.reward`."""
-    engine: Literal["vllm", "native"] = free("native")
-    """What generates."""
+    engine: Literal["vllm", "native"] | Plug = free("native")
+    """What generates, as `rollout.engine`."""
     start: bool = free(True)
     """Evaluate the model that training started from too, as `start/…`."""
     limit: Positive = free(512)

@@ -4,7 +4,8 @@ The one idea: an engine serves one request at a time from many callers and batch
 and stamps it on every token.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,9 @@ class Request:
 
 
 class RolloutEngine(Protocol):
+    """One of your own is made as `Engine(directory, *, device, dtype, version, seed, max_length, **args)`: a Hugging Face directory, the version of the
+    weights in it, "float32" or "bfloat16", and the most tokens of a context with its answer. `ptf.rl.contract` says what is relied on."""
+
     name: str
     in_batches: bool  # it answers all requests that wait to the end before it looks at others
     version: int  # policy step of the weights it holds
@@ -53,3 +57,12 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None: ...
+
+
+def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: float) -> list[Call]:
+    """All requests at once, answers in their order. Raises TimeoutError after `timeout_s` seconds."""
+
+    async def run() -> list[Call]:
+        return list(await asyncio.wait_for(asyncio.gather(*(engine.generate(r) for r in requests)), timeout_s))
+
+    return asyncio.run(run())

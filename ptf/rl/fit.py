@@ -55,7 +55,7 @@ def clustered(job: Job, run: Path, roles: int, local: bool = False) -> Iterator[
         raise UserError("compute.launcher: torchrun runs offline recipes only; use ray or local for rollouts")
 
 
-def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str, version: int, workers: int, length: int) -> RoleSpec:
+def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str | Plug, version: int, workers: int, length: int) -> RoleSpec:
     """One role that generates from a Hugging Face directory, up to `length` tokens in all. Raises UserError if the model has fewer positions."""
     options: dict[str, object] = {}
     positions = bridge.shape(directory, job.model.backend).max_positions
@@ -182,7 +182,8 @@ def fit_online(job: Job, run: Path) -> None:
             critic = cluster.start(RoleSpec("critic", Learner, {**common, "tokenizer": tokenizer_path, "train": train, "recipe": trained_by}, workers, **mesh))
         spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
         rollout = cluster.start(spec)
-        print(f"rollout: engine={knobs.engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
+        engine = knobs.engine.use if isinstance(knobs.engine, Plug) else knobs.engine
+        print(f"rollout: engine={engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
         judge = rewards_of(job, evaluation)
         controller = Controller(
             job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, scorers=scorers, critic=critic,

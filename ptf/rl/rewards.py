@@ -33,13 +33,13 @@ def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> flo
         return float(wanted == given)
 
 
-def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
-    """1.0 if math-verify finds the answer (the last one that it can read: `\\boxed{…}`, LaTeX or a plain expression) to be the row's `column`. Rows
-    whose column holds nothing that it can read are errors, hence answers without a result."""
+def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", after: str = "") -> float:
+    """1.0 if math-verify finds the answer (the last one that it can read: `\\boxed{…}`, LaTeX or a plain expression) to be the row's `column`, or what
+    stands there after the last `after` (`####` in GSM8K). Rows with nothing there that it can read are errors, hence answers without a result."""
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra: pip install math-verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadlines, which need a main thread, are off; the process has one
-    gold = str(row[column])
+    gold = str(row[column]).rpartition(after)[2].strip() if after else str(row[column])
     wanted = parse(gold if re.search(r"\\|\$", gold) else f"${gold}$", parsing_timeout=0)
     if not wanted:
         raise ValueError(f"math-verify reads no expression in {gold[:60]!r}")

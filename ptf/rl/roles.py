@@ -18,7 +18,7 @@ from torch import Tensor
 from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
 from ptf.compute.world import World
-from ptf.config import Plug
+from ptf.config import Plug, plug
 from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
@@ -232,7 +232,7 @@ class Sampler:
     distributed: ClassVar[bool] = False
 
     def __init__(
-        self, world: World, *, engine: str, directory: str, tokenizer: str, version: int, seed: int, precision: str, max_length: int,
+        self, world: World, *, engine: str | Plug, directory: str, tokenizer: str, version: int, seed: int, precision: str, max_length: int,
         timeout_s: float, environment: EnvironmentSpec | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.world, self.seed, self.timeout_s, self.max_length = world, seed, timeout_s, max_length
@@ -301,9 +301,11 @@ def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int
 
 
 def make_engine(
-    kind: str, directory: str, world: World, *, version: int, seed: int, precision: str, max_length: int, **options: Mapping[str, Any]
+    kind: str | Plug, directory: str, world: World, *, version: int, seed: int, precision: str, max_length: int, **options: Mapping[str, Any]
 ) -> RolloutEngine:
     dtype = "bfloat16" if precision == "bf16" else "float32"
+    if isinstance(kind, Plug):
+        return plug.bind(kind)(directory, device=str(world.device), dtype=dtype, version=version, seed=seed, max_length=max_length)
     if kind == "native":
         from ptf.rl.native_engine import NativeEngine
 

@@ -37,11 +37,14 @@ class Calculator:
 
 
 def prepare(directory: str) -> None:
-    """`train.jsonl` and `test.jsonl` of prompts, 80 and 20 of the hundred sums, and `model/`."""
+    """`train.jsonl` and `test.jsonl` of prompts, 80 and 20 of the hundred sums; `calls.jsonl`, dialogues with the calculator to imitate; and `model/`."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     sums = [f"{a}+{b}" for a in range(10) for b in range(10)]
     random.Random("calculator").shuffle(sums)
     for name, part in (("train", sums[:80]), ("test", sums[80:])):
         (root / f"{name}.jsonl").write_text("".join(json.dumps({"messages": [{"role": "user", "content": s}]}) + "\n" for s in part))
+    said = lambda s, d: [("user", s), ("assistant", s), ("tool", d), ("assistant", d)]  # noqa: E731
+    calls = [[{"role": role, "content": text} for role, text in said(s, str(d))] for s in sums[:80] for d in range(10)]
+    (root / "calls.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in calls))
     write_model(root / "model", "0123456789+", dim=64, layers=2)

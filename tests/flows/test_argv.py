@@ -58,7 +58,7 @@ def test_the_command_is_found_among_options(line, verb):
 def test_files_and_overrides_become_one_whole_config(tmp_path):
     longer = tmp_path / "longer.yaml"
     longer.write_text("train: {steps: 7}\n")
-    line, note = rewrite(sort(["--quiet", "run", "--config", str(TOY), str(longer), "--set", "train.lr=5e-7"]), "sft", TOY)
+    line, note = rewrite(sort(["--quiet", "run", "--config", str(TOY), str(longer), "--set", "train.lr=5e-7"]), ("sft",), TOY)
     assert line[:2] + line[3:] == ["--config-value", "config", "--quiet", "run"]
     assert loads(line[2]) == load(TOY, longer, overrides=["train.lr=5e-7"])
     assert loads(line[2]).train.lr == 5e-7
@@ -67,13 +67,13 @@ def test_files_and_overrides_become_one_whole_config(tmp_path):
 
 @pytest.mark.parametrize("line", ["run", "argo-workflows create", "airflow create dag.py"])
 def test_what_launches_takes_the_default_and_says_so(line):
-    words, note = rewrite(sort(line.split()), "sft", TOY)
+    words, note = rewrite(sort(line.split()), ("sft",), TOY)
     assert loads(words[2]) == load(TOY)
     assert note == f"config: {TOY}  (the flow's default)"
 
 
 def test_overrides_alone_change_the_default():
-    words, _ = rewrite(sort(["run", "--set", "train.steps=9"]), "sft", TOY)
+    words, _ = rewrite(sort(["run", "--set", "train.steps=9"]), ("sft",), TOY)
     assert loads(words[2]) == load(TOY, overrides=["train.steps=9"])
 
 
@@ -81,20 +81,20 @@ def test_overrides_alone_change_the_default():
     "line", ["", "show", "--help", "resume", "spin train", "card list", "--config-value config {} run", "--config-value config kv.config step train"]
 )
 def test_the_rest_is_left_alone(line, tmp_path):
-    assert rewrite(sort(line.split()), "sft", tmp_path / "absent.yaml") == (line.split(), None)
+    assert rewrite(sort(line.split()), ("sft",), tmp_path / "absent.yaml") == (line.split(), None)
 
 
 @pytest.mark.parametrize("name", ["METAFLOW_FLOW_CONFIG", "METAFLOW_FLOW_CONFIG_VALUE"])
 def test_a_config_in_the_environment_goes_before_the_default(monkeypatch, name, tmp_path):
     monkeypatch.setenv(name, "{}")
-    assert rewrite(sort(["run"]), "sft", tmp_path / "absent.yaml") == (["run"], None)
+    assert rewrite(sort(["run"]), ("sft",), tmp_path / "absent.yaml") == (["run"], None)
 
 
 def test_the_recipe_must_be_the_flows():
     with pytest.raises(UserError, match=r"toy\.yaml has recipe: sft; this flow runs recipe: grpo"):
-        rewrite(sort(["run", "--config", str(TOY)]), "grpo", TOY)
+        rewrite(sort(["run", "--config", str(TOY)]), ("grpo",), TOY)
 
 
 def test_a_plugged_recipe_fits_every_flow():
-    words, _ = rewrite(sort(["run", "--set", "recipe={use: 'my.own:Recipe'}"]), "grpo", TOY)
+    words, _ = rewrite(sort(["run", "--set", "recipe={use: 'my.own:Recipe'}"]), ("grpo",), TOY)
     assert loads(words[2]).recipe.use == "my.own:Recipe"

@@ -60,6 +60,12 @@ def test_mathematics(gold, text, value):
     assert mathematics({"answer": gold}, text) == value
 
 
+def test_a_gold_answer_may_follow_its_derivation():
+    row = {"answer": "3 + 4 = <<3+4=7>>7\n#### 1,007"}
+    assert mathematics(row, r"\boxed{1007}", after="####") == 1
+    assert mathematics(row, r"\boxed{7}", after="####") == 0
+
+
 def test_a_gold_answer_that_cannot_be_read_is_an_error_and_no_zero():
     with pytest.raises(ValueError, match="reads no expression"):
         mathematics({"answer": ""}, "3")

@@ -1,0 +1,241 @@
+"""What the controller relies on in a rollout engine, checked one by one on a small model: for engines of your own (`ptf check-engine`), and for ours.
+
+The one idea: the judge is our decoder's plain forward pass over what the engine says it sampled. It knows nothing of caches, batches or fused weights.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from ptf.compute.world import World
+from ptf.config import Plug
+from ptf.config.schema import LOGPROB_BOUND, ModelConfig
+from ptf.data.trajectory import Call
+from ptf.model import bridge
+from ptf.rl.engine import Request, RolloutEngine, Sampling, generate_all
+from ptf.rl.native_engine import NativeEngine
+from ptf.rl.roles import make_engine
+from ptf.rl.sync import Buckets, Manifest, SyncError, bucketed, manifest_of
+from ptf.train.trainer import load_model
+
+STOP, LONGEST, MAX_LENGTH = 5, 16, 96
+FP32_BOUND = 1e-5
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "attention_bias": False,
+    "max_position_embeddings": 128, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.3, "tie_word_embeddings": True,
+}  # fmt: skip
+Make = Callable[[str, int], RolloutEngine]  # from a Hugging Face directory and the version of its weights
+
+
+class Broken(Exception):
+    """The engine does not do what it must."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    wrong: str | None  # None: it does
+
+
+def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make:
+    """By the name that `rollout.engine` has, and KEY=VALUE arguments of one of your own. vLLM gets the environment that it needs, in this process."""
+    kind: str | Plug = name if name in ("native", "vllm") else Plug(use=name, args={a.partition("=")[0]: yaml.safe_load(a.partition("=")[2]) for a in args})
+    if kind == "vllm":
+        from ptf.rl.vllm_engine import engine_env
+
+        os.environ.update(engine_env(place / "vllm"))
+    return lambda directory, version: make_engine(kind, directory, World(), version=version, seed=0, precision=precision, max_length=MAX_LENGTH)
+
+
+def small_model(place: Path, seed: int) -> Path:
+    """A Hugging Face directory with random weights whose answers are far from uniform."""
+    source = place / f"config-{seed}"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    model, family = load_model(source, World(), ModelConfig(path=str(source), init="random"), seed=seed, precision="fp32")
+    bridge.save_hf(bridge.hf_tensors(model, family), source, place / f"model-{seed}", writes=True)
+    return place / f"model-{seed}"
+
+
+class Contract:
+    """One engine, made once, and what is asked of it in order; weights move on from version 0."""
+
+    def __init__(self, make: Make, place: Path, precision: str = "fp32", timeout_s: float = 300.0) -> None:
+        first, second = (small_model(place, seed) for seed in (0, 1))
+        self.bound = FP32_BOUND if precision == "fp32" else LOGPROB_BOUND[precision]
+        self.timeout_s = timeout_s
+        self.judges = [NativeEngine(str(path), device=torch.device("cpu"), dtype=torch.float32, version=0) for path in (first, second)]
+        self.judge = self.judges[0]
+        self.engine = make(str(first), 0)
+        self.sent = list(bucketed(sorted((n, t.clone()) for n, t in bridge.hf_tensors(self.judges[1].model, self.judges[1].family))))
+
+    def findings(self) -> Iterator[Finding]:
+        """Every check, in order; after the weights have been found wrong, what follows is not checked."""
+        checks = [
+            self.declared, self.answers, self.logprobs, self.scores, self.seeds, self.alone, self.greedy, self.stops, self.limits, self.refuses, self.moves_on,
+            self.sleeps,
+        ]  # fmt: skip
+        for check in checks:
+            wrong = None
+            try:
+                check()
+            except Broken as error:
+                wrong = str(error)
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {error}"
+            yield Finding(" ".join((check.__doc__ or "").split()).rstrip("."), wrong)
+
+    def ask(self, n: int = 12, temperature: float = 1.0, limit: int = LONGEST, seed: int = 100, stop: tuple[int, ...] = (STOP,)) -> list[Request]:
+        rng = np.random.default_rng(7)
+        return [Request(rng.integers(6, 28, int(rng.integers(2, 40))).astype(np.int32), Sampling(limit, temperature, stop), seed + i) for i in range(n)]
+
+    def told(self, requests: Sequence[Request]) -> list[Call]:
+        return generate_all(self.engine, requests, self.timeout_s)
+
+    def declared(self) -> None:
+        """It has a name, says whether it answers in batches, and holds the version that it was made with."""
+        if not isinstance(self.engine.name, str) or not isinstance(self.engine.in_batches, bool):
+            raise Broken("`name` must be a string, `in_batches` true or false")
+        if self.engine.version != 0:
+            raise Broken(f"`version` is {self.engine.version!r}, not 0")
+
+    def answers(self) -> None:
+        """An answer has its context, int32 ids, a float32 log-prob and the version for each."""
+        for request, call in zip(requests := self.ask(), self.told(requests), strict=True):
+            kinds = {"context": np.int32, "sampled": np.int32, "logprobs": np.float32, "versions": np.int32}
+            if wrong := [name for name, kind in kinds.items() if getattr(call, name).dtype != kind]:
+                raise Broken(f"{wrong[0]} is of type {getattr(call, wrong[0]).dtype}, not {np.dtype(kinds[wrong[0]])}")
+            if not np.array_equal(call.context, request.context):
+                raise Broken("an answer has another request's context")
+            if not 1 <= len(call.sampled) == len(call.logprobs) == len(call.versions):
+                raise Broken(f"{len(call.sampled)} ids with {len(call.logprobs)} log-probs and {len(call.versions)} versions")
+            if set(call.versions.tolist()) != {self.engine.version}:
+                raise Broken(f"tokens are stamped {sorted(set(call.versions.tolist()))}, the engine's version is {self.engine.version}")
+
+    def logprobs(self) -> None:
+        """Log-probs are those of the distribution that was sampled from, after temperature."""
+        for temperature in (1.0, 0.7, 1.3):
+            self.compare(self.told(self.ask(temperature=temperature)), temperature)
+
+    def compare(self, calls: Sequence[Call], temperature: float) -> None:
+        for call in calls:
+            expected = self.expected(call, temperature)
+            if not (worst := float(np.abs(expected - call.logprobs).max())) <= self.bound:
+                raise Broken(f"at temperature {temperature:g} a sampled token's log-prob differs by {worst:.3g} from our decoder's (bound {self.bound:g})")
+
+    def expected(self, call: Call, temperature: float) -> np.ndarray:
+        """[n] of the sampled tokens."""
+        return self.judged(call, temperature)[np.arange(len(call.sampled)), call.sampled]
+
+    @torch.no_grad()
+    def judged(self, call: Call, temperature: float) -> np.ndarray:
+        """[n, V] float64, log-probs of what might have been sampled at each place."""
+        ids = np.concatenate([call.context, call.sampled])
+        batch = self.judge._packed([ids])
+        logits = self.judge.model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x[0]))  # [n, V]
+        return (logits.double() / (temperature or 1.0)).log_softmax(-1).numpy()[len(call.context) - 1 : -1]
+
+    def scores(self) -> None:
+        """`score` gives log-probs of all tokens but the first, at temperature 1."""
+        sequences = [request.context for request in self.ask() if len(request.context) > 2]
+        for ours, theirs in zip(self.judge.score(sequences), self.engine.score(sequences), strict=True):
+            if len(ours) != len(theirs) or not np.abs(ours - theirs).max() <= self.bound:
+                raise Broken("a score differs from our decoder's")
+
+    def seeds(self) -> None:
+        """The same seed gives the same answer, another another."""
+        first, again, other = (self.told(self.ask(seed=seed)) for seed in (100, 100, 900))
+        if any(not np.array_equal(a.sampled, b.sampled) for a, b in zip(first, again, strict=True)):
+            raise Broken("the same request was answered in two ways")
+        if all(np.array_equal(a.sampled, b.sampled) for a, b in zip(first, other, strict=True)):
+            raise Broken("other seeds gave the same answers")
+
+    def alone(self) -> None:
+        """An answer does not depend on what else is in the batch."""
+        together = self.told(self.ask())
+        for request, call in zip(self.ask()[::3], together[::3], strict=True):
+            (single,) = self.told([request])
+            if not np.array_equal(single.sampled, call.sampled):
+                raise Broken("a request was answered otherwise by itself than among others")
+
+    def greedy(self) -> None:
+        """At temperature 0 it takes the likeliest token, also beside requests that sample."""
+        calls = self.told([r for pair in zip(self.ask(6, temperature=0.0), self.ask(6, seed=300), strict=True) for r in pair])[::2]
+        for call in calls:
+            gap = float((self.judged(call, 0.0).max(1) - self.expected(call, 0.0)).max())
+            if gap > self.bound:
+                raise Broken(f"it took a token that is {gap:.3g} less likely than the likeliest")
+        self.compare(calls, 0.0)
+
+    def stops(self) -> None:
+        """A stop token ends an answer and is part of it; nothing else ends one early."""
+        calls = self.told(self.ask(24, stop=(STOP, 9, 10, 11, 12)))
+        for call in calls:
+            there = np.isin(call.sampled, (STOP, 9, 10, 11, 12))
+            if there[:-1].any() or call.finished != bool(there[-1]):
+                raise Broken("an answer goes on after a stop token, or says wrongly whether one ended it")
+            if not call.finished and len(call.sampled) != LONGEST:
+                raise Broken(f"an answer of {len(call.sampled)} tokens ended without a stop token; the limit was {LONGEST}")
+        if not any(call.finished for call in calls):
+            raise Broken("no answer of 24 came to one of five stop tokens")
+
+    def limits(self) -> None:
+        """`max_new_tokens` is kept by each request of a batch for itself."""
+        asked = [Request(r.context, Sampling(1 + i, 1.0, ()), r.seed) for i, r in enumerate(self.ask())]
+        if any(len(call.sampled) != request.sampling.max_new_tokens for request, call in zip(asked, self.told(asked), strict=True)):
+            raise Broken("an answer is longer or shorter than its limit")
+
+    def refuses(self) -> None:
+        """Weights that are stale, missing, garbled, swapped, twice there or not announced are refused, and what it had stays."""
+        before = [call.sampled.tolist() for call in self.told(self.ask())]
+        for fault, (buckets, manifest) in self.faults().items():
+            try:
+                self.engine.load_weights(buckets, manifest)
+            except SyncError:
+                pass
+            else:
+                raise Broken(f"it took weights that were {fault}")
+            if self.engine.version != 0 or [call.sampled.tolist() for call in self.told(self.ask())] != before:
+                raise Broken(f"it refused weights that were {fault}, but answers otherwise than before")
+
+    def faults(self) -> dict[str, tuple[Buckets, Manifest]]:
+        pairs = [pair for bucket in self.sent for pair in bucket]
+        right, (name, tensor) = manifest_of(self.sent, 1), pairs[0]
+        alike = lambda a, b: a.shape == b.shape and not torch.equal(a, b)  # noqa: E731
+        i, j = next((i, j) for j in range(len(pairs)) for i in range(j) if alike(pairs[i][1], pairs[j][1]))
+        swapped = list(pairs)
+        swapped[i], swapped[j] = (pairs[i][0], pairs[j][1]), (pairs[j][0], pairs[i][1])
+        garbled = tensor.clone()
+        garbled.view(-1)[0] += 1
+        return {
+            "stale": (self.sent, manifest_of(self.sent, 0)), "two versions on": (self.sent, manifest_of(self.sent, 2)), "incomplete": ([pairs[1:]], right),
+            "garbled": ([[(name, garbled), *pairs[1:]]], right), "swapped": ([swapped], right), "twice there": ([[pairs[0], *pairs]], right),
+            "not announced": ([pairs], Manifest(1, {k: v for k, v in right.digests.items() if k != name})),
+        }  # fmt: skip
+
+    def moves_on(self) -> None:
+        """After a sync it computes with the new weights, and stamps the new version; nothing is left of old prefixes."""
+        old = [call.sampled.tolist() for call in self.told(self.ask())]
+        receipt = self.engine.load_weights(self.sent, manifest := manifest_of(self.sent, 1))
+        if (receipt.version, receipt.tensors) != (1, len(manifest.digests)) or self.engine.version != 1:
+            raise Broken(f"it acknowledged version {receipt.version} with {receipt.tensors} tensors, and holds {self.engine.version}")
+        self.judge = self.judges[1]
+        calls = self.told(self.ask())
+        self.compare(calls, 1.0)
+        if [call.sampled.tolist() for call in calls] == old or any(set(call.versions.tolist()) != {1} for call in calls):
+            raise Broken("it answers as before the sync, or stamps another version")
+
+    def sleeps(self) -> None:
+        """After sleeping and waking it answers as before."""
+        before = [call.sampled.tolist() for call in self.told(self.ask())]
+        self.engine.sleep()
+        self.engine.wake()
+        if [call.sampled.tolist() for call in self.told(self.ask())] != before:
+            raise Broken("it answers otherwise")
