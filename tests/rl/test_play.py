@@ -1,8 +1,10 @@
 """Episodes with turns: exact ids, faults that are no rewards, and nobody waits for anybody."""
 
 import asyncio
+import os
 import time
 from itertools import islice, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,3 +210,17 @@ def test_a_failed_episode_enters_no_advantage(tokenizer, environments):
 def test_an_environment_that_does_not_exist_is_refused_at_once():
     with pytest.raises(ConfigError, match="Echo"):
         Environments(Plug(use="tests.rl.environments:Ecco"))
+
+
+def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
+    (tmp_path / "shop_of_the_page.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    environments = Environments(Plug(use="shop_of_the_page:Shop"))
+    try:
+        (found,) = played([{"messages": [{"role": "user", "content": "1"}], "answer": "2"}], tokenizer, environments)
+        assert found.complete
+        assert found.outcome in (Reward(0.0), Reward(1.0))
+    finally:
+        environments.close()
