@@ -4,10 +4,10 @@ the engine, with as many sampled tokens on both sides.
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/grpo_step.py [--dtypes fp32 bf16] [--rounds 3]
 
-8 prompts of 64 tokens, 8 answers of 128 tokens to each, which are made not to end early; one optimizer step, AdamW, no reference; the reward is a number
-from the answer. ptf runs its controller as `ptf train` does with `launcher: local` and the native engine: a step of it also takes the trainer's log-probs
-of every answer and compares them, and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains, in
-bf16 once with weights of fp32 (autocast) and once with all of bf16. Prints a JSON line a round and writes results/grpo_step.md.
+8 prompts of 64 tokens, 8 answers of 128 tokens to each, which are made not to end early; one optimizer step, AdamW, no reference; the reward is a
+number from the answer. ptf runs its controller as `ptf train` does with `launcher: local` and the native engine: a step of it also compares the trainer's
+log-probs of every answer with the engine's (in the update), and sends checked weights to an engine that is a model of its own. TRL generates with the
+model that it trains; in bf16 once with weights of fp32 (autocast) and once with all of bf16. Prints a JSON line a round and writes results/grpo_step.md.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from train_step import MODELS, PEER, round_of
 RESULTS = ROOT / "benchmarks" / "results" / "grpo_step.md"
 PROMPTS, GROUP, TOKENS, READ, LR = 8, 8, 128, 64, 1e-5
 WORDS = 4096
+SYSTEMS = {"ptf": {}, "TRL": {}, "TRL, 8 answers a pass": {"answers": 8}}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' ' + eos_token if m.role == 'assistant' else '' }} {% endfor %}"
 
 
@@ -82,7 +83,10 @@ def ours(given: dict[str, Any]) -> None:
             "recipe": "grpo", "output": out, "seed": given["seed"], "model": {"path": given["model"]},
             "data": {"sources": {"prompts": {"path": str(data), "kind": "prompt"}}, "shuffle": 0},
             "rollout": {"engine": "native", "prompts": PROMPTS, "group": GROUP, "max_new_tokens": TOKENS, "reward": {"use": "grpo_step:reward"}},
-            "train": {"steps": given["steps"] + given["warmup"], "lr": LR, "schedule": "constant", "precision": given["dtype"], "betas": [0.9, 0.999]},
+            "train": {
+                "steps": given["steps"] + given["warmup"], "lr": LR, "schedule": "constant", "micro_rows": 1, "precision": given["dtype"],
+                "betas": [0.9, 0.999],
+            },
             "compute": {"launcher": "local", "device": "cpu", "threads": 1}, "track": {"tensorboard": False}, "checkpoint": {"every": 10_000},
         }  # fmt: skip
         with contextlib.redirect_stdout(sys.stderr):
@@ -112,11 +116,11 @@ def main() -> None:
         for dtype in asked.dtypes:
             given = {"model": model, "texts": texts(asked.steps + asked.warmup + 1), "prompts": PROMPTS, "group": GROUP, "tokens": TOKENS}
             given |= {"dtype": dtype, "lr": LR, "steps": asked.steps, "warmup": asked.warmup}
-            systems = {"ptf": "", "TRL": "fp32"} | ({"TRL, weights of bf16": "bf16"} if dtype == "bf16" else {})
+            systems = SYSTEMS | ({"TRL, weights of bf16": {"weights": "bf16"}} if dtype == "bf16" else {})
             found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
             for number in range(asked.rounds):
                 for system, rounds in found.items():
-                    one = given | {"seed": number, "weights": systems[system]}
+                    one = given | {"seed": number, "weights": "fp32", "answers": PROMPTS * GROUP} | systems[system]
                     rounds.append(round_of(system[:3], one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py"))
                     print(json.dumps({"dtype": dtype, "system": system, "round": number, **rounds[-1]}), flush=True)
             lines.append(summary(dtype, found))
@@ -146,8 +150,9 @@ def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
         f"{GROUP} answers of {TOKENS} tokens to each, none of which ends early; one optimizer step of AdamW; no reference. `small4`: Qwen3 shape, width 256,\n"
         "4 layers, vocabulary 4,096. CPU-seconds of the training process, from the end of one step to that of the next; median of the rounds, each the median\n"
         "of its steps, with the range. ptf: the whole controller (native engine, the trainer's log-probs compared with the engine's, a checked weight sync),\n"
-        "with the wall-clock seconds of its phases beside it. TRL: GRPOTrainer, versions in `benchmarks/requirements-peers.txt`; it generates with the model\n"
-        "that it trains; in bf16, weights of fp32 under autocast, and weights of bf16.\n\n"
+        "with the wall-clock seconds of its phases beside it; rows of 2,048 tokens, a row a pass. TRL: GRPOTrainer, versions in\n"
+        "`benchmarks/requirements-peers.txt`; it generates with the model that it trains; all answers in one pass of the update, and 8 a pass (gradient\n"
+        "accumulation); in bf16, weights of fp32 under autocast, and weights of bf16.\n\n"
         "| type | beside | ptf, CPU-s a step | theirs | times ours | ptf's phases, s |\n|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}")

@@ -44,7 +44,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as out:
         args = GRPOConfig(
-            output_dir=out, max_steps=given["steps"] + given["warmup"], per_device_train_batch_size=answers, num_generations=given["group"],
+            output_dir=out, max_steps=given["steps"] + given["warmup"], per_device_train_batch_size=given["answers"],
+            gradient_accumulation_steps=answers // given["answers"], num_generations=given["group"],
             max_completion_length=given["tokens"], generation_kwargs={"min_new_tokens": given["tokens"]}, beta=0.0, temperature=1.0,
             bf16=given["dtype"] == "bf16", fp16=False, use_cpu=True, learning_rate=given["lr"], report_to=[], save_strategy="no", logging_steps=1,
             disable_tqdm=True, gradient_checkpointing=False, lr_scheduler_type="constant", optim="adamw_torch_fused", weight_decay=0.0,

@@ -20,6 +20,7 @@ from ptf.model.head import Head
 from ptf.model.projection import Projection, summed
 
 CHUNK_BYTES = 64 << 20
+BLOCK_BYTES = 1 << 20
 
 
 def chunks_of(n: int, *heads: Head) -> list[slice]:
@@ -82,11 +83,15 @@ class _TokenLogprobs(Function):
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         ours = Projection(x, head, chunks, temperature)
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        entropy, spare = torch.empty_like(picked), torch.empty_like(ours.wide)
+        entropy = torch.empty_like(picked)
+        few = max(1, BLOCK_BYTES // (4 * len(weight)))  # rows of which the probabilities stay in a cache
+        spare = ours.wide.new_empty(min(few, len(ours.wide)), len(weight))
         for chunk in chunks:
             logprobs = ours.logprobs(chunk)
             picked[chunk] = where.pick(chunk, logprobs)
-            entropy[chunk] = -ours.probabilities(logprobs, out=spare[: len(logprobs)]).mul_(logprobs).sum(-1)
+            for i in range(0, len(logprobs), few):
+                part = logprobs[i : i + few]
+                entropy[chunk][i : i + few] = -ours.probabilities(part, out=spare[: len(part)]).mul_(part).sum(-1)
         entropy = summed(entropy, head.group)
         ctx.save_for_backward(x, weight, bias, targets, entropy)
         ctx.head, ctx.temperature = head, temperature

@@ -189,5 +189,5 @@ def _draw(logits: Tensor, temperature: Tensor, draws: Tensor) -> tuple[Tensor, T
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     total = logprobs.double().exp().cumsum(-1)
     drawn = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn) if greedy.any() else drawn
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
