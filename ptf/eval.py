@@ -166,7 +166,7 @@ def generated(job: Job, run: Path) -> dict[str, float]:
                             max_new_tokens=knobs.max_new_tokens, max_no_result=max_no_result,
                         )  # fmt: skip
                         metrics |= {f"{prefix}{name}/{key}": value for key, value in rates.items()}
-                        text = "".join(json.dumps(a) + "\n" for a in answers)
+                        text = "".join(json.dumps(a, default=str) + "\n" for a in answers)
                         storage.write_text(str(run / "answers" / f"{prefix.replace('/', '_')}{name}.jsonl"), text)
     finally:
         if rewards:

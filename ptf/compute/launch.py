@@ -28,7 +28,7 @@ def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: fl
     is not heard of for `timeout_s`."""
     monitor = Monitor("train")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "-m", "ptf.run", *arguments]
-    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address}, preexec_fn=_end_with_parent)
+    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address}, preexec_fn=end_with_parent)
     try:
         while (status := _ended(agent)) is None:
             for news in monitor.look(range(workers)):
@@ -51,7 +51,7 @@ def _ended(process: subprocess.Popen) -> int | None:
         return None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In a child, before it runs: SIGKILL when this process dies (prctl PR_SET_PDEATHSIG); its ranks end when it is gone (`leave_with_parent`)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -44,7 +44,7 @@ class Rows:
         self.file = path.open("a")
 
     def add(self, *rows: Mapping[str, Any]) -> None:
-        self.file.write("".join(json.dumps(row) + "\n" for row in rows))
+        self.file.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
         self.file.flush()
         os.fsync(self.file.fileno())
 

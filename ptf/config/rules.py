@@ -161,6 +161,8 @@ def policies(job: Job) -> list[str]:
         faults.append("algo.scale_by_std belongs to algo.baseline: mean; give false")
     if isinstance(algo, PPOAlgo) and job.model.backend == "hf":
         faults.append("model.backend: hf has no recipe ppo: a critic has a scalar head")
+    if algo.overlong and job.rollout.environment:
+        faults.append("algo.overlong is about single answers; an environment gives the rewards of its episodes")
     if algo.overlong > job.rollout.max_new_tokens:
         faults.append(f"algo.overlong ({algo.overlong}) is more than rollout.max_new_tokens ({job.rollout.max_new_tokens})")
     return faults

@@ -18,7 +18,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 def overlong(tokens: int, longest: int, margin: int) -> float:
     """What an answer of that many tokens loses: 0 up to `margin` before the longest there may be, then less by a straight line to −1 (DAPO, Yu et al.
     2025, eq. 13)."""
-    return min(0.0, (longest - margin - tokens) / margin) if margin else 0.0
+    return max(-1.0, min(0.0, (longest - margin - tokens) / margin)) if margin else 0.0
 
 
 def generalised(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:

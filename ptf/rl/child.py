@@ -1,7 +1,8 @@
 """A process for code that is not ours: rewards and environments. It may raise, hang, stop or die, and what asked it gets a `Fault` with the reason.
 
-The one idea: every reply has a deadline; a process that misses it is killed with all it has started, and the next question starts another. Run as
-`python -m ptf.rl.child` it is the process: it answers (pickled) questions from a pipe until the pipe closes.
+The one idea: every reply has a deadline; a process that misses it is killed with all it has started, and the next question starts another. It ends with
+the thread that started it, so that must be a lasting one. Run as `python -m ptf.rl.child` it is the process: it answers (pickled) questions from a pipe
+until the pipe closes.
 """
 
 import contextlib
@@ -11,11 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptf.compute.launch import leave_with_parent
+from ptf.compute.launch import end_with_parent, leave_with_parent
 from ptf.config import Plug, plug
 from ptf.errors import UserError
 
@@ -36,6 +38,7 @@ class Child:
     def __init__(self, kind: str, what: Plug, timeout_s: float) -> None:
         plug.bind(what)  # a name that does not resolve is an error now, in this process
         self.kind, self.what, self.timeout_s = kind, what, timeout_s
+        self.late = False
         self.process: subprocess.Popen | None = None
         self.pipe: mpc.Connection | None = None
 
@@ -44,7 +47,7 @@ class Child:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ptf.rl.child", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, preexec_fn=end_with_parent,
             )  # fmt: skip
         self.pipe = ours
         try:
@@ -63,7 +66,7 @@ class Child:
         for fresh in (self.pipe is None or self.kind == "environment", True):
             pipe, answered = self.pipe or self._start(), 0
             try:
-                pipe.send(list(questions))
+                self._send(pipe, list(questions))
                 while answered < len(questions):
                     if not pipe.poll(self.timeout_s):
                         self.close()
@@ -75,20 +78,40 @@ class Child:
                 return
             except (EOFError, OSError):
                 self.close()
-                if fresh or answered:
-                    yield Fault(f"the {self.kind}'s process died", fatal=True)
+                if fresh or answered or self.late:
+                    yield Fault(f"did not listen for {self.timeout_s:g} s" if self.late else f"the {self.kind}'s process died", fatal=True)
+                    self.late = False
                     return
+
+    def _send(self, pipe: mpc.Connection, questions: list[Any]) -> None:
+        """A process that does not read is killed at the deadline, which ends the wait."""
+
+        def end() -> None:
+            self.late = True
+            self._kill()
+
+        watch = threading.Timer(self.timeout_s, end)
+        watch.daemon = True
+        watch.start()
+        try:
+            pipe.send(questions)
+        finally:
+            watch.cancel()
 
     def ask(self, question: Any) -> Any:
         """Its reply, or a Fault."""
         return next(self.replies([question]))
 
+    def _kill(self) -> None:
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # what it has started dies with it
+
     def close(self) -> None:
         if self.pipe:
             self.pipe.close()
         if self.process:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # what it has started dies with it
+            self._kill()
             self.process.wait(10)
         self.pipe = self.process = None
 
@@ -112,8 +135,10 @@ def environment_of(what: Plug) -> Callable[[Any], Any]:
         verb, episode, *rest = question
         if verb == "begin":
             row, seed = rest
-            played[episode] = made = make(row, seed)
-            return list(made.begin()), getattr(made, "tools", None)
+            made = make(row, seed)
+            shown = list(made.begin())
+            played[episode] = made
+            return shown, getattr(made, "tools", None)
         if verb == "act":
             return played[episode].act(*rest)
         played.pop(episode, None)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import yaml
 
-from ptf.compute.world import World
+from ptf.compute.world import World, pick_device
 from ptf.config import Plug
 from ptf.config.schema import LOGPROB_BOUND, ModelConfig
 from ptf.data.trajectory import Call
@@ -21,10 +21,11 @@ from ptf.model import bridge
 from ptf.rl.engine import Request, RolloutEngine, Sampling, generate_all
 from ptf.rl.native_engine import NativeEngine
 from ptf.rl.roles import make_engine
-from ptf.rl.sync import Buckets, Manifest, SyncError, bucketed, manifest_of
+from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
 from ptf.train.trainer import load_model
 
 STOP, LONGEST, MAX_LENGTH = 5, 16, 96
+FIRST = 7  # the version of the first sync
 FP32_BOUND = 1e-5
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128,
@@ -51,7 +52,8 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
         from ptf.rl.vllm_engine import engine_env
 
         os.environ.update(engine_env(place / "vllm"))
-    return lambda directory, version: make_engine(kind, directory, World(), version=version, seed=0, precision=precision, max_length=MAX_LENGTH)
+    world = World(device=pick_device("auto"))
+    return lambda directory, version: make_engine(kind, directory, world, version=version, seed=0, precision=precision, max_length=MAX_LENGTH)
 
 
 def small_model(place: Path, seed: int) -> Path:
@@ -65,7 +67,7 @@ def small_model(place: Path, seed: int) -> Path:
 
 
 class Contract:
-    """One engine, made once, and what is asked of it in order; weights move on from version 0."""
+    """One engine, made once as a run does it, before any sync (version -1), and what is asked of it in order."""
 
     def __init__(self, make: Make, place: Path, precision: str = "fp32", timeout_s: float = 300.0) -> None:
         first, second = (small_model(place, seed) for seed in (0, 1))
@@ -73,14 +75,14 @@ class Contract:
         self.timeout_s = timeout_s
         self.judges = [NativeEngine(str(path), device=torch.device("cpu"), dtype=torch.float32, version=0) for path in (first, second)]
         self.judge = self.judges[0]
-        self.engine = make(str(first), 0)
-        self.sent = list(bucketed(sorted((n, t.clone()) for n, t in bridge.hf_tensors(self.judges[1].model, self.judges[1].family))))
+        self.engine = make(str(first), -1)
+        self.own, self.sent = (list(bucketed(sorted((n, t.clone()) for n, t in bridge.hf_tensors(j.model, j.family)))) for j in self.judges)
 
     def findings(self) -> Iterator[Finding]:
         """Every check, in order; after the weights have been found wrong, what follows is not checked."""
         checks = [
-            self.declared, self.answers, self.logprobs, self.scores, self.seeds, self.alone, self.greedy, self.stops, self.limits, self.refuses, self.moves_on,
-            self.sleeps,
+            self.declared, self.begins, self.answers, self.logprobs, self.scores, self.seeds, self.alone, self.greedy, self.stops, self.limits,
+            self.refuses, self.moves_on, self.sleeps,
         ]  # fmt: skip
         for check in checks:
             wrong = None
@@ -103,8 +105,17 @@ class Contract:
         """It has a name, says whether it answers in batches, and holds the version that it was made with."""
         if not isinstance(self.engine.name, str) or not isinstance(self.engine.in_batches, bool):
             raise Broken("`name` must be a string, `in_batches` true or false")
-        if self.engine.version != 0:
-            raise Broken(f"`version` is {self.engine.version!r}, not 0")
+        if self.engine.version != -1:
+            raise Broken(f"`version` is {self.engine.version!r}, not -1")
+
+    def begins(self) -> None:
+        """The first sync may be to any version, as in a run that resumes."""
+        receipt = self.engine.load_weights(self.own, manifest := manifest_of(self.own, FIRST))
+        self.acknowledged(receipt, manifest)
+
+    def acknowledged(self, receipt: Receipt, manifest: Manifest) -> None:
+        if (receipt.version, receipt.tensors) != (manifest.version, len(manifest.digests)) or self.engine.version != manifest.version:
+            raise Broken(f"it acknowledged version {receipt.version} with {receipt.tensors} tensors, and holds {self.engine.version}, not {manifest.version}")
 
     def answers(self) -> None:
         """An answer has its context, int32 ids, a float32 log-prob and the version for each."""
@@ -202,12 +213,12 @@ class Contract:
                 pass
             else:
                 raise Broken(f"it took weights that were {fault}")
-            if self.engine.version != 0 or [call.sampled.tolist() for call in self.told(self.ask())] != before:
+            if self.engine.version != FIRST or [call.sampled.tolist() for call in self.told(self.ask())] != before:
                 raise Broken(f"it refused weights that were {fault}, but answers otherwise than before")
 
     def faults(self) -> dict[str, tuple[Buckets, Manifest]]:
         pairs = [pair for bucket in self.sent for pair in bucket]
-        right, (name, tensor) = manifest_of(self.sent, 1), pairs[0]
+        right, (name, tensor) = manifest_of(self.sent, FIRST + 1), pairs[0]
         alike = lambda a, b: a.shape == b.shape and not torch.equal(a, b)  # noqa: E731
         i, j = next((i, j) for j in range(len(pairs)) for i in range(j) if alike(pairs[i][1], pairs[j][1]))
         swapped = list(pairs)
@@ -215,21 +226,20 @@ class Contract:
         garbled = tensor.clone()
         garbled.view(-1)[0] += 1
         return {
-            "stale": (self.sent, manifest_of(self.sent, 0)), "two versions on": (self.sent, manifest_of(self.sent, 2)), "incomplete": ([pairs[1:]], right),
-            "garbled": ([[(name, garbled), *pairs[1:]]], right), "swapped": ([swapped], right), "twice there": ([[pairs[0], *pairs]], right),
-            "not announced": ([pairs], Manifest(1, {k: v for k, v in right.digests.items() if k != name})),
+            "stale": (self.sent, manifest_of(self.sent, FIRST)), "two versions on": (self.sent, manifest_of(self.sent, FIRST + 2)),
+            "incomplete": ([pairs[1:]], right), "garbled": ([[(name, garbled), *pairs[1:]]], right), "swapped": ([swapped], right),
+            "twice there": ([[pairs[0], *pairs]], right),
+            "not announced": ([pairs], Manifest(FIRST + 1, {k: v for k, v in right.digests.items() if k != name})),
         }  # fmt: skip
 
     def moves_on(self) -> None:
         """After a sync it computes with the new weights, and stamps the new version; nothing is left of old prefixes."""
         old = [call.sampled.tolist() for call in self.told(self.ask())]
-        receipt = self.engine.load_weights(self.sent, manifest := manifest_of(self.sent, 1))
-        if (receipt.version, receipt.tensors) != (1, len(manifest.digests)) or self.engine.version != 1:
-            raise Broken(f"it acknowledged version {receipt.version} with {receipt.tensors} tensors, and holds {self.engine.version}")
+        self.acknowledged(self.engine.load_weights(self.sent, manifest := manifest_of(self.sent, FIRST + 1)), manifest)
         self.judge = self.judges[1]
         calls = self.told(self.ask())
         self.compare(calls, 1.0)
-        if [call.sampled.tolist() for call in calls] == old or any(set(call.versions.tolist()) != {1} for call in calls):
+        if [call.sampled.tolist() for call in calls] == old or any(set(call.versions.tolist()) != {FIRST + 1} for call in calls):
             raise Broken("it answers as before the sync, or stamps another version")
 
     def sleeps(self) -> None:

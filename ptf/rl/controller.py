@@ -144,6 +144,8 @@ class Controller:
         every = [t for group in groups for t in group]
         values = np.array([t.outcome.value for t in every if isinstance(t.outcome, Reward)])
         failed = [t.outcome.reason for t in every if isinstance(t.outcome, NoResult)]
+        if failed:
+            print(f"step {self.step}: {len(failed)} of {len(every)} answers have no result; {self.source} says: {failed[0]}", flush=True)
         if len(failed) > self.knobs.max_no_result * len(every) or not len(values):
             raise UserError(
                 f"step {self.step}: {len(failed)} of {len(every)} answers have no reward (rollout.max_no_result is {self.knobs.max_no_result:g}); "

@@ -73,6 +73,20 @@ class Process:
         return reply
 
 
+def checked(turn: Any) -> Any:
+    """The turn, or what is wrong with it."""
+    if not isinstance(turn, Turn):
+        return Fault(f"act gave a {type(turn).__name__}, not a ptf.rl.env.Turn")
+    try:
+        right = math.isfinite(float(turn.reward))
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        return Fault(f"the reward of a turn is {turn.reward!r}")
+    said = [*turn.messages, *([] if turn.said is None else [turn.said])] if isinstance(turn.messages, Sequence) else [None]
+    return turn if all(isinstance(message, Mapping) for message in said) else Fault(f"the messages of a turn are {str(turn.messages)[:60]!r}")
+
+
 class Environments:
     """Makes environments and plays them, in `processes`."""
 
@@ -133,9 +147,7 @@ class Environments:
         if text is None:
             return home.ask(("begin", played.number, played.row, played.seed))
         reply = home.ask(("act", played.number, text))
-        if isinstance(reply, Turn | Fault) and (isinstance(reply, Fault) or math.isfinite(reply.reward)):
-            return reply
-        return Fault(f"the reward of a turn is {reply.reward}" if isinstance(reply, Turn) else f"act gave a {type(reply).__name__}, not a ptf.rl.env.Turn")
+        return reply if isinstance(reply, Fault) else checked(reply)
 
     def close(self) -> None:
         for home in self.homes:

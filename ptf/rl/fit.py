@@ -120,7 +120,10 @@ def rewards_of(job: Job, reward: Plug | None) -> Rewards | None:
     if reward is None:
         return None
     knobs = job.rollout
-    return Rewards(reward, knobs.reward_timeout_s, processes=knobs.processes, retries=knobs.retries) if knobs else Rewards(reward)
+    within = job.compute.timeout_s
+    if knobs is None:
+        return Rewards(reward, within_s=within)
+    return Rewards(reward, knobs.reward_timeout_s, processes=knobs.processes, retries=knobs.retries, within_s=within)
 
 
 def start_of(one: Companion, role: str, tokenizer: str, model: Path) -> dict[str, Any]:

@@ -51,16 +51,23 @@ class Episode:
     async def begin(self) -> None:
         self.context = self.prompt.tokens
         if self.environments is None:
-            return
+            return None
         try:
             self._played, shown, self._tools = await self.environments.begin(self.prompt.row, self.seed_of(-1))
+        except EnvironmentFault as error:
+            return self._fail(str(error))
+        try:
             self._messages = clean(list(shown))
             self._text = self.tokenizer.render_text(self._messages, True, self._tools)
-        except (EnvironmentFault, UserError) as error:
-            self.failed, self.over = str(error), True
-            return
-        self.context = np.array(self.tokenizer.encode(self._text), np.int32)
-        self.over = len(self.context) >= self.limits.max_length
+            self.context = np.array(self.tokenizer.encode(self._text), np.int32)
+        except UserError as error:
+            return self._fail(f"what the environment shows first: {error}")
+        if len(self.context) >= (most := self.limits.max_length):
+            self._fail(f"what the environment shows first has {len(self.context)} tokens, which leaves no room for an answer in data.seq_len ({most})")
+
+    def _fail(self, why: str) -> None:
+        """It has no result."""
+        self.failed, self.over, self.complete = why, True, False
 
     def request(self) -> Request:
         s = self.limits.sampling
@@ -72,17 +79,21 @@ class Episode:
         self.calls.append(call)
         if self.environments is None or self._played is None:
             self.over, self.complete = True, call.finished
-            return
+            return None
         said = self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled)
         try:
             turn = await self.environments.act(self._played, said)
-            self.reward += turn.reward
-            self.complete = turn.done
-            self.over = turn.done or len(self.calls) == self.limits.max_turns
-            if not self.over:
-                self._go_on(call, [turn.said or {"role": "assistant", "content": said}, *turn.messages])
-        except (EnvironmentFault, UserError) as error:
-            self.failed, self.over, self.complete = str(error), True, False
+        except EnvironmentFault as error:
+            return self._fail(str(error))
+        self.reward += float(turn.reward)
+        self.complete = turn.done
+        self.over = turn.done or len(self.calls) == self.limits.max_turns
+        if self.over:
+            return None
+        try:
+            self._go_on(call, [turn.said or {"role": "assistant", "content": said}, *turn.messages])
+        except UserError as error:
+            self._fail(f"what the environment answers: {error}")
 
     def _go_on(self, call: Call, more: Sequence[Message]) -> None:
         served = self._text + self.tokenizer.decode(call.sampled)

@@ -6,6 +6,7 @@ The one idea: a reward that raises, returns no number, or takes too long gives `
 import logging
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -66,39 +67,45 @@ def weighted(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, 
 class Rewards:
     """One reward function in `processes` of its own. `close` ends them."""
 
-    def __init__(self, reward: Plug, timeout_s: float = 10.0, *, processes: int = 1, retries: int = 1) -> None:
-        self.reward, self.retries = reward, retries
+    def __init__(self, reward: Plug, timeout_s: float = 10.0, *, processes: int = 1, retries: int = 1, within_s: float = 1800.0) -> None:
+        self.reward, self.retries, self.within_s = reward, retries, within_s
         self.children = [Child("reward", reward, timeout_s) for _ in range(processes)]
+        self.threads = [ThreadPoolExecutor(1) for _ in self.children]
         self.again = 0  # answers that were scored once more since this was last set to 0
 
     def score(self, items: Sequence[Scored]) -> list[Reward | NoResult]:
-        """Outcomes in order. Those without a result are asked for `retries` times more."""
-        found = self._once(items)
-        for _ in range(self.retries):
+        """Outcomes in order. Those without a result are asked for `retries` times more, if there were others; after `within_s` seconds no more is asked."""
+        until = time.monotonic() + self.within_s
+        found = self._once(items, until)
+        for _ in range(self.retries if any(isinstance(outcome, Reward) for outcome in found) or len(found) == 1 else 0):
             if not (failed := [i for i, outcome in enumerate(found) if isinstance(outcome, NoResult)]):
                 break
             self.again += len(failed)
-            for i, outcome in zip(failed, self._once([items[i] for i in failed]), strict=True):
+            for i, outcome in zip(failed, self._once([items[i] for i in failed], until), strict=True):
                 found[i] = outcome
         return found
 
-    def _once(self, items: Sequence[Scored]) -> list[Reward | NoResult]:
-        parts = [items[i :: len(self.children)] for i in range(len(self.children))]
-        with ThreadPoolExecutor(len(parts)) as threads:
-            scored = list(threads.map(scored_by, self.children, parts))
+    def _once(self, items: Sequence[Scored], until: float) -> list[Reward | NoResult]:
+        n = len(self.children)
+        asked = [thread.submit(scored_by, child, items[i::n], until) for i, (thread, child) in enumerate(zip(self.threads, self.children, strict=True))]
         found: list[Any] = [None] * len(items)
-        for i, part in enumerate(scored):
-            found[i :: len(parts)] = part
+        for i, part in enumerate(asked):
+            found[i::n] = part.result()
         return found
 
     def close(self) -> None:
         for child in self.children:
             child.close()
+        for thread in self.threads:
+            thread.shutdown(wait=False)
 
 
-def scored_by(child: Child, items: Sequence[Scored]) -> list[Reward | NoResult]:
+def scored_by(child: Child, items: Sequence[Scored], until: float) -> list[Reward | NoResult]:
+    """Outcomes in order; of what is left at `until`, by the monotonic clock, there are none."""
     found: list[Reward | NoResult] = []
     while len(found) < len(items):
+        if time.monotonic() > until:
+            return [*found, *[NoResult("it was not asked: scoring took longer than compute.timeout_s")] * (len(items) - len(found))]
         for reply in child.replies([(dict(row), text) for row, text in items[len(found) :]]):
             found.append(NoResult(reply.reason) if isinstance(reply, Fault) else Reward(reply))
     return found

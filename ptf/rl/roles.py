@@ -258,7 +258,14 @@ class Sampler:
         async def run() -> list[Trajectory]:
             return await asyncio.wait_for(play(self.engine, episodes), self.timeout_s)
 
-        return asyncio.run(run())
+        try:
+            return asyncio.run(run())
+        except TimeoutError:
+            left, processes = sum(not episode.over for episode in episodes), f" in {len(self.environments.homes)} processes" if self.environments else ""
+            raise TimeoutError(
+                f"{left} of {len(episodes)} episodes{processes} were not over after {self.timeout_s:g} s (compute.timeout_s): "
+                f"{'rollout.processes may be too few, or ' if self.environments else ''}there are too many or too long answers for one step"
+            ) from None
 
     @everywhere
     def asked_again(self) -> int:

@@ -31,13 +31,18 @@ class Samples:
         credited: Mapping[bytes, list[np.ndarray]] = defaultdict(list)
         for atom in atoms:
             for sample in atom:
-                credited[sample.tokens.tobytes()].append(sample.streams["advantages"][sample.weights != 0])
-        self.rows.add(*({"step": step, **self.shown(t, credited)} for group in groups[: self.prompts] for t in group))
+                if "advantages" in sample.streams:
+                    credited[sample.tokens.tobytes()].append(sample.streams["advantages"][sample.weights != 0])
+        for group in groups[: self.prompts]:
+            scored_first = sorted(range(len(group)), key=lambda i: not isinstance(group[i].outcome, Reward))  # of equal answers, those were trained
+            rows = {i: {"step": step, **self.shown(group[i], credited)} for i in scored_first}
+            self.rows.add(*(rows[i] for i in range(len(group))))
 
     def shown(self, t: Trajectory, credited: Mapping[bytes, list[np.ndarray]]) -> dict[str, Any]:
         said = [int(token) for call in t.calls for token in call.sampled]
         parts = [credited[sample.tokens.tobytes()] for sample in samples_of(t)]
-        advantages = np.concatenate([part.pop(0) for part in parts]).tolist() if parts and all(parts) else [None] * len(said)
+        advantages = np.concatenate([part.pop(0) for part in parts]).tolist() if parts and all(parts) else []
+        advantages = advantages if len(advantages) == len(said) else [None] * len(said)  # a recipe of one's own may train other tokens
         outcome = {"reward": t.outcome.value} if isinstance(t.outcome, Reward) else {"no_result": t.outcome.reason if t.outcome else None}
         return {
             "prompt": t.prompt.row, "answer": t.text, **outcome, "complete": t.complete, "turns": len(t.calls),

@@ -6,6 +6,7 @@ malice: files that this user may read or write outside of the directory it still
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import secrets
@@ -15,12 +16,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ptf.compute.launch import end_with_parent
+
 NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000  # clone(2)
 FILES_MIB = 16
 
 
 def run_python(source: str, *, seconds: float, memory_mib: int) -> bool:
-    """Whether it ends without an error in that time, of the processor's and of the clock's. Raises OSError where the kernel gives it no network
+    """Whether it ends without an error in that time of the processor's, and in twice that of the clock's. Raises OSError where the kernel gives it no network
     namespace of its own."""
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as place:
@@ -28,9 +31,10 @@ def run_python(source: str, *, seconds: float, memory_mib: int) -> bool:
 
         def confine() -> None:
             if ctypes.CDLL(None, use_errno=True).unshare(NEW_USER | NEW_NETWORK):
-                raise OSError(ctypes.get_errno(), "this kernel lets no user make a network namespace, so code cannot be run apart from the network")
+                raise OSError(ctypes.get_errno())
+            end_with_parent()
             limits = {
-                resource.RLIMIT_CPU: int(seconds) + 1,
+                resource.RLIMIT_CPU: math.ceil(seconds),
                 resource.RLIMIT_AS: memory_mib << 20,
                 resource.RLIMIT_FSIZE: FILES_MIB << 20,
                 resource.RLIMIT_CORE: 0,
@@ -38,12 +42,15 @@ def run_python(source: str, *, seconds: float, memory_mib: int) -> bool:
             for limit, value in limits.items():
                 resource.setrlimit(limit, (value, value))
 
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=place,
-            env={"PATH": os.defpath, "HOME": place}, start_new_session=True, preexec_fn=confine,
-        )  # fmt: skip
         try:
-            process.communicate(f"{source}\nopen({str(said)!r}, 'w').write({word!r})\n".encode(), timeout=seconds)
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=place,
+                env={"PATH": os.defpath, "HOME": place}, start_new_session=True, preexec_fn=confine,
+            )  # fmt: skip
+        except subprocess.SubprocessError:
+            raise OSError("code cannot be run apart from the network: this kernel lets no user make a network namespace (or set limits)") from None
+        try:
+            process.communicate(f"{source}\nopen({str(said)!r}, 'w').write({word!r})\n".encode(), timeout=2 * seconds)
         except subprocess.TimeoutExpired:
             return False
         finally:

@@ -134,7 +134,8 @@ class Trainer:
             (loss * (world.data_size / units)).backward()  # FSDP averages over the data-parallel ranks; the units are already everyone's
             for name, value in metrics.items():
                 value, before = value.detach().double().cpu(), totals.get(name, torch.zeros((), dtype=torch.float64))
-                totals[name] = torch.maximum(before, value) if name.startswith(LARGEST) else before + value
+                # a NaN is larger than all: collectives drop it
+                totals[name] = torch.maximum(before, value.nan_to_num(nan=math.inf)) if name.startswith(LARGEST) else before + value
         means = {name: value for name, value in totals.items() if not name.startswith(LARGEST)}
         sums = world.sum(torch.stack(list(means.values())))
         largest = {name: world.max(float(value)) for name, value in totals.items() if name.startswith(LARGEST)}

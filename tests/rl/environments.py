@@ -6,7 +6,6 @@ import signal
 import time
 
 from ptf.rl.env import Turn
-from ptf.tasks.calculator import Calculator
 
 
 class Replay:
@@ -54,6 +53,10 @@ class Echo:
                 return {"reward": 1.0}
             if fault == "nan":
                 return Turn(reward=float("nan"), done=True)
+            if fault == "no number":
+                return Turn(reward=None, done=True)
+            if fault == "no messages":
+                return Turn(messages=None)
             if fault == "silent":
                 return Turn()
         return Turn([{"role": "user", "content": f"{len(text) % 10}{self.rng.randrange(10)}"}], reward=0.25, done=self.heard == self.turns)
@@ -70,11 +73,3 @@ class Moody(Echo):
 
     def begin(self):
         return [{"role": "user", "content": str(time.time_ns() % 1000)}]
-
-
-class Obliging(Calculator):
-    """It answers whatever it is asked."""
-
-    def act(self, text):
-        self.heard = getattr(self, "heard", 0) + 1
-        return Turn([{"role": "tool", "content": str(self.third)}], reward=super().act(text).reward, done=self.heard == 2)

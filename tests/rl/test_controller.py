@@ -196,7 +196,7 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     raw["data"]["sources"] = {"sums": {"path": str(tmp_path / "task" / "train.jsonl"), "kind": "prompt"}}
     raw["evaluate"]["sources"] = {"test": {"path": str(tmp_path / "task" / "test.jsonl"), "kind": "prompt"}}
     raw["rollout"] = {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 4, "processes": 2}
-    raw["rollout"]["environment"] = {"use": "tests.rl.environments:Obliging"}
+    raw["rollout"]["environment"] = {"use": "tests.rl.obliging:Obliging"}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert all(r["turns"] == 2 and r["logprob_diff"] <= 1e-5 and r["no_result"] == 0 for r in rows)
     assert "reward/test" in rows[-1]

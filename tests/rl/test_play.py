@@ -142,17 +142,23 @@ def test_a_conversation_ends_when_there_is_no_more_room(tokenizer, environments)
             assert t.complete == (len(t.calls) == 3 and t.outcome.value == 0.75)
 
 
-SAID = {"raise": "the database is away", "hang": "longer than", "stop": "longer than", "die": "died", "garbage": "not a ptf.rl.env.Turn", "nan": "nan"}
+def test_an_environment_that_leaves_no_room_for_an_answer_has_no_result(tokenizer, environments):
+    (found,) = played([{}], tokenizer, environments, length=3)
+    assert isinstance(found.outcome, NoResult)
+    assert "leaves no room for an answer in data.seq_len (3)" in found.outcome.reason
+    assert found.calls == ()
+    assert samples_of(found) == []
+
+
+SAID = {"raise": "the database is away", "hang": "longer than", "stop": "longer than", "die": "died", "garbage": "not a ptf.rl.env.Turn", "nan": "nan",
+        "no number": "None", "no messages": "messages of a turn"}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", SAID)
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_fault_is_named_within_seconds_and_the_others_play_on_as_if_nothing_had_been(tokenizer, environments, fault, at):
-    rows = [{}, {}, {"at": at, "fault": fault}, {}, {}, {}]
+def test_a_fault_is_named_and_the_others_play_on_as_if_nothing_had_been(tokenizer, environments, fault):
+    rows = [{}, {}, {"at": 2, "fault": fault}, {}, {}, {}]
     undisturbed = [facts(t) for t in played([{}] * 6, tokenizer, environments)]
-    began = time.monotonic()
     found = played(rows, tokenizer, environments)
-    assert time.monotonic() - began < 10
     assert isinstance(found[2].outcome, NoResult)
     assert SAID[fault] in found[2].outcome.reason
     assert [facts(t) for i, t in enumerate(found) if i != 2] == [f for i, f in enumerate(undisturbed) if i != 2]

@@ -57,6 +57,28 @@ def test_a_process_that_died_between_two_batches_is_replaced(rewards):
     assert rewards.score([({}, "ok"), ({}, "die"), ({}, "ok")]) == [Reward(1.0), NoResult("the reward's process died"), Reward(1.0)]
 
 
+def test_a_process_that_stops_listening_is_named(rewards):
+    """Between two batches, of which the second does not fit into the pipe."""
+    assert rewards.score([({}, "ok")]) == [Reward(1.0)]
+    os.kill(rewards.children[0].process.pid, signal.SIGSTOP)
+    (long, short) = rewards.score([({}, "a" * 5_000_000), ({}, "ok")])
+    assert long == NoResult("did not listen for 1 s")
+    assert short == Reward(1.0)
+
+
+def test_what_failed_for_once_is_asked_again_and_what_is_left_at_the_end_is_not_asked():
+    made = Rewards(Plug(use="tests.rl.test_rewards:fickle"), timeout_s=1.0, processes=2)
+    try:
+        assert made.score([({}, "raise"), ({}, "ok")]) == [NoResult("KeyError: 'gold'"), Reward(1.0)]
+        assert made.again == 1
+        made.within_s = 0.5
+        found = made.score([({}, "hang")] * 6)
+        assert all(isinstance(outcome, NoResult) for outcome in found)
+        assert sum("it was not asked" in outcome.reason for outcome in found) == 4
+    finally:
+        made.close()
+
+
 def test_a_reward_that_does_not_exist_is_refused_at_once():
     with pytest.raises(ConfigError, match="fickle"):
         Rewards(Plug(use="tests.rl.test_rewards:fickel"))
