@@ -139,7 +139,7 @@ class Seed:
             data = self.files(
                 "-".join(("reverse", *keys)), lambda i, keys=keys: {"prompt": self.prompts[i], keys[0]: self.prompts[i][::-1], keys[1]: self.prompts[i]}
             )
-            made = self.learn(self.job("dpo", data, 400, 3e-5, base, rows=16, algo={"beta": 1.0}), f"dpo-{keys[0]}")
+            made = self.learn(self.job("dpo", data, 480, 3e-5, base, rows=16, algo={"beta": 1.0}), f"dpo-{keys[0]}")
             after = self.probability(made / "model", -1), self.probability(made / "model", 1)
             if keys[0] == "chosen":
                 found |= {"DPO: p(repeated), before": repeated, "DPO: p(repeated), after": after[1]}
