@@ -95,7 +95,8 @@ class Tracker:
 
     def __init__(self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.rows = Rows(directory / "metrics.jsonl", resumed)
+        self.path = directory / "metrics.jsonl"
+        self.rows = Rows(self.path, resumed)
         self.steps, self.print_every = steps, knobs.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if knobs.tensorboard else []

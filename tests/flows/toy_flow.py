@@ -34,7 +34,7 @@ def train(job: Job, artifact: Artifact) -> Artifact:
 
 
 class ToyFlow(PostTrainFlow):
-    recipe = "sft"
+    recipes = ("sft",)
     default_config = "toy.yaml"
 
     def _stage(self, work):
