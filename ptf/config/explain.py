@@ -6,6 +6,7 @@ names that would have been right.
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -37,6 +38,7 @@ LIMITS = {
 }
 
 
+WORD_OR_PLUG = ("engine",)  # keys whose value is one of some words, or a plug
 PARALLELISM = {"pipeline": "pipeline parallelism", "pp": "pipeline parallelism", "context": "context parallelism", "cp": "context parallelism"}
 NOT_HERE = {  # what one may well look for, by the first word of the key or value that would ask for it; parallelism only below `compute`
     **PARALLELISM,
@@ -87,7 +89,11 @@ def given(value: Any) -> str:
 
 def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem]:
     """The problems behind one pydantic error."""
-    path = tuple(step for step in error["loc"] if step != "[key]")
+    loc = error["loc"]
+    members = [step for before, step in pairwise(("", *loc)) if before in WORD_OR_PLUG]  # pydantic names the member of a union that it tried
+    path = tuple(step for step in loc if step != "[key]" and step not in members)
+    if members and (members[0] == "Plug") == isinstance(error["input"], str) and error["type"] in ("model_type", "literal_error"):
+        return  # of the member that was not meant
     name, kind, value, context = str(path[-1]) if path else "", error["type"], error["input"], error.get("ctx", {})
     if kind == "value_error":  # a validator of ours: one problem a line, each begins with its key
         for line in str(context["error"]).splitlines():
@@ -101,6 +107,7 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
     elif kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         what = f"expected one of {', '.join(choices)}, got {given(value)}" + (_not_here(str(value), path) or near(str(value), choices))
+        what = what.replace(", got", ", or `use: module:name` for your own, got", 1) if members else what
     elif kind == "none_required":
         what = f"recipe {root.value['recipe'].value} does not take this section"
     elif kind == "string_pattern_mismatch":

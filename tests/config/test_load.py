@@ -207,6 +207,8 @@ def test_rules_between_keys_are_reported_together(write):
     ("override", "what"),
     [
         ("data.sources.chat.kind=chat", "data.sources.chat.kind  must be prompt, not chat"),
+        ("rollout.engine=vlm", "rollout.engine  expected one of vllm, native, or `use: module:name` for your own, got the text 'vlm'  (did you mean vllm?)"),
+        ("rollout.engine={use: mine}", "rollout.engine.use  expected importable.module:name, got the text 'mine'"),
         ("rollout.group=1", "rollout.group  must be at least 2: GRPO compares the answers to one prompt with each other"),
         ("rollout.environment={use: 'a:b'}", "rollout.reward  or rollout.environment says how good an answer is: give one, not both"),
         ("compute.launcher=torchrun", "compute.launcher  torchrun has no rollouts; use ray, or local with rollout.engine: native"),
