@@ -74,11 +74,12 @@ class Rewards:
         self.again = 0  # answers that were scored once more since this was last set to 0
 
     def score(self, items: Sequence[Scored]) -> list[Reward | NoResult]:
-        """Outcomes in order. Those without a result are asked for `retries` times more, if there were others; after `within_s` seconds no more is asked."""
+        """Outcomes in order. Those without a result are asked for `retries` times more; after `within_s` seconds no more is asked."""
         until = time.monotonic() + self.within_s
         found = self._once(items, until)
-        for _ in range(self.retries if any(isinstance(outcome, Reward) for outcome in found) or len(found) == 1 else 0):
-            if not (failed := [i for i, outcome in enumerate(found) if isinstance(outcome, NoResult)]):
+        for _ in range(self.retries):
+            failed = [i for i, outcome in enumerate(found) if isinstance(outcome, NoResult)]
+            if not failed or time.monotonic() > until:
                 break
             self.again += len(failed)
             for i, outcome in zip(failed, self._once([items[i] for i in failed], until), strict=True):

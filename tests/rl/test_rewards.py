@@ -71,6 +71,8 @@ def test_what_failed_for_once_is_asked_again_and_what_is_left_at_the_end_is_not_
     try:
         assert made.score([({}, "raise"), ({}, "ok")]) == [NoResult("KeyError: 'gold'"), Reward(1.0)]
         assert made.again == 1
+        assert made.score([({}, "raise")] * 3) == [NoResult("KeyError: 'gold'")] * 3  # also where all fail
+        assert made.again == 4
         made.within_s = 0.5
         found = made.score([({}, "hang")] * 6)
         assert all(isinstance(outcome, NoResult) for outcome in found)
