@@ -1,7 +1,8 @@
 """Does on-policy training learn what it should, on every seed, and does it not where it must not? One small model (2 layers of 64), tasks of a few digits,
-our own decoder as the engine, everything in one process. Writes results/learning_rl.md; exits 1 where a bar is missed.
+our own decoder as the engine, everything in one process. Keeps what was found in results/learning_rl.jsonl, and writes results/learning_rl.md from
+it; exits 1 where a bar is missed.
 
-    python benchmarks/learning_rl.py [--seeds 0 1 2 3 4] [--only NAME …]
+    python benchmarks/learning_rl.py [--seeds 0 1 2 3 4] [--only NAME …] [--processes 1]
 
     count      from random weights: the next four digits after one; reward: the share of them that is right
     reverse    six digits turned round, from a model that SFT was stopped on early; reward: an answer that is right
@@ -11,12 +12,14 @@ our own decoder as the engine, everything in one process. Writes results/learnin
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.config import loads  # noqa: E402
 from ptf.data.sample import Atom, Sample  # noqa: E402
 from ptf.data.trajectory import Group  # noqa: E402
+from ptf.errors import UserError  # noqa: E402
 from ptf.recipes.grpo import GRPO  # noqa: E402
 from ptf.rl import controller  # noqa: E402
 from ptf.rl.cluster import LocalGroup  # noqa: E402
@@ -42,6 +46,7 @@ from ptf.tasks import calculator  # noqa: E402
 from ptf.tasks.tiny import write_model  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "learning_rl.md"
+KEPT = RESULTS.with_suffix(".jsonl")  # a line a check and seed, with the settings that it was made with
 
 
 def share(row: Mapping[str, Any], text: str) -> float:
@@ -94,8 +99,9 @@ class Check:
     task: str
     recipe: str | dict = "grpo"
     algo: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = 200
+    steps: int = 250
     lr: float = 1e-3
+    schedule: str = "constant"
     rollout: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     teacher: bool = False
@@ -103,23 +109,31 @@ class Check:
 
 
 TWICE = {"epochs": 2}
+EXPLORING = TWICE | {"entropy": 0.05}  # of advantages whose deviation is 1; without it some prompts settle on a wrong answer, and all agree on it
 CHECKS = {
-    "GRPO": Check("count", algo=TWICE),
-    "RLOO": Check("count", algo=TWICE | {"baseline": "leave_one_out", "scale_by_std": False}),
-    "Dr.GRPO": Check("count", algo=TWICE | {"scale_by_std": False, "mean_over": "length"}),
-    "DAPO": Check("count", algo=TWICE | {"clip_high": 0.28, "overlong": 1}, rollout={"equal": "replace", "max_rounds": 2, "max_new_tokens": 5}),
-    "GSPO": Check("count", algo=TWICE | {"ratio": "answer", "mean_over": "answers", "clip_low": 0.1, "clip_high": 0.1}),
-    "GRPO, KL to the reference and entropy": Check("count", algo=TWICE | {"kl": 0.003, "entropy": 0.001}),
-    "GRPO, LoRA": Check("reverse", algo=TWICE, model={"lora": {"rank": 16}}, lr=3e-3, steps=60, bar="pass@1 ≥ 0.99"),
-    "PPO": Check("count", "ppo", TWICE | {"value_clip": 10.0, "critic_lr": 3e-3, "lam": 1.0}, lr=2e-3, steps=200),
-    "SFT, then GRPO": Check("reverse", algo=TWICE, steps=60, bar="pass@1 ≥ 0.99"),
-    "SFT, then PPO": Check("reverse", "ppo", TWICE | {"value_clip": 10.0}, steps=80, bar="pass@1 ≥ 0.99"),
-    "On-policy distillation": Check("reverse", "opd", steps=100, teacher=True, bar="pass@1 ≥ 0.99"),
+    "GRPO": Check("count", algo=EXPLORING),
+    "RLOO": Check("count", algo=TWICE | {"baseline": "leave_one_out", "scale_by_std": False, "entropy": 0.01}),
+    "Dr.GRPO": Check("count", algo=TWICE | {"scale_by_std": False, "mean_over": "length", "entropy": 0.01}),
+    "DAPO": Check(
+        "count",
+        algo=EXPLORING | {"clip_high": 0.28, "overlong": 2, "entropy": 0.1},
+        steps=300,
+        rollout={"equal": "replace", "max_rounds": 3, "max_new_tokens": 8},
+    ),
+    "GSPO": Check("count", algo=EXPLORING | {"ratio": "answer", "mean_over": "answers", "clip_low": 0.1, "clip_high": 0.1}),
+    "GRPO, KL to the reference": Check("count", algo=EXPLORING | {"kl": 0.003}),
+    "GRPO, LoRA": Check("reverse", algo=TWICE, model={"lora": {"rank": 32, "alpha": 64}}, lr=2e-3, steps=60, schedule="cosine", bar="pass@1 ≥ 0.99"),
+    "PPO": Check("count", "ppo", EXPLORING | {"value_clip": 10.0, "critic_lr": 3e-3}),
+    "SFT, then GRPO": Check("reverse", algo=TWICE, steps=60, schedule="cosine", bar="pass@1 ≥ 0.99"),
+    "SFT, then PPO": Check("reverse", "ppo", TWICE | {"value_clip": 10.0, "critic_lr": 3e-3}, steps=80, schedule="cosine", bar="pass@1 ≥ 0.99"),
+    "On-policy distillation": Check("reverse", "opd", steps=200, teacher=True, schedule="cosine", bar="pass@1 ≥ 0.99"),
     "SFT, then GRPO, calculator": Check(
         "calculate", algo=TWICE, steps=100, rollout={"environment": {"use": "ptf.tasks.calculator:Calculator"}, "max_new_tokens": 4}
     ),
-    "control: targets shuffled": Check("shuffled", algo=TWICE, bar="reward < 0.15"),
-    "control: advantages flipped": Check("count", {"use": "benchmarks.learning_rl:Flipped", "args": {}}, TWICE | {"temperature": 1.0}, bar="reward < 0.15"),
+    "control: targets shuffled": Check("shuffled", algo=EXPLORING, steps=200, bar="reward < 0.15"),
+    "control: advantages flipped": Check(
+        "count", {"use": "benchmarks.learning_rl:Flipped", "args": {}}, TWICE | {"temperature": 1.0}, steps=100, bar="reward < 0.15"
+    ),
     "control: weights never synced": Check("count", algo=TWICE, steps=5, bar="stopped at its first sync"),
     "control: mask off by one": Check("count", algo=TWICE, steps=5, bar="stopped at its first step"),
 }
@@ -201,7 +215,7 @@ class Seed:
         if "environment" not in raw["rollout"]:
             raw["rollout"]["reward"] = {"use": "ptf.rl.rewards:exact" if check.task == "reverse" else "benchmarks.learning_rl:share"}
         raw["evaluate"] = {"sources": {"test": {"path": test, "kind": "prompt"}}, "max_new_tokens": raw["rollout"]["max_new_tokens"]}
-        raw["train"]["validate_every"] = check.steps
+        raw["train"] |= {"validate_every": check.steps, "schedule": check.schedule}
         label, faulty = "".join(c if c.isalnum() else "_" for c in name), contextlib.ExitStack()
         with faulty:
             if name == "control: mask off by one":
@@ -210,9 +224,10 @@ class Seed:
                 faulty.enter_context(patched(LocalGroup, "call", unsynced(LocalGroup.call)))
             try:
                 made = self.run(raw, label)
-            except SyncError as error:
+            except (SyncError, UserError) as error:
                 at = len(read_metrics(self.place / "runs" / label / "metrics.jsonl"))
-                return {"stopped": at == 0, "reached": None, "said": str(error), "reward": float("nan"), "pass@1": float("nan"), "steps": at}
+                stopped = at == 0 and isinstance(error, SyncError)
+                return {"stopped": stopped, "reached": None, "said": str(error), "reward": float("nan"), "pass@1": float("nan"), "steps": at}
         rows = read_metrics(made / "metrics.jsonl")
         reached = next((i + 1 for i in range(len(rows)) if np.mean([r["reward"] for r in rows[max(0, i - 9) : i + 1]]) >= 0.95), None)
         return {"stopped": False, "reward": float(np.mean([r["reward"] for r in rows[-10:]])), "pass@1": rows[-1]["pass@1/test"], "reached": reached,
@@ -225,35 +240,66 @@ STOPPED, TAUGHT = {"reverse": 60, "calculate": 40}, 400  # steps of SFT: of the 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--only", nargs="+", choices=list(CHECKS), help="these checks alone; nothing is written")
+    parser.add_argument("--only", nargs="+", choices=list(CHECKS), help="these checks alone; of the others, what is kept is what the page shows")
+    parser.add_argument("--processes", type=int, default=1, help="seeds that are looked at side by side, one thread each")
     wanted = parser.parse_args()
-    torch.set_num_threads(1)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in wanted.only or CHECKS}
-    began = time.perf_counter()
-    for seed in wanted.seeds:
-        with tempfile.TemporaryDirectory() as directory:
-            made = Seed(Path(directory), seed)
-            for name in found:
-                start = time.process_time()
-                found[name].append(made.check(name, CHECKS[name]))
-                print(json.dumps({"seed": seed, "check": name, **found[name][-1], "cpu_s": round(time.process_time() - start, 1)}), flush=True)
-    missed = sum(not met(CHECKS[name].bar, one) for name, of in found.items() for one in of)
-    if not wanted.only:
-        write(found, wanted.seeds, " ".join(["benchmarks/learning_rl.py", *sys.argv[1:]]), time.perf_counter() - began)
+    names = wanted.only or list(CHECKS)
+    with ProcessPoolExecutor(wanted.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        by_seed = list(pool.map(seed_alone, wanted.seeds, [names] * len(wanted.seeds)))
+    keep([{"check": name, "seed": seed, **of[name]} for seed, of in zip(wanted.seeds, by_seed, strict=True) for name in names])
+    missed = write()
     print(f"{missed} missed")
     return 1 if missed else 0
 
 
-def write(found: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int], command: str, spent: float) -> None:
+def settings(name: str) -> dict[str, Any]:
+    """Of a check, as they are written down."""
+    return json.loads(json.dumps({**asdict(CHECKS[name]), "sft": [STOPPED, TAUGHT]}))
+
+
+def kept() -> list[dict[str, Any]]:
+    """What was found with the settings that the checks have now."""
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    return [row for row in rows if row["check"] in CHECKS and row["settings"] == settings(row["check"])]
+
+
+def keep(found: Sequence[Mapping[str, Any]]) -> None:
+    """Replaces what there is of the same checks and seeds."""
+    new = [{**row, "settings": settings(row["check"]), "date": time.strftime("%Y-%m-%d")} for row in found]
+    known = {(row["check"], row["seed"]) for row in new}
+    rows = [row for row in kept() if (row["check"], row["seed"]) not in known] + new
+    rows.sort(key=lambda row: (list(CHECKS).index(row["check"]), row["seed"]))
+    write_rows(KEPT, rows)
+
+
+def seed_alone(seed: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Every check of one seed."""
+    torch.set_num_threads(1)
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        made = Seed(Path(directory), seed)
+        for name in names:
+            start = time.process_time()
+            found[name] = made.check(name, CHECKS[name])
+            print(json.dumps({"seed": seed, "check": name, **found[name], "cpu_s": round(time.process_time() - start, 1)}), flush=True)
+    return found
+
+
+def write() -> int:
+    """The page, of all that is kept. Returns how many bars are missed; a check that was not made misses its own."""
+    rows = kept()
+    seeds = sorted({row["seed"] for row in rows})
+    found = {name: [{row["seed"]: row for row in rows if row["check"] == name}.get(seed) for seed in seeds] for name in CHECKS}
     lines = [f"| check | task | bar | {' | '.join(f'seed {seed}' for seed in seeds)} | |", "|---|---|---|" + "---|" * (len(seeds) + 1)]
     for name, of in found.items():
         check = CHECKS[name]
-        cells = " | ".join(shown(check.bar, one) for one in of)
-        lines.append(f"| {name} | {check.task} | {check.bar}, {check.steps} steps | {cells} | {sum(met(check.bar, one) for one in of)} of {len(of)} |")
+        cells = " | ".join(shown(check.bar, one) if one else "not run" for one in of)
+        good = sum(one is not None and met(check.bar, one) for one in of)
+        lines.append(f"| {name} | {check.task} | {check.bar}, {check.steps} steps | {cells} | {good} of {len(of)} |")
     RESULTS.write_text(
         "# Learning checks of on-policy training\n\n"
-        f"Command: `python {command}` (part of `make learning`)  \nHardware: {cpu()}, one thread, no GPU  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}, {spent / 60:.0f} minutes in all\n\n"
+        f"Command: `python benchmarks/learning_rl.py` (part of `make learning`)  \nHardware: {cpu()}, one thread, no GPU  \n"
+        f"Date: {', '.join(sorted({row['date'] for row in rows}))}\n\n"
         "One Qwen3 shape of 2 layers of 64, our own decoder as the engine; 32 prompts with 8 answers each in a step.\n\n"
         "* `count`: from random weights, the next four digits after one; the reward is the share of them that is right.\n"
         "* `reverse`: six digits turned round, from a model that SFT was stopped on after "
@@ -263,6 +309,7 @@ def write(found: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int]
         "held-out prompts, at the end. `shuffled`: every prompt has another's targets. Controls must fail as their bar says.\n\n" + "\n".join(lines) + "\n"
     )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}")
+    return sum(one is None or not met(CHECKS[name].bar, one) for name, of in found.items() for one in of)
 
 
 def shown(bar: str, one: Mapping[str, Any]) -> str:
