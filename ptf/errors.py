@@ -1,8 +1,19 @@
 """Errors that are addressed to the user. The one idea: whoever raises one has written the whole message; nobody adds a traceback."""
 
+import traceback
+
+
+def told(error: BaseException) -> str:
+    """An error that the run survives, for its log: type, message, notes, and where it was raised, in another process too."""
+    return "".join(traceback.format_exception(error)).strip()
+
 
 class UserError(Exception):
     """What the user can mend: one clear message, no traceback."""
+
+
+class Lost(RuntimeError):
+    """A process that did part of the work is dead, silent, or not done in time. The message names it."""
 
 
 class Retryable(UserError):

@@ -24,6 +24,7 @@ from ptf.recipes.documents import weights
 from ptf.recipes.dpo import DPO
 from ptf.recipes.kd import KD
 from ptf.recipes.rm import RM
+from ptf.rl.cluster import Pool
 from ptf.rl.fit import clustered, held_out_prompts, rewards_of, sampler_spec
 from ptf.rl.validate import pass_rates
 from ptf.train.companions import companions, exported
@@ -156,7 +157,8 @@ def generated(job: Job, run: Path) -> dict[str, float]:
         length = max(length, job.data.seq_len)
     max_no_result = job.rollout.max_no_result if job.rollout else 0.1
     try:
-        with clustered(job, run, len(models), local=knobs.engine == "native") as cluster:  # our own decoder needs no process of its own
+        pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
+        with clustered(job, run, [pool], local=knobs.engine == "native") as cluster:  # our own decoder needs no process of its own
             for prefix, directory in models.items():
                 group = cluster.start(sampler_spec(job, directory, tokenizer_path, run, engine=knobs.engine, version=0, workers=1, length=length))
                 with cluster.phase(group, "evaluate"):

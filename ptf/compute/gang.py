@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,12 @@ from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePoo
 
 from ptf.compute.heartbeat import ADDRESS, SILENT_S, Monitor
 from ptf.compute.launch import leave_with_parent
+from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
 
 ECHO_S = 2.0  # after the first failure: one rank's error makes the collectives of the others fail, so wait for the one that speaks plainly
+GRACE_S = 10.0  # beyond the deadline of a generator, which has it too
 FETCH_S = 600.0  # to copy one finished result to the driver
 
 
@@ -63,18 +65,23 @@ class Rank(Worker):
         context = ray.get_runtime_context()
         return Member(self.rank, context.get_actor_id() or "", os.getpid(), ray.util.get_node_ip_address())
 
+    def stream(self, method: str, *args: Any) -> Iterator[Any]:
+        """What a method that is a generator gives, one by one."""
+        yield from getattr(self, method)(*args)
+
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
 
 
 class Gang:
-    """`workers` processes, started and introduced. `env` is added to the environment of each. Every wait ends after `timeout_s`."""
+    """`workers` processes, started and introduced. `env` is added to the environment of each. Every wait ends after `timeout_s`, or when nothing was
+    heard of a process for `silent_s`: Lost."""
 
     def __init__(
         self, label: str, *, workers: int, timeout_s: float, use_gpu: bool = False, threads: int | None = None, env: Mapping[str, str] | None = None,
-        pool: RayResourcePool | None = None, worker: type[Rank] = Rank,
+        pool: RayResourcePool | None = None, worker: type[Rank] = Rank, silent_s: float | None = None,
     ) -> None:  # fmt: skip
-        self.label, self.timeout_s = label, timeout_s
+        self.label, self.timeout_s, self.silent_s = label, timeout_s, silent_s or timeout_s
         self.members: list[Member] = []
         self._owned = pool is None
         self._group: RayWorkerGroup | None = None
@@ -82,7 +89,7 @@ class Gang:
         environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}  # spinning is 25 times slower on a busy CPU
         self._monitor = Monitor(label, ray.util.get_node_ip_address())
         environment[ADDRESS] = self._monitor.address
-        self._pool = pool or make_pool(workers, use_gpu=use_gpu, timeout_s=timeout_s)
+        self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
         try:
             address, port = _rendezvous(_groups(self._pool)[0], timeout_s)
             self._group = RayWorkerGroup(
@@ -107,6 +114,26 @@ class Gang:
         refs = self._group.execute_all_async(method, *columns)
         return self._gather(refs, doing, self.timeout_s if timeout_s is None else timeout_s)
 
+    def stream(self, method: str, args: Sequence[Any], *, doing: str) -> Iterator[Any]:
+        """What a generator method of the only worker gives, as it comes; else as `invoke`."""
+        assert self._group is not None, f"{self.label} is closed"
+        deadline = time.monotonic() + self.timeout_s + GRACE_S  # who knows of the deadline says more than that it passed
+        coming = self._group.workers[0].stream.options(num_returns="streaming").remote(method, *args)
+        while True:
+            for news in self._monitor.look([0]):
+                print(news, flush=True)
+            self._refuse_silent([0], doing, self.silent_s)
+            if time.monotonic() > deadline:
+                raise Lost(f"{self.label} {self._name(0)}: not done with {doing} after {self.timeout_s:g} s")
+            if not ray.wait([coming], timeout=1.0)[0]:
+                continue
+            try:
+                yield ray.get(next(coming), timeout=FETCH_S)
+            except StopIteration:
+                return
+            except (RayTaskError, RayActorError) as error:
+                raise self._verdict({0: error}, doing) from None
+
     def _gather(self, refs: Sequence[Any], doing: str, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         ranks = {ref: rank for rank, ref in enumerate(refs)}
@@ -116,12 +143,12 @@ class Gang:
             left = deadline - time.monotonic()
             for news in self._monitor.look(list(ranks.values())):
                 print(news, flush=True)
-            self._refuse_silent(ranks.values(), doing, self.timeout_s)
+            self._refuse_silent(ranks.values(), doing, self.silent_s)
             if left <= 0:
                 if failures:
                     self._refuse_silent(ranks.values(), doing, SILENT_S)
                     raise self._verdict(failures, doing, ranks.values())
-                raise RuntimeError(f"{self.label} {self._names(ranks.values())}: not done with {doing} after {timeout_s:g} s")
+                raise Lost(f"{self.label} {self._names(ranks.values())}: not done with {doing} after {timeout_s:g} s")
             done, _ = ray.wait(list(ranks), num_returns=1, timeout=min(left, 1.0))
             for ref in done:
                 rank = ranks.pop(ref)
@@ -138,7 +165,7 @@ class Gang:
         for rank in ranks:
             if (silent_s := self._monitor.silence(rank)) > limit_s:
                 about = self._monitor.about(rank)
-                raise RuntimeError(f"{self.label} {self._name(rank)} was not heard of for {silent_s:.0f} s while doing {doing}{about}")
+                raise Lost(f"{self.label} {self._name(rank)} was not heard of for {silent_s:.0f} s while doing {doing}{about}")
 
     def _verdict(self, failures: Mapping[int, RayTaskError | RayActorError], doing: str, late: Iterable[int] = ()) -> BaseException:
         """The failure that explains the others: a death, then anything but a RuntimeError (a broken collective is one), then the first.
@@ -146,7 +173,7 @@ class Gang:
         rank, error = min(failures.items(), key=lambda item: (not isinstance(item[1], RayActorError), isinstance(_cause(item[1]), RuntimeError)))
         if isinstance(error, RayActorError):
             reason = " ".join(str(error).split())
-            failed = RuntimeError(f"{self.label} {self._name(rank)} died while doing {doing}: {reason[:400]}{self._monitor.about(rank)}")
+            failed = Lost(f"{self.label} {self._name(rank)} died while doing {doing}: {reason[:400]}{self._monitor.about(rank)}")
         else:
             failed = _cause(error)
             failed.add_note(f"raised in {self.label} {self._name(rank)} while doing {doing}")
@@ -168,6 +195,7 @@ class Gang:
         if self._owned:
             release(self._pool)
         self._group = None
+        self._monitor.close()
 
     def __enter__(self) -> "Gang":
         return self
@@ -199,13 +227,17 @@ def layout(workers: int, slots: Sequence[int]) -> list[int]:
     raise RuntimeError(f"{workers} workers do not fit: the nodes have room for {sorted(slots, reverse=True)}; lower compute.workers or join a larger cluster")
 
 
-def make_pool(workers: int, *, use_gpu: bool, timeout_s: float, colocate: int = 1) -> RayResourcePool:
-    """Reserved places: one GPU each, shared by up to `colocate` processes, or a CPU slot. Raises RuntimeError if they are not free in time."""
-    resource = "GPU" if use_gpu else "CPU"
-    nodes = layout(workers, [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]])
-    pool = RayResourcePool(process_on_nodes=nodes, use_gpu=use_gpu, max_colocate_count=colocate)
-    place: dict[str, float] = {"CPU": colocate, **({"GPU": 1} if use_gpu else {})}
-    pool.pgs = [placement_group([place] * count, strategy="STRICT_PACK") for count in nodes]  # verl would wait for them without a deadline
+def make_pool(processes: Sequence[int], *, use_gpu: bool, timeout_s: float) -> RayResourcePool:
+    """Reserved places, each for so many `processes`: one GPU, which they share, or as many CPU slots. Raises RuntimeError if they are not free in
+    time."""
+    resource, most, workers = ("GPU" if use_gpu else "CPU"), max(processes), len(processes)
+    free = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    together = not use_gpu and max(free, default=0) >= sum(processes)
+    nodes = [workers] if together else layout(workers, free if use_gpu else [slots // most for slots in free])
+    pool = RayResourcePool(process_on_nodes=nodes, use_gpu=use_gpu, max_colocate_count=most)
+    left = iter(processes)
+    places = [[{"CPU": float(next(left)), **({"GPU": 1.0} if use_gpu else {})} for _ in range(count)] for count in nodes]
+    pool.pgs = [placement_group(bundles, strategy="STRICT_PACK") for bundles in places]  # verl would wait for them without a deadline
     try:
         ray.get([group.ready() for group in pool.pgs], timeout=timeout_s)
     except GetTimeoutError:
@@ -215,12 +247,12 @@ def make_pool(workers: int, *, use_gpu: bool, timeout_s: float, colocate: int = 
     return pool
 
 
-def part_of(pool: RayResourcePool, workers: int) -> RayResourcePool:
-    """The first `workers` places of a pool."""
+def part_of(pool: RayResourcePool, workers: int, start: int = 0) -> RayResourcePool:
+    """`workers` places of a pool, from one on."""
     if workers == pool.world_size:
         return pool
     return SubRayResourcePool(
-        placement_groups=_groups(pool), start_bundle_index=0, subgroup_world_size=workers,
+        placement_groups=_groups(pool), start_bundle_index=start, subgroup_world_size=workers,
         process_on_nodes=pool.store, use_gpu=pool.use_gpu, max_colocate_count=pool.max_colocate_count,
     )  # fmt: skip
 

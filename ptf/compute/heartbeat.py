@@ -142,7 +142,9 @@ class Monitor:
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listening.getsockname()[1]
         self.name, self.address = name, f"{host}:{port}"
-        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), timeout=timedelta(seconds=30))
+        self._store: TCPStore | None = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), timeout=timedelta(seconds=30)
+        )
         self._heard: dict[int, tuple[int, float]] = {}  # the number of the last beat, and when it was first heard
         self._last: dict[int, dict[str, Any]] = {}
         self._told: dict[int, str] = {}  # what is said of a rank now
@@ -150,6 +152,8 @@ class Monitor:
 
     def look(self, ranks: Sequence[int]) -> list[str]:
         """What there is to say about ranks that should be working, once for each time that it happens: gone silent, back again, or not moving."""
+        if self._store is None:
+            return []
         news, still, now = [], [], time.monotonic()
         self._watched += min(now - self._looked, PAUSE_S)
         self._looked = now
@@ -177,6 +181,10 @@ class Monitor:
             news.append(f"{self.name}: not moving, longer than ever before (a rank that waits for another hangs with it)")
             news += [f"  rank {rank}{self.about(rank)}" for rank in still[:8]]
         return news
+
+    def close(self) -> None:
+        """Listen no longer. A store that is left to the garbage collector may be collected in a process that was forked, where its thread is not."""
+        self._store = None
 
     def silence(self, rank: int) -> float:
         """Seconds since a rank was last heard of; 0 before its first beat and after its last."""

@@ -52,7 +52,7 @@ def _ended(process: subprocess.Popen) -> int | None:
 
 
 def end_with_parent() -> None:
-    """In a child, before it runs: SIGKILL when this process dies (prctl PR_SET_PDEATHSIG); its ranks end when it is gone (`leave_with_parent`)."""
+    """In a child: SIGKILL when the process that started it dies (prctl PR_SET_PDEATHSIG); ranks end when it is gone (`leave_with_parent`)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 

@@ -30,8 +30,10 @@ def peak_flops(device: torch.device, precision: str) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Memory this process holds on the GPU, or resident where there is none."""
+    """The most that this process held on the GPU since it was asked last; resident now where there is none."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30

@@ -83,6 +83,11 @@ class World:
         return box[0]
 
 
+def alone(world: World) -> World:
+    """As if this rank were the only one."""
+    return World(device=world.device, clock=world.clock)
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """Of torch's generators in this process: of no effect on what ptf itself does, which draws from keyed ones, but recipes may use them."""
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}

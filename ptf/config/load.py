@@ -54,6 +54,8 @@ def model_paths(job: Job) -> dict[str, str]:
         found["algo.reference"] = algo.reference
     if isinstance(algo, OPDAlgo):
         found["algo.teacher"] = algo.teacher
+    if job.rollout and job.rollout.reward_model:
+        found["rollout.reward_model.path"] = job.rollout.reward_model.path
     if isinstance(algo, KDAlgo):
         found |= {f"algo.teachers.{name}.path": teacher.path for name, teacher in algo.teachers.items()}
     return found
@@ -72,7 +74,7 @@ def resolve(job: Job, *, prepared: str | None = None, models: Mapping[str, str] 
 
     values = job.model_dump()
     if prepared is not None:
-        values |= {section: placed(values[section]) for section in ("model", "data", "algo", "evaluate")}
+        values |= {section: placed(values[section]) for section in ("model", "data", "algo", "rollout", "evaluate")}
     for key, path in model_paths(job).items():
         if path in models:
             *sections, last = key.split(".")

@@ -32,6 +32,7 @@ def broken(job: Job) -> list[str]:
     faults += companions(job)
     faults += policies(job)
     faults += foreign_model(job)
+    faults += pools(job)
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
     faults += [f"data.validation.{name} has the name of one of data.sources" for name in job.data.validation if name in job.data.sources]
@@ -39,8 +40,7 @@ def broken(job: Job) -> list[str]:
         faults.append(f"publish.mode: {job.publish.metric} is better the smaller it is; give min")
     wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
     if job.rollout:
-        if (job.rollout.reward is None) == (job.rollout.environment is None):
-            faults.append("rollout.reward or rollout.environment says how good an answer is: give one" + (", not both" if job.rollout.reward else ""))
+        faults += rewarded(job)
         if job.rollout.environment and job.evaluate.reward:
             faults.append("evaluate.reward: rollout.environment plays held-out episodes too, and gives their rewards")
         wants_prompts |= {f"data.sources.{n}": s for n, s in job.data.sources.items()}
@@ -70,6 +70,20 @@ def broken(job: Job) -> list[str]:
     return faults
 
 
+def rewarded(job: Job) -> list[str]:
+    """Something must say how good an answer is."""
+    knobs = job.rollout
+    assert knobs is not None
+    of_answers = [f"rollout.{name}" for name in ("reward", "reward_model") if getattr(knobs, name) is not None]
+    if not of_answers and not knobs.environment:
+        return ["rollout.reward: it, or reward_model or environment, must say how good an answer is"]
+    if of_answers and knobs.environment:
+        return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
+    if knobs.reward_model and not knobs.reward and job.evaluate.sources and not job.evaluate.reward:
+        return ["evaluate.sources needs evaluate.reward: held-out answers are not scored by rollout.reward_model, which they may have learned to please"]
+    return []
+
+
 def length(job: Job) -> list[str]:
     """When the run ends, and what its data must be for that."""
     faults = []
@@ -82,6 +96,24 @@ def length(job: Job) -> list[str]:
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
+    return faults
+
+
+def pools(job: Job) -> list[str]:
+    """Every role sits in one pool. (Which roles there are beside these two, the recipe knows.)"""
+    given = job.compute.pools
+    if not given:
+        return []
+    if not job.rollout:
+        return ["compute.pools is for recipes with rollouts; others have one gang, of compute.workers"]
+    seats = [role for pool in given.values() for role in set(pool.roles)]
+    faults = [f"compute.pools: role {role} is in more than one" for role in sorted({role for role in seats if seats.count(role) > 1})]
+    faults += [f"compute.pools: no pool has the role {role}" for role in ("policy", "rollout") if role not in seats]
+    faults += [
+        f"compute.pools.{name}.park: vllm does not park on disk; give rollout a pool of its own, or the pool park: auto"
+        for name, pool in given.items()
+        if pool.park == "disk" and "rollout" in pool.roles and job.rollout.engine == "vllm"
+    ]
     return faults
 
 
@@ -170,9 +202,10 @@ def policies(job: Job) -> list[str]:
 
 def deterministic(job: Job) -> list[str]:
     rules = {
-        "train.deterministic is for recipes without rollouts": job.rollout is None,
         "train.deterministic needs train.precision: fp32": job.train.precision == "fp32",
         "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": job.compute.device == "cpu",
+        "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout is None or job.rollout.engine != "vllm",
+        "train.deterministic needs compute.threads: 1 in every role": job.rollout is None or job.compute.threads == 1,
         "train.deterministic needs a whole model on every worker: compute.mesh.tensor: 1": job.compute.mesh.tensor == 1,
     }
     return [fault for fault, kept in rules.items() if not kept]

@@ -303,11 +303,24 @@ class OPDAlgo(PolicyAlgo):
     """Branch, tag or commit of a Hugging Face id."""
 
 
+class RewardModelConfig(Section):
+    """A model that scores answers, as recipe rm makes them; it has a tokenizer and template of its own."""
+
+    path: str
+    """What `model.path` may be; a directory or id whose head is one score (`…ForSequenceClassification` with one label)."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    weight: float = 1.0
+    """What its score is multiplied with."""
+
+
 class RolloutConfig(Section):
     """How the policy generates (online recipes)."""
 
     reward: Plug | None = None
     """`f(row, text, **args) -> float`; an exception counts as no result, never as 0."""
+    reward_model: RewardModelConfig | None = None
+    """Instead of `reward`, or added to it: a role of its own."""
     environment: Plug | None = None
     """Instead of `reward`, for conversations with turns: `make(row, seed, **args) -> Environment` (ptf.rl.env), which gives the rewards."""
     max_turns: Positive = 8
@@ -398,7 +411,7 @@ class TrainConfig(Section):
     """What the backward finds again instead of keeping it. `block`: everything inside a layer. `selective`: what is cheap, that is all but matrix
     products and attention."""
     deterministic: bool = False
-    """Offline recipes, CPU, fp32, small models: the same bits for any `micro_rows` and any number of workers, by adding rows in a fixed order."""
+    """CPU, fp32, small models: the same bits for any `micro_rows` and any number of workers, by adding rows in a fixed order."""
     compile: bool = free(False)
     """Compile norms and gates (torch.compile, any shape): half a minute at the start, fewer passes over memory after it."""
     validate_every: Count = free(0)
@@ -414,6 +427,16 @@ class MeshConfig(Section):
     """Workers that hold every layer together (heads, MLP, experts and vocabulary are cut) and see the same rows; it must divide the heads."""
 
 
+class PoolConfig(Section):
+    """Devices of their own for some roles of an online job, which share them by turns."""
+
+    roles: Annotated[list[str], Field(min_length=1)]
+    """`policy`, `rollout`, `critic`, `reference`, `teacher`, `reward` (its model): those that the recipe has. As wide as the widest of them."""
+    park: Literal["auto", "disk"] = free("auto")
+    """Where a role's weights and optimizer are while another has the devices. `auto`: in host memory; without a GPU they stay where they are.
+    `disk`: in files under the run's directory, on a CPU too, for models that do not fit beside each other."""
+
+
 class ComputeConfig(Section):
     """Where it runs."""
 
@@ -423,6 +446,8 @@ class ComputeConfig(Section):
     """Training processes; one per GPU."""
     mesh: MeshConfig = MeshConfig()
     """How the workers divide the model."""
+    pools: dict[str, PoolConfig] = free({})
+    """Online recipes: which roles share devices (colocated), and which have their own. Default: one pool of all roles."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
     """`auto` takes the GPU if there is one, and says which it took."""
     threads: Positive | None = free(None)
@@ -432,6 +457,9 @@ class ComputeConfig(Section):
     its own, which goes on when this process dies and is found again by the run's lineage. By default one is started for the run and stopped after it."""
     timeout_s: PositiveFloat = free(1800.0)
     """Deadline of any one wait: a collective, a phase of a step, a worker's start."""
+    restarts: Count = free(2)
+    """Online recipes on Ray: how often what failed is started again before the run ends. A rollout engine is replaced, with the newest weights, and asked
+    for what it has not given; the others start together from the newest checkpoint, so often without a newer one."""
 
 
 class BestConfig(Section):

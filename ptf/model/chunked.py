@@ -20,7 +20,6 @@ from ptf.model.head import Head
 from ptf.model.projection import Projection, summed
 
 CHUNK_BYTES = 64 << 20
-BLOCK_BYTES = 1 << 20
 
 
 def chunks_of(n: int, *heads: Head) -> list[slice]:
@@ -75,6 +74,34 @@ class _CrossEntropy(Function):
         return *scaled(ctx, grads[0]), None, None, None
 
 
+class _Surrogate(Function):
+    """−Σ coefficient · exp(log-prob − its own value): the gradient of a policy at itself; with log-probs and entropies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, coefficients: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
+        ours = Projection(x, head, chunks, temperature, ctx.needs_input_grad[:3])
+        picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        entropy = torch.empty_like(picked)
+        for chunk in chunks:
+            logprobs = ours.logprobs(chunk)
+            picked[chunk] = where.pick(chunk, logprobs)
+            entropy[chunk] = ours.entropies(logprobs, leave_probabilities=any(ctx.needs_input_grad))
+            if any(ctx.needs_input_grad):
+                ours.pull(chunk, where.subtract(chunk, logprobs), coefficients[chunk])
+        ctx.save_for_backward(*ours.gradients())
+        picked, entropy = summed(picked, head.group), summed(entropy, head.group)
+        ctx.mark_non_differentiable(picked, entropy)
+        return -coefficients.sum(dtype=torch.float32), picked, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return *scaled(ctx, grads[0]), None, None, None, None
+
+
 class _TokenLogprobs(Function):
     """Log-prob of each target and entropy of each distribution."""
 
@@ -84,14 +111,10 @@ class _TokenLogprobs(Function):
         ours = Projection(x, head, chunks, temperature)
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
-        few = max(1, BLOCK_BYTES // (4 * len(weight)))  # rows of which the probabilities stay in a cache
-        spare = ours.wide.new_empty(min(few, len(ours.wide)), len(weight))
         for chunk in chunks:
             logprobs = ours.logprobs(chunk)
             picked[chunk] = where.pick(chunk, logprobs)
-            for i in range(0, len(logprobs), few):
-                part = logprobs[i : i + few]
-                entropy[chunk][i : i + few] = -ours.probabilities(part, out=spare[: len(part)]).mul_(part).sum(-1)
+            entropy[chunk] = ours.entropies(logprobs, leave_probabilities=False)
         entropy = summed(entropy, head.group)
         ctx.save_for_backward(x, weight, bias, targets, entropy)
         ctx.head, ctx.temperature = head, temperature
@@ -143,6 +166,19 @@ def cross_entropy_by(x: Tensor, head: Head, targets: Tensor, weights: Tensor, gr
 
 def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return _CrossEntropy.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], weights.reshape(-1)[kept])  # type: ignore[return-value]
+
+
+def surrogate(
+    x: Tensor, head: Head, targets: Tensor, weights: Tensor, coefficients: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """−Σ coefficient · ratio of each target to itself, whose gradient is that of −Σ coefficient · log-prob; and as `token_logprobs`, without a gradient, the
+    log-probs and the entropy. The loss is fp32 scalar and can be differentiated once; `weights` says where there is anything: [B, T] each."""
+    kept = trained(weights)
+    of = [t.reshape(-1)[kept] for t in (targets, coefficients)]
+    loss, *said = _Surrogate.apply(*inputs(x, kept, head), head, *of, temperature)  # type: ignore[misc]
+    empty = torch.zeros(weights.numel(), dtype=torch.float32, device=x.device)
+    logprobs, entropy = (empty.index_put((kept,), values).view_as(weights) for values in said)
+    return loss, logprobs, entropy
 
 
 def token_logprobs(x: Tensor, head: Head, targets: Tensor, weights: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

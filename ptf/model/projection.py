@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head
 
+BLOCK_BYTES = 1 << 20
 BLOCK = 8192  # rows of a bf16 head's gradient that are multiplied and added at a time: for 151,936 rows of 256, 51-68 ms instead of 159 (CPU)
 PADDING = -1e9  # the logit of a row that does not count: no probability, and finite, so that 0 times it is 0
 FLOOR = -64.0  # of log-probs on a CPU: a GEMM over denormals took 40 times as long, and e⁻⁶⁴ is lost in any fp32 sum of probabilities
@@ -73,6 +74,19 @@ class Projection:
         torch.exp(floored, out=out)
         out[:, self.head.real :] = 0
         return out
+
+    def entropies(self, logprobs: Tensor, *, leave_probabilities: bool) -> Tensor:
+        """Of each row, [n]: this rank's part. The buffer holds the log-probs afterwards, or the probabilities, which are there anyway."""
+        few = max(1, BLOCK_BYTES // (4 * logprobs.shape[1]))  # rows of which the probabilities stay in a cache
+        found = logprobs.new_empty(len(logprobs))
+        spare = logprobs.new_empty(min(few, len(logprobs)), logprobs.shape[1])
+        for i in range(0, len(logprobs), few):
+            part = logprobs[i : i + few]
+            p = self.probabilities(part, out=spare[: len(part)])
+            found[i : i + few] = -torch.linalg.vecdot(p, part)
+            if leave_probabilities:
+                part.copy_(p)
+        return found
 
     def pull(self, chunk: slice, grad: Tensor, weights: Tensor) -> None:
         """Add what the chunk gives to the gradients: `grad` [n, V] is of the logits over the temperature, still to be weighted, and may be

@@ -25,7 +25,7 @@ from ptf.data.batch import Batch
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, merged
-from ptf.model.chunked import token_logprobs
+from ptf.model.chunked import surrogate, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.recipes import Companion, Metrics, Recipe
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong
@@ -89,7 +89,27 @@ class GRPO:
     def units(self, batch: Batch) -> Tensor:
         return (batch.weights if self.mean_over == "tokens" else weights(batch)).sum(dtype=torch.float64)
 
+    def foreseen(self, batch: Batch) -> bool:
+        """Whether the gradient of every log-prob is known before it is: in the only step from these rollouts, where nothing else is in the loss."""
+        return not ("old_logprobs" in batch.streams or self.max_importance is not None or self.entropy or (self.kl and self.kl_in == "loss"))
+
+    def at_itself(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
+        """`loss` where π_old is the policy: every ratio is 1."""
+        counts = self.counts(batch)
+        given = {"targets": batch.targets, "weights": batch.weights, "coefficients": batch.streams["advantages"] * counts}
+        reduce = partial(surrogate, **given, temperature=self.temperature)
+        loss, logprobs, entropy = model(batch.tokens, batch.positions, batch.segments, reduce)
+        metrics = {"loss": loss.detach(), "entropy": (entropy * counts).sum(), "clip_share": torch.zeros_like(loss), "kl_old": torch.zeros_like(loss)}
+        return loss, metrics | self.apart(logprobs, batch, counts)
+
+    def apart(self, logprobs: Tensor, batch: Batch, counts: Tensor) -> Metrics:
+        """How far the engine's log-probs are from the trainer's."""
+        far = (logprobs - batch.streams["rollout_logprobs"]).abs() * (batch.weights != 0)
+        return {"logprob_diff_mean": (far * counts).sum(), "max_logprob_diff": far.max()}
+
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        if self.foreseen(batch):
+            return self.at_itself(model, batch)
         reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights, temperature=self.temperature)
         logprobs, entropy = model(batch.tokens, batch.positions, batch.segments, reduce)  # [B, T]
         advantages, rollout = batch.streams["advantages"], batch.streams["rollout_logprobs"]
@@ -107,8 +127,7 @@ class GRPO:
             "kl_old": ((ratio - 1 - moved) * counts).sum(),
         }
         if "old_logprobs" not in batch.streams:
-            apart = (old - rollout).abs() * (batch.weights != 0)
-            metrics |= {"logprob_diff_mean": (apart * counts).sum(), "max_logprob_diff": apart.max()}
+            metrics |= self.apart(old, batch, counts)
         if self.max_importance is not None:
             trust = (old - rollout).exp()
             per_token = per_token * trust.clamp(max=self.max_importance)

@@ -47,7 +47,7 @@ class Child:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ptf.rl.child", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, preexec_fn=end_with_parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},  # no code of ours between fork and exec: other threads' locks are held there
             )  # fmt: skip
         self.pipe = ours
         try:
@@ -149,6 +149,7 @@ def environment_of(what: Plug) -> Callable[[Any], Any]:
 
 def serve(pipe: mpc.Connection) -> None:
     """The process's loop; it ends with the process that started it, even while what it serves hangs."""
+    end_with_parent()
     leave_with_parent()
     kind, what = pipe.recv()
     answer = {"reward": reward_of, "environment": environment_of}[kind](Plug(**what))

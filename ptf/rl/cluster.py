@@ -1,14 +1,15 @@
 """Roles and where they live: `RoleGroup` is one role on its workers, `Cluster` makes groups and says whose turn it is.
 
-The one idea: two markers say how a method's arguments travel. `@sharded` splits the first argument (a list) over the workers and joins
-the results in order; `@everywhere` calls every worker with the same arguments and returns rank 0's result. The same role class then runs
-in this process (`LocalCluster`) or on Ray (`VerlCluster`) without knowing.
+The one idea: markers say how a method's arguments travel. `@sharded` splits the first argument (a list) over the workers and joins the
+results in order; `@everywhere` calls every worker with the same arguments and returns rank 0's result; `@lasting` is that for what a worker
+that starts later has to be told too. The same role class then runs in this process (`LocalCluster`) or on Ray (`VerlCluster`) without
+knowing. Roles of one pool take turns; pools do not know of each other.
 """
 
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -18,16 +19,35 @@ from ptf.errors import UserError
 F = TypeVar("F", bound=Callable)
 
 
-def sharded(method: F) -> F:
-    """Split the first argument, a list, over the data-parallel workers; join the lists they return."""
-    method.dispatch = "sharded"  # type: ignore[attr-defined]
-    return method
+def sharded(method: Callable | None = None, *, cost: Callable[[Any], float] = lambda item: 1.0) -> Any:
+    """Split the first argument, a list, over the data-parallel workers; join the lists that they return. Replicas get items of nearly the same `cost`,
+    and their method may be a generator of (number in its list, result) in any order: what was given before a replica is lost is not asked for again."""
+
+    def marked(method: F) -> F:
+        method.dispatch, method.cost = "sharded", cost  # type: ignore[attr-defined]
+        return method
+
+    return marked(method) if method else marked
 
 
 def everywhere(method: F) -> F:
     """Same arguments on every worker; rank 0's result."""
     method.dispatch = "everywhere"  # type: ignore[attr-defined]
     return method
+
+
+def lasting(method: F) -> F:
+    """As `everywhere`; a replica that takes the place of a lost one gets the last such call again."""
+    method.dispatch = "lasting"  # type: ignore[attr-defined]
+    return method
+
+
+def in_order(results: Any) -> Any:
+    """A list, of what a generator gave in any order; anything else as it is."""
+    if not isinstance(results, Iterator):
+        return results
+    found = dict(results)
+    return [found[i] for i in range(len(found))]
 
 
 def split(items: list, parts: int) -> list[list]:
@@ -49,8 +69,26 @@ class Role(Protocol):
     def wake(self) -> None: ...
 
     def memory_gib(self) -> float:
-        """Memory this role holds now: on the GPU, or resident where there is none."""
+        """The most memory that this role held on the GPU since it was asked last; resident now where there is none."""
         ...
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices that some roles share by turns."""
+
+    name: str
+    roles: frozenset[str]
+    processes: tuple[int, ...]  # for how many there is room on each of its places: first those of all roles, last those of the largest alone
+    disk: bool = False  # those who wait do so in files, on a CPU too; else in host memory, where there is a GPU
+
+    @property
+    def workers(self) -> int:
+        """Of its largest role."""
+        return len(self.processes)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.workers} × {', '.join(sorted(self.roles))})"
 
 
 @dataclass(frozen=True)
@@ -73,18 +111,96 @@ class RoleGroup(Protocol):
         """Dispatch by the method's marker. Errors of a worker are raised here; RuntimeError with role and method when one died or the deadline passed."""
         ...
 
+    def memory(self) -> list[float]:
+        """As Role.memory_gib, of each worker."""
+        ...
+
     def where(self) -> list[str]:
         """One description a worker, for the log: process id and actor id."""
         ...
 
 
+@dataclass
+class Turn:
+    """What one phase of a step was: a row of the table that the controller prints."""
+
+    phase: str
+    role: str
+    pool: str
+    workers: int
+    seconds: float
+    gib: float  # of the worker that held most
+    parked: dict[str, float] = field(default_factory=dict)  # roles that gave way → GiB that each still held, of the worker that held most
+
+
+class Turns:
+    """Whose turn it is in each pool, and what each phase took."""
+
+    def __init__(self, pools: Sequence[Pool], gpu: bool) -> None:
+        self.pools, self.gpu = pools, gpu
+        self.groups: list[Any] = []
+        self.awake: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        self.table: list[Turn] = []
+
+    def pool(self, role: str) -> Pool:
+        """Raises UserError if the role has none."""
+        for pool in self.pools:
+            if role in pool.roles:
+                return pool
+        raise UserError(f"compute.pools: role {role} is in none of {', '.join(map(str, self.pools))}")
+
+    def parks(self, pool: Pool) -> bool:
+        """Whether those who wait give their memory back."""
+        return self.gpu or pool.disk
+
+    def room(self, pool: Pool) -> dict[str, float]:
+        """Park whoever holds the pool. Returns what it still holds, in GiB."""
+        group = self.awake.pop(pool.name, None)
+        if group is None or not self.parks(pool):
+            return {}
+        group.call("park")
+        return {group.spec.name: max(group.memory())}
+
+    @contextlib.contextmanager
+    def phase(self, group: Any, name: str) -> Iterator[None]:
+        """It is `group`'s turn: it wakes, roles of the same pool are parked. The seconds are added to `seconds[name]`."""
+        start, pool, parked = time.perf_counter(), self.pool(group.spec.name), dict[str, float]()
+        if self.awake.get(pool.name) is not group:
+            parked = self.room(pool)
+            if self.parks(pool):
+                group.call("wake")
+            self.awake[pool.name] = group
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            self.table.append(Turn(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, parked))
+        self.table[-1].gib = max(group.memory())
+
+
+def table(turns: Sequence[Turn]) -> str:
+    """Phase × role × pool × memory × seconds, one line each; equal phases one after the other are one."""
+    rows = [("phase", "role", "pool", "workers", "seconds", "GiB", "parked")]
+    for turn in turns:
+        gone = ", ".join(f"{role} {gib:.2f} GiB" for role, gib in turn.parked.items()) or "-"
+        rows.append((turn.phase, turn.role, turn.pool, str(turn.workers), f"{turn.seconds:.2f}", f"{turn.gib:.2f}", gone))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
 class Cluster(Protocol):
-    def start(self, spec: RoleSpec) -> RoleGroup: ...
-    def phase(self, group: Any, name: str) -> contextlib.AbstractContextManager[None]:
-        """It is `group`'s turn: it wakes, roles on the same devices are parked. The seconds are added to `seconds[name]`."""
+    seconds: dict[str, float]
+    table: list[Turn]
+
+    def start(self, spec: RoleSpec) -> RoleGroup:
+        """Make the role in its pool, where it is awake afterwards. Raises UserError if no pool has it, or its pool is too small."""
         ...
 
-    seconds: dict[str, float]
+    def phase(self, group: Any, name: str) -> contextlib.AbstractContextManager[None]:
+        """As Turns.phase."""
+        ...
 
     def close(self) -> None: ...
 
@@ -99,41 +215,30 @@ class LocalGroup:
         self.role = spec.cls(world, **spec.kwargs)
 
     def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.role, method)(*args)
+        return in_order(getattr(self.role, method)(*args))
+
+    def memory(self) -> list[float]:
+        return [self.role.memory_gib()]
 
     def where(self) -> list[str]:
         return ["in this process"]
 
 
-class LocalCluster:
-    """All roles in this process; they take turns on its device."""
+class LocalCluster(Turns):
+    """All roles in this process. On a GPU they give way to each other, unless their pools differ."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, pools: Sequence[Pool]) -> None:
+        super().__init__(pools, world.device.type == "cuda")
         self.world = world
-        self.groups: list[LocalGroup] = []
-        self.awake: LocalGroup | None = None
-        self.seconds: dict[str, float] = {}
 
     def start(self, spec: RoleSpec) -> LocalGroup:
-        if self.awake:
-            self.awake.role.park()
+        pool = self.pool(spec.name)
+        self.room(pool)
         group = LocalGroup(spec, self.world)
         self.groups.append(group)
-        self.awake = group
+        self.awake[pool.name] = group
         return group
-
-    @contextlib.contextmanager
-    def phase(self, group: LocalGroup, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        if self.awake is not group:
-            if self.awake:
-                self.awake.role.park()
-            group.role.wake()
-            self.awake = group
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def close(self) -> None:
         self.groups.clear()
+        self.awake.clear()

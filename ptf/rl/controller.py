@@ -10,7 +10,7 @@ import numpy as np
 
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
-from ptf.compute.leave import Requests, on_sigterm
+from ptf.compute.leave import Requests, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
 from ptf.config.schema import LOGPROB_BOUND, PPOAlgo
@@ -22,7 +22,8 @@ from ptf.data.trajectory import Group, NoResult, Prompt, Reward
 from ptf.errors import Left, UserError
 from ptf.recipes import Online
 from ptf.recipes.grpo import samples_of
-from ptf.rl.cluster import Cluster, RoleGroup
+from ptf.rl.cluster import Cluster, RoleGroup, table
+from ptf.rl.reward_model import Taste
 from ptf.rl.rewards import Rewards, score_groups
 from ptf.rl.roles import refuse_apart
 from ptf.rl.samples import Samples
@@ -42,7 +43,7 @@ class Controller:
     def __init__(
         self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
         *, policy: RoleGroup, rollout: RoleGroup, scorers: Mapping[str, RoleGroup], critic: RoleGroup | None = None,
-        rewards: Rewards | None, judge: Rewards | None, made_with: Mapping[str, Any], tokenizer: Tokenizer, run: Path,
+        rewards: Rewards | None, taste: Taste | None, judge: Rewards | None, made_with: Mapping[str, Any], tokenizer: Tokenizer, run: Path,
     ) -> None:  # fmt: skip
         assert job.rollout is not None
         assert job.train.steps is not None, "online jobs have no train.epochs"
@@ -50,12 +51,19 @@ class Controller:
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
         self.policy, self.rollout, self.scorers, self.critic, self.rewards = policy, rollout, scorers, critic, rewards
         self.warmup = job.algo.critic_warmup if isinstance(job.algo, PPOAlgo) else 0  # steps of the critic alone
+        self.taste = taste
         self.judge = judge or rewards  # of held-out answers
-        self.source = f"the reward {rewards.reward.use}" if rewards else f"the environment {self.knobs.environment and self.knobs.environment.use}"
+        self.source = (
+            f"the reward {rewards.reward.use}"
+            if rewards
+            else "the reward model"
+            if taste
+            else f"the environment {job.rollout.environment and job.rollout.environment.use}"
+        )
         self.made_with = made_with
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
         self.saves = Checkpoints.of(job, run)
-        self.leave = Requests(run)
+        self.leave, self.directory = Requests(run), run
         self.ahead = recipe.needs_old or self.warmup > 0  # the trainer's log-probs of what was sampled, before anything is made of it
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
@@ -64,15 +72,16 @@ class Controller:
 
     def run(self) -> None:
         """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""
-        with on_sigterm(self.leave.note):
+        with passing_on(self.directory):  # so that another attempt knows of it too
             self._run()
 
     def _run(self) -> None:
-        phase = self.cluster.phase
+        phase, first = self.cluster.phase, self.step + 1
         self.sync()
         while self.step < self.steps:
             began = time.perf_counter()
             self.cluster.seconds.clear()
+            self.cluster.table.clear()
             groups, metrics, reward_s = self.rollouts()
             if self.ahead:
                 with phase(self.policy, "logprobs"):
@@ -102,7 +111,10 @@ class Controller:
                 metrics |= self.validate()
             spent = time.perf_counter() - began
             seconds = {f"seconds/{k}": v for k, v in (self.cluster.seconds | {"reward": reward_s}).items()}
-            self.track.log(self.step, metrics | {"tok_s": metrics["generated"] / spent, "step_s": spent} | seconds)
+            memory = {f"mem/{turn.role}": turn.gib for turn in sorted(self.cluster.table, key=lambda turn: turn.gib)}  # the most of each
+            self.track.log(self.step, metrics | {"tok_s": metrics["generated"] / spent, "step_s": spent} | seconds | memory)
+            if self.step == first:
+                print(f"step {first}, its phases:\n{table(self.cluster.table)}", flush=True)
             leaving = self.leave.made
             if self.saves.due(self.step) or leaving:
                 self.save()
@@ -112,7 +124,7 @@ class Controller:
     def rollouts(self) -> tuple[list[Group], dict[str, float], float]:
         """Scored groups to train on, what the rewards of all answers say, and the seconds that they took. Where groups of equal rewards are replaced
         (DAPO's dynamic sampling), prompts are drawn until as many differ as were asked for, or `rollout.max_rounds` times."""
-        knobs, seen, kept, reward_s = self.knobs, list[Group](), list[Group](), 0.0
+        knobs, seen, kept, groups, reward_s = self.knobs, list[Group](), list[Group](), list[Group](), 0.0
         for _ in range(knobs.max_rounds if knobs.equal == "replace" else 1):
             prompts = [next(self.prompts) for _ in range(knobs.prompts - len(kept))]
             with self.cluster.phase(self.rollout, "rollout"):
@@ -120,22 +132,30 @@ class Controller:
             began = time.perf_counter()
             groups = score_groups(self.rewards, groups)
             reward_s += time.perf_counter() - began
+            if self.taste:
+                with self.cluster.phase(self.taste.group, "reward model"):
+                    groups = self.taste.score(groups)
             seen += groups
             kept += groups if knobs.equal == "keep" else [group for group in groups if differs(group)]
             if len(kept) == knobs.prompts:
                 break
         metrics = self.outcomes(seen) | {"asked_again": self.asked_again()}
         if not kept:
-            raise UserError(
+            said = (
                 f"step {self.step}: in each of {len(seen)} groups all answers have the same reward, in {knobs.max_rounds} rounds (rollout.max_rounds): "
-                f"there is nothing to learn from. The mean reward is {metrics['reward']:.3g}: the task is too hard or too easy, or the reward is wrong"
+                f"there is nothing to learn from. The mean reward is {metrics['reward']:.3g}"
             )
-        return kept, metrics, reward_s
+            if self.step == 0:
+                raise UserError(f"{said}: the task is too hard or too easy, or the reward is wrong")
+            print(said, flush=True)  # a policy that has learned its task comes here too
+        return kept or groups, metrics, reward_s
 
     def asked_again(self) -> float:
         """How many rewards were asked for once more in this step; of environments, on the first worker, how many turns."""
-        if self.rewards is None:
+        if self.knobs.environment:
             return float(self.rollout.call("asked_again"))
+        if self.rewards is None:
+            return 0.0
         again, self.rewards.again = self.rewards.again, 0
         return float(again)
 

@@ -2,51 +2,70 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from ptf import recipes
 from ptf.compute import provenance
+from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.launch import default_threads
+from ptf.compute.leave import Requests
 from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
-from ptf.config.schema import ModelConfig, PPOAlgo, Source
+from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, Source
 from ptf.data.pipeline import prompts_once, prompts_stream
 from ptf.data.sources import fingerprints
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
-from ptf.errors import UserError
+from ptf.errors import Lost, Retryable, UserError, told
 from ptf.model import bridge
 from ptf.model.vocabulary import refuse_larger_tokenizer
 from ptf.recipes import Companion, Online
-from ptf.rl.cluster import Cluster, LocalCluster, RoleSpec
+from ptf.rl.cluster import Cluster, LocalCluster, Pool, RoleSpec
 from ptf.rl.controller import Controller
+from ptf.rl.reward_model import RewardModel, Taste, refuse_without_score
 from ptf.rl.rewards import Rewards
 from ptf.rl.roles import EnvironmentSpec, Learner, Sampler, Scorer
+from ptf.rl.sync import SyncError
 from ptf.train.companions import located, refuse_other_tokenizer
 from ptf.train.parts import unadapted
 from ptf.train.reading import specs
 from ptf.train.start import extended, own_reference, start_directory, tokenizer_directory
 
+PARKED = "parked"  # in the run's directory: what roles keep on disk while others have the devices
 CHECKED = 10_000  # prompts of each source whose length is looked at before training starts
 
 
 @contextlib.contextmanager
-def clustered(job: Job, run: Path, roles: int, local: bool = False) -> Iterator[Cluster]:
+def clustered(job: Job, run: Path, pools: Sequence[Pool], local: bool = False) -> Iterator[Cluster]:
     """Where this job's roles live: Ray actors, or (launcher local, or `local`) this process."""
     compute = job.compute
     threads = compute.threads or default_threads(1)
+    shutil.rmtree(run / PARKED, ignore_errors=True)  # of an attempt that was killed
+    try:
+        with _clustered(job, run, pools, threads, local) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(run / PARKED, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _clustered(job: Job, run: Path, pools: Sequence[Pool], threads: int, local: bool) -> Iterator[Cluster]:
+    compute = job.compute
     if local or compute.launcher == "local":
         with joined(compute.device, compute.timeout_s, threads=threads) as world:
-            yield LocalCluster(world)
+            yield LocalCluster(world, pools)
     elif compute.launcher == "ray":
         from ptf.compute.ray_session import ray_session
         from ptf.rl.verl_cluster import VerlCluster
 
-        with ray_session(address=compute.address, workdir=run, cpus=roles, timeout_s=min(compute.timeout_s, 300)):
-            cluster = VerlCluster(device=compute.device, threads=compute.threads, timeout_s=compute.timeout_s)
+        processes = sum(sum(pool.processes) for pool in pools)
+        with ray_session(address=compute.address, workdir=run, cpus=processes, timeout_s=min(compute.timeout_s, 300)):
+            cluster = VerlCluster(device=compute.device, threads=compute.threads, timeout_s=compute.timeout_s, pools=pools, restarts=compute.restarts)
             try:
                 yield cluster
             finally:
@@ -55,10 +74,32 @@ def clustered(job: Job, run: Path, roles: int, local: bool = False) -> Iterator[
         raise UserError("compute.launcher: torchrun runs offline recipes only; use ray or local for rollouts")
 
 
+def pools_of(given: Mapping[str, PoolConfig], plans: Mapping[str, RoleSpec]) -> list[Pool]:
+    """Who shares devices; without any given, all do. Raises UserError unless every role of the job, and no other, sits in a pool."""
+    seats = {name: frozenset(pool.roles) for name, pool in given.items()} or {"all": frozenset(plans)}
+    seated = frozenset[str]().union(*seats.values())
+    if unknown := seated ^ plans.keys():
+        role = sorted(unknown)[0]
+        fault = f"no pool has the role {role}" if role in plans else f"this job has no role {role}; it has {', '.join(plans)}"
+        raise UserError(f"compute.pools: {fault}")
+    disk = {name for name, pool in given.items() if pool.park == "disk"}
+    wide = {name: max(plans[role].workers for role in roles) for name, roles in seats.items()}
+    on = {name: tuple(sum(plans[role].workers > i for role in roles) for i in range(wide[name])) for name, roles in seats.items()}
+    return [Pool(name, roles, on[name], name in disk) for name, roles in seats.items()]
+
+
+def parked(spec: RoleSpec, pools: Sequence[Pool], run: Path) -> RoleSpec:
+    """The role, told where its memory waits if that is on disk."""
+    if not any(pool.disk and spec.name in pool.roles for pool in pools):
+        return spec
+    return replace(spec, kwargs={**spec.kwargs, "parked": str(run / PARKED / spec.name)})
+
+
 def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str | Plug, version: int, workers: int, length: int) -> RoleSpec:
     """One role that generates from a Hugging Face directory, up to `length` tokens in all. Raises UserError if the model has fewer positions."""
     options: dict[str, object] = {}
-    positions = bridge.shape(directory, job.model.backend).max_positions
+    shape = bridge.shape(directory, job.model.backend)
+    positions = shape.max_positions
     if length > positions:
         raise UserError(f"prompt and answer may take {length} tokens together, but {directory} has {positions} positions; lower data.seq_len or max_new_tokens")
     env: dict[str, str] = {}
@@ -74,7 +115,7 @@ def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine
         options["environment"] = EnvironmentSpec(what, knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
     kwargs = {
         "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
-        "max_length": length, "timeout_s": job.compute.timeout_s, **options,
+        "max_length": length, "vocabulary": shape.vocab, "timeout_s": job.compute.timeout_s, **options,
     }  # fmt: skip
     return RoleSpec("rollout", Sampler, kwargs, workers, env)
 
@@ -134,7 +175,29 @@ def start_of(one: Companion, role: str, tokenizer: str, model: Path) -> dict[str
 
 
 def fit_online(job: Job, run: Path) -> None:
-    """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory."""
+    """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory. On Ray, what fails in the
+    middle goes on from the newest checkpoint, `compute.restarts` times without a newer one."""
+    saves = Checkpoints.of(job, run)
+    at, again, said = -1, 0, ""
+    while True:
+        try:
+            return attempt(job, run)
+        except (UserError, SyncError, TimeoutError):
+            raise
+        except Exception as error:
+            found = saves.latest()
+            step = found[0] if found else 0
+            again, repeated = (again + 1, str(error) == said) if step == at else (1, False)
+            if job.compute.launcher != "ray" or again > job.compute.restarts or (repeated and not isinstance(error, Lost)):
+                raise
+            if Requests(run).made:
+                raise Retryable(f"asked to stop, and then: {error}") from error
+            at, said = step, str(error)
+            print(f"{told(error)}\nstarted again from step {step} ({again} of {job.compute.restarts}, compute.restarts)", flush=True)
+
+
+def attempt(job: Job, run: Path) -> None:
+    """fit_online, once."""
     knobs = job.rollout
     if knobs is None:
         raise UserError("an online recipe needs the section rollout")
@@ -169,28 +232,39 @@ def fit_online(job: Job, run: Path) -> None:
         "temperature": knobs.temperature,
     }
     frozen = {"spec": unadapted(common["spec"]), "precision": job.train.precision, "micro_rows": job.train.micro_rows}
+    if job.train.deterministic:
+        frozen["width"] = 0
     own = {role: start_of(one, role, tokenizer_path, start) for role, one in recipe.companions.items() if one.path is not None}
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
-    with clustered(job, run, workers * 3 + knobs.workers) as cluster:
-        policy = cluster.start(RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, **mesh))
-        scorers = {
-            role: policy if role not in own and own_reference(model)
-            else cluster.start(RoleSpec(role, Scorer, {**common, **frozen, **own.get(role, {})}, workers, **mesh))
-            for role in recipe.companions
-        }  # fmt: skip
-        critic = None
-        if (trained_by := cast("Online", recipe).critic) is not None:
-            lr = job.algo.critic_lr if isinstance(job.algo, PPOAlgo) else None
-            train = job.train.model_copy(update={"lr": lr or job.train.lr})
-            critic = cluster.start(RoleSpec("critic", Learner, {**common, "tokenizer": tokenizer_path, "train": train, "recipe": trained_by}, workers, **mesh))
-        spec = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
-        rollout = cluster.start(spec)
+    plans = {"policy": RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, **mesh)}
+    for role in recipe.companions:
+        if role in own or not own_reference(model):
+            plans[role] = RoleSpec(role, Scorer, {**common, **frozen, **own.get(role, {})}, workers, **mesh)
+    if (trained_by := cast("Online", recipe).critic) is not None:
+        lr = job.algo.critic_lr if isinstance(job.algo, PPOAlgo) else None
+        train = job.train.model_copy(update={"lr": lr or job.train.lr})
+        plans["critic"] = RoleSpec("critic", Learner, {**common, "tokenizer": tokenizer_path, "train": train, "recipe": trained_by}, workers, **mesh)
+    if liked := knobs.reward_model:
+        place = located(Companion(liked.path, liked.revision), "rollout.reward_model.path")
+        refuse_without_score(place)
+        longest = min(bridge.shape(place).max_positions, 2 * job.data.seq_len)  # its tokenizer and template may take more tokens than the policy's
+        width = 0 if job.train.deterministic else longest
+        scoring = {"directory": str(place), "spec": ModelConfig(path=str(place)), "seed": job.seed, "precision": job.train.precision}
+        plans["reward"] = RoleSpec("reward", RewardModel, {**scoring, "width": width, "micro_rows": job.train.micro_rows}, workers, **mesh)
+    plans["rollout"] = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
+    pools = pools_of(job.compute.pools, plans)
+    with clustered(job, run, pools) as cluster:
+        groups = {role: cluster.start(parked(spec, pools, run)) for role, spec in plans.items()}
+        policy, rollout = groups["policy"], groups["rollout"]
+        scorers = {role: groups.get(role, policy) for role in recipe.companions}
+        critic = groups.get("critic")
+        taste = Taste(groups["reward"], Tokenizer.load(str(place)), longest, liked.weight) if liked else None
         engine = knobs.engine.use if isinstance(knobs.engine, Plug) else knobs.engine
         print(f"rollout: engine={engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
         judge = rewards_of(job, evaluation)
         controller = Controller(
             job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, scorers=scorers, critic=critic,
-            rewards=rewards_of(job, knobs.reward), judge=judge, made_with=made_with, tokenizer=tokenizer, run=run,
+            rewards=rewards_of(job, knobs.reward), taste=taste, judge=judge, made_with=made_with, tokenizer=tokenizer, run=run,
         )  # fmt: skip
         try:
             controller.run()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ptf.compute.parking import Parking
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Call
@@ -72,13 +73,15 @@ class NativeEngine:
     in_batches = True
 
     def __init__(
-        self, directory: str, *, device: torch.device, dtype: torch.dtype, version: int, batch: int = 1024, parts: Parts | None = None, seed: int = 0
-    ) -> None:
+        self, directory: str, *, device: torch.device, dtype: torch.dtype, version: int, batch: int = 1024, parts: Parts | None = None, seed: int = 0,
+        parked: Path | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.family = bridge.build(Path(directory), head="lm", parts=parts)
         bridge.materialize(self.model, device)
         bridge.load_hf(self.model, Path(directory), self.family, seed)
         self.model.to(dtype).requires_grad_(False).eval()
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
+        self.parking = Parking(parked)
         self.waiting: list[tuple[Request, asyncio.Future[Call]]] = []
 
     async def generate(self, request: Request) -> Call:
@@ -176,11 +179,11 @@ class NativeEngine:
         return receipt
 
     def sleep(self) -> None:
-        """The cache lives only inside a batch; the weights are parked in host memory."""
-        self.model.to("cpu")
+        """The cache lives only inside a batch; the weights are parked."""
+        self.parking.park([*self.model.parameters(), *self.model.buffers()])
 
     def wake(self) -> None:
-        self.model.to(self.device)
+        self.parking.wake()
 
 
 def _draw(logits: Tensor, temperature: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:

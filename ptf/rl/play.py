@@ -7,7 +7,7 @@ rewrites what was said, the context is encoded from its text, and a new sample b
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ class Limits:
     sampling: Sampling  # of one call
     max_length: int  # tokens of a context with what is sampled after it
     max_turns: int = 1
+    vocabulary: int | None = None  # ids that the model has
 
 
 @dataclass
@@ -126,20 +127,60 @@ class Episode:
         return self.tokenizer.decode([*last.context, *last.sampled][len(self.calls[0].context) :])
 
 
-async def play(engine: RolloutEngine, episodes: Sequence[Episode]) -> list[Trajectory]:
-    """All of them to their ends, in their order. No conversation waits for another's turn, but with an engine that answers in batches (so that each of
-    its batches is the same whenever it is played)."""
-    if not engine.in_batches:
-        await asyncio.gather(*(_alone(engine, episode) for episode in episodes))
-    else:
+async def played(engine: RolloutEngine, episodes: Sequence[Episode]) -> AsyncGenerator[tuple[int, Trajectory]]:
+    """Each of them with its number, as soon as it is over. No conversation waits for another's turn, but with an engine that answers in batches (so
+    that each of its batches is the same whenever it is played)."""
+    if engine.in_batches:
         await asyncio.gather(*(episode.begin() for episode in episodes))
         while live := [episode for episode in episodes if not episode.over]:
-            calls = await asyncio.gather(*(engine.generate(episode.request()) for episode in live))
+            calls = await asyncio.gather(*(_asked(engine, episode) for episode in live))
             await asyncio.gather(*(episode.hear(call) for episode, call in zip(live, calls, strict=True)))
-    return list(await asyncio.gather(*(episode.trajectory() for episode in episodes)))
+    playing = [asyncio.create_task(_numbered(engine, i, episode)) for i, episode in enumerate(episodes)]
+    try:
+        for ended in asyncio.as_completed(playing):
+            yield await ended
+    finally:
+        for task in playing:
+            task.cancel()
 
 
-async def _alone(engine: RolloutEngine, episode: Episode) -> None:
-    await episode.begin()
-    while not episode.over:
-        await episode.hear(await engine.generate(episode.request()))
+async def play(engine: RolloutEngine, episodes: Sequence[Episode]) -> list[Trajectory]:
+    """All of them to their ends, in their order."""
+    found = dict([one async for one in played(engine, episodes)])
+    return [found[i] for i in range(len(episodes))]
+
+
+async def _numbered(engine: RolloutEngine, number: int, episode: Episode) -> tuple[int, Trajectory]:
+    if not engine.in_batches:
+        await episode.begin()
+        while not episode.over:
+            await episode.hear(await _asked(engine, episode))
+    return number, await episode.trajectory()
+
+
+async def _asked(engine: RolloutEngine, episode: Episode) -> Call:
+    """Its next call. Raises EngineFault for one that no engine may give."""
+    request = episode.request()
+    call = await engine.generate(request)
+    refuse_garbage(call, request, engine, episode.limits.vocabulary)
+    return call
+
+
+class EngineFault(RuntimeError):
+    """An engine gave what it may not: it is broken, whatever else it says."""
+
+
+def refuse_garbage(call: Call, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
+    """Raises EngineFault unless the call is an answer to the request: its context, and tokens of the vocabulary, each with a log-prob and the version
+    of the engine's weights."""
+    sampled, most = call.sampled, request.sampling.max_new_tokens
+    faults = {
+        "another context than was asked": not np.array_equal(call.context, request.context),
+        f"{len(sampled)} tokens of at most {most}": not 1 <= len(sampled) <= most,
+        "a token that is not in the vocabulary": bool(((sampled < 0) | (sampled >= (vocabulary or np.inf))).any()),
+        "log-probs that are not numbers of at most 0, one a token": len(call.logprobs) != len(sampled)
+        or not bool((np.isfinite(call.logprobs) & (call.logprobs <= 1e-3)).all()),
+        f"tokens of other weights than it holds, {engine.version}": len(call.versions) != len(sampled) or bool((call.versions != engine.version).any()),
+    }
+    if found := [fault for fault, there in faults.items() if there]:
+        raise EngineFault(f"the rollout engine {engine.name} answered with {' and '.join(found)}")

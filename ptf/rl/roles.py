@@ -4,72 +4,42 @@ The one idea: the policy role *is* the SFT trainer, called from elsewhere.
 """
 
 import asyncio
-import gc
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
-from ptf.compute.world import World
+from ptf.compute.parking import Parking, give_back, own_file
+from ptf.compute.world import World, alone
 from ptf.config import Plug, plug
 from ptf.config.schema import ModelConfig, TrainConfig
-from ptf.data.batch import Batch
-from ptf.data.packing import pack_all
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.model import bridge
-from ptf.model.chunked import token_logprobs
-from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
 from ptf.recipes import Recipe
-from ptf.rl.cluster import everywhere, sharded
+from ptf.rl.cluster import everywhere, lasting, sharded
 from ptf.rl.engine import RolloutEngine, Sampling
 from ptf.rl.env import Environments
-from ptf.rl.play import Episode, Limits, play
+from ptf.rl.looking import per_token, sample_logprobs
+from ptf.rl.play import Episode, Limits, played
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
 from ptf.train.adapter import export_adapter
-from ptf.train.deal import deal
+from ptf.train.canonical import trainer_of
+from ptf.train.deal import deal, dealt_alone
 from ptf.train.export import export
 from ptf.train.parts import parts_of
-from ptf.train.trainer import Trainer, forget_forwards, load_model
-
-
-def sample_logprobs(model: Decoder, samples: Sequence[Sample], world: World, *, width: int, micro_rows: int, temperature: float) -> list[np.ndarray]:
-    """Log-probs of each sample's trained tokens, aligned with its tokens and 0 elsewhere: [n] each."""
-    logprobs = lambda x, head, batch: token_logprobs(x, head, batch.targets, batch.weights, temperature)[0]  # noqa: E731
-    return per_token(model, samples, world, logprobs, width=width, micro_rows=micro_rows)
-
-
-@torch.no_grad()
-def per_token(
-    model: Decoder, samples: Sequence[Sample], world: World, reduce: Callable[[Tensor, Any, Batch], Tensor], *, width: int, micro_rows: int
-) -> list[np.ndarray]:  # fmt: skip
-    """What `reduce` makes of hidden states, head and batch, [B, T] aligned with targets, as [n] of each sample, aligned with its tokens. Every rank
-    brings its own samples; all make equally many forward passes."""
-    order = {id(s): i for i, s in enumerate(samples)}
-    rows = pack_all([(s,) for s in samples], width)
-    out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
-    alone = World(device=world.device)
-    batches = deal(rows, alone, micro_rows, width)
-    passes = int(world.max(len(batches)))
-    idle = deal([], alone, 1, width)[0]
-    for i in range(passes):
-        batch = (batches[i] if i < len(batches) else idle).to(world.device)
-        values = model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: reduce(x, head, b)).cpu().numpy()  # [B, T]
-        for row, line in zip(rows[i * micro_rows : (i + 1) * micro_rows], values, strict=False):
-            at = 0
-            for (sample,) in row:
-                out[order[id(sample)]][1:] = line[at : at + len(sample) - 1]
-                at += len(sample)
-    return out
+from ptf.train.trainer import forget_forwards, load_model
 
 
 def refuse_apart(step: int, worst: float, bound: float) -> None:
@@ -81,15 +51,50 @@ def refuse_apart(step: int, worst: float, bound: float) -> None:
         )
 
 
-class Scorer:
-    """A frozen model that gives log-probs."""
+def held(model: nn.Module) -> Iterator[Tensor]:
+    """What a model keeps on its device between two calls."""
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward without a backward it shows its gathered copies
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from model.buffers()
+
+
+class Frozen:
+    """A model that is only looked at."""
 
     distributed: ClassVar[bool] = True
+    head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
-    def __init__(self, world: World, *, directory: str, spec: ModelConfig, seed: int, precision: str, width: int, micro_rows: int, temperature: float) -> None:
-        self.world, self.width, self.micro_rows, self.temperature = world, width, micro_rows, temperature
-        self.model, self.family = load_model(Path(directory), world, spec, seed=seed, precision=precision)
+    def __init__(
+        self, world: World, *, directory: str, spec: ModelConfig, seed: int, precision: str, width: int, micro_rows: int, parked: str | None = None
+    ) -> None:  # fmt: skip
+        self.world, self.width, self.micro_rows = world, width, micro_rows
+        self.parking = Parking(own_file(parked, world.rank))
+        self.model, self.family = load_model(Path(directory), world, spec, seed=seed, precision=precision, head=self.head)
         self.model.requires_grad_(False)
+
+    @everywhere
+    def park(self) -> None:
+        self.parking.park(held(self.model))
+
+    @everywhere
+    def wake(self) -> None:
+        self.parking.wake()
+
+    @everywhere
+    def memory_gib(self) -> float:
+        return memory_gib(self.world.device)
+
+
+class Scorer(Frozen):
+    """It gives log-probs."""
+
+    def __init__(self, world: World, *, temperature: float, **kwargs: Any) -> None:
+        super().__init__(world, **kwargs)
+        self.temperature = temperature
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
@@ -98,20 +103,6 @@ class Scorer:
         forget_forwards(self.model)
         return found
 
-    def park(self) -> None:
-        if self.world.device.type == "cuda":
-            self.model.to("cpu")
-            gc.collect()
-            torch.cuda.empty_cache()
-
-    def wake(self) -> None:
-        if self.world.device.type == "cuda":
-            self.model.to(self.world.device)
-
-    @everywhere
-    def memory_gib(self) -> float:
-        return memory_gib(self.world.device)
-
 
 class Learner:
     """A model that is trained: the policy, or its critic."""
@@ -119,35 +110,46 @@ class Learner:
     distributed: ClassVar[bool] = True
 
     def __init__(
-        self, world: World, *, directory: str, tokenizer: str, spec: ModelConfig, seed: int, train: TrainConfig, recipe: Recipe, width: int, temperature: float
-    ) -> None:
+        self, world: World, *, directory: str, tokenizer: str, spec: ModelConfig, seed: int, train: TrainConfig, recipe: Recipe, width: int,
+        temperature: float, parked: str | None = None,
+    ) -> None:  # fmt: skip
+        self.parking = Parking(own_file(parked, world.rank))
         self.world, self.source, self.recipe, self.width, self.temperature = world, Path(directory), recipe, width, temperature
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
-        self.micro_rows = train.micro_rows
+        self.micro_rows, self.deterministic = train.micro_rows, train.deterministic
+        self.scored = 0 if train.deterministic else width  # the width of rows that are only looked at
+        within = alone(world) if train.deterministic else world  # who holds the model together
         self.model, self.family = load_model(
-            self.source, world, spec, seed=seed, precision=train.precision, head=recipe.head, recomputed=train.checkpointing, compiled=train.compile
+            self.source, within, spec, seed=seed, precision=train.precision, head=recipe.head, recomputed=train.checkpointing, compiled=train.compile
         )
-        self.trainer = Trainer(self.model, world, train)
+        self.trainer = trainer_of(train, self.model, world)
 
     @everywhere
     def update(self, minibatches: list[list[list[Atom]]], step: int, bound: float | None = None) -> dict[str, float]:
         """One optimizer step for each minibatch of packed rows, which are dealt to the ranks; metrics are means over all units. With a `bound` the
         recipe compares the engine's log-probs with its own, and nothing is trained if they differ by more: SyncError."""
         check = None if bound is None else lambda means: refuse_apart(step, means["max_logprob_diff"], bound)
-        results = [self.trainer.step(deal(rows, self.world, self.micro_rows, self.width), self.recipe, step, check=check) for rows in minibatches]
+        results = []
+        for rows in minibatches:
+            self.trainer.refuse_large(len(rows))
+            if self.deterministic:
+                micro, numbers = dealt_alone(rows, self.world)
+            else:
+                micro, numbers = deal(rows, self.world, self.micro_rows, self.width), []
+            results.append(self.trainer.step(micro, self.recipe, step, numbers, check))
         units = [r["units"] for r in results]
         return {name: float(np.average([r[name] for r in results], weights=None if name == "units" else units)) for name in results[0]}
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """As Scorer.logprobs, of the weights as they are now."""
-        return sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=self.temperature)
+        return sample_logprobs(self.model, samples, self.world, width=self.scored, micro_rows=self.micro_rows, temperature=self.temperature)
 
     @sharded
     def values(self, samples: list[Sample]) -> list[np.ndarray]:
         """What the critic expects before each trained token: [n] each, 0 elsewhere."""
         expected = lambda x, head, batch: head.values(x) * (batch.weights != 0)  # noqa: E731
-        return per_token(self.model, samples, self.world, expected, width=self.width, micro_rows=self.micro_rows)
+        return per_token(self.model, samples, self.world, expected, width=self.scored, micro_rows=self.micro_rows)
 
     @sharded
     def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
@@ -159,7 +161,7 @@ class Learner:
     def score(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probs of tokens 1…n-1 of each sequence at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
-        values = sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=1.0)
+        values = sample_logprobs(self.model, samples, self.world, width=self.scored, micro_rows=self.micro_rows, temperature=1.0)
         return [v[1:] for v in values]
 
     @everywhere
@@ -189,23 +191,14 @@ class Learner:
         if self.spec.lora:
             export_adapter(self.model, self.family, self.source, Path(directory), self.world, self.spec, self.precision)
 
+    @everywhere
     def park(self) -> None:
-        """Weights, gradients and optimizer leave the GPU."""
-        if self.world.device.type == "cuda":
-            self._move(torch.device("cpu"))
+        """Weights, gradients and optimizer leave the device."""
+        self.parking.park([*held(self.model), *(v for state in self.trainer.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))])
 
+    @everywhere
     def wake(self) -> None:
-        if self.world.device.type == "cuda":
-            self._move(self.world.device)
-
-    def _move(self, device: torch.device) -> None:
-        self.model.to(device)
-        for state in self.trainer.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    state[name] = value.to(device)
-        gc.collect()
-        torch.cuda.empty_cache()
+        self.parking.wake()
 
     @everywhere
     def memory_gib(self) -> float:
@@ -233,39 +226,49 @@ class Sampler:
 
     def __init__(
         self, world: World, *, engine: str | Plug, directory: str, tokenizer: str, version: int, seed: int, precision: str, max_length: int,
-        timeout_s: float, environment: EnvironmentSpec | None = None, **options: Any,
+        timeout_s: float, vocabulary: int | None = None, environment: EnvironmentSpec | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.world, self.seed, self.timeout_s, self.max_length = world, seed, timeout_s, max_length
+        self.world, self.seed, self.timeout_s, self.max_length, self.vocabulary = world, seed, timeout_s, max_length, vocabulary
         self.environments = environment and environment.made()
         self.max_turns = environment.max_turns if environment else 1
         self.tokenizer = Tokenizer.load(tokenizer)
         self.engine = make_engine(engine, directory, world, version=version, seed=seed, precision=precision, max_length=max_length, **options)
 
-    @sharded
-    def rollout(self, prompts: list[Prompt], version: int, key: str, n: int, max_new_tokens: int, temperature: float) -> list[Group]:
-        """n answers to each prompt. `key` names the occasion (a step, an evaluation) and with the prompt's index and the sample's number
-        seeds each answer. Raises SyncError, before anything is generated, unless the engine holds exactly `version`."""
+    @sharded(cost=lambda prompt: len(prompt.tokens))
+    def rollout(self, prompts: list[Prompt], version: int, key: str, n: int, max_new_tokens: int, temperature: float) -> Iterator[tuple[int, Group]]:
+        """n answers to each prompt, with its number, as soon as all of them are there. `key` names the occasion (a step, an evaluation) and with the
+        prompt's index and the sample's number seeds each answer. Raises SyncError, before anything is generated, unless the engine holds exactly
+        `version`."""
         if self.engine.version != version:
             raise SyncError(f"the rollout engine holds weights {self.engine.version}, the policy is at {version}: a sync was lost; nothing was generated")
-        limits = Limits(Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids), self.max_length, self.max_turns)
+        limits = Limits(Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids), self.max_length, self.max_turns, self.vocabulary)
         made = lambda p, i: Episode(p, limits, self.tokenizer, partial(seed_of, self.seed, key, p.index, i), self.environments)  # noqa: E731
-        played = iter(self._play([made(p, i) for p in prompts for i in range(n)]))
-        return [tuple(next(played) for _ in range(n)) for _ in prompts]
+        found: list[dict[int, Trajectory]] = [{} for _ in prompts]
+        for number, trajectory in self._play([made(p, i) for p in prompts for i in range(n)]):
+            which, i = divmod(number, n)
+            found[which][i] = trajectory
+            if len(found[which]) == n:
+                yield which, tuple(found[which][i] for i in range(n))
 
-    def _play(self, episodes: list[Episode]) -> list[Trajectory]:
-        """Raises TimeoutError after `timeout_s` seconds."""
+    def _play(self, episodes: list[Episode]) -> Iterator[tuple[int, Trajectory]]:
+        """Each with its number, as it ends. Raises TimeoutError after `timeout_s` seconds."""
+        until, playing = time.monotonic() + self.timeout_s, played(self.engine, episodes)
 
-        async def run() -> list[Trajectory]:
-            return await asyncio.wait_for(play(self.engine, episodes), self.timeout_s)
+        async def following() -> tuple[int, Trajectory] | None:
+            return await asyncio.wait_for(anext(playing, None), max(0.0, until - time.monotonic()))
 
-        try:
-            return asyncio.run(run())
-        except TimeoutError:
-            left, processes = sum(not episode.over for episode in episodes), f" in {len(self.environments.homes)} processes" if self.environments else ""
-            raise TimeoutError(
-                f"{left} of {len(episodes)} episodes{processes} were not over after {self.timeout_s:g} s (compute.timeout_s): "
-                f"{'rollout.processes may be too few, or ' if self.environments else ''}there are too many or too long answers for one step"
-            ) from None
+        with asyncio.Runner() as runner:
+            try:
+                while (ended := runner.run(following())) is not None:
+                    yield ended
+            except TimeoutError:
+                left, processes = sum(not e.over for e in episodes), f" in {len(self.environments.homes)} processes" if self.environments else ""
+                raise TimeoutError(
+                    f"{left} of {len(episodes)} episodes{processes} were not over after {self.timeout_s:g} s (compute.timeout_s): "
+                    f"{'rollout.processes may be too few, or ' if self.environments else ''}there are too many or too long answers for one step"
+                ) from None
+            finally:
+                runner.run(playing.aclose())
 
     @everywhere
     def asked_again(self) -> int:
@@ -275,11 +278,11 @@ class Sampler:
         again, self.environments.again = self.environments.again, 0
         return again
 
-    @everywhere
+    @lasting
     def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         return self.engine.load_weights(buckets, manifest)
 
-    @everywhere
+    @lasting
     def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], bound: float) -> float:
         """Largest difference from the trainer's log-probs of fixed sequences. Raises SyncError above `bound`."""
         worst = max(float(np.abs(a - b).max()) for a, b in zip(self.engine.score(tokens), expected, strict=True))
@@ -290,9 +293,12 @@ class Sampler:
             )
         return worst
 
+    @everywhere
     def park(self) -> None:
         self.engine.sleep()
+        give_back()
 
+    @everywhere
     def wake(self) -> None:
         self.engine.wake()
 
@@ -317,7 +323,8 @@ def make_engine(
         from ptf.rl.native_engine import NativeEngine
 
         parts = parts_of(options["spec"]) if "spec" in options else None  # type: ignore[arg-type]
-        return NativeEngine(directory, device=world.device, dtype=getattr(torch, dtype), version=version, parts=parts, seed=seed)
+        parked = own_file(options.get("parked"), world.rank)  # type: ignore[arg-type]
+        return NativeEngine(directory, device=world.device, dtype=getattr(torch, dtype), version=version, parts=parts, seed=seed, parked=parked)
     from ptf.rl.vllm_engine import VLLMEngine
 
     return VLLMEngine(directory, seed=seed, dtype=dtype, max_model_len=max_length, version=version, **options)  # type: ignore[arg-type]

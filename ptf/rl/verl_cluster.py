@@ -1,20 +1,20 @@
 """Roles on Ray: the `Cluster` protocol on gangs of verl's workers, one gang a role, each process with its own environment.
 
-The one idea: on a CPU every role keeps its processes and takes turns only because the controller waits for it; on GPUs the roles share the
-same devices, so whoever is awake parks before another wakes.
+The one idea: a pool is a set of reserved places, and each of its roles has one process on as many of them as it needs. Where the pool parks,
+whoever is awake gives its memory back before another wakes.
 """
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptf.compute.gang import Gang, Rank, gpus, make_pool, part_of, release, share
+from ptf.compute.heartbeat import beating
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
-from ptf.rl.cluster import RoleSpec, split
-
-ON_ONE_GPU = 4  # processes that may share a device: policy, reference, rollout, and one to spare
+from ptf.rl.cluster import Pool, RoleSpec, Turns, split
+from ptf.rl.replicas import FROZEN_S, Replicas
 
 
 class RoleRank(Rank):
@@ -22,16 +22,25 @@ class RoleRank(Rank):
 
     def build(self, cls: type, kwargs: Mapping[str, Any], device: str, timeout_s: float, replicate: int, tensor: int) -> str:
         self.leaving = contextlib.ExitStack()  # never left: the process group lasts as long as the process
-        world = self.leaving.enter_context(joined(device, timeout_s, replicate, tensor=tensor)) if cls.distributed else World(device=pick_device(device))
+        if cls.distributed:
+            world = self.leaving.enter_context(joined(device, timeout_s, replicate, tensor=tensor))
+        else:
+            world = World(device=pick_device(device))
+            self.leaving.enter_context(beating(world.clock, 0))
         self.role = cls(world, **kwargs)
         return str(world.device)
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.role, method)(*args)
 
+    def given(self, method: str, items: list[Any], *args: Any) -> Iterator[tuple[int, Any]]:
+        """Results with the numbers of their items: as they come, of a generator."""
+        results = getattr(self.role, method)(items, *args)
+        yield from (pair for pair in (results if isinstance(results, Iterator) else enumerate(results)))  # Ray sends to a generator
+
 
 class VerlGroup:
-    """One role on its workers."""
+    """One role whose workers form a process group."""
 
     def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
         self.spec, self.gang = spec, gang
@@ -47,64 +56,64 @@ class VerlGroup:
         results = self.gang.invoke("call", [(method, *part, *shared) for part in first], doing=f"{self.spec.name}.{method}")
         return [item for part in results[::tensor] for item in part] if dispatch == "sharded" else results[0]
 
+    def memory(self) -> list[float]:
+        return self.gang.invoke("call", [("memory_gib",)] * self.spec.workers, doing=f"{self.spec.name}.memory_gib")
+
     def where(self) -> list[str]:
         """Each worker with the memory that it holds now."""
-        held = self.gang.invoke("call", [("memory_gib",)] * self.spec.workers, doing=f"{self.spec.name}.memory_gib")
-        return [f"{self.spec.name} {member} {gib:.2f} GiB" for member, gib in zip(self.gang.members, held, strict=True)]
+        return [f"{self.spec.name} {member} {gib:.2f} GiB" for member, gib in zip(self.gang.members, self.memory(), strict=True)]
 
 
-class VerlCluster:
+class VerlCluster(Turns):
     """Roles as Ray actors. `threads` is that of each process, by default the machine's cores divided by a role's workers."""
 
-    def __init__(self, *, device: str, timeout_s: float, threads: int | None = None) -> None:
-        self.device, self.timeout_s, self.threads = device, timeout_s, threads
-        self.use_gpu = device == "cuda" or (device == "auto" and gpus() > 0)
-        self.seconds: dict[str, float] = {}
-        self.groups: list[VerlGroup] = []
-        self.awake: VerlGroup | None = None
+    def __init__(self, *, device: str, timeout_s: float, threads: int | None = None, pools: Sequence[Pool], restarts: int = 0) -> None:
+        super().__init__(pools, device == "cuda" or (device == "auto" and gpus() > 0))
+        self.device, self.timeout_s, self.threads, self.restarts = device, timeout_s, threads, restarts
         self._stack = contextlib.ExitStack()
-        self._pool: Any = None  # the devices that all roles share; made for the first role
+        self._places: dict[str, Any] = {}  # of each pool
 
-    def start(self, spec: RoleSpec) -> VerlGroup:
-        """Start a role. On GPUs it is awake afterwards and whoever was is parked; a role may not be larger than the first."""
-        self._park()
-        gang = Gang(
-            spec.name, workers=spec.workers, timeout_s=self.timeout_s, use_gpu=self.use_gpu, threads=self.threads, env=spec.env,
-            pool=self._shared(spec) if self.use_gpu else None, worker=RoleRank,
-        )  # fmt: skip
-        self._stack.enter_context(gang)
-        group = VerlGroup(spec, gang, self.device)
+    def start(self, spec: RoleSpec) -> VerlGroup | Replicas:
+        pool = self.pool(spec.name)
+        if spec.workers > pool.workers:
+            raise UserError(f"role {spec.name} has {spec.workers} workers, its pool {pool.name} {pool.workers} places")
+        self.room(pool)
+        group = self._group(spec, pool) if spec.cls.distributed else self._replicas(spec, pool)
         self.groups.append(group)
-        self.awake = group
+        self.awake[pool.name] = group
         return group
 
-    @contextlib.contextmanager
-    def phase(self, group: VerlGroup, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        if self.use_gpu and self.awake is not group:
-            self._park()
-            group.call("wake")
-            self.awake = group
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    def _group(self, spec: RoleSpec, pool: Pool) -> VerlGroup:
+        gang = Gang(
+            spec.name, workers=spec.workers, timeout_s=self.timeout_s, use_gpu=self.gpu, threads=self.threads, env=spec.env,
+            pool=self._shared(pool, spec.workers), worker=RoleRank,
+        )  # fmt: skip
+        self._stack.enter_context(gang)
+        return VerlGroup(spec, gang, self.device)
 
-    def _park(self) -> None:
-        if self.use_gpu and self.awake is not None:
-            self.awake.call("park")
-            self.awake = None
+    def _replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
+        threads = self.threads or max(1, (os.cpu_count() or 1) // spec.workers)
+        places = [self._shared(pool, 1, i) for i in range(spec.workers)]
 
-    def _shared(self, spec: RoleSpec) -> Any:
-        """The devices of the first role, or the first few of them."""
-        if self._pool is None:
-            self._pool = make_pool(spec.workers, use_gpu=True, timeout_s=self.timeout_s, colocate=ON_ONE_GPU)
-            self._stack.callback(release, self._pool)
-        if spec.workers > self._pool.world_size:
-            raise UserError(f"role {spec.name} has {spec.workers} workers; on GPUs roles share those of the first, {self._pool.world_size}: compute.workers")
-        return part_of(self._pool, spec.workers)
+        def made(i: int) -> Gang:
+            return Gang(
+                spec.name if spec.workers == 1 else f"{spec.name} {i}", workers=1, timeout_s=self.timeout_s, use_gpu=self.gpu, threads=threads, env=spec.env,
+                pool=places[i], worker=RoleRank, silent_s=min(FROZEN_S, self.timeout_s),
+            )  # fmt: skip
+
+        group = Replicas(spec, made, self.device, self.restarts)
+        self._stack.callback(group.close)
+        return group
+
+    def _shared(self, pool: Pool, workers: int, start: int = 0) -> Any:
+        """The pool's places, or a few of them."""
+        if pool.name not in self._places:
+            places = make_pool(pool.processes, use_gpu=self.gpu, timeout_s=self.timeout_s)
+            self._stack.callback(release, places)
+            self._places[pool.name] = places
+        return part_of(self._places[pool.name], workers, start)
 
     def close(self) -> None:
         self._stack.close()
         self.groups.clear()
-        self.awake = None
+        self.awake.clear()

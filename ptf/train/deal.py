@@ -12,6 +12,14 @@ from ptf.data.packing import balanced, idle
 from ptf.data.sample import Atom, length
 
 
+def dealt_alone(rows: Sequence[Sequence[Atom]], world: World) -> tuple[list[Batch], list[int]]:
+    """For the deterministic mode: this rank's rows, each a batch as wide as it is, so that nothing about them depends on the number of ranks; and
+    their numbers in the step. Equally many on every rank, of which the last ones may train nothing."""
+    padded = [*rows, *[[idle(rows)]] * (-len(rows) % world.size)]
+    mine = range(world.rank, len(padded), world.size)
+    return [Batch.of([padded[i]], sum(length(atom) for atom in padded[i])) for i in mine], list(mine)
+
+
 def deal(rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> list[Batch]:
     """This data-parallel rank's share as micro-batches; equally many on every rank, one at least. All ranks pass the same rows."""
     most = max(1, -(-len(rows) // world.data_size))

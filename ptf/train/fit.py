@@ -15,7 +15,7 @@ from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.meter import memory_gib, peak_flops
 from ptf.compute.saver import Saver, host_file
 from ptf.compute.tracking import Tracker
-from ptf.compute.world import World, random_state, set_random_state
+from ptf.compute.world import World, alone, random_state, set_random_state
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
@@ -30,13 +30,13 @@ from ptf.recipes import Companion
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
 from ptf.train.annotate import annotated
-from ptf.train.canonical import CanonicalTrainer
+from ptf.train.canonical import trainer_of
 from ptf.train.companions import companions, forward_flops
 from ptf.train.export import export
 from ptf.train.reading import held_out_rows, make_loader, specs
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.start import adapted_from, extended, tokenizer_directory
-from ptf.train.trainer import Trainer, load_model
+from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_loss
 from ptf.train.watch import Watch
 
@@ -83,7 +83,8 @@ class Fit:
             reading = annotated(job, self.recipe, self.tokenizer, world, self.model, self.directory, self.loaded)  # type: ignore[arg-type]
         else:
             self.companions = self.loaded(self.recipe.companions)
-        self.trainer = trainer_of(job, self.model, world, self.companions)
+        self.trainer = trainer_of(job.train, self.model, world, self.companions)
+        self.trainer.refuse_large(job.train.rows)
         self.loader = make_loader(reading, self.recipe, self.tokenizer, world, run)
         self.held_out = held_out_rows(reading, self.recipe, self.tokenizer)
         self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
@@ -249,20 +250,6 @@ class Fit:
         self.saver.close()
         if self.track:
             self.track.close()
-
-
-def alone(world: World) -> World:
-    """As if this rank were the only one."""
-    return World(device=world.device, clock=world.clock)
-
-
-def trainer_of(job: Job, model: Decoder, world: World, companions: Mapping[str, Decoder]) -> Trainer:
-    if not job.train.deterministic:
-        return Trainer(model, world, job.train, companions)
-    torch.set_num_threads(1)  # more of them add in an order that depends on how many there are
-    trainer = CanonicalTrainer(model, world, job.train, companions)
-    trainer.refuse_large(job.train.rows)
-    return trainer
 
 
 def watch_of(job: Job) -> Watch | None:

@@ -79,6 +79,9 @@ class Trainer:
         self.groups = groups(model, config.weight_decay, config.lr_groups)
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
+    def refuse_large(self, rows: int) -> None:
+        """Raises UserError for a step of so many rows that this trainer cannot hold."""
+
     def step(
         self, micro: Sequence[Batch], recipe: Recipe, step: int, rows: Sequence[int] = (), check: Callable[[Mapping[str, float]], None] | None = None
     ) -> dict[str, float]:

@@ -109,11 +109,11 @@ def test_run_gang_returns_rank_0s_result_and_gives_its_places_back(ray_cluster):
 
 def test_workers_that_cannot_be_placed_are_refused_with_numbers(ray_cluster):
     with pytest.raises(RuntimeError, match="99 workers do not fit: the nodes have room for"):
-        make_pool(99, use_gpu=False, timeout_s=5)
-    taken = make_pool(5, use_gpu=False, timeout_s=120)
+        make_pool([1] * 99, use_gpu=False, timeout_s=5)
+    taken = make_pool([1] * 5, use_gpu=False, timeout_s=120)
     try:
         with pytest.raises(RuntimeError, match="no room for 8 workers after 1 s"):
-            make_pool(8, use_gpu=False, timeout_s=1)
+            make_pool([1] * 8, use_gpu=False, timeout_s=1)
     finally:
         for group in taken.pgs:
             ray.util.remove_placement_group(group)

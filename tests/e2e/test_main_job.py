@@ -188,6 +188,7 @@ def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
         "rollout.prompts=8",
         "train.validate_every=4",
         "algo.kl=0.01",
+        "compute.restarts=0",
     )
     flow = place.start(place.command("grpo", *place.run_words(GRPO, sets)), log)
     kill_actor_at(log, output, "policy", 5)

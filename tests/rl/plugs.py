@@ -28,3 +28,20 @@ def of_odd_sums(row, text):
 
 def constant(row, text):
     return 0.5
+
+
+scored = 0
+
+
+def settles(row, text):
+    """As by_length, for the first hundred answers; then all are alike."""
+    global scored
+    scored += 1
+    return by_length(row, text) if scored <= 100 else 1.0
+
+
+def numbers_said(row, text):
+    """math-verify's verdict, and a little for digits, so that the answers of a random model differ."""
+    from ptf.rl.rewards import mathematics
+
+    return mathematics(row, text, after="####") + 0.01 * sum(c.isdigit() for c in text)

@@ -54,9 +54,9 @@ def watch_sampling(monkeypatch) -> list[int]:
     played = Sampler._play
 
     def noting(self, episodes):
-        found = played(self, episodes)
-        seen.extend(version for t in found for call in t.calls for version in call.versions.tolist())
-        return found
+        for number, trajectory in played(self, episodes):
+            seen.extend(version for call in trajectory.calls for version in call.versions.tolist())
+            yield number, trajectory
 
     monkeypatch.setattr(Sampler, "_play", noting)
     return seen
@@ -96,6 +96,14 @@ def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replace
     raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:constant"}, "equal": "replace", "max_rounds": 3}
     with pytest.raises(UserError, match=r"step 0: in each of 24 groups all answers have the same reward, in 3 rounds .*The mean reward is 0\.5"):
         train(raw)
+
+
+def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
+    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:settles"}, "equal": "replace", "max_rounds": 2}
+    rows = read_metrics(train(raw) / "metrics.jsonl")
+    assert "in each of 16 groups all answers have the same reward, in 2 rounds" in capsys.readouterr().out
+    assert rows[0]["equal"] < 1
+    assert [row["equal"] for row in rows[3:]] == [1.0] * 3
 
 
 def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):

@@ -66,6 +66,34 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     assert float(flipped.loss(model, batch, {})[0].detach()) != float(loss.detach())
 
 
+@pytest.mark.parametrize("recipe", [GRPO(), GRPO(temperature=0.8, mean_over="length", length=7), GRPO(ratio="answer", mean_over="answers")])
+def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
+    """Where π_old is the policy, what is known beforehand gives the same as what is found on the way."""
+    directory = checkpoint(tmp_path / "m")
+    model, family = bridge.build(directory)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, directory, family)
+    batch = Batch.of(pack_all(recipe.credit([tuple(dataclasses.replace(t, streams={}) for t in g) for g in groups()]), 40), 40)
+    assert recipe.foreseen(batch)
+    found = []
+    for way in (recipe.loss, lambda *a: other(recipe).loss(*a)):
+        loss, metrics = way(model, batch, {})
+        found.append((loss.item(), torch.autograd.grad(loss, list(model.parameters())), {k: float(v) for k, v in metrics.items()}))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5, abs=1e-6)
+    assert found[0][2] == pytest.approx({k: found[1][2][k] for k in found[0][2]}, rel=1e-5, abs=1e-6)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max())) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def other(recipe: GRPO) -> GRPO:
+    """The same, which finds its gradient on the way."""
+    return NotForeseen(**dataclasses.asdict(recipe))
+
+
+class NotForeseen(GRPO):
+    def foreseen(self, batch):
+        return False
+
+
 def test_answers_without_a_result_enter_no_advantage():
     ok = [trajectory(i, Reward(float(i % 2))) for i in range(4)]
     failed = trajectory(9, NoResult("the reward crashed"))

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ptf.compute.world import World
-from ptf.errors import UserError
-from ptf.rl import verl_cluster
-from ptf.rl.cluster import LocalCluster, RoleSpec, everywhere, sharded
+from ptf.errors import Lost, UserError
+from ptf.rl import replicas, verl_cluster
+from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, everywhere, sharded
 from ptf.rl.verl_cluster import VerlCluster
 
 pytestmark = pytest.mark.ray
@@ -93,7 +93,7 @@ class Team(Echo):
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster):
-    cluster = VerlCluster(device="cpu", timeout_s=300)
+    cluster = VerlCluster(device="cpu", timeout_s=300, pools=[Pool("all", frozenset({"echo", "team"}), (2, 2))])
     yield cluster
     cluster.close()
 
@@ -115,7 +115,7 @@ def test_sharded_calls_split_the_list_and_join_the_results_in_order(echo):
 
 
 def test_a_role_does_the_same_in_this_process(echo):
-    local = LocalCluster(World()).start(RoleSpec("echo", Echo, {"word": "e"}))
+    local = LocalCluster(World(), [Pool("all", frozenset({"echo"}), (1,))]).start(RoleSpec("echo", Echo, {"word": "e"}))
     tensors = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2))]
     for method, args in (("mark", ([1, 2, 3], "?")), ("total", (tensors,))):
         assert echo.call(method, *args) == local.call(method, *args)
@@ -124,7 +124,7 @@ def test_a_role_does_the_same_in_this_process(echo):
 def test_roles_have_processes_and_environments_of_their_own(echo, team):
     assert echo.call("env", "ONLY_ECHO") == "1"
     assert team.call("env", "ONLY_ECHO") is None
-    pids = {member.pid for group in (echo, team) for member in group.gang.members}
+    pids = {member.pid for gang in (*echo.gangs, team.gang) for member in gang.members}
     assert len(pids | {os.getpid()}) == 5
 
 
@@ -133,25 +133,28 @@ def test_a_distributed_role_is_one_process_group(team):
     assert team.call("sum", 10.0) == 21.0
 
 
-def test_what_all_workers_get_is_stored_once(echo, monkeypatch):
+def test_what_all_workers_get_is_stored_once(echo, team, monkeypatch):
     stored = []
-    share = verl_cluster.share
-    monkeypatch.setattr(verl_cluster, "share", lambda value: stored.append(value) or share(value))
-    weights = [("big", torch.from_numpy(np.full(1 << 20, 0.5, np.float32)))]
-    assert echo.call("total", weights) == 1 << 19
-    assert len(stored) == 1
+    for module, group in ((replicas, echo), (verl_cluster, team)):
+        share = module.share
+        monkeypatch.setattr(module, "share", lambda value, share=share: stored.append(value) or share(value))
+        weights = [("big", torch.from_numpy(np.full(1 << 20, 0.5, np.float32)))]
+        assert group.call("total", weights) == 1 << 19
+    assert len(stored) == 2
 
 
 def test_errors_keep_their_type_and_name_role_and_method(echo):
     with pytest.raises(UserError, match=r"rollout\.prompts is wrong") as caught:
         echo.call("fail")
-    assert "raised in echo rank" in caught.value.__notes__[0]
+    assert "raised in echo 0 rank 0" in caught.value.__notes__[0]
     assert "while doing echo.fail" in caught.value.__notes__[0]
 
 
-def test_where_names_process_actor_and_memory(echo):
-    for member, line in zip(echo.gang.members, echo.where(), strict=True):
-        assert line == f"echo rank {member.rank} (actor {member.actor[:8]}, pid {member.pid}, node {member.node}) 0.25 GiB"
+def test_where_names_process_actor_and_memory(echo, team):
+    for i, (gang, line) in enumerate(zip(echo.gangs, echo.where(), strict=True)):
+        (member,) = gang.members
+        assert line == f"echo replica {i} rank 0 (actor {member.actor[:8]}, pid {member.pid}, node {member.node}) 0.25 GiB"
+    assert team.where()[1].startswith("team rank 1 (actor ")
 
 
 def test_phases_add_up_their_seconds_and_on_a_cpu_nobody_is_parked(cluster, echo, team):
@@ -164,15 +167,17 @@ def test_phases_add_up_their_seconds_and_on_a_cpu_nobody_is_parked(cluster, echo
 
 
 def test_a_late_or_dead_worker_is_named_and_close_leaves_no_process(ray_cluster):
-    cluster = VerlCluster(device="cpu", timeout_s=40)
+    cluster = VerlCluster(device="cpu", timeout_s=40, pools=[Pool("all", frozenset({"rollout"}), (1, 1))])
     group = cluster.start(RoleSpec("rollout", Echo, {"word": ""}, 2))
-    pids = [member.pid for member in group.gang.members]
-    group.gang.timeout_s = 1.0
-    with pytest.raises(RuntimeError, match=rf"rollout rank 0 .*pid {pids[0]}.* rank 1 .*not done with rollout\.sleep after 1 s"):
+    pids = [gang.members[0].pid for gang in group.gangs]
+    for gang in group.gangs:
+        gang.timeout_s = 1.0
+    with pytest.raises(Lost, match=rf"rollout 0 rank 0 \(actor \w+, pid {pids[0]}.*not done with rollout\.sleep after 1 s"):
         group.call("sleep", 2.0)
-    group.gang.timeout_s = 40.0
+    for gang in group.gangs:
+        gang.timeout_s = 40.0
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"rollout rank 1 \(actor \w+, pid {pids[1]}, .*died while doing rollout\.die"):
+    with pytest.raises(Lost, match=rf"rollout 1 rank 0 \(actor \w+, pid {pids[1]}, .*died while doing rollout\.die"):
         group.call("die", [False, True])
     assert time.monotonic() - began < 10
     cluster.close()
@@ -185,28 +190,29 @@ def test_a_late_or_dead_worker_is_named_and_close_leaves_no_process(ray_cluster)
 GPUS = """
     import json
     from ptf.compute.ray_session import ray_session
-    from ptf.errors import UserError
-    from ptf.rl.cluster import RoleSpec
+    from ptf.errors import Lost, UserError
+    from ptf.rl.cluster import Pool, RoleSpec
     from ptf.rl.verl_cluster import VerlCluster
     from tests.rl.test_verl_cluster import Echo
 
-    with ray_session(cpus=10, gpus=2, timeout_s=300):
-        cluster = VerlCluster(device="auto", timeout_s=300)
+    with ray_session(cpus=10, gpus=3, timeout_s=300):
+        pools = [Pool("shared", frozenset({"policy", "rollout", "wide"}), (3, 3)), Pool("own", frozenset({"critic"}), (1,))]
+        cluster = VerlCluster(device="auto", timeout_s=300, pools=pools)
         policy = cluster.start(RoleSpec("policy", Echo, {"word": "p"}, 2))
         rollout = cluster.start(RoleSpec("rollout", Echo, {"word": "r"}, 1))
-        devices = [group.call("env", "CUDA_VISIBLE_DEVICES") for group in (policy, rollout)]
+        critic = cluster.start(RoleSpec("critic", Echo, {"word": "c"}, 1))
+        devices = [group.call("env", "CUDA_VISIBLE_DEVICES") for group in (policy, rollout, critic)]
         with cluster.phase(rollout, "rollout"):
             pass
-        with cluster.phase(policy, "policy"):
-            pass
-        with cluster.phase(policy, "policy"):
-            pass
+        for group in (policy, critic, policy):
+            with cluster.phase(group, "turn"):
+                pass
         try:
             cluster.start(RoleSpec("wide", Echo, {"word": "w"}, 3))
             refused = ""
         except UserError as error:
             refused = str(error)
-        print("SAID", json.dumps([devices, policy.call("history"), rollout.call("history"), refused]), flush=True)
+        print("SAID", json.dumps([devices, *[group.call("history") for group in (policy, rollout, critic)], refused]), flush=True)
         cluster.close()
 """
 
@@ -220,11 +226,13 @@ def test_on_gpus_roles_share_devices_and_take_turns(tmp_path):
     done = subprocess.run([sys.executable, str(script)], env={**env, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=400, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
     assert said, done.stderr[-2000:]
-    devices, policy, rollout, refused = json.loads(said[0].removeprefix("SAID "))
+    devices, policy, rollout, critic, refused = json.loads(said[0].removeprefix("SAID "))
     assert devices[0] == devices[1], "rank 0 of both roles must have the same GPU"
-    assert devices[0] in ("0", "1")
-    assert policy == ["made", "parked", "awake", "parked"]
+    assert set(devices) < {"0", "1", "2"}
+    assert devices[2] != devices[0], "a pool has devices of its own"
+    assert policy == ["made", "parked", "awake"]
     assert rollout == ["made", "parked"]
+    assert critic == ["made"]
     assert "role wide has 3 workers" in refused
 
 

@@ -5,7 +5,6 @@ Two engines in processes of their own: one with a head tied to the embedding (vL
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from ptf.compute.world import World
-from ptf.rl.cluster import RoleSpec, sharded
+from ptf.rl.cluster import Pool, RoleSpec, sharded
 from ptf.rl.engine import Request, Sampling, generate_all
 from ptf.rl.sync import Buckets, Manifest, SyncError, manifest_of
 from ptf.rl.vllm_engine import VLLMEngine, engine_env
@@ -31,8 +30,8 @@ class EngineRole:
 
     distributed: ClassVar[bool] = False
 
-    def __init__(self, world: World, *, paths: list[str]) -> None:
-        self.engine = VLLMEngine(paths[int(os.environ["RANK"])], seed=0, dtype="float32", max_model_len=LONGEST, kv_cache_gib=0.1)
+    def __init__(self, world: World, *, path: str) -> None:
+        self.engine = VLLMEngine(path, seed=0, dtype="float32", max_model_len=LONGEST, kv_cache_gib=0.1)
 
     @sharded
     def do(self, work: list[tuple[Callable[..., Any], tuple[Any, ...]] | None]) -> list[Any]:
@@ -57,10 +56,9 @@ def engines(ray_cluster, place):
     from ptf.rl.verl_cluster import VerlCluster
 
     (place / "home").mkdir()
-    cluster = VerlCluster(device="cpu", timeout_s=400)
-    paths = [str(checkpoint(place, kind, 0)) for kind in KINDS]
+    cluster = VerlCluster(device="cpu", timeout_s=400, pools=[Pool("engines", frozenset(KINDS), (2,))])
     env = {**engine_env(place / "work"), "HOME": str(place / "home")}
-    yield cluster.start(RoleSpec("engine", EngineRole, {"paths": paths}, 2, env))
+    yield {kind: cluster.start(RoleSpec(kind, EngineRole, {"path": str(checkpoint(place, kind, 0))}, 1, env)) for kind in KINDS}
     cluster.close()
 
 
@@ -69,8 +67,7 @@ def on(engines):
     """`on(kind, fn, *args)`: fn(engine, *args) in the process of that engine."""
 
     def on(kind: str, fn: Callable[..., Any], *args: Any) -> Any:
-        index = KINDS.index(kind)
-        return engines.call("do", [(fn, args) if i == index else None for i in range(2)])[index]
+        return engines[kind].call("do", [(fn, args)])[0]
 
     return on
 

@@ -1,0 +1,68 @@
+"""Forward passes over samples, for what a model says about them: log-probs, values, scores.
+
+The one idea: every rank brings its own samples, and all make equally many passes, because sharded models gather their weights together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptf.compute.world import World, alone
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.sample import Atom, Sample
+from ptf.model.chunked import token_logprobs
+from ptf.model.decoder import Decoder
+from ptf.train.deal import deal, dealt_alone
+
+
+def passes(samples: Sequence[Sample], world: World, *, width: int, micro_rows: int) -> Iterator[tuple[list[list[Atom]], Batch]]:
+    """Packed rows with their batch, on its device; those without rows are there so that other ranks have theirs. A `width` of 0: every sample has one
+    of its own, so that what is found does not depend, in its last bits, on who is beside it."""
+    rows = pack_all([(s,) for s in samples], width) if width else [[(s,)] for s in samples]
+    each = micro_rows if width else 1
+    batches = deal(rows, alone(world), micro_rows, width) if width else dealt_alone(rows, alone(world))[0]
+    idle = deal([], alone(world), 1, width)[0]
+    for i in range(int(world.max(len(batches)))):
+        yield rows[i * each : (i + 1) * each], (batches[i] if i < len(batches) else idle).to(world.device)
+
+
+@torch.no_grad()
+def per_token(
+    model: Decoder, samples: Sequence[Sample], world: World, reduce: Callable[[Tensor, Any, Batch], Tensor], *, width: int, micro_rows: int
+) -> list[np.ndarray]:  # fmt: skip
+    """What `reduce` makes of hidden states, head and batch, [B, T] aligned with targets, as [n] of each sample, aligned with its tokens."""
+    order = {id(s): i for i, s in enumerate(samples)}
+    out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
+    for rows, batch in passes(samples, world, width=width, micro_rows=micro_rows):
+        values = model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: reduce(x, head, b)).cpu().numpy()  # [B, T]
+        for row, line in zip(rows, values, strict=False):
+            at = 0
+            for (sample,) in row:
+                out[order[id(sample)]][1:] = line[at : at + len(sample) - 1]
+                at += len(sample)
+    return out
+
+
+@torch.no_grad()
+def per_document(
+    model: Decoder, samples: Sequence[Sample], world: World, find: Callable[[Decoder, Batch], Tensor], *, width: int, micro_rows: int
+) -> list[float]:  # fmt: skip
+    """What `find` makes of a batch, [documents], of each sample."""
+    order = {id(s): i for i, s in enumerate(samples)}
+    out = [0.0] * len(samples)
+    for rows, batch in passes(samples, world, width=width, micro_rows=micro_rows):
+        found = iter(find(model, batch).tolist())
+        for row in rows:
+            for (sample,) in row:
+                out[order[id(sample)]] = next(found)
+    return out
+
+
+def sample_logprobs(model: Decoder, samples: Sequence[Sample], world: World, *, width: int, micro_rows: int, temperature: float) -> list[np.ndarray]:
+    """Log-probs of each sample's trained tokens, aligned with its tokens and 0 elsewhere: [n] each."""
+    logprobs = lambda x, head, batch: token_logprobs(x, head, batch.targets, batch.weights, temperature)[0]  # noqa: E731
+    return per_token(model, samples, world, logprobs, width=width, micro_rows=micro_rows)

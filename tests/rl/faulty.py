@@ -1,0 +1,76 @@
+"""An engine and a recipe for tests in which something goes wrong once a step."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ptf.data.trajectory import Call
+from ptf.recipes.grpo import GRPO
+from ptf.rl.native_engine import NativeEngine
+
+HANG_S = 600.0
+
+
+def once(place: str, what: str) -> bool:
+    """Whether this is the first time, in any process."""
+    try:
+        (Path(place) / what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def befall(fault: str) -> None:
+    if fault == "raise":
+        raise RuntimeError("out of order")
+    if fault == "hang":
+        time.sleep(HANG_S)
+    elif fault.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, fault))
+        time.sleep(HANG_S)
+
+
+class Engine(NativeEngine):
+    """`faults` are those of steps 1, 2, …"""
+
+    def __init__(self, directory: str, *, device: str, dtype: str, version: int, seed: int, max_length: int, place: str, faults: list[str]) -> None:
+        super().__init__(directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed)
+        self.place, self.faults = place, faults
+
+    def answer(self, requests):
+        calls = super().answer(requests)
+        fault = self.faults[self.version] if self.version < len(self.faults) else ""
+        if fault and once(self.place, f"engine-{self.version}"):
+            befall(fault)
+            if fault == "garbage":
+                calls[0] = Call(calls[0].context, calls[0].sampled, np.full_like(calls[0].logprobs, np.nan), calls[0].versions, calls[0].finished)
+        return calls
+
+
+losses = 0  # of this process
+
+
+@dataclass(frozen=True)
+class Recipe(GRPO):
+    """In each process the loss `after` so many others goes wrong, by the next of `faults`."""
+
+    place: str = ""
+    faults: Sequence[str] = ()
+    after: int = 14
+
+    def loss(self, model, batch, companions):
+        global losses
+        losses += 1
+        loss, metrics = super().loss(model, batch, companions)
+        if losses == self.after:
+            fault = next((fault for i, fault in enumerate(self.faults) if once(self.place, f"learner-{i}")), "")
+            befall(fault)
+            if fault == "garbage":
+                loss = loss * float("nan")
+        return loss, metrics

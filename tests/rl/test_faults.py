@@ -1,0 +1,53 @@
+"""Whatever goes wrong in an engine or a trainer is named, and the run ends with the weights of one in which nothing did."""
+
+import pytest
+
+from tests.rl.test_controller import raw as raw  # a fixture
+from tests.rl.test_controller import train
+from tests.rl.test_pools import left
+
+FAULTS = ["raise", "SIGKILL", "garbage", "SIGSTOP", "hang"]
+SAID = {"raise": "out of order", "SIGKILL": "died while doing", "SIGSTOP": "has not answered for", "hang": "not done with"}
+
+
+@pytest.fixture
+def job(raw):
+    raw = {**raw, "track": {"tensorboard": False, "samples_every": 1, "samples": 8}, "checkpoint": {"every": 1}}
+    raw["train"] = {**raw["train"], "steps": 6, "deterministic": True, "validate_every": 0}
+    raw.pop("evaluate")
+    return raw
+
+
+def on_ray(job: dict, timeout_s: float) -> dict:
+    return {**job, "compute": {"launcher": "ray", "device": "cpu", "threads": 1, "timeout_s": timeout_s}}
+
+
+@pytest.mark.cluster
+def test_faults_of_an_engine_change_nothing(job, tmp_path, ray_cluster, capfd):
+    job["algo"] = {"minibatches": 2, "kl": 0.01}
+    want = left(train(job, "whole"))
+    engine = {"use": "tests.rl.faulty:Engine", "args": {"place": str(tmp_path), "faults": FAULTS}}
+    made = left(train(on_ray({**job, "rollout": {**job["rollout"], "engine": engine}}, 25.0), "faulty"))
+    assert len(list(tmp_path.glob("engine-*"))) == len(FAULTS), "every fault was there"
+    assert made["samples"] == want["samples"], "no fault became a reward, and nothing was sampled twice"
+    assert made["weights"] == want["weights"]
+    said = capfd.readouterr().out
+    assert said.count("failed at rollout and is replaced") == len(FAULTS)
+    for fault, words in {**SAID, "garbage": "log-probs that are not numbers"}.items():
+        assert words in said, fault
+
+
+@pytest.mark.cluster
+def test_faults_of_a_trainer_change_nothing(job, tmp_path, ray_cluster, capfd):
+    recipe = {"use": "tests.rl.faulty:Recipe", "args": {"place": str(tmp_path), "faults": []}}
+    job["algo"], job["recipe"], job["train"]["steps"] = {"minibatches": 2}, recipe, 7
+    want = left(train(job, "whole"))
+    job["recipe"] = {**recipe, "args": {**recipe["args"], "faults": FAULTS}}
+    made = left(train(on_ray(job, 25.0), "faulty"))
+    assert len(list(tmp_path.glob("learner-*"))) == len(FAULTS), "every fault was there"
+    assert made["samples"] == want["samples"]
+    assert made["weights"] == want["weights"]
+    said = capfd.readouterr().out
+    assert said.count("started again from step") == len(FAULTS)
+    for fault, words in {**SAID, "garbage": "gradient norm nan"}.items():
+        assert words in said, fault

@@ -1,0 +1,172 @@
+"""Replicas: work is dealt by its cost; one that is lost is replaced, told what lasts, and asked only for what it has not given."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptf.compute.world import World
+from ptf.errors import Retryable, UserError
+from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, everywhere, lasting, sharded
+from ptf.rl.replicas import by_cost
+from ptf.rl.verl_cluster import VerlCluster
+
+
+@given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 6))
+def test_parts_have_nearly_the_same_cost(costs, parts):
+    shares = by_cost(costs, parts, float)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    sums = [sum(costs[i] for i in share) for share in shares]
+    assert max(sums) - min(sums) <= max(costs, default=0)
+
+
+class Worker:
+    """Squares numbers; the first time that a file's name is met, something goes wrong in the middle of it."""
+
+    distributed: ClassVar[bool] = False
+
+    def __init__(self, world: World, *, place: str) -> None:
+        self.place, self.weights = Path(place), -1
+
+    @lasting
+    def load(self, weights: int, fault: str = "nothing") -> int:
+        """As an engine's: a version may be loaded once, and none may be left out."""
+        if fault != "nothing":
+            self.go_wrong(fault)
+        assert self.weights in (-1, weights - 1), f"{weights} after {self.weights}"
+        self.weights = weights
+        return weights
+
+    @everywhere
+    def pid(self) -> int:
+        return os.getpid()
+
+    @sharded(cost=float)
+    def squares(self, items: list[int], fault: str) -> Iterator[tuple[int, tuple[int, int]]]:
+        for i in reversed(range(len(items))):
+            with open(self.place / f"asked-{items[i]}", "a") as file:
+                file.write(f"{self.weights}\n")
+            if items[i] == 3:
+                self.go_wrong(fault)
+            yield i, (items[i] ** 2, self.weights)
+
+    def go_wrong(self, fault: str) -> None:
+        mark = self.place / fault
+        if mark.exists() and not fault.startswith("always"):
+            return
+        mark.touch()
+        time.sleep(1.5)  # what was given before is on its way
+        if "raise" in fault:
+            raise RuntimeError("the engine is out of order")
+        if fault == "refuse":
+            raise UserError("the config is wrong")
+        if fault == "late":
+            raise TimeoutError("too many answers for one step")
+        if fault != "nothing":
+            os.kill(os.getpid(), getattr(signal, fault))
+            time.sleep(1)
+
+    def park(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
+    @sharded
+    def state(self, items: list[int], fault: str) -> list[tuple[int, bool]]:
+        if fault != "nothing":
+            self.go_wrong(fault)
+        return [(self.weights, getattr(self, "asleep", False))] * len(items)
+
+    @everywhere
+    def memory_gib(self) -> float:
+        return 0.5
+
+
+SPEC = ("workers", Worker)
+ITEMS = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.fixture
+def group(ray_cluster, tmp_path):
+    cluster = VerlCluster(device="cpu", timeout_s=60, pools=[Pool("all", frozenset({"workers"}), (1, 1))], restarts=1)
+    made = cluster.start(RoleSpec(*SPEC, {"place": str(tmp_path)}, 2))
+    made.call("load", 7)
+    yield made
+    cluster.close()
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("fault", ["SIGKILL", "raise"])
+def test_one_that_is_lost_is_replaced_and_asked_for_the_rest_alone(group, tmp_path, capsys, fault):
+    before = [gang.members[0].pid for gang in group.gangs]
+    assert group.call("squares", ITEMS, fault) == [(i * i, 7) for i in ITEMS]
+    after = [gang.members[0].pid for gang in group.gangs]
+    asked = {i: (tmp_path / f"asked-{i}").read_text().split() for i in ITEMS}
+    broken = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
+    assert after[1 - broken] == before[1 - broken], "the other goes on"
+    assert asked[3] == ["7", "7"], "by its successor with the same weights"
+    assert [i for i in ITEMS if len(asked[i]) > 1] == [3], "what was given before is kept"
+    said = capsys.readouterr().out
+    assert f"workers replica {broken} failed at squares and is replaced; 2 of its 4 items are asked for again: " in said
+    assert ("died while doing workers.squares" if fault == "SIGKILL" else "the engine is out of order") in said
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+def test_one_that_always_fails_is_named_and_a_wrong_config_is_not_tried_again(group, tmp_path):
+    with pytest.raises(Retryable, match=r"workers replica \d failed at squares, 2 times: (?s:.*)the engine is out of order\nraised in workers \d rank 0"):
+        group.call("squares", ITEMS, "always raise")
+    assert len((tmp_path / "asked-3").read_text().split()) == 2
+    with pytest.raises(UserError, match="the config is wrong"):
+        group.call("squares", ITEMS, "refuse")
+    assert len((tmp_path / "asked-3").read_text().split()) == 3
+    with pytest.raises(TimeoutError, match="too many answers"):
+        group.call("squares", ITEMS, "late")
+    assert len((tmp_path / "asked-3").read_text().split()) == 4
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+def test_one_that_dies_at_a_sync_or_before_it_or_parked_is_as_the_others_afterwards(group):
+    assert group.call("load", 8, "SIGKILL") == 8
+    os.kill(group.gangs[1].members[0].pid, signal.SIGKILL)
+    assert group.call("load", 9) == 9
+    assert group.call("state", [1, 2], "nothing") == [(9, False)] * 2
+    group.call("park")
+    os.kill(group.gangs[0].members[0].pid, signal.SIGKILL)
+    group.memory()
+    assert group.call("state", [1, 2], "nothing") == [(9, True)] * 2, "its successor gives no memory away that others have"
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+def test_a_successor_that_does_not_start_has_one_too(group, monkeypatch):
+    made, failures = group.made, iter([True, False])
+    group.restarts = 2
+    group.made = lambda i: (_ for _ in ()).throw(RuntimeError("no memory yet")) if next(failures) else made(i)
+    assert group.call("squares", ITEMS, "raise") == [(i * i, 7) for i in ITEMS]
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+def test_one_that_was_stopped_is_named_within_10_seconds_and_replaced(group, capsys):
+    for gang in group.gangs:
+        gang.silent_s = 9.0
+    assert group.call("squares", ITEMS, "SIGSTOP") == [(i * i, 7) for i in ITEMS]
+    said = capsys.readouterr().out
+    assert "has not answered for" in said
+    assert "was not heard of for" in said, "replaced for its silence, not at the deadline"
+
+
+def test_in_this_process_the_results_come_in_order_too(tmp_path):
+    local = LocalCluster(World(), [Pool("all", frozenset({"workers"}), (1,))]).start(RoleSpec(*SPEC, {"place": str(tmp_path)}))
+    assert local.call("load", 3) == 3
+    assert local.call("squares", ITEMS, "nothing") == [(i * i, 3) for i in ITEMS]
