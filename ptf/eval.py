@@ -25,7 +25,7 @@ from ptf.recipes.dpo import DPO
 from ptf.recipes.kd import KD
 from ptf.recipes.rm import RM
 from ptf.rl.cluster import Pool
-from ptf.rl.fit import clustered, held_out_prompts, rewards_of, sampler_spec
+from ptf.rl.fit import clustered, held_out_prompts, rewards_of, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.companions import companions, exported
 from ptf.train.deal import deal
@@ -149,7 +149,8 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     base = bridge.locate(job.model.path, job.model.revision)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(spec, base, run)
-    prompts = held_out_prompts(job.evaluate.sources, Tokenizer.load(tokenizer_path), knobs.limit)
+    tokenizer = Tokenizer.load(tokenizer_path)
+    prompts, trie = held_out_prompts(job.evaluate.sources, tokenizer, knobs.limit), trie_of(job.rollout, tokenizer, knobs.max_new_tokens)
     models = {"": run / "model"} | ({"start/": start_directory(spec, base, run, tokenizer_path, job.seed)} if knobs.start else {})
     metrics: dict[str, float] = {}
     length = max(len(p.tokens) for asked in prompts.values() for p in asked) + knobs.max_new_tokens
@@ -160,7 +161,8 @@ def generated(job: Job, run: Path) -> dict[str, float]:
         pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
         with clustered(job, run, [pool], local=knobs.engine == "native") as cluster:  # our own decoder needs no process of its own
             for prefix, directory in models.items():
-                group = cluster.start(sampler_spec(job, directory, tokenizer_path, run, engine=knobs.engine, version=0, workers=1, length=length))
+                spec = sampler_spec(job, directory, tokenizer_path, run, engine=knobs.engine, version=0, workers=1, length=length, trie=trie)
+                group = cluster.start(spec)
                 with cluster.phase(group, "evaluate"):
                     for name, asked in prompts.items():
                         rates, answers = pass_rates(

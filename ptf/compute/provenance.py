@@ -57,6 +57,8 @@ def write(run: Path, made: Mapping[str, Any]) -> None:
 def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, accepted: bool, tell: bool) -> None:
     """Raises UserError naming what has changed since the checkpoint, unless that is accepted; then, and for hardware, it is printed if `tell`."""
     changed = [f"{name} was {old}, is {now['packages'].get(name)}" for name, old in saved["packages"].items() if now["packages"].get(name) != old]
+    if saved.get("allowed") != now.get("allowed"):
+        changed.append("the allowed answers (rollout.allowed) are others")
     if saved["ptf"] != now["ptf"]:
         changed.insert(0, f"ptf's code was {saved['ptf']}, is {now['ptf']}")
     what = f"since {place} was written: {'; '.join(changed)}"

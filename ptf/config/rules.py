@@ -176,6 +176,20 @@ def companions(job: Job) -> list[str]:
     return faults
 
 
+def nucleus(job: Job) -> list[str]:
+    """What cannot be with `rollout.top_p` below 1, because another policy has another nucleus, in which what was drawn need not be."""
+    algo, what = job.algo, "rollout.top_p: a nucleus is taken of one policy's distribution, so it cannot be with"
+    assert isinstance(algo, PolicyAlgo)
+    others = {
+        "several updates from the same rollouts; give algo.epochs: 1 and algo.minibatches: 1": algo.epochs * algo.minibatches > 1,
+        "algo.kl; give 0": isinstance(algo, RewardedAlgo) and algo.kl > 0,
+        "recipe opd: the teacher has another": isinstance(algo, OPDAlgo),
+        "algo.critic_warmup; give 0": isinstance(algo, PPOAlgo) and algo.critic_warmup > 0,
+        "compute.mesh.tensor above 1, where no process has the whole distribution": job.compute.mesh.tensor > 1,
+    }
+    return [f"{what} {other}" for other, there in others.items() if there]
+
+
 def policies(job: Job) -> list[str]:
     """What goes with PPO, GRPO and its family."""
     algo, faults = job.algo, []
@@ -183,6 +197,8 @@ def policies(job: Job) -> list[str]:
         return faults
     if isinstance(algo, GRPOAlgo) and job.rollout.group < 2:
         faults.append("rollout.group must be at least 2: GRPO compares the answers to one prompt with each other")
+    if job.rollout.top_p < 1:
+        faults += nucleus(job)
     if isinstance(algo, OPDAlgo) and job.rollout.equal == "replace":
         faults.append("rollout.equal: replace is for recipes that learn from rewards")
     if not isinstance(algo, RewardedAlgo):

@@ -314,6 +314,15 @@ class RewardModelConfig(Section):
     """What its score is multiplied with."""
 
 
+class AllowedConfig(Section):
+    """The answers that there may be: nothing else can be said."""
+
+    path: str
+    """A text file with an answer a line."""
+    repeat: Positive = 1
+    """How many of them an answer is made of, one right after the other."""
+
+
 class RolloutConfig(Section):
     """How the policy generates (online recipes)."""
 
@@ -345,6 +354,11 @@ class RolloutConfig(Section):
     """How often prompts are drawn for one step (`equal: replace`); what has been found by then is trained on."""
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer's log-probs are taken at the same."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that together have this probability; the trainer's log-probs are those of the same nucleus. Below 1 there is one
+    update from a step's rollouts, and no KL: how another policy would have cut its own nucleus says nothing of this one's."""
+    allowed: AllowedConfig | None = None
+    """Only these answers, in training and in evaluation; log-probs are those among the tokens that might follow."""
     workers: Positive = free(1)
     """Engine replicas."""
     max_logprob_diff: PositiveFloat | None = None

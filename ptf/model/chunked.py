@@ -9,7 +9,7 @@ token are reduced for the normaliser. The head's gradient is then complete where
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ptf.model.head import Head
 from ptf.model.projection import Projection, summed
+from ptf.model.sampling import AS_IT_IS, Processing
 
 CHUNK_BYTES = 64 << 20
 
@@ -56,7 +57,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, 1.0, ctx.needs_input_grad[:3])
+        ours = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for chunk in chunks:
             logprobs = ours.logprobs(chunk)
@@ -79,10 +80,10 @@ class _Surrogate(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, coefficients: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, how: Processing, states: Tensor | None, coefficients: Tensor
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, temperature, ctx.needs_input_grad[:3])
+        ours = Projection(x, head, chunks, how, states, ctx.needs_input_grad[:3])
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
         for chunk in chunks:
@@ -92,23 +93,25 @@ class _Surrogate(Function):
             if any(ctx.needs_input_grad):
                 ours.pull(chunk, where.subtract(chunk, logprobs), coefficients[chunk])
         ctx.save_for_backward(*ours.gradients())
-        picked, entropy = summed(picked, head.group), summed(entropy, head.group)
-        ctx.mark_non_differentiable(picked, entropy)
-        return -coefficients.sum(dtype=torch.float32), picked, entropy
+        picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), ours.slack_of(picked)
+        ctx.mark_non_differentiable(picked, entropy, slack)
+        return -coefficients.sum(dtype=torch.float32), picked, entropy, slack
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        return *scaled(ctx, grads[0]), None, None, None, None
+        return *scaled(ctx, grads[0]), None, None, None, None, None
 
 
 class _TokenLogprobs(Function):
     """Log-prob of each target and entropy of each distribution."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, how: Processing, states: Tensor | None
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, temperature)
+        ours = Projection(x, head, chunks, how, states)
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
         for chunk in chunks:
@@ -116,19 +119,21 @@ class _TokenLogprobs(Function):
             picked[chunk] = where.pick(chunk, logprobs)
             entropy[chunk] = ours.entropies(logprobs, leave_probabilities=False)
         entropy = summed(entropy, head.group)
-        ctx.save_for_backward(x, weight, bias, targets, entropy)
-        ctx.head, ctx.temperature = head, temperature
+        slack = ours.slack_of(picked)
+        ctx.mark_non_differentiable(slack)
+        ctx.save_for_backward(x, weight, bias, targets, entropy, states)
+        ctx.head, ctx.how = head, how
         ctx.set_materialize_grads(False)  # most losses have none of the entropy, and it costs a buffer and three passes
-        return summed(picked, head.group), entropy
+        return summed(picked, head.group), entropy, slack
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        x, weight, bias, targets, entropy = ctx.saved_tensors
+        x, weight, bias, targets, entropy, states = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, ctx.temperature, ctx.needs_input_grad[:3])
-        of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads)
+        ours = Projection(x, head, chunks, ctx.how, states, ctx.needs_input_grad[:3])
+        of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
         spare = None if grads[1] is None else torch.empty_like(ours.wide)
         for chunk in chunks:
             logprobs = ours.logprobs(chunk)
@@ -139,7 +144,7 @@ class _TokenLogprobs(Function):
             bent = logprobs.add_(entropy[chunk, None]).mul_(p).mul_(of_entropy[chunk, None])  # ∂H/∂z = −p (log p + H)
             bent += where.subtract(chunk, p).mul_(of_logprobs[chunk, None])
             ours.pull(chunk, bent, torch.ones_like(entropy[chunk]))
-        return *ours.gradients(), None, None, None
+        return *ours.gradients(), None, None, None, None
 
 
 def trained(weights: Tensor) -> Tensor:
@@ -168,22 +173,36 @@ def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, kept: Tenso
     return _CrossEntropy.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], weights.reshape(-1)[kept])  # type: ignore[return-value]
 
 
+class Said(NamedTuple):
+    """What a model says of tokens that were drawn: [B, T] each, fp32, 0 where nothing counts."""
+
+    logprobs: Tensor
+    entropy: Tensor  # of the distribution that each was drawn from
+    slack: Tensor  # by how much the log-prob would differ had its nucleus ended at a sum that is the same but for rounding
+
+
+def said(kept: Tensor, weights: Tensor, found: tuple[Tensor, ...]) -> Said:
+    empty = torch.zeros(weights.numel(), dtype=torch.float32, device=weights.device)
+    return Said(*(empty.index_put((kept,), values).view_as(weights) for values in found))
+
+
+def of_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:
+    return None if values is None else values.reshape(-1)[kept].long()
+
+
 def surrogate(
-    x: Tensor, head: Head, targets: Tensor, weights: Tensor, coefficients: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """−Σ coefficient · ratio of each target to itself, whose gradient is that of −Σ coefficient · log-prob; and as `token_logprobs`, without a gradient, the
-    log-probs and the entropy. The loss is fp32 scalar and can be differentiated once; `weights` says where there is anything: [B, T] each."""
+    x: Tensor, head: Head, targets: Tensor, weights: Tensor, coefficients: Tensor, how: Processing = AS_IT_IS, states: Tensor | None = None
+) -> tuple[Tensor, Said]:  # fmt: skip
+    """−Σ coefficient · ratio of each target to itself, whose gradient is that of −Σ coefficient · log-prob; and what `token_logprobs` gives, without a
+    gradient. The loss is fp32 scalar and can be differentiated once; `weights` says where there is anything: [B, T] each."""
     kept = trained(weights)
-    of = [t.reshape(-1)[kept] for t in (targets, coefficients)]
-    loss, *said = _Surrogate.apply(*inputs(x, kept, head), head, *of, temperature)  # type: ignore[misc]
-    empty = torch.zeros(weights.numel(), dtype=torch.float32, device=x.device)
-    logprobs, entropy = (empty.index_put((kept,), values).view_as(weights) for values in said)
-    return loss, logprobs, entropy
+    drawn = targets.reshape(-1)[kept], how, of_kept(states, kept)
+    loss, *found = _Surrogate.apply(*inputs(x, kept, head), head, *drawn, coefficients.reshape(-1)[kept])  # type: ignore[misc]
+    return loss, said(kept, weights, tuple(found))
 
 
-def token_logprobs(x: Tensor, head: Head, targets: Tensor, weights: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy at `temperature`, where `weights` is not 0; 0 elsewhere. Two of [B, T], fp32."""
+def token_logprobs(x: Tensor, head: Head, targets: Tensor, weights: Tensor, how: Processing = AS_IT_IS, states: Tensor | None = None) -> Said:
+    """Of each target where `weights` is not 0, from the distribution that was sampled from; `states` [B, T] are those of `how.edges`."""
     kept = trained(weights)
-    logprobs, entropy = _TokenLogprobs.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], temperature)  # type: ignore[misc]
-    empty = torch.zeros(weights.numel(), dtype=torch.float32, device=x.device)
-    return (empty.index_put((kept,), logprobs).view_as(weights), empty.index_put((kept,), entropy).view_as(weights))
+    found = _TokenLogprobs.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], how, of_kept(states, kept))  # type: ignore[misc]
+    return said(kept, weights, found)

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from ptf.model.chunked import chunks_of, inputs, scaled, trained
 from ptf.model.head import Head
 from ptf.model.projection import FLOOR, Projection, summed
+from ptf.model.sampling import Processing
 
 Form = Literal["forward", "reverse", "js"]
 
@@ -50,7 +51,7 @@ class _Whole:
     """A teacher's distribution over the whole vocabulary."""
 
     def __init__(self, x: Tensor, head: Head, chunks: list[slice], temperature: float) -> None:
-        self.projection = Projection(x, head, chunks, temperature)
+        self.projection = Projection(x, head, chunks, Processing(temperature))
         self.s, self.t = torch.empty_like(self.projection.wide), torch.empty_like(self.projection.wide)
 
     def compare(self, chunk: slice, log_s: Tensor, student: Projection, form: Form, beta: float) -> Tensor:
@@ -106,7 +107,7 @@ class _Divergence(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, teacher: _Whole | _Top, chunks: list[slice], weights: Tensor,
         temperature: float, form: Form, beta: float,
     ) -> Tensor:  # fmt: skip
-        student = Projection(x, head, chunks, temperature, ctx.needs_input_grad[:3])
+        student = Projection(x, head, chunks, Processing(temperature), needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for chunk in chunks:
             log_s = student.logprobs(chunk)
@@ -156,7 +157,7 @@ def top_logprobs(x: Tensor, head: Head, k: int, weights: Tensor, temperature: fl
         raise ValueError(f"of {head.vocab} tokens, {k} are not a part")
     kept = trained(weights)
     chunks = chunks_of(len(kept), head)
-    projection = Projection(x.flatten(0, -2).index_select(0, kept), head, chunks, temperature)
+    projection = Projection(x.flatten(0, -2).index_select(0, kept), head, chunks, Processing(temperature))
     ids, found = torch.zeros(weights.numel(), k, dtype=torch.int32, device=x.device), torch.zeros(weights.numel(), k + 1, device=x.device)
     for chunk in chunks:
         logprobs = projection.logprobs(chunk)

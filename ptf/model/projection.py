@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head
+from ptf.model.sampling import AS_IT_IS, NEVER, Processing, nucleus, restrict
 
 BLOCK_BYTES = 1 << 20
 BLOCK = 8192  # rows of a bf16 head's gradient that are multiplied and added at a time: for 151,936 rows of 256, 51-68 ms instead of 159 (CPU)
-PADDING = -1e9  # the logit of a row that does not count: no probability, and finite, so that 0 times it is 0
 FLOOR = -64.0  # of log-probs on a CPU: a GEMM over denormals took 40 times as long, and e⁻⁶⁴ is lost in any fp32 sum of probabilities
 
 
@@ -38,8 +38,17 @@ class Projection:
     """A head applied to one chunk of x [N, D] after the other, and the gradients that come back. Its buffers are made once: on a CPU, the page
     faults of a fresh 64 MiB cost as much as two passes over it (28 against 10 ms for a copy)."""
 
-    def __init__(self, x: Tensor, head: Head, chunks: list[slice], temperature: float, needs: tuple[bool, ...] = (False, False, False)) -> None:
-        self.x, self.head, self.temperature = x, head, temperature
+    def __init__(
+        self, x: Tensor, head: Head, chunks: list[slice], how: Processing = AS_IT_IS, states: Tensor | None = None,
+        needs: tuple[bool, ...] = (False, False, False),
+    ) -> None:  # fmt: skip
+        if how.top_p < 1 and head.group is not None:
+            raise NotImplementedError("a nucleus (rollout.top_p) over a head that is cut over ranks: compute.mesh.tensor must be 1")
+        if how.edges is not None and states is None:
+            raise ValueError("allowed tokens, but no states of them: samples need the stream `states`")
+        self.x, self.head, self.how, self.states = x, head, how, states
+        self.edges = None if how.edges is None else how.edges.to(x.device)
+        self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if how.top_p < 1 else None
         size, rows = (chunks[0].stop if chunks else 0), len(head.weight)
         self.narrow = x.new_empty(size, rows)
         self.wide = self.narrow if x.dtype == torch.float32 else torch.empty_like(self.narrow, dtype=torch.float32)
@@ -50,7 +59,7 @@ class Projection:
         self.dbias = torch.zeros_like(head.bias, dtype=sums) if needs[2] and head.bias is not None else None
 
     def logprobs(self, chunk: slice) -> Tensor:
-        """fp32 [n, V], in a buffer that the next chunk overwrites."""
+        """Of the distribution that is sampled from, fp32 [n, V], in a buffer that the next chunk overwrites."""
         head, n = self.head, chunk.stop - chunk.start
         narrow, logits = self.narrow[:n], self.wide[:n]
         torch.mm(self.x[chunk], head.weight.t(), out=narrow)
@@ -62,11 +71,16 @@ class Projection:
             logits.div_(head.softcap).tanh_()
             if self.slope is not None:
                 torch.mul(logits, logits, out=self.slope[:n]).neg_().add_(1)
-        scale = (head.softcap or 1.0) / self.temperature
+        scale = (head.softcap or 1.0) / self.how.temperature
         if scale != 1.0:
             logits *= scale
-        logits[:, head.real :] = PADDING
-        return normalise(logits, head.group)
+        if self.edges is not None and self.states is not None:
+            restrict(logits, self.states[chunk], self.edges, head.first)
+        logits[:, head.real :] = NEVER
+        logprobs = normalise(logits, head.group)
+        if self.slack is not None:
+            self.slack[chunk] = nucleus(logprobs, self.how.top_p)
+        return logprobs
 
     def probabilities(self, logprobs: Tensor, out: Tensor) -> Tensor:
         """`out` may be `logprobs`."""
@@ -88,10 +102,14 @@ class Projection:
                 part.copy_(p)
         return found
 
+    def slack_of(self, logprobs: Tensor) -> Tensor:
+        """Of every row, [N], when all chunks have been looked at; 0 where there is no nucleus."""
+        return torch.zeros_like(logprobs) if self.slack is None else self.slack
+
     def pull(self, chunk: slice, grad: Tensor, weights: Tensor) -> None:
         """Add what the chunk gives to the gradients: `grad` [n, V] is of the logits over the temperature, still to be weighted, and may be
         the buffer of `logprobs`."""
-        grad.mul_((weights / self.temperature)[:, None])
+        grad.mul_((weights / self.how.temperature)[:, None])
         if self.slope is not None:
             grad *= self.slope[: len(grad)]
         if self.dbias is not None:

@@ -16,6 +16,7 @@ from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group
 from ptf.model.decoder import Decoder
+from ptf.model.sampling import Processing
 
 Metrics = dict[str, Tensor]  # each a sum over the recipe's units
 
@@ -118,10 +119,11 @@ def build(job: Job) -> Recipe:
         knobs = job.algo.model_dump()
         return {"dpo": DPO, "rm": RM}[job.recipe](form=knobs.pop("loss"), **knobs)
     assert job.rollout is not None
+    how = Processing(job.rollout.temperature, job.rollout.top_p)
     if isinstance(job.algo, PPOAlgo):
         knobs = job.algo.model_dump(exclude={"critic_lr", "critic_warmup"})
-        return PPO(**knobs, temperature=job.rollout.temperature, length=job.rollout.max_new_tokens)
+        return PPO(**knobs, how=how, length=job.rollout.max_new_tokens)
     if isinstance(job.algo, OPDAlgo):
         knobs = job.algo.model_dump(exclude={"teacher", "teacher_revision"})
-        return OPD(teacher=Companion(job.algo.teacher, job.algo.teacher_revision, alike=False), **knobs, temperature=job.rollout.temperature)
-    return GRPO(**job.algo.model_dump(), temperature=job.rollout.temperature, length=job.rollout.max_new_tokens)  # type: ignore[union-attr]
+        return OPD(teacher=Companion(job.algo.teacher, job.algo.teacher_revision, alike=False), **knobs, how=how)
+    return GRPO(**job.algo.model_dump(), how=how, length=job.rollout.max_new_tokens)  # type: ignore[union-attr]

@@ -25,8 +25,9 @@ from ptf.data.batch import Batch
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, merged
-from ptf.model.chunked import surrogate, token_logprobs
+from ptf.model.chunked import Said, surrogate, token_logprobs
 from ptf.model.decoder import Decoder
+from ptf.model.sampling import AS_IT_IS, Processing
 from ptf.recipes import Companion, Metrics, Recipe
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong
 from ptf.recipes.documents import sums, weights
@@ -48,7 +49,7 @@ class GRPO:
     overlong: int = 0
     epochs: int = 1
     minibatches: int = 1
-    temperature: float = 1.0
+    how: Processing = AS_IT_IS  # what answers were drawn from
     length: int = 1  # the longest answer there may be
     online: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
@@ -96,22 +97,25 @@ class GRPO:
     def at_itself(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
         """`loss` where π_old is the policy: every ratio is 1."""
         counts = self.counts(batch)
-        given = {"targets": batch.targets, "weights": batch.weights, "coefficients": batch.streams["advantages"] * counts}
-        reduce = partial(surrogate, **given, temperature=self.temperature)
-        loss, logprobs, entropy = model(batch.tokens, batch.positions, batch.segments, reduce)
-        metrics = {"loss": loss.detach(), "entropy": (entropy * counts).sum(), "clip_share": torch.zeros_like(loss), "kl_old": torch.zeros_like(loss)}
-        return loss, metrics | self.apart(logprobs, batch, counts)
+        reduce = partial(surrogate, **self.drawn(batch), coefficients=batch.streams["advantages"] * counts)
+        loss, said = model(batch.tokens, batch.positions, batch.segments, reduce)
+        metrics = {"loss": loss.detach(), "entropy": (said.entropy * counts).sum(), "clip_share": torch.zeros_like(loss), "kl_old": torch.zeros_like(loss)}
+        return loss, metrics | self.apart(said, batch, counts)
 
-    def apart(self, logprobs: Tensor, batch: Batch, counts: Tensor) -> Metrics:
-        """How far the engine's log-probs are from the trainer's."""
-        far = (logprobs - batch.streams["rollout_logprobs"]).abs() * (batch.weights != 0)
+    def drawn(self, batch: Batch) -> dict[str, Any]:
+        """Which tokens were drawn, and from what."""
+        return {"targets": batch.targets, "weights": batch.weights, "how": self.how, "states": batch.streams.get("states")}
+
+    def apart(self, said: Said, batch: Batch, counts: Tensor) -> Metrics:
+        """How far the engine's log-probs are from the trainer's, beyond what rounding makes of where a nucleus ends."""
+        far = ((said.logprobs.detach() - batch.streams["rollout_logprobs"]).abs() - said.slack).clamp(min=0) * (batch.weights != 0)
         return {"logprob_diff_mean": (far * counts).sum(), "max_logprob_diff": far.max()}
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         if self.foreseen(batch):
             return self.at_itself(model, batch)
-        reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights, temperature=self.temperature)
-        logprobs, entropy = model(batch.tokens, batch.positions, batch.segments, reduce)  # [B, T]
+        said = model(batch.tokens, batch.positions, batch.segments, partial(token_logprobs, **self.drawn(batch)))
+        logprobs, entropy = said.logprobs, said.entropy  # [B, T]
         advantages, rollout = batch.streams["advantages"], batch.streams["rollout_logprobs"]
         old = batch.streams.get("old_logprobs", logprobs.detach())  # not there: this is the one step from these rollouts, and π_old is the policy
         moved = logprobs - old
@@ -127,7 +131,7 @@ class GRPO:
             "kl_old": ((ratio - 1 - moved) * counts).sum(),
         }
         if "old_logprobs" not in batch.streams:
-            metrics |= self.apart(old, batch, counts)
+            metrics |= self.apart(said, batch, counts)
         if self.max_importance is not None:
             trust = (old - rollout).exp()
             per_token = per_token * trust.clamp(max=self.max_importance)
@@ -192,7 +196,7 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
 
 
 def placed(values: np.ndarray, where: np.ndarray, length: int) -> np.ndarray:
-    """[length] float32: the values there, 0 elsewhere."""
-    found = np.zeros(length, np.float32)
+    """[length] float32, or int32 of whole numbers: the values there, 0 elsewhere."""
+    found = np.zeros(length, np.int32 if np.issubdtype(values.dtype, np.integer) else np.float32)
     found[where] = values
     return found

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from ptf.data.trajectory import Call
+from ptf.data.trie import Trie
+from ptf.model.sampling import Edges
 from ptf.rl.sync import Buckets, Manifest, Receipt
 
 
@@ -22,6 +25,8 @@ class Sampling:
     max_new_tokens: int
     temperature: float  # 0 is greedy
     stop: tuple[int, ...]  # ids that end the answer; the one that did is part of it
+    top_p: float = 1.0  # draw from the likeliest tokens that together have this probability; a greedy answer has none of it
+    trie: Trie | None = None  # the answers that there may be; None: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,10 @@ class Request:
     context: np.ndarray  # [c] int32
     sampling: Sampling
     seed: int  # the answer is a function of weights, context, sampling and seed
+
+
+def edges_of(trie: Trie) -> Edges:
+    return Edges(torch.from_numpy(trie.starts), torch.from_numpy(trie.tokens).long())
 
 
 class RolloutEngine(Protocol):
@@ -40,7 +49,8 @@ class RolloutEngine(Protocol):
     version: int  # policy step of the weights it holds
 
     async def generate(self, request: Request) -> Call:
-        """One answer. Log-probs are those of the distribution sampled from (after temperature); of a greedy answer, at temperature 1."""
+        """One answer. Log-probs are those of the distribution sampled from (of allowed tokens, after temperature and top-p); of a greedy answer, at
+        temperature 1. Raises ValueError for a request that it cannot serve."""
         ...
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:

@@ -8,25 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ptf import recipes
+from ptf import recipes, storage
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.launch import default_threads
 from ptf.compute.leave import Requests
 from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
-from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, Source
+from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, RolloutConfig, Source
 from ptf.data.pipeline import prompts_once, prompts_stream
 from ptf.data.sources import fingerprints
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
+from ptf.data.trie import Trie
 from ptf.errors import Lost, Retryable, UserError, told
 from ptf.model import bridge
+from ptf.model.sampling import AS_IT_IS, Processing
 from ptf.model.vocabulary import refuse_larger_tokenizer
-from ptf.recipes import Companion, Online
+from ptf.recipes import Companion, Online, Recipe
 from ptf.rl.cluster import Cluster, LocalCluster, Pool, RoleSpec
 from ptf.rl.controller import Controller
+from ptf.rl.engine import edges_of
 from ptf.rl.reward_model import RewardModel, Taste, refuse_without_score
 from ptf.rl.rewards import Rewards
 from ptf.rl.roles import EnvironmentSpec, Learner, Sampler, Scorer
@@ -95,7 +98,10 @@ def parked(spec: RoleSpec, pools: Sequence[Pool], run: Path) -> RoleSpec:
     return replace(spec, kwargs={**spec.kwargs, "parked": str(run / PARKED / spec.name)})
 
 
-def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str | Plug, version: int, workers: int, length: int) -> RoleSpec:
+def sampler_spec(
+    job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str | Plug, version: int, workers: int, length: int,
+    trie: Trie | None = None,
+) -> RoleSpec:  # fmt: skip
     """One role that generates from a Hugging Face directory, up to `length` tokens in all. Raises UserError if the model has fewer positions."""
     options: dict[str, object] = {}
     shape = bridge.shape(directory, job.model.backend)
@@ -113,11 +119,45 @@ def sampler_spec(job: Job, directory: Path, tokenizer: str, run: Path, *, engine
     if job.rollout and (what := job.rollout.environment):
         knobs = job.rollout
         options["environment"] = EnvironmentSpec(what, knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
+    if job.rollout:
+        options |= {"top_p": job.rollout.top_p, "trie": trie}
     kwargs = {
         "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
         "max_length": length, "vocabulary": shape.vocab, "timeout_s": job.compute.timeout_s, **options,
     }  # fmt: skip
     return RoleSpec("rollout", Sampler, kwargs, workers, env)
+
+
+def trie_of(knobs: RolloutConfig | None, tokenizer: Tokenizer, room: int) -> Trie | None:
+    """The answers that there may be, if not any. Raises UserError if one is longer than `room`."""
+    if knobs is None or knobs.allowed is None:
+        return None
+    lines = storage.read_text(knobs.allowed.path).splitlines()
+    try:
+        trie = Trie.of((tokenizer.encode(line) for line in lines), tokenizer.stop_ids, knobs.allowed.repeat)
+    except UserError as error:
+        raise UserError(f"rollout.allowed.path: {knobs.allowed.path}: {error}") from error
+    if trie.longest > room:
+        raise UserError(f"rollout.allowed: its longest answer has {trie.longest} tokens with the one that ends it, max_new_tokens is {room}")
+    return trie
+
+
+def drawing(recipe: Recipe, knobs: RolloutConfig, trie: Trie | None) -> tuple[Recipe, Processing]:
+    """What answers are drawn from, and the recipe, which knows of it. Raises UserError if one of the user's own takes its log-probs from something else."""
+    how = Processing(knobs.temperature, knobs.top_p)
+    if getattr(recipe, "how", AS_IT_IS) != how:
+        raise UserError(
+            f"rollout.temperature is {how.temperature:g} and rollout.top_p {how.top_p:g}, but the recipe's `how` says that its loss takes log-probs from "
+            f"{getattr(recipe, 'how', AS_IT_IS)}"
+        )
+    if how.top_p < 1 and cast("Online", recipe).needs_old:
+        raise UserError("rollout.top_p: the recipe needs the policy's log-probs of before, and a nucleus is taken of one policy's distribution; give 1")
+    if trie is None:
+        return recipe, how
+    if not hasattr(recipe, "how"):
+        raise UserError("rollout.allowed: the recipe has no field `how` (ptf.model.sampling.Processing), so its loss does not know which tokens were allowed")
+    how = replace(how, edges=edges_of(trie))
+    return replace(cast("Any", recipe), how=how), how
 
 
 def refuse_too_long(prompt: Prompt, room: int) -> None:
@@ -217,9 +257,8 @@ def attempt(job: Job, run: Path) -> None:
         for name, spec in sources.items():
             for prompt in itertools.islice(prompts_once(spec, name, tokenizer), CHECKED):
                 refuse_too_long(prompt, room)
-    temperature = getattr(recipe, "temperature", knobs.temperature)
-    if temperature != knobs.temperature:
-        raise UserError(f"rollout.temperature is {knobs.temperature:g}, but the recipe's loss takes its log-probs at {temperature:g}; give both the same")
+    trie = trie_of(knobs, tokenizer, knobs.max_new_tokens)
+    recipe, how = drawing(recipe, knobs, trie)
     held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit) if job.train.validate_every else {}
     start = start_directory(model, directory, run, tokenizer_path, job.seed)
     workers = job.compute.workers
@@ -229,13 +268,15 @@ def attempt(job: Job, run: Path) -> None:
         "spec": model.model_copy(update={"init": "pretrained"}),
         "seed": job.seed,
         "width": job.data.seq_len,
-        "temperature": knobs.temperature,
+        "how": how,
     }
     frozen = {"spec": unadapted(common["spec"]), "precision": job.train.precision, "micro_rows": job.train.micro_rows}
     if job.train.deterministic:
         frozen["width"] = 0
     own = {role: start_of(one, role, tokenizer_path, start) for role, one in recipe.companions.items() if one.path is not None}
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
+    if trie is not None:
+        made_with["allowed"] = trie.fingerprint()
     plans = {"policy": RoleSpec("policy", Learner, {**common, "tokenizer": tokenizer_path, "train": job.train, "recipe": recipe}, workers, **mesh)}
     for role in recipe.companions:
         if role in own or not own_reference(model):
@@ -251,7 +292,7 @@ def attempt(job: Job, run: Path) -> None:
         width = 0 if job.train.deterministic else longest
         scoring = {"directory": str(place), "spec": ModelConfig(path=str(place)), "seed": job.seed, "precision": job.train.precision}
         plans["reward"] = RoleSpec("reward", RewardModel, {**scoring, "width": width, "micro_rows": job.train.micro_rows}, workers, **mesh)
-    plans["rollout"] = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len)
+    plans["rollout"] = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len, trie=trie)
     pools = pools_of(job.compute.pools, plans)
     with clustered(job, run, pools) as cluster:
         groups = {role: cluster.start(parked(spec, pools, run)) for role, spec in plans.items()}

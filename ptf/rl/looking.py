@@ -16,6 +16,7 @@ from ptf.data.packing import pack_all
 from ptf.data.sample import Atom, Sample
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
+from ptf.model.sampling import Processing
 from ptf.train.deal import deal, dealt_alone
 
 
@@ -62,7 +63,7 @@ def per_document(
     return out
 
 
-def sample_logprobs(model: Decoder, samples: Sequence[Sample], world: World, *, width: int, micro_rows: int, temperature: float) -> list[np.ndarray]:
-    """Log-probs of each sample's trained tokens, aligned with its tokens and 0 elsewhere: [n] each."""
-    logprobs = lambda x, head, batch: token_logprobs(x, head, batch.targets, batch.weights, temperature)[0]  # noqa: E731
+def sample_logprobs(model: Decoder, samples: Sequence[Sample], world: World, *, width: int, micro_rows: int, how: Processing) -> list[np.ndarray]:
+    """Log-probs of each sample's trained tokens, from what they were drawn from, aligned with its tokens and 0 elsewhere: [n] each."""
+    logprobs = lambda x, head, batch: token_logprobs(x, head, batch.targets, batch.weights, how, batch.streams.get("states")).logprobs  # noqa: E731
     return per_token(model, samples, world, logprobs, width=width, micro_rows=micro_rows)

@@ -23,7 +23,8 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.head import Head
 from ptf.model.layers import Parts
-from ptf.rl.engine import Request
+from ptf.model.sampling import nucleus, restrict
+from ptf.rl.engine import Request, edges_of
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
 
 
@@ -113,6 +114,8 @@ class NativeEngine:
 
         n = len(requests)
         temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
+        top_p = torch.tensor([r.sampling.top_p if r.sampling.temperature else 1.0 for r in requests], device=self.device)
+        allowed = Allowed(requests, self.device)
         limits = np.array([r.sampling.max_new_tokens for r in requests])
         lengths = torch.tensor([len(r.context) for r in requests], device=self.device)
         draws = torch.zeros(n, int(limits.max()), dtype=torch.float64)
@@ -126,7 +129,8 @@ class NativeEngine:
         live = np.arange(n)  # the request that each row of the cache belongs to
         for turn in range(int(limits.max())):
             rows = torch.from_numpy(live).to(self.device)
-            tokens, chosen = _draw(logits, temperature[rows], draws[rows, turn])
+            tokens, chosen = _draw(allowed.restrict(logits, live), temperature[rows], top_p[rows], draws[rows, turn])
+            allowed.follow(live, tokens)
             for i, token, logprob in zip(live.tolist(), tokens.tolist(), chosen.tolist(), strict=True):
                 sampled[i].append(token)
                 logprobs[i].append(logprob)
@@ -165,7 +169,7 @@ class NativeEngine:
     @torch.no_grad()
     def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         batch = self._packed(tokens)
-        reduce = lambda x, head: token_logprobs(x, head, batch.targets, batch.weights)[0]  # noqa: E731
+        reduce = lambda x, head: token_logprobs(x, head, batch.targets, batch.weights).logprobs  # noqa: E731
         values = self.model(batch.tokens, batch.positions, batch.segments, reduce)[0].cpu().numpy()
         starts = np.cumsum([0, *batch.lengths])
         return [values[a : b - 1] for a, b in itertools.pairwise(starts)]
@@ -186,10 +190,35 @@ class NativeEngine:
         self.parking.wake()
 
 
-def _draw(logits: Tensor, temperature: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+class Allowed:
+    """Where each of n requests is in its trie, if it has one."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self.tries = [r.sampling.trie for r in requests]
+        self.edges = {trie: edges_of(trie).to(device) for trie in self.tries if trie is not None}
+        self.states = np.zeros(len(requests), np.int64)
+
+    def restrict(self, logits: Tensor, live: np.ndarray) -> Tensor:
+        """Logits [n, V] of these requests, in place."""
+        for trie, edges in self.edges.items():
+            rows = [i for i, request in enumerate(live) if self.tries[request] is trie]
+            at = torch.tensor(rows, device=logits.device)
+            logits[at] = restrict(logits[at], torch.from_numpy(self.states[live[rows]]).to(logits.device), edges)
+        return logits
+
+    def follow(self, live: np.ndarray, tokens: Tensor) -> None:
+        if self.edges:
+            for request, token in zip(live, tokens.tolist(), strict=True):
+                if (trie := self.tries[request]) is not None:
+                    self.states[request] = trie.follow(int(self.states[request]), token)
+
+
+def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row by inverse transform of `draws` in [0, 1); temperature 0 takes the likeliest. [n, V] → tokens [n], log-probs [n]."""
     greedy = temperature == 0
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
+    if (top_p < 1).any():
+        nucleus(logprobs, top_p)
     total = logprobs.double().exp().cumsum(-1)
     drawn = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn) if greedy.any() else drawn

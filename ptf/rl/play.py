@@ -8,7 +8,7 @@ rewrites what was said, the context is encoded from its text, and a new sample b
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ class Episode:
     def request(self) -> Request:
         s = self.limits.sampling
         room = min(s.max_new_tokens, self.limits.max_length - len(self.context))
-        return Request(self.context, Sampling(room, s.temperature, s.stop), self.seed_of(len(self.calls)))
+        return Request(self.context, replace(s, max_new_tokens=room), self.seed_of(len(self.calls)))
 
     async def hear(self, call: Call) -> None:
         """What the policy said; afterwards `context` goes on from there, or it is over."""
@@ -115,9 +115,15 @@ class Episode:
             await self.environments.end(self._played)
         if self.environments is None:
             (call,) = self.calls
-            return Trajectory(self.prompt, (call,), self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled), complete=self.complete)
+            said = self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled)
+            return Trajectory(self.prompt, (call,), said, streams=self._streams(), complete=self.complete)
         outcome = NoResult(self.failed) if self.failed is not None else Reward(self.reward)
-        return Trajectory(self.prompt, tuple(self.calls), self._told(), outcome, complete=self.complete)
+        return Trajectory(self.prompt, tuple(self.calls), self._told(), outcome, self._streams(), self.complete)
+
+    def _streams(self) -> dict[str, np.ndarray]:
+        """Of all sampled tokens: where only some were allowed, in which state of the trie each was drawn."""
+        trie = self.limits.sampling.trie
+        return {} if trie is None else {"states": np.concatenate([np.zeros(0, np.int32), *(trie.walked(call.sampled) for call in self.calls)])}
 
     def _told(self) -> str:
         """All that was said after the first context, by both sides."""
@@ -170,6 +176,13 @@ class EngineFault(RuntimeError):
     """An engine gave what it may not: it is broken, whatever else it says."""
 
 
+def followed(call: Call, request: Request) -> bool:
+    try:
+        return request.sampling.trie is None or len(request.sampling.trie.walked(call.sampled)) == len(call.sampled)
+    except ValueError:
+        return False
+
+
 def refuse_garbage(call: Call, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
     """Raises EngineFault unless the call is an answer to the request: its context, and tokens of the vocabulary, each with a log-prob and the version
     of the engine's weights."""
@@ -177,6 +190,7 @@ def refuse_garbage(call: Call, request: Request, engine: RolloutEngine, vocabula
     faults = {
         "another context than was asked": not np.array_equal(call.context, request.context),
         f"{len(sampled)} tokens of at most {most}": not 1 <= len(sampled) <= most,
+        "a token that was not allowed": not followed(call, request),
         "a token that is not in the vocabulary": bool(((sampled < 0) | (sampled >= (vocabulary or np.inf))).any()),
         "log-probs that are not numbers of at most 0, one a token": len(call.logprobs) != len(sampled)
         or not bool((np.isfinite(call.logprobs) & (call.logprobs <= 1e-3)).all()),

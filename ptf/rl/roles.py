@@ -25,8 +25,10 @@ from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
+from ptf.data.trie import Trie
 from ptf.model import bridge
 from ptf.model.lora import adapters_off
+from ptf.model.sampling import AS_IT_IS, Processing
 from ptf.recipes import Recipe
 from ptf.rl.cluster import everywhere, lasting, sharded
 from ptf.rl.engine import RolloutEngine, Sampling
@@ -92,14 +94,14 @@ class Frozen:
 class Scorer(Frozen):
     """It gives log-probs."""
 
-    def __init__(self, world: World, *, temperature: float, **kwargs: Any) -> None:
+    def __init__(self, world: World, *, how: Processing, **kwargs: Any) -> None:
         super().__init__(world, **kwargs)
-        self.temperature = temperature
+        self.how = how
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Of the trained tokens of each sample, at the sampling temperature: [n] each, 0 elsewhere."""
-        found = sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, temperature=self.temperature)
+        """Of the trained tokens of each sample, from what they were drawn from: [n] each, 0 elsewhere."""
+        found = sample_logprobs(self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, how=self.how)
         forget_forwards(self.model)
         return found
 
@@ -111,10 +113,10 @@ class Learner:
 
     def __init__(
         self, world: World, *, directory: str, tokenizer: str, spec: ModelConfig, seed: int, train: TrainConfig, recipe: Recipe, width: int,
-        temperature: float, parked: str | None = None,
+        how: Processing, parked: str | None = None,
     ) -> None:  # fmt: skip
         self.parking = Parking(own_file(parked, world.rank))
-        self.world, self.source, self.recipe, self.width, self.temperature = world, Path(directory), recipe, width, temperature
+        self.world, self.source, self.recipe, self.width, self.how = world, Path(directory), recipe, width, how
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
         self.micro_rows, self.deterministic = train.micro_rows, train.deterministic
         self.scored = 0 if train.deterministic else width  # the width of rows that are only looked at
@@ -143,7 +145,7 @@ class Learner:
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """As Scorer.logprobs, of the weights as they are now."""
-        return sample_logprobs(self.model, samples, self.world, width=self.scored, micro_rows=self.micro_rows, temperature=self.temperature)
+        return sample_logprobs(self.model, samples, self.world, width=self.scored, micro_rows=self.micro_rows, how=self.how)
 
     @sharded
     def values(self, samples: list[Sample]) -> list[np.ndarray]:
@@ -161,7 +163,7 @@ class Learner:
     def score(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probs of tokens 1…n-1 of each sequence at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
-        values = sample_logprobs(self.model, samples, self.world, width=self.scored, micro_rows=self.micro_rows, temperature=1.0)
+        values = sample_logprobs(self.model, samples, self.world, width=self.scored, micro_rows=self.micro_rows, how=AS_IT_IS)
         return [v[1:] for v in values]
 
     @everywhere
@@ -226,9 +228,11 @@ class Sampler:
 
     def __init__(
         self, world: World, *, engine: str | Plug, directory: str, tokenizer: str, version: int, seed: int, precision: str, max_length: int,
-        timeout_s: float, vocabulary: int | None = None, environment: EnvironmentSpec | None = None, **options: Any,
+        timeout_s: float, vocabulary: int | None = None, environment: EnvironmentSpec | None = None, top_p: float = 1.0, trie: Trie | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
         self.world, self.seed, self.timeout_s, self.max_length, self.vocabulary = world, seed, timeout_s, max_length, vocabulary
+        self.top_p, self.trie = top_p, trie
         self.environments = environment and environment.made()
         self.max_turns = environment.max_turns if environment else 1
         self.tokenizer = Tokenizer.load(tokenizer)
@@ -241,7 +245,7 @@ class Sampler:
         `version`."""
         if self.engine.version != version:
             raise SyncError(f"the rollout engine holds weights {self.engine.version}, the policy is at {version}: a sync was lost; nothing was generated")
-        limits = Limits(Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids), self.max_length, self.max_turns, self.vocabulary)
+        limits = Limits(Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, self.top_p, self.trie), self.max_length, self.max_turns, self.vocabulary)
         made = lambda p, i: Episode(p, limits, self.tokenizer, partial(seed_of, self.seed, key, p.index, i), self.environments)  # noqa: E731
         found: list[dict[int, Trajectory]] = [{} for _ in prompts]
         for number, trajectory in self._play([made(p, i) for p in prompts for i in range(n)]):

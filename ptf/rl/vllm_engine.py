@@ -5,9 +5,11 @@ carries its own seed and greedy requests never share a batch with sampled ones (
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import os
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from importlib import metadata
@@ -16,8 +18,10 @@ from typing import Any
 
 import numpy as np
 from safetensors import safe_open
+from torch import Tensor
 
 from ptf.data.trajectory import Call
+from ptf.data.trie import OVER, Trie
 from ptf.rl.engine import Request
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
 
@@ -28,6 +32,7 @@ CPU = {
     "OMP_NUM_THREADS": "1",  # 4 ms a step against 100 ms on a busy box, where threads spin for their turn
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+TRIE = "ptf_trie"  # in a request's extra arguments: the file that its trie is in
 CACHES = (
     "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
 )  # fmt: skip
@@ -70,6 +75,7 @@ class VLLMEngine:
             "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len,
             "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "async_scheduling": False,
             "disable_log_stats": True, "use_tqdm_on_load": False, "worker_extension_cls": "ptf.rl.vllm_extension.WeightLoader",
+            "logits_processors": ["ptf.rl.vllm_engine:OnlyAllowed"],
             **(cpu if on_cpu() else gpu),
         }  # fmt: skip
         _import_model(Path(path))
@@ -83,6 +89,8 @@ class VLLMEngine:
         self._queue: deque[tuple[Request, asyncio.Future[Call]]] = deque()
         self._running: dict[str, tuple[Request, asyncio.Future[Call]]] = {}
         self._pump: asyncio.Task[None] | None = None
+        self._tries: dict[Trie, str] = {}  # where they can be read by whichever process samples
+        self._place = tempfile.TemporaryDirectory()
 
     async def generate(self, request: Request) -> Call:
         """See RolloutEngine. Raises ValueError for a request that cannot be served, SyncError if the weights are not known to be right."""
@@ -124,7 +132,10 @@ class VLLMEngine:
             if future.done():
                 continue
             try:
-                self._running[self._submit(request.context, **_parameters(request, self.max_model_len))] = (request, future)
+                self._running[self._submit(request.context, **_parameters(request, self.max_model_len), **self._restricted(request.sampling.trie))] = (
+                    request,
+                    future,
+                )
                 kind = request.sampling.temperature == 0
             except ValueError as error:  # vLLM refuses this request: the others go on
                 future.set_exception(error)
@@ -137,6 +148,14 @@ class VLLMEngine:
         name = str(next(self._ids))
         self.engine.add_request(name, {"type": "token", "prompt_token_ids": tokens.tolist()}, how)
         return name
+
+    def _restricted(self, trie: Trie | None) -> dict[str, Any]:
+        if trie is None:
+            return {}
+        if trie not in self._tries:
+            self._tries[trie] = str(Path(self._place.name) / f"{len(self._tries)}.npz")
+            trie.save(self._tries[trie])
+        return {"extra_args": {TRIE: self._tries[trie]}}
 
     def _call(self, request: Request, output: Any) -> Call:
         sampled = np.array(output.token_ids, np.int32)
@@ -208,6 +227,54 @@ class VLLMEngine:
             raise ValueError(f"token ids must be in 0…{self.vocab - 1}; found {tokens.min()}…{tokens.max()}")
 
 
+class Walk:
+    """One request's way through its trie: vLLM shows it the ids that are there so far, and the next one's logits [V]."""
+
+    def __init__(self, trie: Trie) -> None:
+        self.trie, self.state, self.seen = trie, 0, 0
+
+    def __call__(self, sampled: list[int], logits: Tensor) -> Tensor:
+        if len(sampled) < self.seen:  # it was interrupted, and begins again
+            self.state = self.seen = 0
+        for token in sampled[self.seen :]:
+            self.state = self.trie.follow(self.state, token)
+        self.seen = len(sampled)
+        if self.state == OVER:
+            return logits
+        allowed = self.trie.allowed(self.state)
+        kept = logits[allowed]
+        logits.fill_(-float("inf"))
+        logits[allowed] = kept
+        return logits
+
+
+@functools.lru_cache(maxsize=8)
+def _trie(path: str) -> Trie:
+    return Trie.load(path)
+
+
+@functools.cache
+def _only_allowed() -> type:
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class OnlyAllowed(AdapterLogitsProcessor):
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Walk | None:
+            path = (params.extra_args or {}).get(TRIE)
+            return Walk(_trie(path)) if path else None
+
+    return OnlyAllowed
+
+
+def __getattr__(name: str) -> Any:
+    """vLLM looks for `OnlyAllowed` by its name. Its base class is vLLM's, so it can only be made once vLLM is imported."""
+    if name == "OnlyAllowed":
+        return _only_allowed()
+    raise AttributeError(name)
+
+
 def _import_model(directory: Path) -> None:
     """Import the model's class here. vLLM would look at it in a further process first, which takes 7 s for every new cache directory."""
     from vllm import ModelRegistry
@@ -221,7 +288,7 @@ def _parameters(request: Request, max_model_len: int) -> dict[str, Any]:
     how = request.sampling
     return {
         "temperature": how.temperature, "stop_token_ids": list(how.stop), "logprobs": 0, "seed": request.seed if how.temperature else None,
-        "max_tokens": min(how.max_new_tokens, max_model_len - len(request.context)),
+        "max_tokens": min(how.max_new_tokens, max_model_len - len(request.context)), "top_p": how.top_p if how.temperature else 1.0,
     }  # fmt: skip
 
 

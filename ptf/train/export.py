@@ -34,7 +34,7 @@ def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
         values = model(batch.tokens, batch.positions, batch.segments, said)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
     reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights)
-    logprobs, _ = model(batch.tokens, batch.positions, batch.segments, reduce)
+    logprobs = model(batch.tokens, batch.positions, batch.segments, reduce).logprobs
     return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
 
 

@@ -60,7 +60,7 @@ def losses(directory, device: torch.device, dtype: torch.dtype):
     batch = packed(ROWS, 256).to(device)
     loss = model(batch.tokens, batch.positions, batch.segments, lambda x, h: cross_entropy(x, h, batch.targets, batch.weights))
     loss.backward()
-    logprobs, _ = model(batch.tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights))
+    logprobs, *_ = model(batch.tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights))
     grads = {n: p.grad.float().cpu() for n, p in model.named_parameters()}
     return float(loss.detach()), logprobs.detach().float().cpu(), grads
 

@@ -20,6 +20,7 @@ from ptf.model import chunked, projection
 from ptf.model.chunked import cross_entropy, surrogate, token_logprobs
 from ptf.model.divergence import divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
+from ptf.model.sampling import Processing
 from tests.model.ranks import two_ranks
 
 DIVERGENCES = {f"{form}{of}": (form, of) for form in ("forward", "reverse", "js") for of in ("", " of top")}
@@ -40,7 +41,7 @@ class Problem:
         self.targets = torch.randint(0, vocab, shape, generator=g)
         self.weights = (0.1 + torch.rand(shape, generator=g)) * (torch.rand(shape, generator=g) < share)
         self.upstream = normal(*shape).float().abs()  # of one sign, so that a sum is as large as its terms
-        self.temperature, self.k = temperature, min(3, vocab - 1)
+        self.temperature, self.how, self.k = temperature, Processing(temperature), min(3, vocab - 1)
 
     def leaves(self) -> list[Tensor]:
         """What the losses are differentiated by."""
@@ -54,7 +55,7 @@ class Problem:
         return self
 
     def entropy(self) -> Tensor:
-        return token_logprobs(self.x, self.head, self.targets, self.weights, self.temperature)[1]
+        return token_logprobs(self.x, self.head, self.targets, self.weights, self.how).entropy
 
     def ours(self, name: str) -> Tensor:
         if name == "cross_entropy":
@@ -66,9 +67,9 @@ class Problem:
                 return divergence(self.x, self.head, self.x_teacher, self.teacher, self.weights, **how)
             return divergence_of_top(self.x, self.head, *self.top(), self.weights, **how)
         if name == "surrogate":
-            return surrogate(self.x, self.head, self.targets, self.weights, -self.upstream, self.temperature)[0]
-        logprobs, entropy = token_logprobs(self.x, self.head, self.targets, self.weights, self.temperature)
-        return (self.of(name, logprobs, entropy) * self.upstream).sum()
+            return surrogate(self.x, self.head, self.targets, self.weights, -self.upstream, self.how)[0]
+        said = token_logprobs(self.x, self.head, self.targets, self.weights, self.how)
+        return (self.of(name, said.logprobs, said.entropy) * self.upstream).sum()
 
     @staticmethod
     def of(name: str, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -172,8 +173,8 @@ def test_the_comparison_notices_another_temperature(name):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_token_logprobs_and_entropy_of_every_position(temperature, softcap):
-    problem = Problem(softcap=softcap)
-    logprobs, entropy = token_logprobs(problem.x.requires_grad_(), problem.head, problem.targets, problem.weights, temperature)
+    problem = Problem(softcap=softcap, temperature=temperature)
+    logprobs, entropy, _ = token_logprobs(problem.x.requires_grad_(), problem.head, problem.targets, problem.weights, problem.how)
     every, kept = dense_logprobs(problem.x, problem.head, temperature), problem.weights != 0
     dense = every.gather(-1, problem.targets[..., None]).squeeze(-1)
     torch.testing.assert_close(logprobs[kept].double(), dense[kept], rtol=1e-6, atol=1e-6)
@@ -181,9 +182,8 @@ def test_token_logprobs_and_entropy_of_every_position(temperature, softcap):
     assert not logprobs[~kept].any()
     assert not entropy[~kept].any()
     assert logprobs.requires_grad
-    for mine, same in zip(
-        surrogate(problem.x, problem.head, problem.targets, problem.weights, problem.upstream, temperature)[1:], (logprobs, entropy), strict=True
-    ):
+    _, said = surrogate(problem.x, problem.head, problem.targets, problem.weights, problem.upstream, problem.how)
+    for mine, same in zip(said, (logprobs, entropy, torch.zeros_like(entropy)), strict=True):
         torch.testing.assert_close(mine, same.detach(), rtol=1e-6, atol=1e-7)
         assert not mine.requires_grad
 

@@ -10,6 +10,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
 from ptf.model import bridge
+from ptf.model.sampling import Processing
 from ptf.recipes.advantages import group_relative
 from ptf.recipes.grpo import GRPO
 from tests.tiny import checkpoint
@@ -28,7 +29,7 @@ def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
     return [tuple(trajectory(10 * g + i, Reward(float((g + i) % 3))) for i in range(size)) for g in range(n)]
 
 
-@pytest.mark.parametrize("recipe", [GRPO(), GRPO(kl=0.1), GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, temperature=0.8)])
+@pytest.mark.parametrize("recipe", [GRPO(), GRPO(kl=0.1), GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, how=Processing(0.8))])
 def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     directory = checkpoint(tmp_path / "m")
     model, family = bridge.build(directory)
@@ -51,7 +52,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
             ids = torch.tensor(np.concatenate([call.context, call.sampled]).astype(np.int64))[None]
             positions = torch.arange(ids.shape[1])[None]
             logits = model(ids, positions, torch.zeros_like(positions), lambda x, head: head.logits(x))[0]
-            logp = (logits / recipe.temperature).log_softmax(-1)[len(call.context) - 1 : -1].gather(1, ids[0, len(call.context) :, None]).squeeze(1)
+            logp = (logits / recipe.how.temperature).log_softmax(-1)[len(call.context) - 1 : -1].gather(1, ids[0, len(call.context) :, None]).squeeze(1)
             old, ref = (torch.tensor(t.streams[s]).double() for s in ("old_logprobs", "reference_logprobs"))
             rho = (logp - old).exp()
             surrogate = torch.minimum(rho * a, rho.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * a)
@@ -66,7 +67,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     assert float(flipped.loss(model, batch, {})[0].detach()) != float(loss.detach())
 
 
-@pytest.mark.parametrize("recipe", [GRPO(), GRPO(temperature=0.8, mean_over="length", length=7), GRPO(ratio="answer", mean_over="answers")])
+@pytest.mark.parametrize("recipe", [GRPO(), GRPO(how=Processing(0.8), mean_over="length", length=7), GRPO(ratio="answer", mean_over="answers")])
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
     """Where π_old is the policy, what is known beforehand gives the same as what is found on the way."""
     directory = checkpoint(tmp_path / "m")
@@ -86,7 +87,7 @@ def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, re
 
 def other(recipe: GRPO) -> GRPO:
     """The same, which finds its gradient on the way."""
-    return NotForeseen(**dataclasses.asdict(recipe))
+    return NotForeseen(**vars(recipe))
 
 
 class NotForeseen(GRPO):

@@ -14,6 +14,7 @@ from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import adapter_names
+from ptf.model.sampling import Processing
 from ptf.model.verify import export_difference
 from ptf.recipes.sft import SFT
 from ptf.rl.roles import Learner, Scorer
@@ -121,7 +122,7 @@ def test_learning_rates_go_by_group(tmp_path):
 def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     directory = tiny.checkpoint(tmp_path / "m")
     spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
-    common = {"directory": str(directory), "seed": 0, "width": 64, "temperature": 0.7}
+    common = {"directory": str(directory), "seed": 0, "width": 64, "how": Processing(0.7)}
     learner = Learner(World(), **common, spec=spec, tokenizer="", train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_rows=2), recipe=SFT("assistant"))
     scorer = Scorer(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_rows=2)
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]

@@ -1,0 +1,66 @@
+"""From logits to the distribution that a token is drawn from: for the engine that draws, and for losses that look at what was drawn.
+
+The one idea: both use these lines, so a log-prob of the trainer's is one of the distribution that was really sampled from. First only the tokens that are
+allowed, then the temperature, then the nucleus: the likeliest tokens that together have `top_p` (Holtzman et al. 2020).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NEVER = -1e9  # the logit of what cannot be drawn: no probability, and finite, so that 0 times it is 0
+ROUNDING = 1e-5  # of a sum of probabilities: where a nucleus ends nearer to `top_p` than this, another program may end it a token away
+
+
+@dataclass(frozen=True)
+class Edges:
+    """A trie of allowed tokens (ptf.data.trie): those after state i are tokens[starts[i]:starts[i + 1]]."""
+
+    starts: Tensor  # [states + 1] int64
+    tokens: Tensor  # [edges] int64
+
+    def to(self, device: torch.device) -> "Edges":
+        return Edges(self.starts.to(device), self.tokens.to(device))
+
+
+@dataclass(frozen=True)
+class Processing:
+    """What is done to logits before a token is drawn."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    edges: Edges | None = None  # None: every token is allowed
+
+
+AS_IT_IS = Processing()
+
+
+def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Tensor:
+    """Logits [n, V] of the vocabulary from `first` on, in place: tokens that do not follow their row's state [n] are never drawn."""
+    begins = edges.starts[states]
+    counts = edges.starts[states + 1] - begins
+    rows = torch.repeat_interleave(torch.arange(len(states), device=logits.device), counts)
+    into = torch.arange(len(rows), device=logits.device) - (counts.cumsum(0) - counts)[rows]
+    columns = edges.tokens[begins[rows] + into] - first
+    here = (columns >= 0) & (columns < logits.shape[1])
+    rows, columns = rows[here], columns[here]
+    kept = logits[rows, columns]
+    return logits.fill_(NEVER).index_put_((rows, columns), kept)
+
+
+def nucleus(logprobs: Tensor, top_p: float | Tensor) -> Tensor:
+    """Log-probs [n, V], in place: those of the smallest set of likeliest tokens that has `top_p` (a number, or [n]) or more, in all 1 again. Returns
+    [n] by how much a log-prob would differ had the set ended at a sum that is the same but for rounding."""
+    p = torch.as_tensor(top_p, dtype=logprobs.dtype, device=logprobs.device).expand(len(logprobs))[:, None]
+    falling, order = logprobs.sort(-1, descending=True)
+    mass = falling.double().exp().cumsum(-1)
+    before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], -1)
+    size, least, most = (((before < bound) & (p < 1)).sum(-1, keepdim=True).clamp(min=1) for bound in (p, p - ROUNDING, p + ROUNDING))
+    whole = p >= 1
+    kept = mass.gather(-1, size - 1).log()
+    falling -= torch.where(whole, 0.0, kept).to(falling.dtype)
+    falling[(torch.arange(falling.shape[1], device=falling.device) >= size) & ~whole] = NEVER
+    logprobs.scatter_(-1, order, falling)
+    apart = mass.gather(-1, most - 1).log() - mass.gather(-1, least - 1).log()
+    return torch.where(whole, 0.0, apart).squeeze(-1).to(logprobs.dtype)

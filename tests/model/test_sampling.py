@@ -1,0 +1,154 @@
+"""What was drawn from, again: nuclei against transformers', allowed tokens and both in losses against float64."""
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TopPLogitsWarper
+
+from ptf.model.chunked import surrogate, token_logprobs
+from ptf.model.sampling import NEVER, ROUNDING, Edges, Processing, nucleus, restrict
+from tests.model.ranks import two_ranks
+from tests.model.test_chunked import Problem, gap
+
+# state 0: any of six, 1: one alone, 2: three of them, the last token of all among them
+ALLOWED = [[0, 3, 7, 11, 20, 30], [15], [2, 15, 30]]
+EDGES = Edges(torch.tensor([0, *itertools.accumulate(map(len, ALLOWED))]), torch.tensor(list(itertools.chain(*ALLOWED))))
+
+
+def drawn(problem: Problem, seed: int = 0) -> torch.Tensor:
+    """States [B, T]; the problem's targets become tokens that these allow."""
+    states = torch.randint(0, 3, problem.targets.shape, generator=torch.Generator().manual_seed(seed))
+    problem.targets = torch.tensor([[ALLOWED[s][t % len(ALLOWED[s])] for s, t in zip(*row, strict=True)] for row in zip(states.tolist(), problem.targets.tolist(), strict=True)])  # fmt: skip
+    return states
+
+
+def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of targets and entropies [B, T], float64, written out."""
+    head = problem.head
+    logits = problem.x.double() @ head.weight.double().t()[:, : head.vocab] + head.bias.double()[: head.vocab]
+    logits = logits / how.temperature
+    if states is not None:
+        barred = torch.ones(3, head.vocab, dtype=torch.bool)
+        for state, tokens in enumerate(ALLOWED):
+            barred[state, tokens] = False
+        logits = logits.masked_fill(barred[states], -torch.inf)
+    if how.top_p < 1:
+        flat = TopPLogitsWarper(how.top_p)(None, logits.detach().flatten(0, 1)).view_as(logits)
+        logits = logits.masked_fill(flat == -torch.inf, -torch.inf)
+    logp = logits.log_softmax(-1)
+    picked = logp.gather(-1, problem.targets[..., None]).squeeze(-1)
+    return picked, -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(2, 40), st.floats(0.01, 0.999), st.sampled_from([0.3, 1.0, 4.0]))
+@settings(deadline=None)
+def test_a_nucleus_is_that_of_transformers(seed, n, vocab, top_p, spread):
+    logits = torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
+    ours = logits.log_softmax(-1).float()
+    slack = nucleus(ours, top_p)
+    theirs = TopPLogitsWarper(top_p)(None, logits.clone()).log_softmax(-1)
+    for mine, other, loose in zip(ours, theirs, slack, strict=True):
+        if loose == 0:
+            assert torch.equal(mine > NEVER / 2, other > -torch.inf)
+            torch.testing.assert_close(mine[mine > NEVER / 2].double(), other[other > -torch.inf], rtol=1e-5, atol=1e-5)
+
+
+def test_where_rounding_may_end_a_nucleus_elsewhere_the_slack_says_what_that_is_worth():
+    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    found = []
+    for top_p in (0.8 - ROUNDING / 2, 0.8 + ROUNDING / 2):
+        logprobs = probabilities.log()
+        slack = nucleus(logprobs, top_p)
+        found.append(logprobs[0, 0].item())
+        assert slack.item() == pytest.approx(np.log(0.95 / 0.8), rel=1e-5)
+    assert abs(found[0] - found[1]) == pytest.approx(slack.item(), rel=1e-5)  # one token more
+    assert nucleus(probabilities.log(), 0.7).item() == 0  # the control: well inside
+
+
+def test_each_row_has_a_nucleus_of_its_own():
+    logprobs = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    together, whole = logprobs.clone(), logprobs[1].clone()
+    nucleus(together, torch.tensor([0.3, 1.0, 0.8]))
+    for row, top_p in ((0, 0.3), (2, 0.8)):
+        alone = logprobs[row : row + 1].clone()
+        nucleus(alone, top_p)
+        assert torch.equal(alone[0], together[row])
+    assert torch.equal(together[1], whole)
+
+
+def test_only_what_is_allowed_keeps_its_logit():
+    logits = torch.randn(7, 31)
+    states = torch.tensor([0, 1, 2, 2, 1, 0, 0])
+    found = restrict(logits.clone(), states, EDGES)
+    for row, was, state in zip(found, logits, states.tolist(), strict=True):
+        assert row.nonzero().numel()
+        assert (row > NEVER).nonzero().squeeze(1).tolist() == ALLOWED[state]
+        assert torch.equal(row[ALLOWED[state]], was[ALLOWED[state]])
+
+
+HOWS = {
+    "allowed": Processing(edges=EDGES), "allowed, cold": Processing(0.7, edges=EDGES), "nucleus": Processing(0.8, 0.9),
+    "both": Processing(1.3, 0.8, EDGES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", HOWS)
+def test_losses_and_gradients_are_those_of_the_distribution_sampled_from(name, dtype):
+    how, problem = HOWS[name], Problem(3, dtype=dtype)
+    states = drawn(problem) if how.edges else None
+    leaves, kept = problem.leaves(), problem.weights != 0
+    picked, entropy = dense(problem, how, states)
+    kept &= picked.detach() > -torch.inf  # the targets of this problem are not all in their nuclei
+    problem.weights = problem.weights * kept
+    said = token_logprobs(problem.x, problem.head, problem.targets, problem.weights, how, states)
+    torch.testing.assert_close(said.logprobs[kept].double(), picked[kept], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(said.entropy[kept].double(), entropy[kept], rtol=1e-5, atol=1e-5)
+    coefficients = problem.upstream * kept
+    expected = torch.autograd.grad((picked[kept] * problem.upstream[kept]).sum(), leaves, retain_graph=True)
+    assert gap(torch.autograd.grad((said.logprobs * coefficients).sum(), leaves, retain_graph=True), expected) <= 1e-4
+    loss, _ = surrogate(problem.x, problem.head, problem.targets, problem.weights, coefficients, how, states)
+    assert gap(torch.autograd.grad(-loss, leaves), expected) <= 1e-4
+    expected = torch.autograd.grad((entropy[kept] * problem.upstream[kept]).sum(), leaves)
+    assert gap(torch.autograd.grad((said.entropy * coefficients).sum(), leaves), expected, floor=1e-2) <= 1e-4
+    # the control: without what was done to the logits, they are others
+    plain = token_logprobs(problem.x, problem.head, problem.targets, problem.weights, Processing(how.temperature))
+    assert (plain.logprobs - said.logprobs).abs().max() > 1e-2
+
+
+def allowed_problem() -> tuple[Problem, torch.Tensor]:
+    problem = Problem(5, dtype=torch.float32)
+    return problem, drawn(problem)
+
+
+def cut() -> tuple[float, list[torch.Tensor]]:
+    """On one of two ranks, which holds half of the head."""
+    problem, states = allowed_problem()
+    rank = torch.distributed.get_rank()
+    problem.rows(slice(0, 20) if rank == 0 else slice(20, 40))
+    return allowed_loss(problem, states)
+
+
+def allowed_loss(problem: Problem, states: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
+    leaves = problem.leaves()
+    loss = (token_logprobs(problem.x, problem.head, problem.targets, problem.weights, HOWS["allowed"], states).logprobs * problem.upstream).sum()
+    return loss.item(), list(torch.autograd.grad(loss, leaves))
+
+
+def test_allowed_tokens_of_a_vocabulary_over_two_ranks(tmp_path):
+    (value_0, (dx_0, *head_0)), (value_1, (_, *head_1)) = two_ranks(cut, tmp_path)
+    value, (dx, *head) = allowed_loss(*allowed_problem())
+    assert value_0 == value_1 == pytest.approx(value, rel=1e-6)
+    assert gap([dx_0, *map(torch.cat, zip(head_0, head_1, strict=True))], [dx, *head]) <= 1e-5
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    problem = Problem(dtype=torch.float32)
+    ask = partial(token_logprobs, problem.x, problem.head, problem.targets, problem.weights)
+    with pytest.raises(ValueError, match="states"):
+        ask(HOWS["allowed"])
