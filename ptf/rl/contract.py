@@ -17,8 +17,10 @@ from ptf.compute.world import World, pick_device
 from ptf.config import Plug
 from ptf.config.schema import LOGPROB_BOUND, ModelConfig
 from ptf.data.trajectory import Call
+from ptf.data.trie import Trie
 from ptf.model import bridge
-from ptf.rl.engine import Request, RolloutEngine, Sampling, generate_all
+from ptf.model.sampling import nucleus, restrict
+from ptf.rl.engine import Request, RolloutEngine, Sampling, edges_of, generate_all
 from ptf.rl.native_engine import NativeEngine
 from ptf.rl.roles import make_engine
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
@@ -81,8 +83,8 @@ class Contract:
     def findings(self) -> Iterator[Finding]:
         """Every check, in order; after the weights have been found wrong, what follows is not checked."""
         checks = [
-            self.declared, self.begins, self.answers, self.logprobs, self.scores, self.seeds, self.alone, self.greedy, self.stops, self.limits,
-            self.refuses, self.moves_on, self.sleeps,
+            self.declared, self.begins, self.answers, self.logprobs, self.nucleus, self.allowed, self.scores, self.seeds, self.alone, self.greedy,
+            self.stops, self.limits, self.refuses, self.moves_on, self.sleeps,
         ]  # fmt: skip
         for check in checks:
             wrong = None
@@ -94,9 +96,12 @@ class Contract:
                 wrong = f"{type(error).__name__}: {error}"
             yield Finding(" ".join((check.__doc__ or "").split()).rstrip("."), wrong)
 
-    def ask(self, n: int = 12, temperature: float = 1.0, limit: int = LONGEST, seed: int = 100, stop: tuple[int, ...] = (STOP,)) -> list[Request]:
-        rng = np.random.default_rng(7)
-        return [Request(rng.integers(6, 28, int(rng.integers(2, 40))).astype(np.int32), Sampling(limit, temperature, stop), seed + i) for i in range(n)]
+    def ask(
+        self, n: int = 12, temperature: float = 1.0, limit: int = LONGEST, seed: int = 100, stop: tuple[int, ...] = (STOP,), top_p: float = 1.0,
+        trie: Trie | None = None,
+    ) -> list[Request]:  # fmt: skip
+        rng, how = np.random.default_rng(7), Sampling(limit, temperature, stop, top_p, trie)
+        return [Request(rng.integers(6, 28, int(rng.integers(2, 40))).astype(np.int32), how, seed + i) for i in range(n)]
 
     def told(self, requests: Sequence[Request]) -> list[Call]:
         return generate_all(self.engine, requests, self.timeout_s)
@@ -133,25 +138,56 @@ class Contract:
     def logprobs(self) -> None:
         """Log-probs are those of the distribution that was sampled from, after temperature."""
         for temperature in (1.0, 0.7, 1.3):
-            self.compare(self.told(self.ask(temperature=temperature)), temperature)
+            self.compare(self.ask(temperature=temperature))
 
-    def compare(self, calls: Sequence[Call], temperature: float) -> None:
-        for call in calls:
-            expected = self.expected(call, temperature)
-            if not (worst := float(np.abs(expected - call.logprobs).max())) <= self.bound:
-                raise Broken(f"at temperature {temperature:g} a sampled token's log-prob differs by {worst:.3g} from our decoder's (bound {self.bound:g})")
+    def nucleus(self) -> None:
+        """With `top_p`, only the likeliest tokens are drawn, and log-probs are those among them; or such a request is refused (ValueError)."""
+        if self.serves(requests := self.ask(temperature=1.3, top_p=0.8)):
+            self.compare(requests)
 
-    def expected(self, call: Call, temperature: float) -> np.ndarray:
-        """[n] of the sampled tokens."""
-        return self.judged(call, temperature)[np.arange(len(call.sampled)), call.sampled]
+    def allowed(self) -> None:
+        """With a trie, only its answers are given, drawn or greedy, and log-probs are those among what may follow; or such a request is refused."""
+        answers = [[7, 8], [7, 9, 10], [11], [12, 13, 14, 15], [12, 16]]
+        trie = Trie.of(answers, (STOP,))
+        if not self.serves(self.ask(trie=trie)):
+            return
+        for temperature in (1.0, 0.7, 0.0):
+            for call in self.told(requests := self.ask(temperature=temperature, trie=trie)):
+                if call.sampled[:-1].tolist() not in answers or not call.finished:
+                    raise Broken(f"it answered {call.sampled.tolist()}, which is none of the allowed answers")
+            self.compare(requests)
+        self.compare([r for pair in zip(self.ask(6, trie=trie), self.ask(6, seed=300), strict=True) for r in pair])  # beside others
+
+    def serves(self, requests: Sequence[Request]) -> bool:
+        """False if it refuses them."""
+        try:
+            self.told(requests)
+        except ValueError:
+            return False
+        return True
+
+    def compare(self, requests: Sequence[Request]) -> list[Call]:
+        """What it answers. Raises Broken if log-probs are wrong."""
+        calls = self.told(requests)
+        for request, call in zip(requests, calls, strict=True):
+            how, (logprobs, slack) = request.sampling, self.judged(call, request.sampling)
+            apart = np.abs(logprobs[np.arange(len(call.sampled)), call.sampled] - call.logprobs) - slack
+            if not (worst := float(apart.max())) <= self.bound:
+                given = f"temperature {how.temperature:g}, top_p {how.top_p:g}{', a trie' if how.trie else ''}"
+                raise Broken(f"a sampled token's log-prob differs by {worst:.3g} from our decoder's (bound {self.bound:g}; {given})")
+        return calls
 
     @torch.no_grad()
-    def judged(self, call: Call, temperature: float) -> np.ndarray:
-        """[n, V] float64, log-probs of what might have been sampled at each place."""
+    def judged(self, call: Call, how: Sampling) -> tuple[np.ndarray, np.ndarray]:
+        """[n, V] float64, log-probs of what might have been sampled at each place, and [n] what rounding may make of them."""
         ids = np.concatenate([call.context, call.sampled])
         batch = self.judge._packed([ids])
-        logits = self.judge.model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x[0]))  # [n, V]
-        return (logits.double() / (temperature or 1.0)).log_softmax(-1).numpy()[len(call.context) - 1 : -1]
+        logits = self.judge.model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x[0]))[len(call.context) - 1 : -1]  # [n, V]
+        if how.trie is not None:
+            restrict(logits, torch.from_numpy(how.trie.walked(call.sampled)).long(), edges_of(how.trie))
+        logprobs = (logits.double() / (how.temperature or 1.0)).log_softmax(-1)
+        slack = nucleus(logprobs, how.top_p) if how.top_p < 1 and how.temperature else torch.zeros(len(logprobs))
+        return logprobs.numpy(), slack.numpy()
 
     def scores(self) -> None:
         """`score` gives log-probs of all tokens but the first, at temperature 1."""
@@ -180,10 +216,11 @@ class Contract:
         """At temperature 0 it takes the likeliest token, also beside requests that sample."""
         calls = self.told([r for pair in zip(self.ask(6, temperature=0.0), self.ask(6, seed=300), strict=True) for r in pair])[::2]
         for call in calls:
-            gap = float((self.judged(call, 0.0).max(1) - self.expected(call, 0.0)).max())
+            judged, _ = self.judged(call, Sampling(LONGEST, 0.0, (STOP,)))
+            gap = float((judged.max(1) - judged[np.arange(len(call.sampled)), call.sampled]).max())
             if gap > self.bound:
                 raise Broken(f"it took a token that is {gap:.3g} less likely than the likeliest")
-        self.compare(calls, 0.0)
+        self.compare(self.ask(6, temperature=0.0))
 
     def stops(self) -> None:
         """A stop token ends an answer and is part of it; nothing else ends one early."""
@@ -237,8 +274,7 @@ class Contract:
         old = [call.sampled.tolist() for call in self.told(self.ask())]
         self.acknowledged(self.engine.load_weights(self.sent, manifest := manifest_of(self.sent, FIRST + 1)), manifest)
         self.judge = self.judges[1]
-        calls = self.told(self.ask())
-        self.compare(calls, 1.0)
+        calls = self.compare(self.ask())
         if [call.sampled.tolist() for call in calls] == old or any(set(call.versions.tolist()) != {FIRST + 1} for call in calls):
             raise Broken("it answers as before the sync, or stamps another version")
 

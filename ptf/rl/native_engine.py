@@ -201,9 +201,9 @@ class Allowed:
     def restrict(self, logits: Tensor, live: np.ndarray) -> Tensor:
         """Logits [n, V] of these requests, in place."""
         for trie, edges in self.edges.items():
-            rows = [i for i, request in enumerate(live) if self.tries[request] is trie]
-            at = torch.tensor(rows, device=logits.device)
-            logits[at] = restrict(logits[at], torch.from_numpy(self.states[live[rows]]).to(logits.device), edges)
+            rows = np.array([i for i, request in enumerate(live) if self.tries[request] is trie], np.int64)
+            at, states = (torch.from_numpy(numbers).to(logits.device) for numbers in (rows, self.states[live[rows]]))
+            logits[at] = restrict(logits[at], states, edges)
         return logits
 
     def follow(self, live: np.ndarray, tokens: Tensor) -> None:

@@ -23,7 +23,8 @@ EDGES = Edges(torch.tensor([0, *itertools.accumulate(map(len, ALLOWED))]), torch
 def drawn(problem: Problem, seed: int = 0) -> torch.Tensor:
     """States [B, T]; the problem's targets become tokens that these allow."""
     states = torch.randint(0, 3, problem.targets.shape, generator=torch.Generator().manual_seed(seed))
-    problem.targets = torch.tensor([[ALLOWED[s][t % len(ALLOWED[s])] for s, t in zip(*row, strict=True)] for row in zip(states.tolist(), problem.targets.tolist(), strict=True)])  # fmt: skip
+    chosen = [ALLOWED[s][t % len(ALLOWED[s])] for s, t in zip(states.flatten().tolist(), problem.targets.flatten().tolist(), strict=True)]
+    problem.targets = torch.tensor(chosen).view_as(states)
     return states
 
 

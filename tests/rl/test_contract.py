@@ -38,6 +38,12 @@ class Own(NativeEngine):
         if self.fault == "one limit":
             most = max(r.sampling.max_new_tokens for r in requests)
             requests = [Request(r.context, Sampling(most, r.sampling.temperature, r.sampling.stop), r.seed) for r in requests]
+        if self.fault == "no nucleus":
+            requests = [Request(r.context, dataclasses.replace(r.sampling, top_p=1.0), r.seed) for r in requests]
+        if self.fault == "anything goes":
+            requests = [Request(r.context, dataclasses.replace(r.sampling, trie=None), r.seed) for r in requests]
+        if self.fault == "cannot" and any(r.sampling.trie or r.sampling.top_p < 1 for r in requests):
+            raise ValueError("neither tries nor nuclei")
         calls = super().answer(requests)
         if self.fault == "raw log-probs":
             return [dataclasses.replace(c, logprobs=self.raw(c)) for c in calls]
@@ -75,6 +81,7 @@ def contract(tmp_path, fault=""):
 FOUND = {  # by which check
     "shared seed": "seeds", "seed ignored": "seeds", "batch decides": "alone", "never greedy": "greedy", "stop ignored": "stops", "one limit": "limits",
     "raw log-probs": "logprobs", "float64": "answers", "old stamp": "answers", "takes all": "refuses", "keeps old": "moves_on", "forgets": "sleeps",
+    "no nucleus": "nucleus", "anything goes": "allowed",
 }  # fmt: skip
 
 
@@ -94,12 +101,19 @@ def test_ours_and_one_that_is_plugged_in_will_do(tmp_path):
     assert [f for f in Contract(make_of("native", [], "fp32", tmp_path / "b"), tmp_path / "b").findings() if f.wrong] == []
 
 
+def test_one_that_refuses_nuclei_and_tries_will_do(tmp_path):
+    one = contract(tmp_path, "cannot")
+    one.begins()
+    one.nucleus()
+    one.allowed()
+
+
 @pytest.mark.cluster
 def test_vllm_will_do():
     done = subprocess.run([sys.executable, "-m", "ptf.cli", "check-engine", "vllm"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vllm: it will do" in done.stdout
-    assert done.stdout.count("ok   ") == 13
+    assert done.stdout.count("ok   ") == 15
 
 
 def test_a_run_with_an_engine_of_ones_own(raw):

@@ -1,0 +1,99 @@
+"""Runs whose answers are restricted: to a file's lines, to a nucleus, to both."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from ptf.compute.tracking import read_metrics
+from ptf.config import loads
+from ptf.config.load import ConfigError
+from ptf.errors import UserError
+from tests.rl.test_controller import raw as raw
+from tests.rl.test_controller import train
+
+LINES = ["12", "7", "70", "105"]
+
+
+def allowed(raw: dict, place: Path, lines=LINES, **more) -> dict:
+    (place / "allowed.txt").write_text("\n".join(lines))
+    raw["rollout"] |= {"allowed": {"path": str(place / "allowed.txt"), **more}}
+    return raw
+
+
+def answers(run: Path) -> set[str]:
+    return {json.loads(line)["answer"] for line in (run / "samples.jsonl").read_text().splitlines()}
+
+
+@pytest.mark.parametrize("change", [{}, {"kl": 0.05}, {"entropy": 0.01}, {"minibatches": 1}])
+def test_only_what_is_allowed_is_said_and_the_trainer_knows(raw, tmp_path, change):
+    raw["algo"] |= change
+    run = train(allowed(raw, tmp_path))
+    rows = read_metrics(run / "metrics.jsonl")
+    assert answers(run) == set(LINES)
+    assert all(row["logprob_diff"] <= 1e-5 for row in rows)
+    assert rows[0]["entropy"] < np.log(3)  # among few, and not among all 20 characters
+
+
+def test_a_policy_learns_which_of_them(raw, tmp_path):
+    raw["train"] |= {"steps": 25, "lr": 3e-3, "validate_every": 25}
+    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:by_length"}}
+    rows = read_metrics(train(allowed(raw, tmp_path)) / "metrics.jsonl")
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
+    assert rows[-1]["reward/dev"] == pytest.approx(5 / 6)  # greedy: the shortest that is allowed, of one character
+
+
+def test_repeated_answers(raw, tmp_path):
+    lines = ["12", "34", "56"]
+    run = train(allowed(raw, tmp_path, lines, repeat=2))
+    assert answers(run) <= {a + b for a in lines for b in lines}
+    assert len(answers(run)) > 3
+
+
+@pytest.mark.parametrize("with_trie", [False, True])
+@pytest.mark.parametrize("top_p", [0.5, 0.9])
+def test_a_nucleus_is_the_trainers_too(raw, tmp_path, top_p, with_trie):
+    raw["algo"], raw["rollout"]["top_p"] = {}, top_p
+    rows = read_metrics(train(allowed(raw, tmp_path) if with_trie else raw) / "metrics.jsonl")
+    assert all(row["logprob_diff"] <= 1e-5 for row in rows)
+    assert {"clip_share", "entropy"} <= rows[0].keys()
+
+
+def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
+    from ptf.rl import fit
+    from ptf.rl.sync import SyncError
+
+    drawing = fit.drawing
+    monkeypatch.setattr(fit, "drawing", lambda recipe, knobs, trie: (recipe, drawing(recipe, knobs, None)[1]))
+    with pytest.raises(SyncError, match="do not hold the same policy"):
+        train(allowed(raw, tmp_path))
+
+
+@pytest.mark.parametrize(("algo", "said"), [({"minibatches": 2}, "several updates"), ({"epochs": 2}, "several updates"), ({"kl": 0.1}, "algo.kl"), ({}, None)])
+def test_a_nucleus_with_what_it_cannot_be_with_is_refused(raw, algo, said):
+    raw["algo"], raw["rollout"]["top_p"] = algo, 0.9
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        loads(yaml.safe_dump(raw))
+
+
+def test_answers_that_are_too_long_or_not_there_are_refused(raw, tmp_path):
+    with pytest.raises(UserError, match="longest answer has 8 tokens"):
+        train(allowed(raw, tmp_path, ["1234567"]))
+    with pytest.raises(UserError, match="no allowed answers"):
+        train(allowed(raw, tmp_path, []))
+
+
+def test_a_run_does_not_go_on_with_other_answers(raw, tmp_path):
+    train(allowed(raw, tmp_path))
+    with pytest.raises(UserError, match=r"rollout\.allowed"):
+        train(allowed(raw, tmp_path, ["9", "12"]))
+    train(allowed(raw, tmp_path))  # the control
+
+
+def test_a_recipe_that_does_not_say_what_it_looks_at_is_refused(raw):
+    raw["recipe"], raw["rollout"]["temperature"], raw["algo"] = {"use": "tests.rl.faulty:Recipe"}, 0.7, {}
+    with pytest.raises(UserError, match=r"rollout\.temperature is 0\.7"):
+        train(raw)
