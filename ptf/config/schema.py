@@ -361,6 +361,9 @@ class RolloutConfig(Section):
     """Only these answers, in training and in evaluation; log-probs are those among the tokens that might follow."""
     workers: Positive = free(1)
     """Engine replicas."""
+    transport: Literal["object_store", "path"] = free("object_store")
+    """How new weights reach the engines: through host memory, or bucket by bucket through files in the run's directory, so that no process holds a
+    whole model for it; engines on other machines must see that directory."""
     max_logprob_diff: PositiveFloat | None = None
     """Largest difference between the engine's and the trainer's log-prob of a sampled token before the run stops; default 1e-3 in fp32, 0.2 in bf16."""
     max_no_result: Fraction = 0.1

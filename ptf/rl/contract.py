@@ -23,7 +23,7 @@ from ptf.model.sampling import nucleus, restrict
 from ptf.rl.engine import Request, RolloutEngine, Sampling, edges_of, generate_all
 from ptf.rl.native_engine import NativeEngine
 from ptf.rl.roles import make_engine
-from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
+from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of, written
 from ptf.train.trainer import load_model
 
 STOP, LONGEST, MAX_LENGTH = 5, 16, 96
@@ -74,7 +74,7 @@ class Contract:
     def __init__(self, make: Make, place: Path, precision: str = "fp32", timeout_s: float = 300.0) -> None:
         first, second = (small_model(place, seed) for seed in (0, 1))
         self.bound = FP32_BOUND if precision == "fp32" else LOGPROB_BOUND[precision]
-        self.timeout_s = timeout_s
+        self.timeout_s, self.place = timeout_s, place
         self.judges = [NativeEngine(str(path), device=torch.device("cpu"), dtype=torch.float32, version=0) for path in (first, second)]
         self.judge = self.judges[0]
         self.engine = make(str(first), -1)
@@ -270,9 +270,10 @@ class Contract:
         }  # fmt: skip
 
     def moves_on(self) -> None:
-        """After a sync it computes with the new weights, and stamps the new version; nothing is left of old prefixes."""
+        """After a sync, which may come in files, it computes with the new weights, and stamps the new version; nothing is left of old prefixes."""
         old = [call.sampled.tolist() for call in self.told(self.ask())]
-        self.acknowledged(self.engine.load_weights(self.sent, manifest := manifest_of(self.sent, FIRST + 1)), manifest)
+        buckets, manifest = written((pair for bucket in self.sent for pair in bucket), self.place / "sync", FIRST + 1, limit=1 << 14)
+        self.acknowledged(self.engine.load_weights(buckets, manifest), manifest)
         self.judge = self.judges[1]
         calls = self.compare(self.ask())
         if [call.sampled.tolist() for call in calls] == old or any(set(call.versions.tolist()) != {FIRST + 1} for call in calls):

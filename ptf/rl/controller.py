@@ -32,6 +32,7 @@ from ptf.rl.validate import pass_rates
 from ptf.train.resume import refuse_frozen_changes
 
 CRITIC = "critic"  # in a checkpoint
+SYNC = "sync"  # in the run's directory: weights on their way to the engines (rollout.transport: path)
 
 
 def differs(group: Group) -> bool:
@@ -204,7 +205,7 @@ class Controller:
     def sync(self) -> dict[str, float]:
         """π_old ← π, verified: digests of what arrives, the version, and what the engine then computes."""
         with self.cluster.phase(self.policy, "sync"):
-            buckets, manifest = self.policy.call("weights", self.step)
+            buckets, manifest = self.policy.call("weights", self.step, str(self.directory / SYNC) if self.knobs.transport == "path" else None)
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("score", self.canary)
         with self.cluster.phase(self.rollout, "sync"):

@@ -28,7 +28,7 @@ from ptf.model.sampling import AS_IT_IS, Processing
 from ptf.model.vocabulary import refuse_larger_tokenizer
 from ptf.recipes import Companion, Online, Recipe
 from ptf.rl.cluster import Cluster, LocalCluster, Pool, RoleSpec
-from ptf.rl.controller import Controller
+from ptf.rl.controller import SYNC, Controller
 from ptf.rl.engine import edges_of
 from ptf.rl.reward_model import RewardModel, Taste, refuse_without_score
 from ptf.rl.rewards import Rewards
@@ -48,12 +48,15 @@ def clustered(job: Job, run: Path, pools: Sequence[Pool], local: bool = False) -
     """Where this job's roles live: Ray actors, or (launcher local, or `local`) this process."""
     compute = job.compute
     threads = compute.threads or default_threads(1)
-    shutil.rmtree(run / PARKED, ignore_errors=True)  # of an attempt that was killed
+    left = [run / PARKED, run / SYNC]
+    for place in left:  # of an attempt that was killed
+        shutil.rmtree(place, ignore_errors=True)
     try:
         with _clustered(job, run, pools, threads, local) as cluster:
             yield cluster
     finally:
-        shutil.rmtree(run / PARKED, ignore_errors=True)
+        for place in left:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 @contextlib.contextmanager

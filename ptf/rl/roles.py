@@ -35,7 +35,7 @@ from ptf.rl.engine import RolloutEngine, Sampling
 from ptf.rl.env import Environments
 from ptf.rl.looking import per_token, sample_logprobs
 from ptf.rl.play import Episode, Limits, played
-from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of
+from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of, written
 from ptf.train.adapter import export_adapter
 from ptf.train.canonical import trainer_of
 from ptf.train.deal import deal, dealt_alone
@@ -167,14 +167,17 @@ class Learner:
         return [v[1:] for v in values]
 
     @everywhere
-    def weights(self, version: int) -> tuple[Buckets, Manifest] | None:
-        """All tensors by Hugging Face name, in buckets, with their manifest; on rank 0."""
+    def weights(self, version: int, directory: str | None = None) -> tuple[Buckets, Manifest] | None:
+        """All tensors by Hugging Face name, in buckets, with their manifest; on rank 0. The buckets are in memory, or in files under `directory`."""
         tensors = bridge.hf_tensors(self.model, self.family)
         if not self.world.leads:
             for _ in tensors:  # take part in the gathering
                 pass
             return None
-        buckets = list(bucketed((name, t.to("cpu", copy=True)) for name, t in tensors))
+        copied = ((name, t.to("cpu", copy=True)) for name, t in tensors)
+        if directory is not None:
+            return written(copied, Path(directory), version)
+        buckets = list(bucketed(copied))
         return buckets, manifest_of(buckets, version)
 
     @everywhere

@@ -6,13 +6,21 @@ engines fuse and pack weights and what they hold can no longer be hashed.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-Buckets = list[list[tuple[str, Tensor]]]
+Bucket = list[tuple[str, Tensor]]
+Buckets = Sequence[Bucket]
+
+
+BUCKET_BYTES = 256 << 20
 
 
 class SyncError(RuntimeError):
@@ -34,6 +42,22 @@ class Receipt:
     bytes: int
 
 
+class OnPath(Sequence[Bucket]):
+    """Buckets in files of safetensors, each read when it is looked at."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> Bucket:  # type: ignore[override]
+        try:
+            return list(load_file(self.files[i]).items())
+        except (OSError, SafetensorError) as error:
+            raise SyncError(f"a file of the weight sync cannot be read: {self.files[i]}: {error}") from error
+
+
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's type, shape and bytes."""
     data = tensor.detach().to("cpu").contiguous()
@@ -42,9 +66,9 @@ def digest(tensor: Tensor) -> str:
     return sha.hexdigest()
 
 
-def bucketed(tensors: Iterable[tuple[str, Tensor]], limit: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
+def bucketed(tensors: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Group tensors into lists of at most `limit` bytes (one tensor at least)."""
-    bucket: list[tuple[str, Tensor]] = []
+    bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > limit:
@@ -60,24 +84,41 @@ def manifest_of(buckets: Buckets, version: int) -> Manifest:
     return Manifest(version, {name: digest(tensor) for bucket in buckets for name, tensor in bucket})
 
 
+def written(tensors: Iterable[tuple[str, Tensor]], directory: Path, version: int, limit: int = BUCKET_BYTES) -> tuple[OnPath, Manifest]:
+    """Buckets in files under `directory`, with their manifest; no more than one is in memory. Those of the version before stay, for an engine that
+    is replaced now."""
+    for old in directory.glob("*"):
+        if old.name != str(version - 1):
+            shutil.rmtree(old)
+    place = directory / str(version)
+    place.mkdir(parents=True)
+    files, digests = list[Path](), dict[str, str]()
+    for bucket in bucketed(tensors, limit):
+        files.append(place / f"{len(files)}.safetensors")
+        save_file(dict(bucket), files[-1])
+        digests |= {name: digest(tensor) for name, tensor in bucket}
+        bucket.clear()  # before the next one fills
+    return OnPath(files), Manifest(version, digests)
+
+
 def check(buckets: Buckets, manifest: Manifest, held: int) -> Receipt:
     """Compare what arrived with what was sent; `held` is the version the engine has now, -1 before its first sync. Raises SyncError naming every fault."""
     faults: list[str] = []
     if held >= 0 and manifest.version != held + 1:
         faults.append(f"version {manifest.version} was sent, but the engine holds {held}: a sync was lost or repeated")
-    seen: dict[str, Tensor] = {}
+    seen, size = set[str](), 0
     for bucket in buckets:
         for name, tensor in bucket:
             if name in seen:
                 faults.append(f"{name} arrived twice")
-            seen[name] = tensor
+            elif name not in manifest.digests:
+                faults.append(f"{name} was not announced")
+            elif digest(tensor) != manifest.digests[name]:
+                faults.append(f"{name} arrived changed")
+            seen.add(name)
+            size += tensor.nbytes
     faults += [f"{name} did not arrive" for name in manifest.digests if name not in seen]
-    for name, tensor in seen.items():
-        if name not in manifest.digests:
-            faults.append(f"{name} was not announced")
-        elif digest(tensor) != manifest.digests[name]:
-            faults.append(f"{name} arrived changed")
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise SyncError(f"weight sync {manifest.version} refused: " + "; ".join(faults[:5]) + more)
-    return Receipt(manifest.version, len(seen), sum(t.nbytes for t in seen.values()))
+    return Receipt(manifest.version, len(seen), size)

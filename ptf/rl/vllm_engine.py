@@ -190,7 +190,7 @@ class VLLMEngine:
             raise SyncError(f"weight sync {manifest.version} refused: the model has other tensors than were sent, they differ in {sorted(wrong)[:5]}")
         self.unusable = f"weight sync {manifest.version} did not complete"
         try:
-            self.engine.collective_rpc("ptf_load", args=([pair for bucket in buckets for pair in bucket],))
+            self.engine.collective_rpc("ptf_load", args=(buckets,))
         except Exception as error:
             self.unusable = f"weight sync {manifest.version} failed half way: {error!r}"
             raise SyncError(f"{self.unusable}; this engine generates nothing more, start a new one") from error

@@ -5,15 +5,16 @@ the old weights while all else is new: log-probs move, so "did it change?" finds
 vLLM imports this class by name and mixes it into its worker; it needs no import of vllm.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 
 class WeightLoader:
-    def ptf_load(self: Any, weights: list[tuple[str, Tensor]]) -> None:
+    def ptf_load(self: Any, buckets: Iterable[Iterable[tuple[str, Tensor]]]) -> None:
         """Load every tensor, named as in a Hugging Face checkpoint."""
-        self.reload_weights(weights_iterator=iter(weights))
+        self.reload_weights(weights_iterator=(pair for bucket in buckets for pair in bucket))
         model = self.get_model()
         if self.device.type == "cpu" and model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

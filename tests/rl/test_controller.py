@@ -255,3 +255,14 @@ def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
         assert {"prompt", "reward", "complete", "turns"} <= row.keys()
     (run / "samples.jsonl").open("a").write('{"step": 9, "answer": "cut sh')
     assert len(read_metrics(run / "samples.jsonl")) == len(rows)
+
+
+def test_weights_by_path_are_those_by_memory(raw):
+    raw["train"]["steps"] = 3
+    found = {}
+    for transport in ("object_store", "path"):
+        raw["rollout"]["transport"] = transport
+        made = train(raw, transport)
+        found[transport] = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")]
+        assert not (made / "sync").exists(), "nothing is left"
+    assert found["path"] == found["object_store"]

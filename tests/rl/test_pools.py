@@ -234,9 +234,9 @@ def test_one_process_or_several_in_any_pools_sample_and_train_the_same(raw, ray_
     assert all(row["logprob_diff"] <= 1e-5 for row in want["metrics"])
     two = {"training": {"roles": ["policy", "reference"]}, "generating": {"roles": ["rollout"]}}
     one = {"all": {"roles": ["policy", "reference", "rollout"], "park": "disk"}}
-    for name, workers, engines, pools in (("ray", 1, 1, {}), ("apart", 2, 1, two), ("together", 2, 2, one)):
+    for name, workers, engines, pools, sent in (("ray", 1, 1, {}, "path"), ("apart", 2, 1, two, "object_store"), ("together", 2, 2, one, "path")):
         compute = {"launcher": "ray", "device": "cpu", "workers": workers, "threads": 1, "pools": pools}
-        made = left(train({**raw, "compute": compute, "rollout": {**raw["rollout"], "workers": engines}}, name))
+        made = left(train({**raw, "compute": compute, "rollout": {**raw["rollout"], "workers": engines, "transport": sent}}, name))
         assert made["samples"] == want["samples"], name
         assert made["weights"] == want["weights"], name
         assert made["metrics"] == want["metrics"], name

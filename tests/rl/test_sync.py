@@ -1,6 +1,7 @@
 """A manifest notices every way in which weights can arrive wrong; what is right passes, whatever its type, order and buckets."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.rl.sync import Buckets, Manifest, SyncError, bucketed, check, digest, manifest_of
+from ptf.rl.sync import Buckets, Manifest, SyncError, bucketed, check, digest, manifest_of, written
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
@@ -112,3 +113,47 @@ def test_many_faults_are_counted():
     manifest = manifest_of([tensors(20, seed=1)], 1)
     with pytest.raises(SyncError, match="and 15 more"):
         check(buckets, manifest, held=0)
+
+
+def test_on_path_what_was_sent_arrives_and_the_version_before_stays(tmp_path):
+    for version in (4, 5, 6):
+        buckets, manifest = written(tensors(seed=version), tmp_path, version, limit=100)
+        assert len(buckets) == 3
+        assert check(buckets, manifest, held=version - 1).tensors == 6
+        assert {place.name for place in tmp_path.iterdir()} == {str(v) for v in (version - 1, version) if v >= 4}
+
+
+def test_on_path_no_more_than_a_bucket_is_in_memory(tmp_path):
+    alive, most = weakref.WeakSet(), 0
+
+    def made():
+        nonlocal most
+        for i in range(40):
+            tensor = torch.full((256,), float(i))
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield f"t{i}", tensor
+            del tensor
+
+    buckets, _ = written(made(), tmp_path, 0, limit=4 * 1024)
+    assert len(buckets) == 10
+    assert most <= 6  # a bucket, the one that opens the next, and the one that is being made
+
+
+@pytest.mark.parametrize("fault", ["gone", "cut", "bit", "of another version"])
+def test_on_path_a_file_that_is_not_as_it_was_written_is_refused(tmp_path, fault):
+    written(tensors(seed=1), tmp_path, 4, limit=100)
+    buckets, manifest = written(tensors(), tmp_path, 5, limit=100)
+    file = buckets.files[1]
+    data = bytearray(file.read_bytes())
+    if fault == "gone":
+        file.unlink()
+    elif fault == "cut":
+        file.write_bytes(data[:-3])
+    elif fault == "bit":
+        data[-1] ^= 1
+        file.write_bytes(data)
+    else:
+        file.write_bytes((tmp_path / "4" / file.name).read_bytes())
+    with pytest.raises(SyncError, match=r"cannot be read|arrived changed"):
+        check(buckets, manifest, held=4)
