@@ -18,6 +18,12 @@ from tests.rl.test_controller import train
 LINES = ["12", "7", "70", "105"]
 
 
+@pytest.fixture
+def short(raw):
+    raw["train"] |= {"steps": 2, "validate_every": 2}
+    return raw
+
+
 def allowed(raw: dict, place: Path, lines=LINES, **more) -> dict:
     (place / "allowed.txt").write_text("\n".join(lines))
     raw["rollout"] |= {"allowed": {"path": str(place / "allowed.txt"), **more}}
@@ -29,9 +35,9 @@ def answers(run: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("change", [{}, {"kl": 0.05}, {"entropy": 0.01}, {"minibatches": 1}])
-def test_only_what_is_allowed_is_said_and_the_trainer_knows(raw, tmp_path, change):
-    raw["algo"] |= change
-    run = train(allowed(raw, tmp_path))
+def test_only_what_is_allowed_is_said_and_the_trainer_knows(short, tmp_path, change):
+    short["algo"] |= change
+    run = train(allowed(short, tmp_path))
     rows = read_metrics(run / "metrics.jsonl")
     assert answers(run) == set(LINES)
     assert all(row["logprob_diff"] <= 1e-5 for row in rows)
@@ -46,18 +52,18 @@ def test_a_policy_learns_which_of_them(raw, tmp_path):
     assert rows[-1]["reward/dev"] == pytest.approx(5 / 6)  # greedy: the shortest that is allowed, of one character
 
 
-def test_repeated_answers(raw, tmp_path):
+def test_repeated_answers(short, tmp_path):
     lines = ["12", "34", "56"]
-    run = train(allowed(raw, tmp_path, lines, repeat=2))
+    run = train(allowed(short, tmp_path, lines, repeat=2))
     assert answers(run) <= {a + b for a in lines for b in lines}
     assert len(answers(run)) > 3
 
 
 @pytest.mark.parametrize("with_trie", [False, True])
 @pytest.mark.parametrize("top_p", [0.5, 0.9])
-def test_a_nucleus_is_the_trainers_too(raw, tmp_path, top_p, with_trie):
-    raw["algo"], raw["rollout"]["top_p"] = {}, top_p
-    rows = read_metrics(train(allowed(raw, tmp_path) if with_trie else raw) / "metrics.jsonl")
+def test_a_nucleus_is_the_trainers_too(short, tmp_path, top_p, with_trie):
+    short["algo"], short["rollout"]["top_p"] = {}, top_p
+    rows = read_metrics(train(allowed(short, tmp_path) if with_trie else short) / "metrics.jsonl")
     assert all(row["logprob_diff"] <= 1e-5 for row in rows)
     assert {"clip_share", "entropy"} <= rows[0].keys()
 
@@ -86,7 +92,8 @@ def test_answers_that_are_too_long_or_not_there_are_refused(raw, tmp_path):
         train(allowed(raw, tmp_path, []))
 
 
-def test_a_run_does_not_go_on_with_other_answers(raw, tmp_path):
+def test_a_run_does_not_go_on_with_other_answers(short, tmp_path):
+    raw = short
     train(allowed(raw, tmp_path))
     with pytest.raises(UserError, match=r"rollout\.allowed"):
         train(allowed(raw, tmp_path, ["9", "12"]))
