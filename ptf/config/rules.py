@@ -48,6 +48,8 @@ def broken(job: Job) -> list[str]:
             faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
         if job.data.too_long in ("truncate", "split"):
             faults.append("data.too_long: a prompt cannot be cut; use error or drop")
+        if job.rollout.lora == "adapter" and job.model.lora is None:
+            faults.append("rollout.lora: adapter needs model.lora")
         if job.compute.launcher == "local" and job.rollout.workers > 1:
             faults.append("rollout.workers: compute.launcher: local has one process")
         if job.compute.launcher == "torchrun":

@@ -361,6 +361,8 @@ class RolloutConfig(Section):
     """Only these answers, in training and in evaluation; log-probs are those among the tokens that might follow."""
     workers: Positive = free(1)
     """Engine replicas."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """How a policy with `model.lora` is sent: as a whole model, or its adapter alone, which the engine keeps beside the base model."""
     transport: Literal["object_store", "path"] = free("object_store")
     """How new weights reach the engines: through host memory, or bucket by bucket through files in the run's directory, so that no process holds a
     whole model for it; engines on other machines must see that directory."""

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,21 @@ class PeftFormat:
     def fill(self, file: Path) -> None:
         """The reverse: this model's adapters from a file."""
         with safe_open(file, "pt") as stored:
-            for op in self.ops:
-                pairs = [self._stored(stored, module, op) for module in self._modules(op)]
-                for name, (a, b) in zip(op.ours, self._read(op, pairs), strict=True):
-                    if name in self.adapters:
-                        adapter = self.adapters[name]
-                        bridge.fill(self.parameters[adapter.a], a[..., : self.lora.rank, :].__getitem__)
-                        bridge.fill(self.parameters[adapter.b], b[..., : self.lora.rank].__getitem__)
+            self.copy(stored.get_tensor)
+
+    def copy(self, tensor: Callable[[str], Tensor]) -> None:
+        """The reverse of `tensors`, from whole tensors by their names."""
+        for op in self.ops:
+            pairs = [self._stored(tensor, module, op) for module in self._modules(op)]
+            for name, (a, b) in zip(op.ours, self._read(op, pairs), strict=True):
+                if name in self.adapters:
+                    adapter = self.adapters[name]
+                    bridge.fill(self.parameters[adapter.a], a[..., : self.lora.rank, :].__getitem__)
+                    bridge.fill(self.parameters[adapter.b], b[..., : self.lora.rank].__getitem__)
+
+    def names(self) -> set[str]:
+        """Of all `tensors`."""
+        return {f"base_model.model.{module}.lora_{which}.weight" for op in self.ops for module in self._modules(op) for which in "AB"}
 
     def config(self, base: str) -> dict[str, Any]:
         """adapter_config.json, for the base model called `base`."""
@@ -144,8 +152,8 @@ class PeftFormat:
         half = a.shape[1] // 2
         return [(a[:, :half], b[:, ::2, :half]), (a[:, half:], b[:, 1::2, half:])]
 
-    def _stored(self, stored: Any, module: str, op: Op) -> Pair:
-        a, b = (stored.get_tensor(f"base_model.model.{module}.lora_{which}.weight") for which in "AB")
+    def _stored(self, tensor: Callable[[str], Tensor], module: str, op: Op) -> Pair:
+        a, b = (tensor(f"base_model.model.{module}.lora_{which}.weight") for which in "AB")
         if isinstance(op, Transpose | Interleave):
             experts = self.model.config.experts
             a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)

@@ -205,7 +205,8 @@ class Controller:
     def sync(self) -> dict[str, float]:
         """π_old ← π, verified: digests of what arrives, the version, and what the engine then computes."""
         with self.cluster.phase(self.policy, "sync"):
-            buckets, manifest = self.policy.call("weights", self.step, str(self.directory / SYNC) if self.knobs.transport == "path" else None)
+            place = str(self.directory / SYNC) if self.knobs.transport == "path" else None
+            buckets, manifest = self.policy.call("weights", self.step, place, self.knobs.lora == "adapter")
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("score", self.canary)
         with self.cluster.phase(self.rollout, "sync"):

@@ -103,7 +103,7 @@ def parked(spec: RoleSpec, pools: Sequence[Pool], run: Path) -> RoleSpec:
 
 def sampler_spec(
     job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str | Plug, version: int, workers: int, length: int,
-    trie: Trie | None = None,
+    trie: Trie | None = None, adapter: bool = False,
 ) -> RoleSpec:  # fmt: skip
     """One role that generates from a Hugging Face directory, up to `length` tokens in all. Raises UserError if the model has fewer positions."""
     options: dict[str, object] = {}
@@ -124,6 +124,10 @@ def sampler_spec(
         options["environment"] = EnvironmentSpec(what, knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
     if job.rollout:
         options |= {"top_p": job.rollout.top_p, "trie": trie}
+    if adapter and job.model.lora and engine == "vllm":
+        options["lora_rank"] = 2 * job.model.lora.rank  # of a family whose gate and up share an adapter
+    if adapter and engine == "native":
+        options["adapted"] = True
     kwargs = {
         "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
         "max_length": length, "vocabulary": shape.vocab, "timeout_s": job.compute.timeout_s, **options,
@@ -295,7 +299,10 @@ def attempt(job: Job, run: Path) -> None:
         width = 0 if job.train.deterministic else longest
         scoring = {"directory": str(place), "spec": ModelConfig(path=str(place)), "seed": job.seed, "precision": job.train.precision}
         plans["reward"] = RoleSpec("reward", RewardModel, {**scoring, "width": width, "micro_rows": job.train.micro_rows}, workers, **mesh)
-    plans["rollout"] = sampler_spec(job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len, trie=trie)
+    plans["rollout"] = sampler_spec(
+        job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len, trie=trie,
+        adapter=knobs.lora == "adapter",
+    )  # fmt: skip
     pools = pools_of(job.compute.pools, plans)
     with clustered(job, run, pools) as cluster:
         groups = {role: cluster.start(parked(spec, pools, run)) for role, spec in plans.items()}

@@ -23,6 +23,7 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.head import Head
 from ptf.model.layers import Parts
+from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import nucleus, restrict
 from ptf.rl.engine import Request, edges_of
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
@@ -176,9 +177,15 @@ class NativeEngine:
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         receipt = check(buckets, manifest, self.version)
-        if unlike := bridge.hf_names(self.model, self.family) ^ manifest.digests.keys():
+        tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
+        form = PeftFormat(self.model, self.family) if manifest.adapter is not None else None
+        there = form.names() if form else bridge.hf_names(self.model, self.family)
+        if unlike := there ^ manifest.digests.keys():
             raise SyncError(f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: {sorted(unlike)[:5]}")
-        bridge.copy_hf(self.model, {name: tensor for bucket in buckets for name, tensor in bucket}, self.family)
+        if form:
+            form.copy(tensors.__getitem__)
+        else:
+            bridge.copy_hf(self.model, tensors, self.family)
         self.version = manifest.version
         return receipt
 

@@ -6,7 +6,7 @@ The one idea: the policy role *is* the SFT trainer, called from elsewhere.
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -26,8 +26,10 @@ from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.data.trie import Trie
+from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import adapters_off
+from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import AS_IT_IS, Processing
 from ptf.recipes import Recipe
 from ptf.rl.cluster import everywhere, lasting, sharded
@@ -40,7 +42,7 @@ from ptf.train.adapter import export_adapter
 from ptf.train.canonical import trainer_of
 from ptf.train.deal import deal, dealt_alone
 from ptf.train.export import export
-from ptf.train.parts import parts_of
+from ptf.train.parts import parts_of, some
 from ptf.train.trainer import forget_forwards, load_model
 
 
@@ -167,18 +169,24 @@ class Learner:
         return [v[1:] for v in values]
 
     @everywhere
-    def weights(self, version: int, directory: str | None = None) -> tuple[Buckets, Manifest] | None:
-        """All tensors by Hugging Face name, in buckets, with their manifest; on rank 0. The buckets are in memory, or in files under `directory`."""
-        tensors = bridge.hf_tensors(self.model, self.family)
+    def weights(self, version: int, directory: str | None = None, adapter: bool = False) -> tuple[Buckets, Manifest] | None:
+        """All tensors by Hugging Face name, or those of its `adapter` by PEFT's, in buckets, with their manifest; on rank 0. The buckets are in memory,
+        or in files under `directory`. Raises UserError if PEFT's format cannot hold what trains."""
+        form = PeftFormat(self.model, self.family) if adapter else None
+        if form and (obstacles := form.obstacles()):
+            raise UserError(f"rollout.lora: an adapter cannot hold {some(obstacles)}; give merged")
+        tensors = form.tensors() if form else bridge.hf_tensors(self.model, self.family)
         if not self.world.leads:
             for _ in tensors:  # take part in the gathering
                 pass
             return None
         copied = ((name, t.to("cpu", copy=True)) for name, t in tensors)
         if directory is not None:
-            return written(copied, Path(directory), version)
-        buckets = list(bucketed(copied))
-        return buckets, manifest_of(buckets, version)
+            buckets, manifest = written(copied, Path(directory), version)
+        else:
+            buckets = list(bucketed(copied))
+            manifest = manifest_of(buckets, version)
+        return buckets, replace(manifest, adapter=form and form.config(str(self.source)))
 
     @everywhere
     def save(self, directory: str) -> checkpoint.Entries:
@@ -329,7 +337,7 @@ def make_engine(
     if kind == "native":
         from ptf.rl.native_engine import NativeEngine
 
-        parts = parts_of(options["spec"]) if "spec" in options else None  # type: ignore[arg-type]
+        parts = parts_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None  # type: ignore[arg-type]
         parked = own_file(options.get("parked"), world.rank)  # type: ignore[arg-type]
         return NativeEngine(directory, device=world.device, dtype=getattr(torch, dtype), version=version, parts=parts, seed=seed, parked=parked)
     from ptf.rl.vllm_engine import VLLMEngine

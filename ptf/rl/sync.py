@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +31,8 @@ class SyncError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Manifest:
     version: int
-    digests: Mapping[str, str]  # Hugging Face name → digest
+    digests: Mapping[str, str]  # Hugging Face name → digest; of an adapter, PEFT's names
+    adapter: Mapping[str, Any] | None = None  # its adapter_config.json, if that is what was sent: the engine has the base model already
 
 
 @dataclass(frozen=True, slots=True)

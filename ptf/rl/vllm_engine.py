@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ptf.data.trajectory import Call
 from ptf.data.trie import OVER, Trie
+from ptf.model.peft_format import save
 from ptf.rl.engine import Request
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
 
@@ -32,6 +33,7 @@ CPU = {
     "OMP_NUM_THREADS": "1",  # 4 ms a step against 100 ms on a busy box, where threads spin for their turn
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 TRIE = "ptf_trie"  # in a request's extra arguments: the file that its trie is in
 CACHES = (
     "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
@@ -59,7 +61,10 @@ class VLLMEngine:
     name = "vllm"
     in_batches = False
 
-    def __init__(self, path: str, *, seed: int, dtype: str, max_model_len: int, kv_cache_gib: float = 0.25, version: int = 0, gpu_share: float = 0.7) -> None:
+    def __init__(
+        self, path: str, *, seed: int, dtype: str, max_model_len: int, kv_cache_gib: float = 0.25, version: int = 0, gpu_share: float = 0.7,
+        lora_rank: int | None = None,
+    ) -> None:  # fmt: skip
         missing = [f"{k}={v}" for k, v in {**IN_PROCESS, **(CPU if on_cpu() else {})}.items() if os.environ.get(k) != v]
         if missing:
             raise RuntimeError(f"vLLM needs a process of its own with {' '.join(missing)} (see engine_env)")
@@ -78,6 +83,8 @@ class VLLMEngine:
             "logits_processors": ["ptf.rl.vllm_engine:OnlyAllowed"],
             **(cpu if on_cpu() else gpu),
         }  # fmt: skip
+        if lora_rank is not None:
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": next(r for r in LORA_RANKS if r >= lora_rank)}
         _import_model(Path(path))
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.version, self.max_model_len = version, max_model_len
@@ -90,6 +97,8 @@ class VLLMEngine:
         self._running: dict[str, tuple[Request, asyncio.Future[Call]]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._tries: dict[Trie, str] = {}  # where they can be read by whichever process samples
+        self._adapted: set[str] | None = None  # its tensors
+        self._adapter: Any = None  # what requests are answered with, beside the base model
         self._place = tempfile.TemporaryDirectory()
 
     async def generate(self, request: Request) -> Call:
@@ -146,7 +155,7 @@ class VLLMEngine:
 
         how = SamplingParams(**parameters, ignore_eos=True, detokenize=False, flat_logprobs=True, skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY)
         name = str(next(self._ids))
-        self.engine.add_request(name, {"type": "token", "prompt_token_ids": tokens.tolist()}, how)
+        self.engine.add_request(name, {"type": "token", "prompt_token_ids": tokens.tolist()}, how, lora_request=self._adapter)
         return name
 
     def _restricted(self, trie: Trie | None) -> dict[str, Any]:
@@ -185,18 +194,31 @@ class VLLMEngine:
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         self._refuse_if_busy("load weights")
         receipt = check(buckets, manifest, self.version)
-        wrong = self.expected ^ set(manifest.digests)
+        wrong = (self.expected if manifest.adapter is None else self._adapted or set(manifest.digests)) ^ set(manifest.digests)
         if wrong:
             raise SyncError(f"weight sync {manifest.version} refused: the model has other tensors than were sent, they differ in {sorted(wrong)[:5]}")
         self.unusable = f"weight sync {manifest.version} did not complete"
         try:
-            self.engine.collective_rpc("ptf_load", args=(buckets,))
+            if manifest.adapter is None:
+                self.engine.collective_rpc("ptf_load", args=(buckets,))
+            else:
+                self._adapt(buckets, manifest)
         except Exception as error:
             self.unusable = f"weight sync {manifest.version} failed half way: {error!r}"
             raise SyncError(f"{self.unusable}; this engine generates nothing more, start a new one") from error
         self._forget_prefixes()
         self.version, self.unusable = manifest.version, None
         return receipt
+
+    def _adapt(self, buckets: Buckets, manifest: Manifest) -> None:
+        """The base model with another adapter; vLLM reads one from a directory, and knows it by a number of its own."""
+        from vllm.lora.request import LoRARequest
+
+        directory, before = Path(self._place.name) / "adapter", self._adapter
+        save((pair for bucket in buckets for pair in bucket), manifest.adapter or {}, directory, writes=True)
+        self._adapter, self._adapted = LoRARequest(f"version {manifest.version}", manifest.version + 1, str(directory)), set(manifest.digests)
+        if not self.engine.add_lora(self._adapter) or (before and not self.engine.remove_lora(before.lora_int_id)):
+            raise RuntimeError("vLLM did not take the adapter")
 
     def sleep(self) -> None:
         self._refuse_if_busy("sleep")

@@ -1,19 +1,27 @@
 """vLLM loads the adapter that a run leaves, beside the base model, and gives what the trained model does."""
 
+import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from ptf.compute.world import World
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora, adapter_names, adapters_off
 from ptf.model.peft_format import PeftFormat, save
+from ptf.rl.engine import Request, Sampling, generate_all
+from ptf.rl.roles import make_engine
+from ptf.rl.sync import SyncError, bucketed, manifest_of
 from ptf.rl.vllm_engine import engine_env
 from tests import tiny
 
@@ -21,9 +29,9 @@ TOKENS = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def logprobs(model: Decoder) -> Tensor:
-    tokens = torch.tensor([TOKENS])
-    logits = model(tokens, torch.arange(30)[None], torch.zeros(1, 30, dtype=torch.long), lambda x, head: head.logits(x))[0, :-1]
+def logprobs(model: Decoder, ids: Sequence[int] = TOKENS) -> Tensor:
+    tokens = torch.tensor([ids])
+    logits = model(tokens, torch.arange(len(ids))[None], torch.zeros(1, len(ids), dtype=torch.long), lambda x, head: head.logits(x))[0, :-1]
     return logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
 
 
@@ -44,26 +52,65 @@ def serve(place: str) -> None:
     torch.save(found, f"{place}/found.pt")
 
 
-@pytest.mark.cluster
-def test_vllm_reads_the_adapter(tmp_path):
-    directory = tiny.checkpoint(tmp_path / "m")
+def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
     model, family = bridge.build(directory, parts=Parts(lora=Lora(8, 16.0, rslora=True)))
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, directory, family)
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name in sorted(adapter_names(model)):
             p = model.get_parameter(name)
             p += 0.03 * torch.randn(p.shape, generator=g)
-    form = PeftFormat(model, family)
-    save(form.tensors(), form.config(str(directory)), tmp_path / "adapter", writes=True)
-    code = f"from tests.rl.test_vllm_adapter import serve; serve({str(tmp_path)!r})"
-    env = {**os.environ, **engine_env(tmp_path / "vllm"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    return model, PeftFormat(model, family)
+
+
+def in_process(function: str, place: Path) -> None:
+    code = f"from tests.rl.test_vllm_adapter import {function}; {function}({str(place)!r})"
+    env = {**os.environ, **engine_env(place / "vllm"), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.cluster
+def test_vllm_reads_the_adapter(tmp_path):
+    model, form = adapted(directory := tiny.checkpoint(tmp_path / "m"), 1)
+    save(form.tensors(), form.config(str(directory)), tmp_path / "adapter", writes=True)
+    in_process("serve", tmp_path)
     found = torch.load(tmp_path / "found.pt")
     assert float((found["adapted"] - logprobs(model)).abs().max()) < 1e-4
     with adapters_off(model):
         base = logprobs(model)
     assert float((found["base"] - base).abs().max()) < 1e-4
     assert float((found["adapted"] - base).abs().max()) > 1e-2, "negative control: the adapter does something"
+
+
+def sync(place: str) -> None:
+    """In a process of its own: two adapters one after the other, sent to our engine; greedy answers and scores with each, to `place/found.pt`."""
+    engine = make_engine(
+        "vllm", f"{place}/m", World(), version=-1, seed=0, precision="fp32", max_length=128, kv_cache_gib=0.125, lora_rank=16
+    )  # fmt: skip
+    found = []
+    for version in range(2):
+        model, form = adapted(Path(place) / "m", version)
+        buckets = list(bucketed(form.tensors()))
+        manifest = dataclasses.replace(manifest_of(buckets, version), adapter=form.config(f"{place}/m"))
+        with contextlib.suppress(SyncError):
+            engine.load_weights([buckets[0][1:]], manifest)
+            raise AssertionError("part of an adapter was taken")
+        assert engine.load_weights(buckets, manifest).version == version == engine.version
+        (call,) = generate_all(engine, [Request(np.array(TOKENS, np.int32), Sampling(8, 1.0, ()), 3)], 60)
+        said = np.concatenate([call.context, call.sampled])
+        judged = logprobs(model, said.tolist())[len(TOKENS) - 1 :].numpy()
+        found.append({"scores": engine.score([np.array(TOKENS)])[0], "ours": logprobs(model).numpy(), "drawn": call.logprobs, "judged": judged})
+    torch.save(found, f"{place}/found.pt")
+
+
+@pytest.mark.cluster
+def test_adapters_are_sent_to_our_engine_one_after_the_other(tmp_path):
+    tiny.checkpoint(tmp_path / "m")
+    in_process("sync", tmp_path)
+    first, second = torch.load(tmp_path / "found.pt", weights_only=False)
+    for found in (first, second):
+        assert np.abs(found["scores"] - found["ours"]).max() <= 1e-5
+        assert np.abs(found["drawn"] - found["judged"]).max() <= 1e-5
+    assert np.abs(first["ours"] - second["ours"]).max() > 1e-2, "negative control: they differ"

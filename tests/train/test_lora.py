@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from ptf.compute.world import World
+from ptf.compute.world import CPU, World
 from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.data.sample import Sample
 from ptf.errors import UserError
@@ -17,9 +17,12 @@ from ptf.model.lora import adapter_names
 from ptf.model.sampling import Processing
 from ptf.model.verify import export_difference
 from ptf.recipes.sft import SFT
+from ptf.rl.native_engine import NativeEngine
 from ptf.rl.roles import Learner, Scorer
+from ptf.rl.sync import SyncError
 from ptf.train import adapter
 from ptf.train.optim import groups
+from ptf.train.parts import parts_of
 from ptf.train.trainer import Trainer, load_model
 from tests import tiny
 from tests.tiny import arithmetic
@@ -138,17 +141,52 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     assert worst(learner.logprobs(samples), scorer.logprobs(samples)) < 1e-5
 
 
-def test_grpo_trains_adapters(tmp_path):
+@pytest.mark.parametrize("sent", ["merged", "adapter"])
+def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
+    load, bytes_sent = NativeEngine.load_weights, list[int]()
+    monkeypatch.setattr(NativeEngine, "load_weights", lambda *args: bytes_sent.append((receipt := load(*args)).bytes) or receipt)
     raw = arithmetic(tmp_path)
     raw |= {
         "recipe": "grpo", "algo": {"kl": 0.01},
         "data": {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
         "model": {**raw["model"], "lora": LORA},
-        "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:varied"}},
+        "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:varied"}, "lora": sent},
         "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_rows": 2},
     }  # fmt: skip
     run = train(raw, "grpo")
     rows = facts(run)
     assert rows[0]["kl_reference"] == 0 < rows[-1]["kl_reference"]
     assert max(row["canary_diff"] for row in rows) < 1e-5
+    assert max(row["logprob_diff"] for row in rows) < 1e-5
+    whole = sum(t.nbytes for t in load_file(run / "model" / "model.safetensors").values())
+    assert len(bytes_sent) == 5
+    assert all(size == whole if sent == "merged" else size < whole / 2 for size in bytes_sent)
     assert (run / "adapter" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("fault", ["dropped", "garbled", "the one before", "of a whole model"])
+def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
+    directory = tiny.checkpoint(tmp_path / "m")
+    spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
+    how = {"directory": str(directory), "seed": 0, "width": 64, "how": Processing(), "tokenizer": "", "recipe": SFT("assistant")}
+    learner = Learner(World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_rows=2))
+    engine = NativeEngine(str(directory), device=CPU, dtype=torch.float32, version=-1, parts=parts_of(spec, adapted=True))
+    found = learner.weights(0, None, True)
+    assert found is not None
+    (bucket,), manifest = found
+    engine.load_weights([bucket], manifest)
+    learner.update([[[(tiny.sample(20, 1),)]]], 0)
+    found, whole = learner.weights(1, None, True), learner.weights(1)
+    assert found is not None
+    assert whole is not None
+    (after,), right = found
+    name, tensor = after[0]
+    arrived = {"dropped": after[1:], "garbled": [(name, tensor * 1.01), *after[1:]], "the one before": bucket, "of a whole model": whole[0][0]}[fault]
+    tokens = tiny.sample(30, 2).tokens
+    before = engine.score([tokens])[0]
+    with pytest.raises(SyncError):
+        engine.load_weights([arrived], right)
+    assert (engine.score([tokens])[0] == before).all()
+    engine.load_weights([after], right)  # the control
+    assert float(abs(engine.score([tokens])[0] - learner.score([tokens])[0]).max()) < 1e-5
+    assert (engine.score([tokens])[0] != before).any()
