@@ -229,8 +229,9 @@ def check_engine(options: argparse.Namespace) -> int:
         wrong = 0
         for finding in Contract(make_of(options.engine, options.arg, options.precision, Path(place)), Path(place), options.precision).findings():
             wrong += finding.wrong is not None
-            mark = "[green]ok   [/]" if finding.wrong is None else "[red]WRONG[/]"
-            Console(width=200).print(mark, escape(finding.what + (f": {finding.wrong}" if finding.wrong else "")), highlight=False, soft_wrap=True)
+            mark = "[red]WRONG[/]" if finding.wrong else "[yellow]no   [/]" if finding.refused else "[green]ok   [/]"
+            more = f": {finding.wrong}" if finding.wrong else ": it refuses, and says so" if finding.refused else ""
+            Console(width=200).print(mark, escape(finding.what + more), highlight=False, soft_wrap=True)
     print(f"{options.engine}: " + ("it will do" if not wrong else f"{wrong} things are wrong"))
     return 1 if wrong else 0
 

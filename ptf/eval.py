@@ -150,7 +150,7 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(spec, base, run)
     tokenizer = Tokenizer.load(tokenizer_path)
-    prompts, trie = held_out_prompts(job.evaluate.sources, tokenizer, knobs.limit), trie_of(job.rollout, tokenizer, knobs.max_new_tokens)
+    prompts, trie = held_out_prompts(job.evaluate.sources, tokenizer, knobs.limit), trie_of(job.rollout, tokenizer)
     models = {"": run / "model"} | ({"start/": start_directory(spec, base, run, tokenizer_path, job.seed)} if knobs.start else {})
     metrics: dict[str, float] = {}
     length = max(len(p.tokens) for asked in prompts.values() for p in asked) + knobs.max_new_tokens

@@ -137,7 +137,7 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
         "evaluate": job.evaluate.model_copy(update={"sources": few(job.evaluate.sources), "limit": 2}),
     }  # fmt: skip
     if job.rollout:
-        answer = min(job.rollout.max_new_tokens, 8)
+        answer = job.rollout.max_new_tokens if job.rollout.allowed else min(job.rollout.max_new_tokens, 8)
         updates["rollout"] = job.rollout.model_copy(
             update={"engine": "native", "prompts": 2, "group": 2, "workers": 1, "max_new_tokens": answer, "max_no_result": 1.0}
         )

@@ -48,6 +48,8 @@ def broken(job: Job) -> list[str]:
             faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
         if job.data.too_long in ("truncate", "split"):
             faults.append("data.too_long: a prompt cannot be cut; use error or drop")
+        if job.rollout.top_p < 1 and mesh.tensor > 1:
+            faults.append("rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, where no process has the whole distribution")
         if job.rollout.lora == "adapter" and job.model.lora is None:
             faults.append("rollout.lora: adapter needs model.lora")
         if job.compute.launcher == "local" and job.rollout.workers > 1:
@@ -187,7 +189,6 @@ def nucleus(job: Job) -> list[str]:
         "algo.kl; give 0": isinstance(algo, RewardedAlgo) and algo.kl > 0,
         "recipe opd: the teacher has another": isinstance(algo, OPDAlgo),
         "algo.critic_warmup; give 0": isinstance(algo, PPOAlgo) and algo.critic_warmup > 0,
-        "compute.mesh.tensor above 1, where no process has the whole distribution": job.compute.mesh.tensor > 1,
     }
     return [f"{what} {other}" for other, there in others.items() if there]
 

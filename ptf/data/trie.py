@@ -28,6 +28,8 @@ class Trie:
     def of(answers: Iterable[Sequence[int]], stop: Sequence[int], repeat: int = 1) -> "Trie":
         """`repeat` of the answers one after the other, and then one of the stop tokens. Raises UserError if there are none, one is empty or has a stop
         token in it, or, where they repeat, one begins with another, for then it could not be said where the next one begins."""
+        if not stop:
+            raise UserError("allowed answers need a stop token that ends them; the tokenizer has none")
         nodes: list[dict[int, int]] = [{}]
         ends: dict[int, int] = {}  # node → tokens of the answer that ends there
         for ids in answers:

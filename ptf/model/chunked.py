@@ -83,7 +83,7 @@ class _Surrogate(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, how: Processing, states: Tensor | None, coefficients: Tensor
     ) -> tuple[Tensor, ...]:  # fmt: skip
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, how, states, ctx.needs_input_grad[:3])
+        ours = Projection(x, head, chunks, how, targets, states, ctx.needs_input_grad[:3])
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
         for chunk in chunks:
@@ -111,7 +111,7 @@ class _TokenLogprobs(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, how: Processing, states: Tensor | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, how, states)
+        ours = Projection(x, head, chunks, how, targets, states)
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
         for chunk in chunks:
@@ -132,7 +132,7 @@ class _TokenLogprobs(Function):
         x, weight, bias, targets, entropy, states = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, ctx.how, states, ctx.needs_input_grad[:3])
+        ours = Projection(x, head, chunks, ctx.how, targets, states, ctx.needs_input_grad[:3])
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
         spare = None if grads[1] is None else torch.empty_like(ours.wide)
         for chunk in chunks:

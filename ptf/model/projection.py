@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head
-from ptf.model.sampling import AS_IT_IS, NEVER, Processing, nucleus, restrict
+from ptf.model.sampling import AS_IT_IS, NEVER, ROUNDING, Processing, nucleus, restrict
 
 BLOCK_BYTES = 1 << 20
 BLOCK = 8192  # rows of a bf16 head's gradient that are multiplied and added at a time: for 151,936 rows of 256, 51-68 ms instead of 159 (CPU)
@@ -39,14 +39,14 @@ class Projection:
     faults of a fresh 64 MiB cost as much as two passes over it (28 against 10 ms for a copy)."""
 
     def __init__(
-        self, x: Tensor, head: Head, chunks: list[slice], how: Processing = AS_IT_IS, states: Tensor | None = None,
+        self, x: Tensor, head: Head, chunks: list[slice], how: Processing = AS_IT_IS, targets: Tensor | None = None, states: Tensor | None = None,
         needs: tuple[bool, ...] = (False, False, False),
     ) -> None:  # fmt: skip
         if how.top_p < 1 and head.group is not None:
             raise NotImplementedError("a nucleus (rollout.top_p) over a head that is cut over ranks: compute.mesh.tensor must be 1")
-        if how.edges is not None and states is None:
+        if how.edges is not None and states is None and len(x):
             raise ValueError("allowed tokens, but no states of them: samples need the stream `states`")
-        self.x, self.head, self.how, self.states = x, head, how, states
+        self.x, self.head, self.how, self.targets, self.states = x, head, how, targets, states
         self.edges = None if how.edges is None else how.edges.to(x.device)
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if how.top_p < 1 else None
         size, rows = (chunks[0].stop if chunks else 0), len(head.weight)
@@ -79,7 +79,8 @@ class Projection:
         logits[:, head.real :] = NEVER
         logprobs = normalise(logits, head.group)
         if self.slack is not None:
-            self.slack[chunk] = nucleus(logprobs, self.how.top_p)
+            drawn = None if self.targets is None else self.targets[chunk]
+            self.slack[chunk] = nucleus(logprobs, self.how.top_p, drawn, ROUNDING[self.x.dtype])
         return logprobs
 
     def probabilities(self, logprobs: Tensor, out: Tensor) -> Tensor:

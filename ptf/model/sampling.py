@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 NEVER = -1e9  # the logit of what cannot be drawn: no probability, and finite, so that 0 times it is 0
-ROUNDING = 1e-5  # of a sum of probabilities: where a nucleus ends nearer to `top_p` than this, another program may end it a token away
+# By how much a sum of probabilities differs between two programs, by the type that they multiply in: where a nucleus ends nearer to `top_p` than this,
+# the other may end it elsewhere. bf16: logits of 10 have a rounding of 2⁻⁷ of them.
+ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 0.02}
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,22 @@ def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Te
     return logits.fill_(NEVER).index_put_((rows, columns), kept)
 
 
-def nucleus(logprobs: Tensor, top_p: float | Tensor) -> Tensor:
-    """Log-probs [n, V], in place: those of the smallest set of likeliest tokens that has `top_p` (a number, or [n]) or more, in all 1 again. Returns
-    [n] by how much a log-prob would differ had the set ended at a sum that is the same but for rounding."""
+def nucleus(logprobs: Tensor, top_p: float | Tensor, drawn: Tensor | None = None, rounding: float = ROUNDING[torch.float32]) -> Tensor:
+    """Log-probs [n, V], in place: those of the smallest set of likeliest tokens that has `top_p` (a number, or [n]) or more, and of the tokens that were
+    `drawn` [n], in all 1 again. Returns [n] by how much a log-prob would differ had the set ended elsewhere for `rounding`, of a sum of probabilities."""
     p = torch.as_tensor(top_p, dtype=logprobs.dtype, device=logprobs.device).expand(len(logprobs))[:, None]
     falling, order = logprobs.sort(-1, descending=True)
     mass = falling.double().exp().cumsum(-1)
     before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], -1)
-    size, least, most = (((before < bound) & (p < 1)).sum(-1, keepdim=True).clamp(min=1) for bound in (p, p - ROUNDING, p + ROUNDING))
-    whole = p >= 1
-    kept = mass.gather(-1, size - 1).log()
-    falling -= torch.where(whole, 0.0, kept).to(falling.dtype)
-    falling[(torch.arange(falling.shape[1], device=falling.device) >= size) & ~whole] = NEVER
-    logprobs.scatter_(-1, order, falling)
-    apart = mass.gather(-1, most - 1).log() - mass.gather(-1, least - 1).log()
-    return torch.where(whole, 0.0, apart).squeeze(-1).to(logprobs.dtype)
+    size, least, most = ((before < bound).sum(-1, keepdim=True).clamp(min=1) for bound in (p, p - rounding, p + rounding))
+    size = torch.where(p >= 1, logprobs.shape[1], size)
+    inside = torch.zeros_like(logprobs, dtype=torch.bool)
+    inside.scatter_(-1, order, torch.arange(logprobs.shape[1], device=logprobs.device) < size)
+    total = mass.gather(-1, size - 1)
+    if drawn is not None:  # the engine may have ended its set a token later, and drawn that
+        total = total + logprobs.gather(-1, drawn[:, None]).double().exp() * ~inside.gather(-1, drawn[:, None])
+        inside.scatter_(-1, drawn[:, None], True)
+    total = torch.where(p >= 1, 1.0, total)
+    logprobs.sub_(total.log().to(logprobs.dtype)).masked_fill_(~inside, NEVER)
+    apart = torch.maximum(mass.gather(-1, most - 1), total).log() - torch.minimum(mass.gather(-1, least - 1), total).log()
+    return torch.where(p >= 1, 0.0, apart).squeeze(-1).to(logprobs.dtype)

@@ -189,14 +189,14 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
         tokens = np.concatenate([run[-1].context, run[-1].sampled]).astype(np.int32)
         where = np.concatenate([np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run])
         part = slice(done, done + len(where))
-        streams = {name: placed(values[part], where, len(tokens)) for name, values in known.items()}
+        streams = {name: placed(values[part], where, len(tokens), np.int32 if name == "states" else np.float32) for name, values in known.items()}
         samples.append(Sample(tokens, placed(np.ones(len(where)), where, len(tokens)), trajectory.prompt.source, streams))
         done += len(where)
     return samples
 
 
-def placed(values: np.ndarray, where: np.ndarray, length: int) -> np.ndarray:
-    """[length] float32, or int32 of whole numbers: the values there, 0 elsewhere."""
-    found = np.zeros(length, np.int32 if np.issubdtype(values.dtype, np.integer) else np.float32)
+def placed(values: np.ndarray, where: np.ndarray, length: int, kind: type = np.float32) -> np.ndarray:
+    """[length]: the values there, 0 elsewhere."""
+    found = np.zeros(length, kind)
     found[where] = values
     return found

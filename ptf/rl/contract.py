@@ -19,7 +19,7 @@ from ptf.config.schema import LOGPROB_BOUND, ModelConfig
 from ptf.data.trajectory import Call
 from ptf.data.trie import Trie
 from ptf.model import bridge
-from ptf.model.sampling import nucleus, restrict
+from ptf.model.sampling import ROUNDING, nucleus, restrict
 from ptf.rl.engine import Request, RolloutEngine, Sampling, edges_of, generate_all
 from ptf.rl.native_engine import NativeEngine
 from ptf.rl.roles import make_engine
@@ -45,6 +45,7 @@ class Broken(Exception):
 class Finding:
     what: str
     wrong: str | None  # None: it does
+    refused: bool = False  # it says that it cannot, and need not
 
 
 def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make:
@@ -55,7 +56,8 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
 
         os.environ.update(engine_env(place / "vllm"))
     world = World(device=pick_device("auto"))
-    return lambda directory, version: make_engine(kind, directory, world, version=version, seed=0, precision=precision, max_length=MAX_LENGTH)
+    more = {"restricted": True} if kind == "vllm" else {}
+    return lambda directory, version: make_engine(kind, directory, world, version=version, seed=0, precision=precision, max_length=MAX_LENGTH, **more)
 
 
 def small_model(place: Path, seed: int) -> Path:
@@ -73,8 +75,9 @@ class Contract:
 
     def __init__(self, make: Make, place: Path, precision: str = "fp32", timeout_s: float = 300.0) -> None:
         first, second = (small_model(place, seed) for seed in (0, 1))
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.bound = FP32_BOUND if precision == "fp32" else LOGPROB_BOUND[precision]
-        self.timeout_s, self.place = timeout_s, place
+        self.timeout_s, self.place, self.refused = timeout_s, place, False
         self.judges = [NativeEngine(str(path), device=torch.device("cpu"), dtype=torch.float32, version=0) for path in (first, second)]
         self.judge = self.judges[0]
         self.engine = make(str(first), -1)
@@ -94,7 +97,8 @@ class Contract:
                 wrong = str(error)
             except Exception as error:
                 wrong = f"{type(error).__name__}: {error}"
-            yield Finding(" ".join((check.__doc__ or "").split()).rstrip("."), wrong)
+            refused, self.refused = self.refused, False
+            yield Finding(" ".join((check.__doc__ or "").split()).rstrip("."), wrong, refused)
 
     def ask(
         self, n: int = 12, temperature: float = 1.0, limit: int = LONGEST, seed: int = 100, stop: tuple[int, ...] = (STOP,), top_p: float = 1.0,
@@ -163,8 +167,8 @@ class Contract:
         try:
             self.told(requests)
         except ValueError:
-            return False
-        return True
+            self.refused = True
+        return not self.refused
 
     def compare(self, requests: Sequence[Request]) -> list[Call]:
         """What it answers. Raises Broken if log-probs are wrong."""
@@ -186,7 +190,9 @@ class Contract:
         if how.trie is not None:
             restrict(logits, torch.from_numpy(how.trie.walked(call.sampled)).long(), edges_of(how.trie))
         logprobs = (logits.double() / (how.temperature or 1.0)).log_softmax(-1)
-        slack = nucleus(logprobs, how.top_p) if how.top_p < 1 and how.temperature else torch.zeros(len(logprobs))
+        slack = torch.zeros(len(logprobs))
+        if how.top_p < 1 and how.temperature:
+            slack = nucleus(logprobs, how.top_p, torch.from_numpy(call.sampled).long(), ROUNDING[self.dtype])
         return logprobs.numpy(), slack.numpy()
 
     def scores(self) -> None:
@@ -214,13 +220,11 @@ class Contract:
 
     def greedy(self) -> None:
         """At temperature 0 it takes the likeliest token, also beside requests that sample."""
-        calls = self.told([r for pair in zip(self.ask(6, temperature=0.0), self.ask(6, seed=300), strict=True) for r in pair])[::2]
-        for call in calls:
+        for call in self.compare([r for pair in zip(self.ask(6, temperature=0.0), self.ask(6, seed=300), strict=True) for r in pair])[::2]:
             judged, _ = self.judged(call, Sampling(LONGEST, 0.0, (STOP,)))
             gap = float((judged.max(1) - judged[np.arange(len(call.sampled)), call.sampled]).max())
             if gap > self.bound:
                 raise Broken(f"it took a token that is {gap:.3g} less likely than the likeliest")
-        self.compare(self.ask(6, temperature=0.0))
 
     def stops(self) -> None:
         """A stop token ends an answer and is part of it; nothing else ends one early."""

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -124,6 +124,8 @@ def sampler_spec(
         options["environment"] = EnvironmentSpec(what, knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
     if job.rollout:
         options |= {"top_p": job.rollout.top_p, "trie": trie}
+    if trie is not None and engine == "vllm":
+        options["restricted"] = True
     if adapter and job.model.lora and engine == "vllm":
         options["lora_rank"] = 2 * job.model.lora.rank  # of a family whose gate and up share an adapter
     if adapter and engine == "native":
@@ -135,36 +137,43 @@ def sampler_spec(
     return RoleSpec("rollout", Sampler, kwargs, workers, env)
 
 
-def trie_of(knobs: RolloutConfig | None, tokenizer: Tokenizer, room: int) -> Trie | None:
-    """The answers that there may be, if not any. Raises UserError if one is longer than `room`."""
+def trie_of(knobs: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
+    """The answers that there may be, if not any."""
     if knobs is None or knobs.allowed is None:
         return None
-    lines = storage.read_text(knobs.allowed.path).splitlines()
+    text = storage.read_text(knobs.allowed.path).replace("\r\n", "\n").removesuffix("\n")
+    lines = text.split("\n") if text else []
     try:
-        trie = Trie.of((tokenizer.encode(line) for line in lines), tokenizer.stop_ids, knobs.allowed.repeat)
+        return Trie.of((tokenizer.encode(line) for line in lines), tokenizer.stop_ids, knobs.allowed.repeat)
     except UserError as error:
         raise UserError(f"rollout.allowed.path: {knobs.allowed.path}: {error}") from error
-    if trie.longest > room:
-        raise UserError(f"rollout.allowed: its longest answer has {trie.longest} tokens with the one that ends it, max_new_tokens is {room}")
-    return trie
+
+
+def refuse_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
+    """Raises UserError if an allowed answer cannot be said to its end, in training or in evaluation."""
+    assert job.rollout is not None
+    rooms = {"rollout.max_new_tokens": job.rollout.max_new_tokens}
+    if job.evaluate.sources:
+        rooms["evaluate.max_new_tokens"] = job.evaluate.max_new_tokens
+        rooms["data.seq_len less the longest held-out prompt"] = job.data.seq_len - longest_prompt
+    for key, room in rooms.items():
+        if trie.longest > room:
+            raise UserError(f"rollout.allowed: its longest answer has {trie.longest} tokens with the one that ends it; {key} is {room}")
 
 
 def drawing(recipe: Recipe, knobs: RolloutConfig, trie: Trie | None) -> tuple[Recipe, Processing]:
-    """What answers are drawn from, and the recipe, which knows of it. Raises UserError if one of the user's own takes its log-probs from something else."""
-    how = Processing(knobs.temperature, knobs.top_p)
-    if getattr(recipe, "how", AS_IT_IS) != how:
-        raise UserError(
-            f"rollout.temperature is {how.temperature:g} and rollout.top_p {how.top_p:g}, but the recipe's `how` says that its loss takes log-probs from "
-            f"{getattr(recipe, 'how', AS_IT_IS)}"
-        )
+    """The recipe, told what answers are drawn from, and that. Raises UserError if one of the user's own cannot be told."""
+    how = Processing(knobs.temperature, knobs.top_p, None if trie is None else edges_of(trie))
     if how.top_p < 1 and cast("Online", recipe).needs_old:
         raise UserError("rollout.top_p: the recipe needs the policy's log-probs of before, and a nucleus is taken of one policy's distribution; give 1")
-    if trie is None:
-        return recipe, how
-    if not hasattr(recipe, "how"):
-        raise UserError("rollout.allowed: the recipe has no field `how` (ptf.model.sampling.Processing), so its loss does not know which tokens were allowed")
-    how = replace(how, edges=edges_of(trie))
-    return replace(cast("Any", recipe), how=how), how
+    if is_dataclass(recipe) and any(field.name == "how" and field.init for field in fields(recipe)):
+        return replace(cast("Any", recipe), how=how), how
+    if how != AS_IT_IS:
+        raise UserError(
+            "rollout.temperature, rollout.top_p and rollout.allowed: the recipe is no dataclass with a field `how` (ptf.model.sampling.Processing), so its "
+            "loss does not know what answers are drawn from; give it one, or leave them at 1, 1 and null"
+        )
+    return recipe, how
 
 
 def refuse_too_long(prompt: Prompt, room: int) -> None:
@@ -264,9 +273,12 @@ def attempt(job: Job, run: Path) -> None:
         for name, spec in sources.items():
             for prompt in itertools.islice(prompts_once(spec, name, tokenizer), CHECKED):
                 refuse_too_long(prompt, room)
-    trie = trie_of(knobs, tokenizer, knobs.max_new_tokens)
+    trie = trie_of(knobs, tokenizer)
     recipe, how = drawing(recipe, knobs, trie)
     held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit) if job.train.validate_every else {}
+    if trie is not None:
+        asked = held_out or held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit)
+        refuse_cut_answers(trie, job, max((len(p.tokens) for prompts in asked.values() for p in prompts), default=0))
     start = start_directory(model, directory, run, tokenizer_path, job.seed)
     workers = job.compute.workers
     mesh: dict[str, Any] = {"replicate": job.compute.mesh.replicate, "tensor": job.compute.mesh.tensor}

@@ -63,8 +63,14 @@ class Episode:
             self.context = np.array(self.tokenizer.encode(self._text), np.int32)
         except UserError as error:
             return self._fail(f"what the environment shows first: {error}")
-        if len(self.context) >= (most := self.limits.max_length):
-            self._fail(f"what the environment shows first has {len(self.context)} tokens, which leaves no room for an answer in data.seq_len ({most})")
+        if self._full():
+            shown, most = len(self.context), self.limits.max_length
+            self._fail(f"what the environment shows first has {shown} tokens, which leaves no room for an answer in data.seq_len ({most})")
+
+    def _full(self) -> bool:
+        """Whether there is no room for another answer; where only some are allowed, for the longest of them."""
+        trie = self.limits.sampling.trie
+        return len(self.context) + (1 if trie is None else trie.longest) > self.limits.max_length
 
     def _fail(self, why: str) -> None:
         """It has no result."""
@@ -107,7 +113,7 @@ class Episode:
         else:
             ids = self.tokenizer.encode(self._text)
         self.context = np.array(ids, np.int32)
-        self.over = len(ids) >= self.limits.max_length
+        self.over = self._full()
 
     async def trajectory(self) -> Trajectory:
         """Its outcome is the environment's; without one it is scored later."""
@@ -165,9 +171,12 @@ async def _numbered(engine: RolloutEngine, number: int, episode: Episode) -> tup
 
 
 async def _asked(engine: RolloutEngine, episode: Episode) -> Call:
-    """Its next call. Raises EngineFault for one that no engine may give."""
+    """Its next call. Raises EngineFault for one that no engine may give, UserError if the engine refuses the request."""
     request = episode.request()
-    call = await engine.generate(request)
+    try:
+        call = await engine.generate(request)
+    except ValueError as error:
+        raise UserError(f"the rollout engine {engine.name} cannot serve what is asked of it: {error}") from error
     refuse_garbage(call, request, engine, episode.limits.vocabulary)
     return call
 
@@ -177,10 +186,13 @@ class EngineFault(RuntimeError):
 
 
 def followed(call: Call, request: Request) -> bool:
+    """Whether it was allowed."""
     try:
-        return request.sampling.trie is None or len(request.sampling.trie.walked(call.sampled)) == len(call.sampled)
+        if request.sampling.trie is not None:
+            request.sampling.trie.walked(call.sampled)
     except ValueError:
         return False
+    return True
 
 
 def refuse_garbage(call: Call, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:

@@ -5,7 +5,7 @@ The one idea: the policy role *is* the SFT trainer, called from elsewhere.
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -328,18 +328,16 @@ def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int
     return int(np.random.SeedSequence([seed, *key.encode(), prompt, sample, *turns]).generate_state(1, np.uint32)[0])
 
 
-def make_engine(
-    kind: str | Plug, directory: str, world: World, *, version: int, seed: int, precision: str, max_length: int, **options: Mapping[str, Any]
-) -> RolloutEngine:
+def make_engine(kind: str | Plug, directory: str, world: World, *, version: int, seed: int, precision: str, max_length: int, **options: Any) -> RolloutEngine:
     dtype = "bfloat16" if precision == "bf16" else "float32"
     if isinstance(kind, Plug):
         return plug.bind(kind)(directory, device=str(world.device), dtype=dtype, version=version, seed=seed, max_length=max_length)
     if kind == "native":
         from ptf.rl.native_engine import NativeEngine
 
-        parts = parts_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None  # type: ignore[arg-type]
-        parked = own_file(options.get("parked"), world.rank)  # type: ignore[arg-type]
+        parts = parts_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None
+        parked = own_file(options.get("parked"), world.rank)
         return NativeEngine(directory, device=world.device, dtype=getattr(torch, dtype), version=version, parts=parts, seed=seed, parked=parked)
     from ptf.rl.vllm_engine import VLLMEngine
 
-    return VLLMEngine(directory, seed=seed, dtype=dtype, max_model_len=max_length, version=version, **options)  # type: ignore[arg-type]
+    return VLLMEngine(directory, seed=seed, dtype=dtype, max_model_len=max_length, version=version, **options)

@@ -97,7 +97,7 @@ def written(tensors: Iterable[tuple[str, Tensor]], directory: Path, version: int
     files, digests = list[Path](), dict[str, str]()
     for bucket in bucketed(tensors, limit):
         files.append(place / f"{len(files)}.safetensors")
-        save_file(dict(bucket), files[-1])
+        save_file({name: tensor.contiguous() for name, tensor in bucket}, files[-1])
         digests |= {name: digest(tensor) for name, tensor in bucket}
         bucket.clear()  # before the next one fills
     return OnPath(files), Manifest(version, digests)

@@ -63,7 +63,7 @@ class VLLMEngine:
 
     def __init__(
         self, path: str, *, seed: int, dtype: str, max_model_len: int, kv_cache_gib: float = 0.25, version: int = 0, gpu_share: float = 0.7,
-        lora_rank: int | None = None,
+        lora_rank: int | None = None, restricted: bool = False,
     ) -> None:  # fmt: skip
         missing = [f"{k}={v}" for k, v in {**IN_PROCESS, **(CPU if on_cpu() else {})}.items() if os.environ.get(k) != v]
         if missing:
@@ -80,9 +80,10 @@ class VLLMEngine:
             "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len,
             "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "async_scheduling": False,
             "disable_log_stats": True, "use_tqdm_on_load": False, "worker_extension_cls": "ptf.rl.vllm_extension.WeightLoader",
-            "logits_processors": ["ptf.rl.vllm_engine:OnlyAllowed"],
             **(cpu if on_cpu() else gpu),
         }  # fmt: skip
+        if restricted:  # not always: on a GPU vLLM then runs its older model runner
+            arguments["logits_processors"] = ["ptf.rl.vllm_engine:OnlyAllowed"]
         if lora_rank is not None:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": next(r for r in LORA_RANKS if r >= lora_rank)}
         _import_model(Path(path))
@@ -99,7 +100,10 @@ class VLLMEngine:
         self._tries: dict[Trie, str] = {}  # where they can be read by whichever process samples
         self._adapted: set[str] | None = None  # its tensors
         self._adapter: Any = None  # what requests are answered with, beside the base model
-        self._place = tempfile.TemporaryDirectory()
+        self.restricted = restricted
+        kept = Path(os.environ[CACHES[0]])  # beside what vLLM keeps: in the run's directory
+        kept.mkdir(parents=True, exist_ok=True)
+        self._place = tempfile.TemporaryDirectory(dir=kept)
 
     async def generate(self, request: Request) -> Call:
         """See RolloutEngine. Raises ValueError for a request that cannot be served, SyncError if the weights are not known to be right."""
@@ -161,6 +165,8 @@ class VLLMEngine:
     def _restricted(self, trie: Trie | None) -> dict[str, Any]:
         if trie is None:
             return {}
+        if not self.restricted:
+            raise ValueError("this engine was made without room for a trie (restricted)")
         if trie not in self._tries:
             self._tries[trie] = str(Path(self._place.name) / f"{len(self._tries)}.npz")
             trie.save(self._tries[trie])

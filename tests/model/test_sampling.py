@@ -1,6 +1,7 @@
 """What was drawn from, again: nuclei against transformers', allowed tokens and both in losses against float64."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import TopPLogitsWarper
 
 from ptf.model.chunked import surrogate, token_logprobs
+from ptf.model.projection import Projection
 from ptf.model.sampling import NEVER, ROUNDING, Edges, Processing, nucleus, restrict
 from tests.model.ranks import two_ranks
 from tests.model.test_chunked import Problem, gap
@@ -40,7 +42,8 @@ def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tup
         logits = logits.masked_fill(barred[states], -torch.inf)
     if how.top_p < 1:
         flat = TopPLogitsWarper(how.top_p)(None, logits.detach().flatten(0, 1)).view_as(logits)
-        logits = logits.masked_fill(flat == -torch.inf, -torch.inf)
+        outside = (flat == -torch.inf).scatter(-1, problem.targets[..., None], False)  # what was drawn is in it
+        logits = logits.masked_fill(outside, -torch.inf)
     logp = logits.log_softmax(-1)
     picked = logp.gather(-1, problem.targets[..., None]).squeeze(-1)
     return picked, -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
@@ -62,13 +65,23 @@ def test_a_nucleus_is_that_of_transformers(seed, n, vocab, top_p, spread):
 def test_where_rounding_may_end_a_nucleus_elsewhere_the_slack_says_what_that_is_worth():
     probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     found = []
-    for top_p in (0.8 - ROUNDING / 2, 0.8 + ROUNDING / 2):
+    for top_p in (0.8 - ROUNDING[torch.float32] / 2, 0.8 + ROUNDING[torch.float32] / 2):
         logprobs = probabilities.log()
         slack = nucleus(logprobs, top_p)
         found.append(logprobs[0, 0].item())
         assert slack.item() == pytest.approx(np.log(0.95 / 0.8), rel=1e-5)
     assert abs(found[0] - found[1]) == pytest.approx(slack.item(), rel=1e-5)  # one token more
     assert nucleus(probabilities.log(), 0.7).item() == 0  # the control: well inside
+
+
+def test_what_was_drawn_is_in_its_nucleus_wherever_that_ends():
+    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 3)
+    logprobs = probabilities.log()
+    slack = nucleus(logprobs, 0.79, torch.tensor([1, 2, 3]), rounding=0.02)
+    torch.testing.assert_close(logprobs.exp()[0], torch.tensor([0.5, 0.3, 0, 0]) / 0.8)
+    torch.testing.assert_close(logprobs.exp()[1], torch.tensor([0.5, 0.3, 0.15, 0]) / 0.95)
+    torch.testing.assert_close(logprobs.exp()[2], torch.tensor([0.5, 0.3, 0, 0.05]) / 0.85)
+    torch.testing.assert_close(slack, torch.tensor([0.95, 0.95, 0.95]).log() - torch.tensor([0.8, 0.8, 0.8]).log())
 
 
 def test_each_row_has_a_nucleus_of_its_own():
@@ -105,8 +118,6 @@ def test_losses_and_gradients_are_those_of_the_distribution_sampled_from(name, d
     states = drawn(problem) if how.edges else None
     leaves, kept = problem.leaves(), problem.weights != 0
     picked, entropy = dense(problem, how, states)
-    kept &= picked.detach() > -torch.inf  # the targets of this problem are not all in their nuclei
-    problem.weights = problem.weights * kept
     said = token_logprobs(problem.x, problem.head, problem.targets, problem.weights, how, states)
     torch.testing.assert_close(said.logprobs[kept].double(), picked[kept], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(said.entropy[kept].double(), entropy[kept], rtol=1e-5, atol=1e-5)
@@ -148,8 +159,10 @@ def test_allowed_tokens_of_a_vocabulary_over_two_ranks(tmp_path):
     assert gap([dx_0, *map(torch.cat, zip(head_0, head_1, strict=True))], [dx, *head]) <= 1e-5
 
 
-def test_what_cannot_be_is_refused(monkeypatch):
+def test_what_cannot_be_is_refused():
     problem = Problem(dtype=torch.float32)
     ask = partial(token_logprobs, problem.x, problem.head, problem.targets, problem.weights)
     with pytest.raises(ValueError, match="states"):
         ask(HOWS["allowed"])
+    with pytest.raises(NotImplementedError, match=r"rollout\.top_p"):
+        Projection(problem.x.flatten(0, 1), replace(problem.head, group=object()), [], HOWS["nucleus"])  # type: ignore[arg-type]

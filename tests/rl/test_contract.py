@@ -96,9 +96,9 @@ def test_what_an_engine_does_wrong_is_found(tmp_path, fault):
 def test_ours_and_one_that_is_plugged_in_will_do(tmp_path):
     found = list(contract(tmp_path).findings())
     assert len(found) == len(set(FOUND.values())) + 3
-    assert not any(finding.wrong for finding in found)
+    assert not any(finding.wrong or finding.refused for finding in found)
     (tmp_path / "b").mkdir()
-    assert [f for f in Contract(make_of("native", [], "fp32", tmp_path / "b"), tmp_path / "b").findings() if f.wrong] == []
+    assert [f for f in Contract(make_of("native", [], "fp32", tmp_path / "b"), tmp_path / "b").findings() if f.wrong or f.refused] == []
 
 
 def test_one_that_refuses_nuclei_and_tries_will_do(tmp_path):
@@ -106,6 +106,7 @@ def test_one_that_refuses_nuclei_and_tries_will_do(tmp_path):
     one.begins()
     one.nucleus()
     one.allowed()
+    assert one.refused
 
 
 @pytest.mark.cluster

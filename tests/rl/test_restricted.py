@@ -6,12 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from ptf.compute.tracking import read_metrics
+from ptf.compute.world import World
 from ptf.config import loads
 from ptf.config.load import ConfigError
+from ptf.data.trie import Trie
 from ptf.errors import UserError
+from ptf.model.chunked import token_logprobs
+from ptf.model.head import Head
+from ptf.model.sampling import Processing
+from ptf.recipes.grpo import GRPO
+from ptf.rl.engine import edges_of
+from ptf.train.deal import deal
 from tests.rl.test_controller import raw as raw
 from tests.rl.test_controller import train
 
@@ -86,7 +95,7 @@ def test_a_nucleus_with_what_it_cannot_be_with_is_refused(raw, algo, said):
 
 
 def test_answers_that_are_too_long_or_not_there_are_refused(raw, tmp_path):
-    with pytest.raises(UserError, match="longest answer has 8 tokens"):
+    with pytest.raises(UserError, match=r"longest answer has 8 tokens.*rollout\.max_new_tokens is 6"):
         train(allowed(raw, tmp_path, ["1234567"]))
     with pytest.raises(UserError, match="no allowed answers"):
         train(allowed(raw, tmp_path, []))
@@ -100,7 +109,41 @@ def test_a_run_does_not_go_on_with_other_answers(short, tmp_path):
     train(allowed(raw, tmp_path))  # the control
 
 
-def test_a_recipe_that_does_not_say_what_it_looks_at_is_refused(raw):
-    raw["recipe"], raw["rollout"]["temperature"], raw["algo"] = {"use": "tests.rl.faulty:Recipe"}, 0.7, {}
-    with pytest.raises(UserError, match=r"rollout\.temperature is 0\.7"):
-        train(raw)
+class Own:
+    """A recipe that is no dataclass."""
+
+    def __init__(self):
+        self.of = GRPO()
+
+    def __getattr__(self, name):
+        return getattr(self.of, name)
+
+
+def test_a_recipe_that_cannot_be_told_what_answers_are_drawn_from_is_refused(short, tmp_path):
+    short["algo"] = {}
+    short["rollout"]["temperature"] = 0.7
+    train({**short, "recipe": {"use": "tests.rl.faulty:Recipe"}})  # the control: it is told
+    with pytest.raises(UserError, match="no dataclass with a field `how`"):
+        train({**short, "recipe": {"use": "tests.rl.test_restricted:Own"}}, "b")
+
+
+def test_answers_that_would_be_cut_in_evaluation_are_refused_before_training(short, tmp_path):
+    short["evaluate"] |= {"max_new_tokens": 3}
+    with pytest.raises(UserError, match=r"longest answer has 4 tokens.*evaluate\.max_new_tokens is 3"):
+        train(allowed(short, tmp_path))
+
+
+def test_a_nucleus_in_bf16(raw):
+    """Engine and trainer end it at other tokens there."""
+    raw["algo"], raw["rollout"]["top_p"], raw["train"]["precision"] = {}, 0.8, "bf16"
+    raw["train"] |= {"steps": 4, "validate_every": 4}
+    rows = read_metrics(train(raw) / "metrics.jsonl")
+    assert max(row["logprob_diff"] for row in rows) < 0.1
+
+
+def test_a_rank_without_rows_of_its_own_has_no_states(short, tmp_path):
+    """Its batch is there so that others have theirs."""
+    idle = deal([], World(), 1, 16)[0]
+    edges = edges_of(Trie.of([[3, 4]], (1,)))
+    x, head = torch.randn(1, 16, 8), Head(torch.randn(20, 8), 20)
+    assert not token_logprobs(x, head, idle.targets, idle.weights, Processing(edges=edges), idle.streams.get("states")).logprobs.any()
