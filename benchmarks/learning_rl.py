@@ -105,6 +105,7 @@ class Check:
     rollout: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     teacher: bool = False
+    imitated: int | None = None  # steps of SFT that come first; None: STOPPED
     bar: str = "reward reaches 0.95"
 
 
@@ -123,17 +124,15 @@ CHECKS = {
     "GSPO": Check("count", algo=EXPLORING | {"ratio": "answer", "mean_over": "answers", "clip_low": 0.1, "clip_high": 0.1}),
     "GRPO, KL to the reference": Check("count", algo=EXPLORING | {"kl": 0.003}),
     "GRPO, LoRA": Check("reverse", algo=TWICE, model={"lora": {"rank": 32, "alpha": 64}}, lr=2e-3, steps=60, schedule="cosine", bar="pass@1 ≥ 0.99"),
-    "PPO": Check("count", "ppo", EXPLORING | {"value_clip": 10.0, "critic_lr": 3e-3}),
-    "SFT, then GRPO": Check("reverse", algo=TWICE, steps=60, schedule="cosine", bar="pass@1 ≥ 0.99"),
-    "SFT, then PPO": Check("reverse", "ppo", TWICE | {"value_clip": 10.0, "critic_lr": 3e-3}, steps=80, schedule="cosine", bar="pass@1 ≥ 0.99"),
+    "PPO": Check("count", "ppo", EXPLORING | {"value_clip": 10.0, "critic_lr": 3e-3}, steps=400),
+    "SFT, then GRPO": Check("reverse", algo=TWICE, steps=60, schedule="cosine", imitated=80, bar="pass@1 ≥ 0.99"),
+    "SFT, then PPO": Check("reverse", "ppo", TWICE | {"value_clip": 10.0, "critic_lr": 3e-3}, steps=80, schedule="cosine", imitated=80, bar="pass@1 ≥ 0.99"),
     "On-policy distillation": Check("reverse", "opd", steps=200, teacher=True, schedule="cosine", bar="pass@1 ≥ 0.99"),
     "SFT, then GRPO, calculator": Check(
         "calculate", algo=TWICE, steps=100, rollout={"environment": {"use": "ptf.tasks.calculator:Calculator"}, "max_new_tokens": 4}
     ),
     "control: targets shuffled": Check("shuffled", algo=EXPLORING, steps=200, bar="reward < 0.15"),
-    "control: advantages flipped": Check(
-        "count", {"use": "benchmarks.learning_rl:Flipped", "args": {}}, TWICE, steps=100, bar="reward < 0.15"
-    ),
+    "control: advantages flipped": Check("count", {"use": "benchmarks.learning_rl:Flipped", "args": {}}, TWICE, steps=100, bar="reward < 0.15"),
     "control: weights never synced": Check("count", algo=TWICE, steps=5, bar="stopped at its first sync"),
     "control: mask off by one": Check("count", algo=TWICE, steps=5, bar="stopped at its first step"),
 }
@@ -204,7 +203,7 @@ class Seed:
 
     def check(self, name: str, check: Check) -> dict[str, Any]:
         """The mean reward of the last ten steps, greedy pass@1 on held-out prompts before and after, and whether a check of the weights stopped it."""
-        start = self.place / "model" if check.task in ("count", "shuffled") else self.imitated(STOPPED[check.task], check.task)
+        start = self.place / "model" if check.task in ("count", "shuffled") else self.imitated(check.imitated or STOPPED[check.task], check.task)
         train, test = self.files[check.task]
         raw = self.raw(start, check.steps, check.lr) | {"recipe": check.recipe, "algo": dict(check.algo)}
         if check.teacher:
@@ -254,7 +253,10 @@ def main() -> int:
 
 def settings(name: str) -> dict[str, Any]:
     """Of a check, as they are written down."""
-    return json.loads(json.dumps({**asdict(CHECKS[name]), "sft": [STOPPED, TAUGHT]}))
+    check = CHECKS[name]
+    own = {check.task: check.imitated} if check.imitated else {}
+    given = {key: value for key, value in asdict(check).items() if key != "imitated"}
+    return json.loads(json.dumps({**given, "sft": [STOPPED | own, TAUGHT]}))
 
 
 def kept() -> list[dict[str, Any]]:
@@ -303,7 +305,7 @@ def write() -> int:
         "One Qwen3 shape of 2 layers of 64, our own decoder as the engine; 32 prompts with 8 answers each in a step.\n\n"
         "* `count`: from random weights, the next four digits after one; the reward is the share of them that is right.\n"
         "* `reverse`: six digits turned round, from a model that SFT was stopped on after "
-        f"{STOPPED['reverse']} steps; the reward is 1 for the right answer. 200 held-out numbers.\n"
+        f"{STOPPED['reverse']} steps (80 before `SFT, then …`); the reward is 1 for the right answer. 200 held-out numbers.\n"
         f"* `calculate`: an agent that has to ask a calculator and to say what it answered, from SFT that was stopped after {STOPPED['calculate']} steps.\n\n"
         "`at step` is the first at which the mean reward of ten steps is 0.95; a reward by itself is the mean of the last ten steps; pass@1 is greedy, on\n"
         "held-out prompts, at the end. `shuffled`: every prompt has another's targets. Controls must fail as their bar says.\n\n" + "\n".join(lines) + "\n"
