@@ -46,12 +46,21 @@ class Attention(nn.Module):
         return self.o_proj(attend(self, q, k, v).flatten(-2))
 
 
+@functools.cache
+def has_tiles() -> bool:
+    """Whether this CPU multiplies matrices of bf16 (AMX). Without, torch's attention takes longer over bf16 than over the same in fp32: on an AMD EPYC, of 64
+    new tokens with 128 before each, 5.0 ms, and with both conversions 1.2; of a document of 192, there and back, 4.6 and 2.2."""
+    return torch.cpu._is_amx_tile_supported()
+
+
 def sdpa(of: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
     """Torch's attention with this layer's scale and sinks. [n, heads, Tq, D], [n, kv_heads, Tk, D] twice; `seen` [.., Tq, Tk] or None for causal.
 
     A sink is one more key, before all others, of value 0: a further dimension holds its logit on the query's side, 1 on its own and 0 on the
     other keys'. A query is put before the others to match, so that causality alone lets each query see it.
     """
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not has_tiles():
+        return sdpa(of, q.float(), k.float(), v.float(), seen).to(q.dtype)
     if of.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True, scale=of.scale)
     logit = (of.sinks.to(q.dtype) / of.scale)[:, None, None].expand(*q.shape[:3], 1)
