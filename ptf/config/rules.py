@@ -52,6 +52,8 @@ def broken(job: Job) -> list[str]:
             faults.append("rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, where no process has the whole distribution")
         if job.rollout.lora == "adapter" and job.model.lora is None:
             faults.append("rollout.lora: adapter needs model.lora")
+        if job.rollout.lora == "adapter" and job.rollout.engine not in ("native", "vllm"):
+            faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
         if job.compute.launcher == "local" and job.rollout.workers > 1:
             faults.append("rollout.workers: compute.launcher: local has one process")
         if job.compute.launcher == "torchrun":

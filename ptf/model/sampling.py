@@ -53,7 +53,8 @@ def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Te
 
 def nucleus(logprobs: Tensor, top_p: float | Tensor, drawn: Tensor | None = None, rounding: float = ROUNDING[torch.float32]) -> Tensor:
     """Log-probs [n, V], in place: those of the smallest set of likeliest tokens that has `top_p` (a number, or [n]) or more, and of the tokens that were
-    `drawn` [n], in all 1 again. Returns [n] by how much a log-prob would differ had the set ended elsewhere for `rounding`, of a sum of probabilities."""
+    `drawn` [n], if rounding alone may have brought them into another program's set; in all 1 again. Returns [n] by how much a log-prob would differ had
+    the set ended elsewhere for `rounding`, of a sum of probabilities."""
     p = torch.as_tensor(top_p, dtype=logprobs.dtype, device=logprobs.device).expand(len(logprobs))[:, None]
     falling, order = logprobs.sort(-1, descending=True)
     mass = falling.double().exp().cumsum(-1)
@@ -63,9 +64,12 @@ def nucleus(logprobs: Tensor, top_p: float | Tensor, drawn: Tensor | None = None
     inside = torch.zeros_like(logprobs, dtype=torch.bool)
     inside.scatter_(-1, order, torch.arange(logprobs.shape[1], device=logprobs.device) < size)
     total = mass.gather(-1, size - 1)
-    if drawn is not None:  # the engine may have ended its set a token later, and drawn that
-        total = total + logprobs.gather(-1, drawn[:, None]).double().exp() * ~inside.gather(-1, drawn[:, None])
-        inside.scatter_(-1, drawn[:, None], True)
+    if drawn is not None:
+        at = drawn[:, None]
+        near = torch.zeros_like(before).scatter_(-1, order, before).gather(-1, at) < p + 3 * rounding
+        there = inside.gather(-1, at)
+        total = total + logprobs.gather(-1, at).double().exp() * (near & ~there)
+        inside.scatter_(-1, at, near | there)
     total = torch.where(p >= 1, 1.0, total)
     logprobs.sub_(total.log().to(logprobs.dtype)).masked_fill_(~inside, NEVER)
     apart = torch.maximum(mass.gather(-1, most - 1), total).log() - torch.minimum(mass.gather(-1, least - 1), total).log()

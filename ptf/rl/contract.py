@@ -168,7 +168,8 @@ class Contract:
             self.told(requests)
         except ValueError:
             self.refused = True
-        return not self.refused
+            return False
+        return True
 
     def compare(self, requests: Sequence[Request]) -> list[Call]:
         """What it answers. Raises Broken if log-probs are wrong."""

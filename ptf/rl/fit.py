@@ -127,7 +127,7 @@ def sampler_spec(
     if trie is not None and engine == "vllm":
         options["restricted"] = True
     if adapter and job.model.lora and engine == "vllm":
-        options["lora_rank"] = 2 * job.model.lora.rank  # of a family whose gate and up share an adapter
+        options["lora_rank"] = job.model.lora.rank
     if adapter and engine == "native":
         options["adapted"] = True
     kwargs = {
@@ -155,7 +155,8 @@ def refuse_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
     rooms = {"rollout.max_new_tokens": job.rollout.max_new_tokens}
     if job.evaluate.sources:
         rooms["evaluate.max_new_tokens"] = job.evaluate.max_new_tokens
-        rooms["data.seq_len less the longest held-out prompt"] = job.data.seq_len - longest_prompt
+        if job.train.validate_every:
+            rooms["data.seq_len less the longest held-out prompt"] = job.data.seq_len - longest_prompt
     for key, room in rooms.items():
         if trie.longest > room:
             raise UserError(f"rollout.allowed: its longest answer has {trie.longest} tokens with the one that ends it; {key} is {room}")
@@ -277,8 +278,7 @@ def attempt(job: Job, run: Path) -> None:
     recipe, how = drawing(recipe, knobs, trie)
     held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit) if job.train.validate_every else {}
     if trie is not None:
-        asked = held_out or held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit)
-        refuse_cut_answers(trie, job, max((len(p.tokens) for prompts in asked.values() for p in prompts), default=0))
+        refuse_cut_answers(trie, job, max((len(p.tokens) for prompts in held_out.values() for p in prompts), default=0))
     start = start_directory(model, directory, run, tokenizer_path, job.seed)
     workers = job.compute.workers
     mesh: dict[str, Any] = {"replicate": job.compute.mesh.replicate, "tensor": job.compute.mesh.tensor}

@@ -176,6 +176,8 @@ async def _asked(engine: RolloutEngine, episode: Episode) -> Call:
     try:
         call = await engine.generate(request)
     except ValueError as error:
+        if type(error) is not ValueError:  # a kind of its own is a fault inside it
+            raise
         raise UserError(f"the rollout engine {engine.name} cannot serve what is asked of it: {error}") from error
     refuse_garbage(call, request, engine, episode.limits.vocabulary)
     return call

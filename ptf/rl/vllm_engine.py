@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ptf.data.trajectory import Call
 from ptf.data.trie import OVER, Trie
+from ptf.errors import UserError
 from ptf.model.peft_format import save
 from ptf.rl.engine import Request
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
@@ -85,7 +86,7 @@ class VLLMEngine:
         if restricted:  # not always: on a GPU vLLM then runs its older model runner
             arguments["logits_processors"] = ["ptf.rl.vllm_engine:OnlyAllowed"]
         if lora_rank is not None:
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": next(r for r in LORA_RANKS if r >= lora_rank)}
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": room_for(lora_rank, path, dtype)}
         _import_model(Path(path))
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.version, self.max_model_len = version, max_model_len
@@ -132,7 +133,7 @@ class VLLMEngine:
             self.unusable = f"it failed while generating: {error!r}"
             for _, future in [*self._running.values(), *self._queue]:
                 if not future.done():
-                    future.set_exception(error)
+                    future.set_exception(error if not isinstance(error, ValueError) else RuntimeError(self.unusable))  # no refusal of the request
         finally:
             self._queue.clear()
             self._drop(list(self._running))
@@ -253,6 +254,23 @@ class VLLMEngine:
             raise ValueError(f"{len(tokens)} tokens cannot be served: between 1 and {limit} fit max_model_len {self.max_model_len}")
         if tokens.min() < 0 or tokens.max() >= self.vocab:
             raise ValueError(f"token ids must be in 0…{self.vocab - 1}; found {tokens.min()}…{tokens.max()}")
+
+
+def room_for(rank: int, path: str, dtype: str) -> int:
+    """The rank that vLLM has to make room for. Raises UserError for adapters that it cannot serve."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    experts = any(config.get(name) for name in ("num_experts", "num_local_experts"))
+    if experts:
+        rank *= 2  # where gate and up share an adapter (ptf.model.peft_format)
+    faults = {
+        f"adapters of rank {rank}; its largest is {LORA_RANKS[-1]}": rank > LORA_RANKS[-1],
+        "adapters of fp32 on a GPU": not on_cpu() and dtype == "float32",
+        "adapters of experts on a CPU": on_cpu() and experts,
+    }
+    for fault, there in faults.items():
+        if there:
+            raise UserError(f"rollout.lora: vllm cannot serve {fault}; give merged")
+    return next(room for room in LORA_RANKS if room >= rank)
 
 
 class Walk:

@@ -42,8 +42,7 @@ def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tup
         logits = logits.masked_fill(barred[states], -torch.inf)
     if how.top_p < 1:
         flat = TopPLogitsWarper(how.top_p)(None, logits.detach().flatten(0, 1)).view_as(logits)
-        outside = (flat == -torch.inf).scatter(-1, problem.targets[..., None], False)  # what was drawn is in it
-        logits = logits.masked_fill(outside, -torch.inf)
+        logits = logits.masked_fill(flat == -torch.inf, -torch.inf)
     logp = logits.log_softmax(-1)
     picked = logp.gather(-1, problem.targets[..., None]).squeeze(-1)
     return picked, -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
@@ -75,13 +74,14 @@ def test_where_rounding_may_end_a_nucleus_elsewhere_the_slack_says_what_that_is_
 
 
 def test_what_was_drawn_is_in_its_nucleus_wherever_that_ends():
-    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 3)
+    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 4)
     logprobs = probabilities.log()
-    slack = nucleus(logprobs, 0.79, torch.tensor([1, 2, 3]), rounding=0.02)
+    slack = nucleus(logprobs, torch.tensor([0.79, 0.79, 0.79, 0.92]), torch.tensor([1, 2, 3, 3]), rounding=0.02)
     torch.testing.assert_close(logprobs.exp()[0], torch.tensor([0.5, 0.3, 0, 0]) / 0.8)
     torch.testing.assert_close(logprobs.exp()[1], torch.tensor([0.5, 0.3, 0.15, 0]) / 0.95)
-    torch.testing.assert_close(logprobs.exp()[2], torch.tensor([0.5, 0.3, 0, 0.05]) / 0.85)
-    torch.testing.assert_close(slack, torch.tensor([0.95, 0.95, 0.95]).log() - torch.tensor([0.8, 0.8, 0.8]).log())
+    assert logprobs[2, 3] == NEVER, "no rounding brings what is so far outside into a nucleus: the run stops"
+    torch.testing.assert_close(logprobs.exp()[3], probabilities[3])
+    torch.testing.assert_close(slack[:2], torch.tensor([0.95, 0.95]).log() - torch.tensor([0.8, 0.8]).log())
 
 
 def test_each_row_has_a_nucleus_of_its_own():
@@ -118,6 +118,8 @@ def test_losses_and_gradients_are_those_of_the_distribution_sampled_from(name, d
     states = drawn(problem) if how.edges else None
     leaves, kept = problem.leaves(), problem.weights != 0
     picked, entropy = dense(problem, how, states)
+    kept &= picked.detach() > -torch.inf  # this problem's targets are not all in their nuclei
+    problem.weights = problem.weights * kept
     said = token_logprobs(problem.x, problem.head, problem.targets, problem.weights, how, states)
     torch.testing.assert_close(said.logprobs[kept].double(), picked[kept], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(said.entropy[kept].double(), entropy[kept], rtol=1e-5, atol=1e-5)

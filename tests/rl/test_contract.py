@@ -104,9 +104,10 @@ def test_ours_and_one_that_is_plugged_in_will_do(tmp_path):
 def test_one_that_refuses_nuclei_and_tries_will_do(tmp_path):
     one = contract(tmp_path, "cannot")
     one.begins()
-    one.nucleus()
-    one.allowed()
-    assert one.refused
+    for check in (one.nucleus, one.allowed):
+        one.refused = False
+        check()
+        assert one.refused
 
 
 @pytest.mark.cluster

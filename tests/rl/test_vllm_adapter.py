@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ptf.compute.world import World
+from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.layers import Parts
@@ -22,7 +24,7 @@ from ptf.model.peft_format import PeftFormat, save
 from ptf.rl.engine import Request, Sampling, generate_all
 from ptf.rl.roles import make_engine
 from ptf.rl.sync import SyncError, bucketed, manifest_of
-from ptf.rl.vllm_engine import engine_env
+from ptf.rl.vllm_engine import engine_env, room_for
 from tests import tiny
 
 TOKENS = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -114,3 +116,13 @@ def test_adapters_are_sent_to_our_engine_one_after_the_other(tmp_path):
         assert np.abs(found["scores"] - found["ours"]).max() <= 1e-5
         assert np.abs(found["drawn"] - found["judged"]).max() <= 1e-5
     assert np.abs(first["ours"] - second["ours"]).max() > 1e-2, "negative control: they differ"
+
+
+@pytest.mark.parametrize(("rank", "more", "said"), [(8, {}, 8), (20, {}, 32), (513, {}, "rank 513"), (8, {"num_local_experts": 4}, "experts on a CPU")])
+def test_room_for_an_adapter(tmp_path, rank, more, said):
+    (tmp_path / "config.json").write_text(json.dumps(more))
+    if isinstance(said, int):
+        assert room_for(rank, str(tmp_path), "float32") == said
+    else:
+        with pytest.raises(UserError, match=said):
+            room_for(rank, str(tmp_path), "float32")
