@@ -12,6 +12,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.trajectory import Call, Prompt, Reward, Trajectory
 from ptf.errors import UserError
+from ptf.model.chunked import Said
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong
 from ptf.recipes.grpo import GRPO, estimate
 from tests.rl.test_grpo import groups, trajectory
@@ -35,8 +36,9 @@ class Given:
     def __init__(self, logprobs: Tensor) -> None:
         self.logprobs = logprobs
 
-    def __call__(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: object) -> tuple[Tensor, Tensor]:
-        return self.logprobs, torch.zeros_like(self.logprobs)
+    def __call__(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: object) -> Said:
+        zero = torch.zeros_like(self.logprobs)
+        return Said(self.logprobs, zero, zero)
 
 
 def padded(values: Tensor, batch: Batch) -> Tensor:
