@@ -309,7 +309,8 @@ def write() -> int:
         lines.append(f"| {name} | {check.task} | {check.bar}, {check.steps} steps | {cells} | {good} of {len(of)} |")
     RESULTS.write_text(
         "# Learning checks of on-policy training\n\n"
-        f"Command: `python benchmarks/learning_rl.py` (part of `make learning`)  \nHardware: {cpu()}, one thread, no GPU  \n"
+        f"Command: `python benchmarks/learning_rl.py` (part of `make learning`)  \n"
+        f"Hardware: {cpu()} for the cells that were run last, others were kept from runs before; one thread, no GPU  \n"
         f"Date: {', '.join(sorted({row['date'] for row in rows}))}\n\n"
         "One Qwen3 shape of 2 layers of 64, our own decoder as the engine; 32 prompts with 8 answers each in a step.\n\n"
         "* `count`: from random weights, the next four digits after one; the reward is the share of them that is right.\n"
