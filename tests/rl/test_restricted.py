@@ -141,7 +141,7 @@ def test_a_nucleus_in_bf16(raw):
     assert max(row["logprob_diff"] for row in rows) < 0.1
 
 
-def test_a_rank_without_rows_of_its_own_has_no_states(short, tmp_path):
+def test_a_rank_without_rows_of_its_own_has_no_states():
     """Its batch is there so that others have theirs."""
     idle = deal([], World(), 1, 16)[0]
     edges = edges_of(Trie.of([[3, 4]], (1,)))
