@@ -20,7 +20,7 @@ class Batch:
 
     tokens: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64, next token inside the same document
-    positions: Tensor  # [B, T] int64, restart at 0 with every document
+    positions: Tensor  # [B, T] int64, restart with every document; at n > 0: it goes on from the first n tokens of the last one that began at 0
     segments: Tensor  # [B, T] int64, document number in the batch, -1 is padding
     weights: Tensor  # [B, T] float32, loss weight of each target
     atoms: Tensor  # [documents] int64, which atom a document belongs to
@@ -50,7 +50,8 @@ class Batch:
             targets[r, : n - 1] = ids[1:]
             weights[r, : n - 1] = np.concatenate([sample.weights for sample in row])[1:]
             targets[r, ends - 1], weights[r, ends - 1] = 0, 0.0  # nothing follows the last token of a document
-            np.subtract(ramp[:n], np.repeat(ends - lengths, lengths), out=positions[r, :n])
+            begins = np.array([sample.begins for sample in row])
+            np.subtract(ramp[:n], np.repeat(ends - lengths - begins, lengths), out=positions[r, :n])
             segments[r, :n] = np.repeat(np.arange(first, first + len(row)), lengths)
             for at, sample in zip((ends - lengths).tolist(), row, strict=True):
                 for name, values in sample.streams.items():

@@ -79,17 +79,21 @@ class PerDocument:
     """Causal attention inside each document, as a few dense batches of documents of like length.
 
     A shorter document is filled up on the right; causality alone keeps its tokens from seeing the filling. On 2 CPU cores this is 2.2 to 2.7
-    times a dense block mask, and FlexAttention has no backward there (torch 2.13).
+    times a dense block mask, and FlexAttention has no backward there (torch 2.13). A document that goes on from another's beginning has that
+    before it, and what those tokens see is dropped.
     """
 
     ratio = 1.25  # longest to shortest in one batch: at most a fifth of it is filling
 
-    def __init__(self, segments: Tensor) -> None:
+    def __init__(self, segments: Tensor, positions: Tensor) -> None:
         flat = segments.reshape(-1).numpy()
         starts = np.flatnonzero(np.diff(flat, prepend=flat[:1] - 1))
         lengths = np.diff(starts, append=len(flat))
         real = flat[starts] >= 0
         starts, lengths = starts[real], lengths[real]
+        begins = positions.reshape(-1).numpy()[starts]
+        whole = np.maximum.accumulate(np.where(begins == 0, starts, 0))  # where the document starts whose first `begins` tokens come before each
+        lengths = lengths + begins
         order = np.argsort(lengths, kind="stable")
         self.groups: list[tuple[Tensor, Tensor | None]] = []
         back = np.full(len(flat), -1, np.int64)  # where in the joined results each position lies; padding takes the row of zeros at the end
@@ -99,8 +103,10 @@ class PerDocument:
             members = order[first:last]
             width = int(lengths[members[-1]])
             step = np.arange(width)
-            inside = step < lengths[members][:, None]  # [n, width]
-            index = starts[members][:, None] + np.minimum(step, lengths[members][:, None] - 1)
+            before = step < begins[members][:, None]  # [n, width]
+            inside = (step < lengths[members][:, None]) & ~before
+            own = (starts - begins)[members][:, None] + np.minimum(step, lengths[members][:, None] - 1)
+            index = np.where(before, whole[members][:, None] + step, own)
             kept = index[inside]
             back[kept] = done + np.arange(len(kept))
             done += len(kept)
@@ -147,20 +153,26 @@ class Flex:
     """The same on a GPU: one FlexAttention call a layer whose block mask is causal inside each document, one mask a window. A sink takes its
     share of the softmax afterwards: out · sigmoid(log-sum-exp − sink)."""
 
-    def __init__(self, segments: Tensor) -> None:
-        self.segments = segments
+    def __init__(self, segments: Tensor, positions: Tensor) -> None:
+        self.segments, self.positions = segments, positions
+        at = torch.arange(segments.shape[1], device=segments.device)
+        starts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+        last = lambda which: torch.where(which, at, 0).cummax(1).values  # noqa: E731
+        self.begins = positions.gather(1, last(starts))  # of each token's document
+        self.whole = segments.gather(1, last(starts & (positions == 0)))  # the document whose first `begins` tokens come before it
         self.masks: dict[int | None, object] = {}
 
     def mask(self, window: int | None) -> object:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        segments = self.segments
+        segments, positions, begins, whole = self.segments, self.positions, self.begins, self.whole
 
         def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & (segments[b, q] == segments[b, k])
+            before = (whole[b, q] == segments[b, k]) & (positions[b, k] < begins[b, q])
+            return (q >= k) & ((segments[b, q] == segments[b, k]) | before)
 
         def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return inside(b, h, q, k) & (q - k < (window or 0))
+            return inside(b, h, q, k) & (positions[b, q] - positions[b, k] < (window or 0))
 
         if window not in self.masks:
             visible = inside if window is None else near

@@ -66,7 +66,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: Reduce, attend: Attend | None = None) -> Any:
         """All [B, T]. `attend` defaults to causal attention inside each document of `segments`."""
         c = self.config
-        attend = attend or backend(tokens.device)(segments)
+        attend = attend or backend(tokens.device)(segments, positions)
         tables = {rope: rotary(positions, c.head_dim, rope) for rope in {kind.rope for kind in c.kinds}}
         real = segments >= 0
         x = self.embed(tokens)  # [B, T, D]
@@ -75,6 +75,11 @@ class Decoder(nn.Module):
         for layer, kind in zip(self.layers, c.kinds, strict=True):
             x = layer(x, tables[kind.rope], attend, real)
         return reduce(self.norm(x), self.output())
+
+    @property
+    def shares_beginnings(self) -> bool:
+        """Whether a document may go on from another's beginning: where nothing mixes tokens but our attention."""
+        return all(path == "head" for path in self.parts.own)
 
     def output(self) -> Output:
         """What `reduce` is given; to be used inside forward."""

@@ -52,6 +52,8 @@ class HFDecoder(nn.Module):
         """The blocks, which are sharded one by one."""
         return next(m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.layers)
 
+    shares_beginnings = False  # transformers is given whole documents
+
     def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: Reduce, attend: None = None) -> Any:
         """All [B, T]; positions count from 0 in every document of `segments`, which is all that transformers is asked for."""
         assert attend is None, "generation with a cache is the engines'"

@@ -14,7 +14,6 @@ from ptf.compute.leave import Requests, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
 from ptf.config.schema import LOGPROB_BOUND, PPOAlgo
-from ptf.data.packing import pack_all
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
@@ -192,14 +191,14 @@ class Controller:
         difference = np.concatenate([np.abs(t.streams[name] - t.logprobs) for g in marked for t in g])
         return marked, difference
 
-    def minibatches(self, atoms: Sequence[Atom]) -> list[list[list[Atom]]]:
-        """Packed rows of each optimizer step: `epochs` passes in `minibatches` parts, shuffled by (seed, step, epoch)."""
+    def minibatches(self, atoms: Sequence[Atom]) -> list[list[Atom]]:
+        """What each optimizer step is made from: `epochs` passes in `minibatches` parts, shuffled by (seed, step, epoch)."""
         if not atoms:
             raise UserError(f"step {self.step}: no group has as many answers with a reward as it takes; there is nothing to train on")
         out = []
         for epoch in range(self.recipe.epochs):
             order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(atoms))
-            out += [pack_all([atoms[i] for i in part], self.job.data.seq_len) for part in np.array_split(order, min(self.recipe.minibatches, len(atoms)))]
+            out += [[atoms[i] for i in part] for part in np.array_split(order, min(self.recipe.minibatches, len(atoms)))]
         return out
 
     def sync(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ class Cache:
 
     def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
         """Attend inside each document and remember its keys and values in row `segments`."""
-        inside = backend(segments.device)(segments)
+        inside = backend(segments.device)(segments, positions)
         real = segments.reshape(-1) >= 0
         row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
 

@@ -35,7 +35,7 @@ from ptf.recipes import Recipe
 from ptf.rl.cluster import everywhere, lasting, sharded
 from ptf.rl.engine import RolloutEngine, Sampling
 from ptf.rl.env import Environments
-from ptf.rl.looking import per_token, sample_logprobs
+from ptf.rl.looking import packing, per_token, sample_logprobs
 from ptf.rl.play import Episode, Limits, played
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of, written
 from ptf.train.adapter import export_adapter
@@ -129,12 +129,13 @@ class Learner:
         self.trainer = trainer_of(train, self.model, world)
 
     @everywhere
-    def update(self, minibatches: list[list[list[Atom]]], step: int, bound: float | None = None) -> dict[str, float]:
-        """One optimizer step for each minibatch of packed rows, which are dealt to the ranks; metrics are means over all units. With a `bound` the
-        recipe compares the engine's log-probs with its own, and nothing is trained if they differ by more: SyncError."""
+    def update(self, minibatches: list[list[Atom]], step: int, bound: float | None = None) -> dict[str, float]:
+        """One optimizer step for each minibatch, whose rows are dealt to the ranks; metrics are means over all units. With a `bound` the recipe
+        compares the engine's log-probs with its own, and nothing is trained if they differ by more: SyncError."""
         check = None if bound is None else lambda means: refuse_apart(step, means["max_logprob_diff"], bound)
         results = []
-        for rows in minibatches:
+        for atoms in minibatches:
+            rows = packing(self.model)(atoms, self.width)
             self.trainer.refuse_large(len(rows))
             if self.deterministic:
                 micro, numbers = dealt_alone(rows, self.world)

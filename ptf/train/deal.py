@@ -25,7 +25,7 @@ def deal(rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: i
     most = max(1, -(-len(rows) // world.data_size))
     if world.device.type == "cuda":  # a GPU wants batches of one shape, whose attention is compiled once; a CPU wants no padding
         most = -(-most // micro_rows) * micro_rows
-    work = [sum(len(sample) ** 2 for atom in row for sample in atom) for row in rows]
+    work = [sum(len(sample) * (len(sample) + 2 * sample.begins) for atom in row for sample in atom) for row in rows]
     mine = [rows[i] for i in balanced(work, world.data_size)[world.data_rank]]
     mine += [[idle(rows)]] * (most - len(mine))
     if world.device.type == "cpu":

@@ -40,7 +40,7 @@ def test_flex_equals_per_document(dtype, bound, window, sinks):
         of.to(device)
         of.zero_grad()
         q, k, v = (t.to(device, kind).requires_grad_() for t in inputs())
-        out = backend(q.device)(batch.segments.to(device))(of, q, k, v)
+        out = backend(q.device)(batch.segments.to(device), batch.positions.to(device))(of, q, k, v)
         (out.float() * upstream.to(device)).sum().backward()
         grads = [t.grad for t in (q, k, v)] + ([of.sinks.grad] if of.sinks is not None else [])
         results.append([(out * real.to(device)[..., None, None]).detach().float().cpu(), *(g.float().cpu() for g in grads)])
@@ -82,8 +82,9 @@ def test_attention_is_compiled_once_for_rows_of_one_shape():
 
     of = attention(None, False)
     q, k, v = (t.cuda() for t in inputs())
-    Flex(packed(ROWS, 256).segments.cuda())(of, q, k, v)
+    seen = lambda batch: Flex(batch.segments.cuda(), batch.positions.cuda())  # noqa: E731
+    seen(packed(ROWS, 256))(of, q, k, v)
     counters.clear()
     for seed in range(5):
-        Flex(packed([[50 + seed, 100], [256 - seed], [9, 9, 9]], 256, seed).segments.cuda())(of, q, k, v)
+        seen(packed([[50 + seed, 100], [256 - seed], [9, 9, 9]], 256, seed))(of, q, k, v)
     assert counters["stats"].get("unique_graphs", 0) == 0

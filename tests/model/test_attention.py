@@ -79,7 +79,8 @@ def test_a_document_does_not_move_another(model_type: str, rows: list[list[int]]
 def test_a_leak_is_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: rows attended to as a whole."""
     model = model_of(model_type)
-    monkeypatch.setattr(attention, "backend", lambda device: lambda segments: PerDocument(torch.arange(len(segments))[:, None].expand_as(segments)))
+    whole = lambda segments, positions: PerDocument(torch.arange(len(segments))[:, None].expand_as(segments), positions)  # noqa: E731
+    monkeypatch.setattr(attention, "backend", lambda device: whole)
     monkeypatch.setattr("ptf.model.decoder.backend", attention.backend)
     assert leak(model, [[10, 20, 18], [30, 18]], 0) > 1e-3
 
@@ -93,7 +94,10 @@ def test_the_masks_of_a_gpu_see_what_a_cpu_sees(model_type: str, monkeypatch: py
     batch = packed([[10, 20, 18], [30, 1]], WIDTH)
     tokens = batch.tokens % model.config.vocab
     with torch.no_grad():
-        both = [model(tokens, batch.positions, batch.segments, lambda x, head: head.logits(x), kind(batch.segments)) for kind in (PerDocument, Flex)]
+        both = [
+            model(tokens, batch.positions, batch.segments, lambda x, head: head.logits(x), kind(batch.segments, batch.positions))
+            for kind in (PerDocument, Flex)
+        ]
     assert (both[0] - both[1])[batch.segments >= 0].abs().max() <= 1e-5 * both[0].abs().max()
 
 

@@ -196,7 +196,7 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
             how=AS_IT_IS, parked=str(tmp_path / "parked"),
         )  # fmt: skip
         row = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
-        learner.update([[row]], 0)
+        learner.update([row], 0)
         size = sum(p.nbytes for p in learner.model.parameters())
         weights = [p.detach().sum().item() for p in learner.model.parameters()]
         give_back()
@@ -205,7 +205,7 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
         assert (before - learner.memory_gib()) * 2**30 >= 0.99 * 3 * size, "weights and both moments, but for parts of pages"
         learner.wake()
         assert weights == [p.detach().sum().item() for p in learner.model.parameters()]
-        learner.update([[row]], 1)
+        learner.update([row], 1)
 
 
 def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):

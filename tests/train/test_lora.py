@@ -129,9 +129,9 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     learner = Learner(World(), **common, spec=spec, tokenizer="", train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_rows=2), recipe=SFT("assistant"))
     scorer = Scorer(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_rows=2)
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
-    rows = [[(s,)] for s in samples]
-    learner.update([rows], 0)
-    learner.update([rows], 1)
+    atoms = [(s,) for s in samples]
+    learner.update([atoms], 0)
+    learner.update([atoms], 1)
     worst = lambda a, b: max(float(abs(x - y).max()) for x, y in zip(a, b, strict=True))  # noqa: E731
     assert worst(learner.base_logprobs(samples), scorer.logprobs(samples)) == 0
     assert worst(learner.logprobs(samples), scorer.logprobs(samples)) > 1e-2
@@ -175,7 +175,7 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
     assert found is not None
     (bucket,), manifest = found
     engine.load_weights([bucket], manifest)
-    learner.update([[[(tiny.sample(20, 1),)]]], 0)
+    learner.update([[(tiny.sample(20, 1),)]], 0)
     found, whole = learner.weights(1, None, True), learner.weights(1)
     assert found is not None
     assert whole is not None

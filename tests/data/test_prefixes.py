@@ -1,0 +1,88 @@
+"""Rows that share beginnings: every sample is in one of them, whole or from where it parts, and no row is too long."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.prefixes import pack_shared
+from ptf.data.sample import Atom, Sample, dump_atoms, length, load_atoms
+from ptf.errors import UserError
+
+WIDTH = 40
+
+
+def answered(prompt: list[int], answer: list[int], source: str = "a") -> Sample:
+    tokens, weights = np.array(prompt + answer, np.int32), np.array([0] * len(prompt) + [1] * len(answer), np.float32)
+    return Sample(tokens, weights, source, {"advantages": np.arange(len(tokens), dtype=np.float32) * (weights != 0)})
+
+
+answers = st.builds(answered, st.sampled_from([[1], [1, 2], [1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2], list(range(20))]), st.lists(st.integers(0, 9), max_size=20))
+pairs = st.tuples(*[st.builds(answered, st.just([1, 2, 3]), st.lists(st.integers(0, 9), min_size=1, max_size=9))] * 2)
+
+
+def whole(atom: Atom) -> list[tuple]:
+    """Its samples with what each goes on from."""
+    out = []
+    for sample in atom:
+        tokens = np.concatenate([atom[0].tokens[: sample.begins], sample.tokens])
+        streams = {name: np.concatenate([np.zeros(sample.begins, v.dtype), v]) for name, v in sample.streams.items()}
+        weights = np.concatenate([np.zeros(sample.begins, np.float32), sample.weights])
+        out.append((tuple(tokens), tuple(weights), sample.source, *(tuple(v) for v in streams.values())))
+    return out
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(answers.map(lambda s: (s,)), pairs), max_size=40))
+def test_every_sample_is_in_one_row_and_is_what_it_was(atoms: list[Atom]) -> None:
+    rows = pack_shared(atoms, WIDTH)
+    assert all(0 < sum(map(length, row)) <= WIDTH for row in rows)
+    assert Counter(one for row in rows for atom in row for one in whole(atom)) == Counter(one for atom in atoms for one in whole(atom))
+    assert {tuple(map(id, atom)) for atom in atoms if len(atom) > 1} <= {tuple(map(id, atom)) for row in rows for atom in row}, "pairs stay together"
+    for row in rows:
+        answered = [atom[0] for atom in row if len(atom) == 1 or atom[1].begins]
+        first = [tuple(sample.tokens[: np.flatnonzero(sample.weights)[0]]) for sample in answered if sample.weights.any()]
+        shared = [prompt for prompt in first if len(prompt) > 1]
+        assert len(shared) == len(set(shared)), "a beginning of two tokens and more is in a row once"
+
+
+def test_the_answers_to_a_prompt_read_it_once_but_for_its_last_token():
+    atoms = [(answered(list(range(10)), [n] * 5),) for n in range(4)]
+    (row,) = pack_shared(atoms, WIDTH)
+    ((first, *others),) = row
+    assert (len(first), first.begins) == (15, 0)
+    assert [(len(s), s.begins, s.tokens[0]) for s in others] == [(6, 9, 9)] * 3
+    batch = Batch.of([row], WIDTH)
+    assert batch.positions[0, :33].tolist() == [*range(15), *[9, 10, 11, 12, 13, 14] * 3]
+    assert batch.targets[0, 15:20].tolist() == [others[0].tokens[-1]] * 5
+    assert batch.weights[0, 15:21].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_rows_are_filled_with_what_is_left_of_other_families():
+    """12 answers of 8 to each of 3 prompts of 101: 36 rows of 128 without sharing; with it three answers to a row, and what is left over together."""
+    atoms = [(answered([p] * 101, [n % 10] * 8),) for p in range(3) for n in range(12)]
+    assert len(pack_all(atoms, 128)) == 36
+    assert [sum(map(length, row)) for row in pack_shared(atoms, 128)] == [100 + 3 * 9] * 12
+    assert [sum(map(length, row)) for row in pack_shared(atoms, 512)] == [2 * (100 + 12 * 9), 100 + 12 * 9]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(answers, min_size=1, max_size=30))
+def test_sharing_never_takes_more_tokens(samples: list[Sample]) -> None:
+    atoms: list[Atom] = [(s,) for s in samples]
+    tokens = lambda rows: sum(length(atom) for row in rows for atom in row)  # noqa: E731
+    assert tokens(pack_shared(atoms, WIDTH)) <= tokens(pack_all(atoms, WIDTH))
+
+
+def test_a_sample_that_is_longer_than_a_row_is_refused():
+    with pytest.raises(UserError, match="41 tokens does not fit a row of seq_len 40"):
+        pack_shared([(answered([1] * 30, [2] * 11),)], WIDTH)
+
+
+def test_where_a_sample_begins_is_kept_with_it():
+    (row,) = pack_shared([(answered([1, 2, 3], [n]),) for n in range(3)], WIDTH)
+    assert [[s.begins for s in atom] for atom in load_atoms(dump_atoms(row))] == [[0, 2, 2]]

@@ -1,0 +1,128 @@
+"""A document that goes on from another's beginning is, in every family, what it is with that beginning before it: logits, log-probs and gradients."""
+
+import numpy as np
+import pytest
+import torch
+
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.prefixes import pack_shared
+from ptf.data.sample import Atom, Sample
+from ptf.model import attention
+from ptf.model.attention import Flex, PerDocument
+from ptf.model.chunked import cross_entropy, token_logprobs
+from ptf.model.families import MODULES
+from tests.model.test_attention import model_of
+
+WIDTH = 96
+
+
+def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[Atom]:
+    """Of different lengths; what a prompt's answers have before them is longer than any small model's window."""
+    rng = np.random.default_rng(seed)
+    made: list[Atom] = []
+    for p in range(prompts):
+        prompt = rng.integers(0, vocab, 20 + 3 * p)
+        for _ in range(each):
+            answer = rng.integers(0, vocab, rng.integers(1, 9))
+            tokens = np.concatenate([prompt, answer]).astype(np.int32)
+            made.append((Sample(tokens, (np.arange(len(tokens)) >= len(prompt)).astype(np.float32), str(len(made))),))
+    return made
+
+
+def said(model, rows: list[list[Atom]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Log-probs of each sample's answer by its source, and the gradient of the sum of squares of all."""
+    batch = Batch.of(rows, WIDTH)
+    logprobs = model(batch.tokens, batch.positions, batch.segments, lambda x, head: token_logprobs(x, head, batch.targets, batch.weights)).logprobs
+    grads = torch.autograd.grad(logprobs.square().sum(), list(model.parameters()), allow_unused=True)
+    kept = logprobs.detach()
+    return {source: kept[(batch.segments == d) & (batch.weights != 0)] for d, source in enumerate(batch.sources)}, [g for g in grads if g is not None]
+
+
+@pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
+def test_what_is_read_once_changes_nothing(model_type: str) -> None:
+    model = model_of(model_type)
+    atoms = answers(model.config.vocab)
+    shared, alone = pack_shared(atoms, WIDTH), pack_all(atoms, WIDTH)
+    assert max(s.begins for row in shared for atom in row for s in atom) >= 19
+    assert sum(len(s) for row in shared for a in row for s in a) < 0.6 * sum(len(a[0]) for a in atoms)
+    mine, theirs = said(model, shared), said(model, alone)
+    assert mine[0].keys() == theirs[0].keys() == {str(i) for i in range(len(atoms))}
+    for source, logprobs in theirs[0].items():
+        assert (mine[0][source] - logprobs).abs().max() <= 1e-5 * logprobs.abs().max(), source
+    for a, b in zip(mine[1], theirs[1], strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max() + 1e-9
+
+
+@pytest.mark.parametrize("fault", ["another's beginning", "one token too few", "from position 0"])
+def test_a_wrong_beginning_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls."""
+    model = model_of("qwen3")
+    atoms = answers(model.config.vocab, prompts=2)
+    rows = pack_shared(atoms, WIDTH)
+    right = said(model, rows)[0]
+    of = Batch.of
+
+    def wrong(rows: list[list[Atom]], width: int) -> Batch:
+        batch = of(rows, width)
+        positions = batch.positions.clone()
+        for d, begins in enumerate(s.begins for row in rows for atom in row for s in atom):
+            if begins:
+                positions[batch.segments == d] -= begins if fault == "from position 0" else 1
+        tokens = batch.tokens.roll(1, 1) if fault == "another's beginning" else batch.tokens
+        return Batch(
+            tokens,
+            batch.targets,
+            positions if tokens is batch.tokens else batch.positions,
+            batch.segments,
+            batch.weights,
+            batch.atoms,
+            batch.lengths,
+            batch.sources,
+        )
+
+    monkeypatch.setattr(Batch, "of", staticmethod(wrong))
+    found = said(model, rows)[0]
+    assert max(float((found[s] - right[s]).abs().max()) for s in right) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
+def test_the_masks_of_a_gpu_see_the_same_beginnings(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: attention._flex)
+    model = model_of(model_type)
+    rows = pack_shared(answers(model.config.vocab), WIDTH)
+    assert len(rows) > 1
+    assert any(len(row) > 1 for row in rows), "two families in a row: the masks must tell them apart"
+    batch = Batch.of(rows, WIDTH)
+    with torch.no_grad():
+        both = [
+            model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x), kind(batch.segments, batch.positions))
+            for kind in (PerDocument, Flex)
+        ]
+    assert (both[0] - both[1])[batch.segments >= 0].abs().max() <= 1e-5 * both[0].abs().max()
+
+
+def test_a_document_that_goes_on_does_not_see_what_its_first_goes_on_with():
+    """Nothing of the first answer reaches the second, and nothing of the second the first."""
+    model = model_of("qwen3")
+    (row,) = pack_shared(answers(model.config.vocab, prompts=1, each=2), WIDTH)
+    batch = Batch.of([row], WIDTH)
+    loss = lambda tokens: model(tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights)).logprobs.detach()  # noqa: E731
+    before = loss(batch.tokens)
+    for one, other in ((0, 1), (1, 0)):
+        own = (batch.segments == one) & (batch.weights.roll(1, 1) != 0)  # the answer's own tokens
+        moved = loss(torch.where(own, (batch.tokens + 1) % model.config.vocab, batch.tokens))
+        assert torch.equal(before[batch.segments == other], moved[batch.segments == other])
+        assert not torch.equal(before[batch.segments == one], moved[batch.segments == one]) or int(own.sum()) == 1
+
+
+def test_a_shared_beginning_sends_its_gradient_from_all():
+    model = model_of("qwen3")
+    atoms = answers(model.config.vocab, prompts=1, each=3)
+    found = []
+    for rows in (pack_shared(atoms, WIDTH), pack_all(atoms, WIDTH)):
+        batch = Batch.of(rows, WIDTH)
+        total = model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: cross_entropy(x, head, b.targets, b.weights))
+        found.append(torch.autograd.grad(total, [model.embed.weight])[0])
+    assert (found[0] - found[1]).abs().max() <= 2e-5 * found[1].abs().max()
