@@ -54,6 +54,7 @@ def broken(job: Job) -> list[str]:
             faults.append("rollout.lora: adapter needs model.lora")
         if job.rollout.lora == "adapter" and job.rollout.engine not in ("native", "vllm"):
             faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
+        faults += streamed(job)
         if job.compute.launcher == "local" and job.rollout.workers > 1:
             faults.append("rollout.workers: compute.launcher: local has one process")
         if job.compute.launcher == "torchrun":
@@ -74,6 +75,25 @@ def broken(job: Job) -> list[str]:
             if e == "vllm"
         ]
     return faults
+
+
+def streamed(job: Job) -> list[str]:
+    """Weights that go from device to device."""
+    assert job.rollout is not None
+    how = job.rollout.transport
+    if how not in ("ipc", "nccl"):
+        return []
+    shared = not job.compute.pools or any({"policy", "rollout"} <= set(pool.roles) for pool in job.compute.pools.values())
+    wrong = {
+        "policy and rollout need processes of their own: compute.launcher: ray": job.compute.launcher != "ray",
+        "rollout.engine must be native or vllm": job.rollout.engine not in ("native", "vllm"),
+        "an adapter alone is small; give object_store or path": job.rollout.lora == "adapter",
+        "model.backend: hf has no names to announce; give object_store or path": job.model.backend == "hf",
+        "policy and rollout must be in one pool, with as many rollout.workers as compute.workers": how == "ipc"
+        and (not shared or job.rollout.workers != job.compute.workers),
+        "policy and rollout must be in different compute.pools": how == "nccl" and shared,
+    }
+    return [f"rollout.transport: {how}: {what}" for what, is_so in wrong.items() if is_so]
 
 
 def rewarded(job: Job) -> list[str]:

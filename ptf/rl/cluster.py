@@ -1,8 +1,8 @@
 """Roles and where they live: `RoleGroup` is one role on its workers, `Cluster` makes groups and says whose turn it is.
 
-The one idea: markers say how a method's arguments travel. `@sharded` splits the first argument (a list) over the workers and joins the
-results in order; `@everywhere` calls every worker with the same arguments and returns rank 0's result; `@lasting` is that for what a worker
-that starts later has to be told too. The same role class then runs in this process (`LocalCluster`) or on Ray (`VerlCluster`) without
+The one idea: markers say how a method's arguments travel. `@sharded` splits the first argument (a list) over the workers and joins the results in
+order; `@everywhere` calls every worker with the same arguments and returns rank 0's result; `@lasting` is that for what a worker that starts later has
+to be told too, `@once` for what it cannot be told. The same role class then runs in this process (`LocalCluster`) or on Ray (`VerlCluster`) without
 knowing. Roles of one pool take turns; pools do not know of each other.
 """
 
@@ -39,6 +39,12 @@ def everywhere(method: F) -> F:
 def lasting(method: F) -> F:
     """As `everywhere`; a replica that takes the place of a lost one gets the last such call again."""
     method.dispatch = "lasting"  # type: ignore[attr-defined]
+    return method
+
+
+def once(method: F) -> F:
+    """As `everywhere`, of what cannot be said again: a replica that is lost afterwards has no successor."""
+    method.dispatch = "once"  # type: ignore[attr-defined]
     return method
 
 
@@ -179,6 +185,22 @@ class Turns:
             self.table.append(Turn(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, parked))
         self.table[-1].gib = max(group.memory())
 
+    @contextlib.contextmanager
+    def together(self, first: Any, second: Any, name: str) -> Iterator[None]:
+        """Both are awake: where they share a pool there must be room for both, and it is then the second's turn."""
+        pool = self.pool(second.spec.name)
+        with self.phase(first, name):
+            held = self.awake.get(pool.name)
+            if held is not second:
+                if held is not first:
+                    self.room(pool)
+                if self.parks(pool):
+                    second.call("wake")
+            yield
+        if self.awake.get(pool.name) is first:
+            self.room(pool)
+        self.awake[pool.name] = second
+
 
 def table(turns: Sequence[Turn]) -> str:
     """Phase × role × pool × memory × seconds, one line each; equal phases one after the other are one."""
@@ -200,6 +222,10 @@ class Cluster(Protocol):
 
     def phase(self, group: Any, name: str) -> contextlib.AbstractContextManager[None]:
         """As Turns.phase."""
+        ...
+
+    def together(self, first: Any, second: Any, name: str) -> contextlib.AbstractContextManager[None]:
+        """As Turns.together."""
         ...
 
     def close(self) -> None: ...

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,13 +204,24 @@ class Controller:
 
     def sync(self) -> dict[str, float]:
         """π_old ← π, verified: digests of what arrives, the version, and what the engine then computes."""
+        how = self.knobs.transport
         with self.cluster.phase(self.policy, "sync"):
-            place = str(self.directory / SYNC) if self.knobs.transport == "path" else None
-            buckets, manifest = self.policy.call("weights", self.step, place, self.knobs.lora == "adapter")
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("score", self.canary)
+            if how in ("ipc", "nccl"):
+                sent, manifest = self.policy.call("lend", how, self.step, self.knobs.workers, self.job.compute.timeout_s)
+            else:
+                place = str(self.directory / SYNC) if how == "path" else None
+                sent, manifest = self.policy.call("weights", self.step, place, self.knobs.lora == "adapter")
+        if how in ("ipc", "nccl"):
+            with self.cluster.together(self.policy, self.rollout, "sync"), ThreadPoolExecutor(1) as beside:
+                sending = beside.submit(self.policy.call, "send", self.step)
+                receipt = self.rollout.call("receive", sent, manifest)
+                sending.result()
+        else:
+            with self.cluster.phase(self.rollout, "sync"):
+                receipt = self.rollout.call("load", sent, manifest)
         with self.cluster.phase(self.rollout, "sync"):
-            receipt = self.rollout.call("load", buckets, manifest)
             worst = self.rollout.call("canary", self.canary, expected, self.bound)
         if receipt.version != self.step or receipt.tensors != len(manifest.digests):
             raise SyncError(f"step {self.step}: the engine acknowledged version {receipt.version} with {receipt.tensors} tensors of {len(manifest.digests)}")

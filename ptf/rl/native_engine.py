@@ -177,13 +177,13 @@ class NativeEngine:
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         receipt = check(buckets, manifest, self.version)
-        tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
         if manifest.adapter is not None and self.model.parts.lora is None:
             raise SyncError(f"weight sync {manifest.version} refused: it is an adapter, and this engine's model has none")
         form = PeftFormat(self.model, self.family) if manifest.adapter is not None else None
         there = form.names() if form else bridge.hf_names(self.model, self.family)
         if unlike := there ^ manifest.digests.keys():
             raise SyncError(f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: {sorted(unlike)[:5]}")
+        tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
         if form:
             form.copy(tensors.__getitem__)
         else:

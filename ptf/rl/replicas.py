@@ -31,7 +31,7 @@ class Replicas:
     def __init__(self, spec: RoleSpec, made: Callable[[int], Gang], device: str, restarts: int) -> None:
         self.spec, self.made, self.device, self.restarts = spec, made, device, restarts
         self.lasting: dict[str, tuple[Any, ...]] = {}  # method → its last arguments, which stay in Ray's object store: a copy of the weights
-        self.parked = self.closed = False
+        self.parked = self.closed = self.irreplaceable = False
         self.gangs: list[Gang | None] = [None] * spec.workers
         self.threads = ThreadPoolExecutor(spec.workers)
         try:
@@ -53,6 +53,7 @@ class Replicas:
                 found |= part
             return [found[i] for i in range(len(items))]
         shared = tuple(share(arg) for arg in args)
+        self.irreplaceable |= dispatch == "once"
         said = self._each(lambda i: self._kept(i, method, lambda gang: self._told(gang, method, shared)))[0]
         if dispatch == "lasting":
             self.lasting[method] = shared  # now, not before: one that fails at it has a successor that is told what was before, and asked
@@ -96,11 +97,14 @@ class Replicas:
                 if lost:
                     self._replace(i)
                 return ask(self._gang(i))
-            except (UserError, SyncError, TimeoutError):  # of others it would be the same
+            except (UserError, SyncError, TimeoutError, Retryable):  # of others it would be the same
                 raise
             except Exception as error:
                 if self.closed or not self.restarts:
                     raise
+                if self.irreplaceable:
+                    why = "the weights that it was sent (rollout.transport) cannot be sent again to it alone"
+                    raise Retryable(f"{self._name(i)} failed at {method}, and {why}: {told(error)}") from error
                 if attempt == self.restarts:
                     raise Retryable(f"{self._name(i)} failed at {method}, {attempt + 1} times: {told(error)}") from error
                 print(f"{self._name(i)} failed at {method} and is replaced{more()}: {told(error)}", flush=True)

@@ -32,12 +32,13 @@ from ptf.model.lora import adapters_off
 from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import AS_IT_IS, Processing
 from ptf.recipes import Recipe
-from ptf.rl.cluster import everywhere, lasting, sharded
+from ptf.rl.cluster import everywhere, lasting, once, sharded
 from ptf.rl.engine import RolloutEngine, Sampling
 from ptf.rl.env import Environments
 from ptf.rl.looking import packing, per_token, sample_logprobs
 from ptf.rl.play import Episode, Limits, played
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, bucketed, manifest_of, written
+from ptf.rl.transfer import Sender, Transfer
 from ptf.train.adapter import export_adapter
 from ptf.train.canonical import trainer_of
 from ptf.train.deal import deal, dealt_alone
@@ -127,6 +128,7 @@ class Learner:
             self.source, within, spec, seed=seed, precision=train.precision, head=recipe.head, recomputed=train.checkpointing, compiled=train.compile
         )
         self.trainer = trainer_of(train, self.model, world)
+        self.sender: Sender | None = None
 
     @everywhere
     def update(self, minibatches: list[list[Atom]], step: int, bound: float | None = None) -> dict[str, float]:
@@ -188,6 +190,25 @@ class Learner:
             buckets = list(bucketed(copied))
             manifest = manifest_of(buckets, version)
         return buckets, replace(manifest, adapter=form and form.config(str(self.source)))
+
+    @everywhere
+    def lend(self, how: Literal["ipc", "nccl"], version: int, engines: int, timeout_s: float) -> tuple[Transfer, Manifest]:
+        """What engines can look at while `send` runs."""
+        if self.sender is None and (how == "ipc" or self.world.leads):
+            self.sender = Sender(how, self.world.device, engines, timeout_s)
+        offers = tuple(offer for offer in self.world.gather(self.sender and self.sender.offer) if offer)
+        names = bridge.hf_names(self.model, self.family)
+        return Transfer(how, version, frozenset(names), offers, engines, timeout_s), Manifest(version, dict.fromkeys(sorted(names), ""))
+
+    @everywhere
+    def send(self, version: int) -> None:
+        """All tensors by Hugging Face name, to the engines that look at what was lent."""
+        tensors = bridge.hf_tensors(self.model, self.family)
+        if self.sender:
+            self.sender.send(version, tensors)
+        else:
+            for _ in tensors:  # take part in the gathering
+                pass
 
     @everywhere
     def save(self, directory: str) -> checkpoint.Entries:
@@ -297,6 +318,13 @@ class Sampler:
     @lasting
     def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         return self.engine.load_weights(buckets, manifest)
+
+    @once
+    def receive(self, transfer: Transfer, manifest: Manifest) -> Receipt:
+        """As `load`, of what the policy sends meanwhile."""
+        transfer.device = str(self.world.device)
+        with transfer.link.line.telling(transfer.version):
+            return replace(self.engine.load_weights(transfer, manifest), bytes=transfer.size)
 
     @lasting
     def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], bound: float) -> float:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Bucket = list[tuple[str, Tensor]]
-Buckets = Sequence[Bucket]
+Buckets = Iterable[Bucket]  # a sequence, which can be looked at twice, or what is still to come (ptf/rl/transfer.py)
 
 
 BUCKET_BYTES = 256 << 20
@@ -31,7 +31,7 @@ class SyncError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Manifest:
     version: int
-    digests: Mapping[str, str]  # Hugging Face name → digest; of an adapter, PEFT's names
+    digests: Mapping[str, str]  # Hugging Face name → digest, "" where each bucket brings its own; of an adapter, PEFT's names
     adapter: Mapping[str, Any] | None = None  # its adapter_config.json, if that is what was sent: the engine has the base model already
 
 
@@ -104,10 +104,15 @@ def written(tensors: Iterable[tuple[str, Tensor]], directory: Path, version: int
 
 
 def check(buckets: Buckets, manifest: Manifest, held: int) -> Receipt:
-    """Compare what arrived with what was sent; `held` is the version the engine has now, -1 before its first sync. Raises SyncError naming every fault."""
+    """Compare what arrived with what was sent; `held` is the version the engine has now, -1 before its first sync. Raises SyncError naming every fault.
+    Of what is still to come (ptf/rl/transfer.py) the version alone; each of its buckets is compared as it comes."""
     faults: list[str] = []
     if held >= 0 and manifest.version != held + 1:
         faults.append(f"version {manifest.version} was sent, but the engine holds {held}: a sync was lost or repeated")
+    if not isinstance(buckets, Sequence):
+        if faults:
+            raise SyncError(f"weight sync {manifest.version} refused: {faults[0]}")
+        return Receipt(manifest.version, len(manifest.digests), 0)
     seen, size = set[str](), 0
     for bucket in buckets:
         for name, tensor in bucket:

@@ -191,6 +191,11 @@ class VLLMEngine:
         self._refuse_if_busy("score")
         for sequence in tokens:
             self._check_context(sequence, self.max_model_len - 1)  # vLLM scores a prompt only if it may add a token
+        if self._adapter:  # one at a time: for the head vLLM then looks up one adapter for each request, and not for each of the prompts' tokens
+            return [self._score([sequence])[0] for sequence in tokens]
+        return self._score(tokens)
+
+    def _score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         order = {self._submit(sequence, temperature=0.0, max_tokens=1, prompt_logprobs=0): i for i, sequence in enumerate(tokens)}
         found: dict[int, np.ndarray] = {}
         while self.engine.has_unfinished_requests():

@@ -72,6 +72,31 @@ def test_faults_in_the_config(raw, pools, fault):
         loads(yaml.safe_dump({**raw, "compute": {**raw["compute"], "pools": pools}}))
 
 
+APART = {"a": {"roles": ["policy", "reference"]}, "b": {"roles": ["rollout"]}}
+
+
+@pytest.mark.parametrize(
+    ("transport", "change", "fault"),
+    [
+        ("ipc", {"compute": {"launcher": "local"}}, "ipc: policy and rollout need processes of their own: compute.launcher: ray"),
+        ("ipc", {"rollout": {"workers": 2}}, "ipc: policy and rollout must be in one pool, with as many rollout.workers as compute.workers"),
+        ("ipc", {"compute": {"pools": APART}}, "ipc: policy and rollout must be in one pool"),
+        ("nccl", {}, "nccl: policy and rollout must be in different compute.pools"),
+        ("nccl", {"compute": {"pools": APART}, "rollout": {"engine": {"use": "a:b"}}}, "nccl: rollout.engine must be native or vllm"),
+        ("nccl", {"compute": {"pools": APART}, "model": {"backend": "hf"}}, "nccl: model.backend: hf has no names to announce"),
+        ("ipc", {"rollout": {"lora": "adapter"}, "model": {"lora": {"rank": 4}}}, "ipc: an adapter alone is small"),
+    ],
+)
+def test_weights_that_cannot_go_from_device_to_device_so(raw, transport, change, fault):
+    raw["compute"] |= {"launcher": "ray"}
+    raw["rollout"] |= {"transport": transport}
+    loads(yaml.safe_dump({**raw, "compute": raw["compute"] | ({} if transport == "ipc" else {"pools": APART})}))
+    for section, values in change.items():
+        raw[section] |= values
+    with pytest.raises(ConfigError, match=f"rollout.transport  {fault}"):
+        loads(yaml.safe_dump(raw))
+
+
 def test_pools_of_a_job_without_rollouts_are_refused(raw):
     sft = {k: v for k, v in raw.items() if k not in ("rollout", "algo", "evaluate")} | {"recipe": "sft"}
     sft["data"] = {**sft["data"], "sources": {"p": {"path": "rows.jsonl"}}}
@@ -227,14 +252,15 @@ def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
 
 @pytest.mark.cluster
 def test_one_process_or_several_in_any_pools_sample_and_train_the_same(raw, ray_cluster):
-    """In the deterministic mode, to the bit: in this process, and on Ray with one rank and with two, colocated and not, with two engines."""
+    """In the deterministic mode, to the bit: in this process, and on Ray with one rank and with two, colocated and not, with two engines,
+    with weights from memory, through files, through memory that both see, and by broadcast."""
     raw = {**raw, "algo": {"minibatches": 2, "kl": 0.01}, "track": {"tensorboard": False, "samples_every": 1, "samples": 8}}
     raw["train"] = {**raw["train"], "steps": 3, "deterministic": True}
     want = left(train(raw, "here"))
     assert all(row["logprob_diff"] <= 1e-5 for row in want["metrics"])
     two = {"training": {"roles": ["policy", "reference"]}, "generating": {"roles": ["rollout"]}}
     one = {"all": {"roles": ["policy", "reference", "rollout"], "park": "disk"}}
-    for name, workers, engines, pools, sent in (("ray", 1, 1, {}, "path"), ("apart", 2, 1, two, "object_store"), ("together", 2, 2, one, "path")):
+    for name, workers, engines, pools, sent in (("ray", 1, 1, {}, "path"), ("apart", 2, 1, two, "nccl"), ("together", 2, 2, one, "ipc")):
         compute = {"launcher": "ray", "device": "cpu", "workers": workers, "threads": 1, "pools": pools}
         made = left(train({**raw, "compute": compute, "rollout": {**raw["rollout"], "workers": engines, "transport": sent}}, name))
         assert made["samples"] == want["samples"], name

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ptf.compute.world import World
 from ptf.errors import Retryable, UserError
-from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, everywhere, lasting, sharded
+from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, everywhere, lasting, once, sharded
 from ptf.rl.replicas import by_cost
 from ptf.rl.verl_cluster import VerlCluster
 
@@ -41,6 +41,11 @@ class Worker:
         if fault != "nothing":
             self.go_wrong(fault)
         assert self.weights in (-1, weights - 1), f"{weights} after {self.weights}"
+        self.weights = weights
+        return weights
+
+    @once
+    def receive(self, weights: int) -> int:
         self.weights = weights
         return weights
 
@@ -117,6 +122,15 @@ def test_one_that_is_lost_is_replaced_and_asked_for_the_rest_alone(group, tmp_pa
     said = capsys.readouterr().out
     assert f"workers replica {broken} failed at squares and is replaced; 2 of its 4 items are asked for again: " in said
     assert ("died while doing workers.squares" if fault == "SIGKILL" else "the engine is out of order") in said
+
+
+@pytest.mark.ray
+def test_one_that_was_told_what_cannot_be_said_again_has_no_successor(group, tmp_path):
+    assert group.call("receive", 8) == 8
+    before = [gang.members[0].pid for gang in group.gangs]
+    with pytest.raises(Retryable, match=r"workers replica \d failed at squares, and the weights that it was sent .* cannot be sent again"):
+        group.call("squares", ITEMS, "raise")
+    assert [gang.members[0].pid for gang in group.gangs] == before
 
 
 @pytest.mark.ray
