@@ -114,8 +114,13 @@ class Gang:
         refs = self._group.execute_all_async(method, *columns)
         return self._gather(refs, doing, self.timeout_s if timeout_s is None else timeout_s)
 
+    def ask(self, method: str, args: Sequence[Any], *, doing: str) -> Any:
+        """A method of the first worker alone; else as `invoke`."""
+        assert self._group is not None, f"{self.label} is closed"
+        return self._gather([getattr(self._group.workers[0], method).remote(*args)], doing, self.timeout_s)[0]
+
     def stream(self, method: str, args: Sequence[Any], *, doing: str) -> Iterator[Any]:
-        """What a generator method of the only worker gives, as it comes; else as `invoke`."""
+        """What a generator method of the first worker gives, as it comes; else as `invoke`."""
         assert self._group is not None, f"{self.label} is closed"
         deadline = time.monotonic() + self.timeout_s + GRACE_S  # who knows of the deadline says more than that it passed
         coming = self._group.workers[0].stream.options(num_returns="streaming").remote(method, *args)

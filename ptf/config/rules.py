@@ -54,6 +54,8 @@ def broken(job: Job) -> list[str]:
             faults.append("rollout.lora: adapter needs model.lora")
         if job.rollout.lora == "adapter" and job.rollout.engine not in ("native", "vllm"):
             faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
+        if job.rollout.tensor > 1 and (job.rollout.engine != "vllm" or job.compute.launcher != "ray"):
+            faults.append("rollout.tensor: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
         faults += streamed(job)
         if job.compute.launcher == "local" and job.rollout.workers > 1:
             faults.append("rollout.workers: compute.launcher: local has one process")
@@ -89,8 +91,8 @@ def streamed(job: Job) -> list[str]:
         "rollout.engine must be native or vllm": job.rollout.engine not in ("native", "vllm"),
         "an adapter alone is small; give object_store or path": job.rollout.lora == "adapter",
         "model.backend: hf has no names to announce; give object_store or path": job.model.backend == "hf",
-        "policy and rollout must be in one pool, with as many rollout.workers as compute.workers": how == "ipc"
-        and (not shared or job.rollout.workers != job.compute.workers),
+        "policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as compute.workers": how == "ipc"
+        and (not shared or job.rollout.workers * job.rollout.tensor != job.compute.workers),
         "policy and rollout must be in different compute.pools": how == "nccl" and shared,
     }
     return [f"rollout.transport: {how}: {what}" for what, is_so in wrong.items() if is_so]

@@ -361,6 +361,8 @@ class RolloutConfig(Section):
     """Only these answers, in training and in evaluation; log-probs are those among the tokens that might follow."""
     workers: Positive = free(1)
     """Engine replicas."""
+    tensor: Positive = free(1)
+    """Devices that hold one vLLM engine together, each a part of every layer; rollout then takes `workers` × `tensor` of its pool."""
     lora: Literal["merged", "adapter"] = "merged"
     """How a policy with `model.lora` is sent: as a whole model, or its adapter alone, which the engine keeps beside the base model."""
     transport: Literal["object_store", "path", "ipc", "nccl"] = free("object_store")

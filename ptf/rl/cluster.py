@@ -107,7 +107,7 @@ class RoleSpec:
     workers: int = 1
     env: Mapping[str, str] = field(default_factory=dict)  # environment of its processes
     replicate: int = 1  # copies of its sharded model, where its workers form a process group
-    tensor: int = 1  # neighbours who hold one model's layers together: they get the same part of a sharded argument
+    tensor: int = 1  # neighbours who hold one model's layers together: they get the same part of a sharded argument; of a replica, its places
 
 
 class RoleGroup(Protocol):

@@ -209,7 +209,7 @@ class Controller:
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("score", self.canary)
             if how in ("ipc", "nccl"):
-                sent, manifest = self.policy.call("lend", how, self.step, self.knobs.workers, self.job.compute.timeout_s)
+                sent, manifest = self.policy.call("lend", how, self.step, self.knobs.workers * self.knobs.tensor, self.job.compute.timeout_s)
             else:
                 place = str(self.directory / SYNC) if how == "path" else None
                 sent, manifest = self.policy.call("weights", self.step, place, self.knobs.lora == "adapter")

@@ -103,19 +103,22 @@ def parked(spec: RoleSpec, pools: Sequence[Pool], run: Path) -> RoleSpec:
 
 def sampler_spec(
     job: Job, directory: Path, tokenizer: str, run: Path, *, engine: str | Plug, version: int, workers: int, length: int,
-    trie: Trie | None = None, adapter: bool = False,
+    trie: Trie | None = None, adapter: bool = False, tensor: int = 1,
 ) -> RoleSpec:  # fmt: skip
-    """One role that generates from a Hugging Face directory, up to `length` tokens in all. Raises UserError if the model has fewer positions."""
+    """One role that generates from a Hugging Face directory, up to `length` tokens in all, in `workers` engines of `tensor` processes each. Raises
+    UserError if the model has fewer positions, or cannot be cut so."""
     options: dict[str, object] = {}
     shape = bridge.shape(directory, job.model.backend)
     positions = shape.max_positions
     if length > positions:
         raise UserError(f"prompt and answer may take {length} tokens together, but {directory} has {positions} positions; lower data.seq_len or max_new_tokens")
+    if shape.heads % tensor:
+        raise UserError(f"rollout.tensor: {tensor} engines' parts cannot share {shape.heads} attention heads equally")
     env: dict[str, str] = {}
     if engine == "vllm":
         from ptf.rl.vllm_engine import engine_env
 
-        options = {"kv_cache_gib": job.rollout.kv_cache_gib if job.rollout else 0.25}
+        options = {"kv_cache_gib": job.rollout.kv_cache_gib if job.rollout else 0.25, "tensor": tensor}
         env = engine_env(run / "vllm")
     if engine == "native":
         options = {"spec": job.model}
@@ -134,7 +137,7 @@ def sampler_spec(
         "engine": engine, "directory": str(directory), "tokenizer": tokenizer, "version": version, "seed": job.seed, "precision": job.train.precision,
         "max_length": length, "vocabulary": shape.vocab, "timeout_s": job.compute.timeout_s, **options,
     }  # fmt: skip
-    return RoleSpec("rollout", Sampler, kwargs, workers, env)
+    return RoleSpec("rollout", Sampler, kwargs, workers * tensor, env, tensor=tensor)
 
 
 def trie_of(knobs: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
@@ -313,7 +316,7 @@ def attempt(job: Job, run: Path) -> None:
         plans["reward"] = RoleSpec("reward", RewardModel, {**scoring, "width": width, "micro_rows": job.train.micro_rows}, workers, **mesh)
     plans["rollout"] = sampler_spec(
         job, start, tokenizer_path, run, engine=knobs.engine, version=-1, workers=knobs.workers, length=job.data.seq_len, trie=trie,
-        adapter=knobs.lora == "adapter",
+        adapter=knobs.lora == "adapter", tensor=knobs.tensor,
     )  # fmt: skip
     pools = pools_of(job.compute.pools, plans)
     with clustered(job, run, pools) as cluster:

@@ -7,6 +7,7 @@ samples of one prompt) are read once. A request draws from a stream of random nu
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import nucleus, restrict
 from ptf.rl.engine import Request, edges_of
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
+from ptf.rl.transfer import Transfer
 
 
 class Cache:
@@ -183,13 +185,15 @@ class NativeEngine:
         there = form.names() if form else bridge.hf_names(self.model, self.family)
         if unlike := there ^ manifest.digests.keys():
             raise SyncError(f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: {sorted(unlike)[:5]}")
+        if isinstance(buckets, Transfer):
+            buckets.device = str(self.device)
         tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
         if form:
             form.copy(tensors.__getitem__)
         else:
             bridge.copy_hf(self.model, tensors, self.family)
         self.version = manifest.version
-        return receipt
+        return replace(receipt, bytes=sum(tensor.nbytes for tensor in tensors.values()))
 
     def sleep(self) -> None:
         """The cache lives only inside a batch; the weights are parked."""

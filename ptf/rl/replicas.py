@@ -32,8 +32,9 @@ class Replicas:
         self.spec, self.made, self.device, self.restarts = spec, made, device, restarts
         self.lasting: dict[str, tuple[Any, ...]] = {}  # method → its last arguments, which stay in Ray's object store: a copy of the weights
         self.parked = self.closed = self.irreplaceable = False
-        self.gangs: list[Gang | None] = [None] * spec.workers
-        self.threads = ThreadPoolExecutor(spec.workers)
+        self.count = spec.workers // spec.tensor
+        self.gangs: list[Gang | None] = [None] * self.count
+        self.threads = ThreadPoolExecutor(self.count)
         try:
             devices = self._each(self._start)
         except BaseException:
@@ -47,7 +48,7 @@ class Replicas:
         if dispatch == "sharded":
             items, *rest = args
             shared = [share(arg) for arg in rest]  # once, however many replicas read it
-            shares = by_cost(items, self.spec.workers, kind.cost)
+            shares = by_cost(items, self.count, kind.cost)
             found: dict[int, Any] = {}
             for part in self._each(lambda i: self._part(i, method, items, shares[i], shared)):
                 found |= part
@@ -124,11 +125,14 @@ class Replicas:
         if self.closed:
             gang.close()
             raise RuntimeError(f"{self.spec.name} is closed")
+        if self.spec.tensor > 1:  # the first has the role, which uses the devices of all
+            seen = gang.invoke("devices", [()] * self.spec.tensor, doing="looking for devices")
+            gang.ask("see", (",".join(filter(None, seen)),), doing="looking for devices")
         what = (self.spec.cls, dict(self.spec.kwargs), self.device, gang.timeout_s, 1, 1)
-        return gang.invoke("build", [what], doing=f"building {self.spec.cls.__name__}")[0]
+        return gang.ask("build", what, doing=f"building {self.spec.cls.__name__}")
 
     def _told(self, gang: Gang, method: str, shared: Sequence[Any] = ()) -> Any:
-        return gang.invoke("call", [(method, *shared)], doing=f"{self.spec.name}.{method}")[0]
+        return gang.ask("call", (method, *shared), doing=f"{self.spec.name}.{method}")
 
     def _gang(self, i: int) -> Gang:
         gang = self.gangs[i]
@@ -136,10 +140,10 @@ class Replicas:
         return gang
 
     def _name(self, i: int) -> str:
-        return self.spec.name if self.spec.workers == 1 else f"{self.spec.name} replica {i}"
+        return self.spec.name if self.count == 1 else f"{self.spec.name} replica {i}"
 
     def _each(self, act: Callable[[int], Any]) -> list[Any]:
         """Of every replica, at the same time. The first error is raised when all are done."""
-        asked = [self.threads.submit(act, i) for i in range(self.spec.workers)]
+        asked = [self.threads.submit(act, i) for i in range(self.count)]
         wait(asked)
         return [future.result() for future in asked]

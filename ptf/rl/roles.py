@@ -322,9 +322,8 @@ class Sampler:
     @once
     def receive(self, transfer: Transfer, manifest: Manifest) -> Receipt:
         """As `load`, of what the policy sends meanwhile."""
-        transfer.device = str(self.world.device)
-        with transfer.link.line.telling(transfer.version):
-            return replace(self.engine.load_weights(transfer, manifest), bytes=transfer.size)
+        with transfer.telling():
+            return self.engine.load_weights(transfer, manifest)
 
     @lasting
     def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], bound: float) -> float:

@@ -72,15 +72,10 @@ class Line:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 
-    @contextlib.contextmanager
-    def telling(self, version: int) -> Iterator[None]:
-        """Whatever ends this early is told to the other side."""
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(Exception):  # it may be gone
-                self.store.set(f"{version}/{FAULT}", f"{type(error).__name__}: {error}"[:500])
-            raise
+    def tell(self, version: int, error: BaseException) -> None:
+        """That this side has failed."""
+        with contextlib.suppress(Exception):  # the other may be gone
+            self.store.set(f"{version}/{FAULT}", f"{type(error).__name__}: {error}"[:500])
 
 
 class Sender:
@@ -99,26 +94,32 @@ class Sender:
 
     def send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """All of them, in order. Returns when every engine has read the last one. Raises SyncError if one failed, TimeoutError."""
+        try:
+            self._send(version, tensors)
+        except BaseException as error:
+            self.line.tell(version, error)
+            raise
+
+    def _send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         line, sent = self.line, 0
-        with line.telling(version):
-            if self.how == "nccl" and self.group is None:
-                self.group = _group(line, 0, 1 + self.receivers, self.device)
-            for pieces in _filled(tensors):
-                buffer = self.buffers[sent % BUFFERS]
-                self._await_read(version, sent - BUFFERS)
-                at = 0
-                for *_, data in pieces:
-                    buffer[at : at + len(data)] = data
-                    at += len(data)
-                filled = -(-at // 8) * 8
-                buffer[at:filled] = 0
-                said = {"bytes": filled, "sum": checksum(buffer[:filled]), "pieces": [what for *what, _ in pieces]}
-                line.store.set(f"{version}/{sent}", json.dumps(said))
-                if self.group is not None:
-                    _broadcast(self.group, buffer[:filled], line, version)
-                sent += 1
-            line.store.set(f"{version}/{sent}", json.dumps({"end": sent}))
-            self._await_read(version, sent)
+        if self.how == "nccl" and self.group is None:
+            self.group = _group(line, 0, 1 + self.receivers, self.device)
+        for pieces in _filled(tensors):
+            buffer = self.buffers[sent % BUFFERS]
+            self._await_read(version, sent - BUFFERS)
+            at = 0
+            for *_, data in pieces:
+                buffer[at : at + len(data)] = data
+                at += len(data)
+            filled = -(-at // 8) * 8
+            buffer[at:filled] = 0
+            said = {"bytes": filled, "sum": checksum(buffer[:filled]), "pieces": [what for *what, _ in pieces]}
+            line.store.set(f"{version}/{sent}", json.dumps(said))
+            if self.group is not None:
+                _broadcast(self.group, buffer[:filled], line, version)
+            sent += 1
+        line.store.set(f"{version}/{sent}", json.dumps({"end": sent}))
+        self._await_read(version, sent)
 
     def _await_read(self, version: int, number: int) -> None:
         if number >= 0:
@@ -155,12 +156,23 @@ class Transfer:
     offers: tuple[Offer, ...]  # of each rank (ipc), or of the first
     receivers: int
     timeout_s: float
-    device: str = "cpu"  # of the engine, which sets it
+    device: str = "cpu"  # of the engine, whose process sets it
     size: int = 0  # bytes that came
 
     @property
     def link(self) -> "Link":
         return _link(self.how, self.offers, self.receivers, self.timeout_s, self.device)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Whatever ends this early is told to the policy."""
+        try:
+            yield
+        except BaseException as error:
+            for offer in self.offers:
+                with contextlib.suppress(Exception):
+                    Line(offer.address, offer.port, 5).tell(self.version, error)
+            raise
 
     def __iter__(self) -> Iterator[Bucket]:
         line, seen, number = self.link.line, set[str](), 0

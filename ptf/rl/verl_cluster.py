@@ -30,6 +30,15 @@ class RoleRank(Rank):
         self.role = cls(world, **kwargs)
         return str(world.device)
 
+    def devices(self) -> str:
+        """The GPUs that this process may use."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def see(self, devices: str) -> None:
+        """Use these, before the first of them is used."""
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.role, method)(*args)
 
@@ -92,12 +101,12 @@ class VerlCluster(Turns):
         return VerlGroup(spec, gang, self.device)
 
     def _replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
-        threads = self.threads or max(1, (os.cpu_count() or 1) // spec.workers)
-        places = [self._shared(pool, 1, i) for i in range(spec.workers)]
+        threads, count = self.threads or max(1, (os.cpu_count() or 1) // spec.workers), spec.workers // spec.tensor
+        places = [self._shared(pool, spec.tensor, i * spec.tensor) for i in range(count)]
 
         def made(i: int) -> Gang:
             return Gang(
-                spec.name if spec.workers == 1 else f"{spec.name} {i}", workers=1, timeout_s=self.timeout_s, use_gpu=self.gpu, threads=threads, env=spec.env,
+                spec.name if count == 1 else f"{spec.name} {i}", workers=spec.tensor, timeout_s=self.timeout_s, use_gpu=self.gpu, threads=threads, env=spec.env,
                 pool=places[i], worker=RoleRank, silent_s=min(FROZEN_S, self.timeout_s),
             )  # fmt: skip
 

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ptf.rl.engine import Request
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
+SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # the parts of a tensor-parallel engine: what is forked has none of its parent's threads, but their locks
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # compiling two sampler helpers takes 13 s, saves nothing at this speed
@@ -52,7 +54,7 @@ def on_cpu() -> bool:
 def engine_env(workdir: Path) -> dict[str, str]:
     """Environment that a process must have before it imports vLLM; all that vLLM caches goes under `workdir`."""
     caches = {name: str(Path(workdir).absolute() / name.lower()) for name in CACHES}
-    return {**IN_PROCESS, **QUIET, **caches, **(CPU if on_cpu() else {})}
+    return {**IN_PROCESS, **SPAWNED, **QUIET, **caches, **(CPU if on_cpu() else {})}
 
 
 class VLLMEngine:
@@ -64,7 +66,7 @@ class VLLMEngine:
 
     def __init__(
         self, path: str, *, seed: int, dtype: str, max_model_len: int, kv_cache_gib: float = 0.25, version: int = 0, gpu_share: float = 0.7,
-        lora_rank: int | None = None, restricted: bool = False,
+        lora_rank: int | None = None, restricted: bool = False, tensor: int = 1,
     ) -> None:  # fmt: skip
         missing = [f"{k}={v}" for k, v in {**IN_PROCESS, **(CPU if on_cpu() else {})}.items() if os.environ.get(k) != v]
         if missing:
@@ -83,6 +85,8 @@ class VLLMEngine:
             "disable_log_stats": True, "use_tqdm_on_load": False, "worker_extension_cls": "ptf.rl.vllm_extension.WeightLoader",
             **(cpu if on_cpu() else gpu),
         }  # fmt: skip
+        if tensor > 1:  # each part in a process of its own
+            arguments |= {"tensor_parallel_size": tensor, "distributed_executor_backend": "mp"}
         if restricted:  # not always: on a GPU vLLM then runs its older model runner
             arguments["logits_processors"] = ["ptf.rl.vllm_engine:OnlyAllowed"]
         if lora_rank is not None:
@@ -212,7 +216,7 @@ class VLLMEngine:
         self.unusable = f"weight sync {manifest.version} did not complete"
         try:
             if manifest.adapter is None:
-                self.engine.collective_rpc("ptf_load", args=(buckets,))
+                receipt = replace(receipt, bytes=self.engine.collective_rpc("ptf_load", args=(buckets,))[0])
             else:
                 self._adapt(buckets, manifest)
         except Exception as error:

@@ -42,7 +42,7 @@ def lent(sender: Sender, names: list[str], how: str, version: int = 0, engines: 
 
 
 def engine(sent: Transfer) -> dict[str, torch.Tensor]:
-    with sent.link.line.telling(sent.version):
+    with sent.telling():
         return {name: tensor for bucket in sent for name, tensor in bucket}
 
 

@@ -1,26 +1,40 @@
-"""Whole runs with vLLM on Ray, however the weights reach it."""
+"""Whole runs with vLLM on Ray, however many processes hold an engine, and however the weights reach it."""
 
 import pytest
 
 from ptf.compute.tracking import read_metrics
+from ptf.errors import UserError
 from tests.rl.test_controller import raw, train  # noqa: F401
 
-TWO = {"training": {"roles": ["policy", "reference"]}, "generating": {"roles": ["rollout"]}}
+APART = {"training": {"roles": ["policy", "reference"]}, "generating": {"roles": ["rollout"]}}
 LORA = {"rank": 4, "alpha": 8}
+RUNS = {
+    "ipc": ({"transport": "ipc"}, {}, {}),
+    "nccl": ({"transport": "nccl"}, {"pools": APART}, {}),
+    "an adapter": ({"lora": "adapter", "transport": "path"}, {}, {"lora": LORA}),
+    "two processes": ({"tensor": 2}, {}, {}),
+    "two processes, ipc": ({"tensor": 2, "transport": "ipc"}, {"workers": 2}, {}),
+    "two processes, nccl": ({"tensor": 2, "transport": "nccl"}, {"pools": APART}, {}),
+}
 
 
 @pytest.mark.ray
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("sent", "pools", "model"),
-    [({"transport": "ipc"}, {}, {}), ({"transport": "nccl"}, TWO, {}), ({"lora": "adapter", "transport": "path"}, {}, {"lora": LORA})],
-    ids=["ipc", "nccl", "an adapter"],
-)
-def test_policy_and_engine_stay_one_policy(raw, ray_cluster, sent, pools, model):  # noqa: F811
-    raw = {**raw, "algo": {"kl": 0.01}, "model": {**raw["model"], **model}, "rollout": {**raw["rollout"], "engine": "vllm", **sent}}
+@pytest.mark.parametrize("kind", RUNS)
+def test_policy_and_engine_stay_one_policy(raw, ray_cluster, kind):  # noqa: F811
+    rollout, compute, model = RUNS[kind]
+    raw = {**raw, "algo": {"kl": 0.01}, "model": {**raw["model"], **model}, "rollout": {**raw["rollout"], "engine": "vllm", **rollout}}
     raw["train"] = {**raw["train"], "steps": 4}
-    raw["compute"] = {"launcher": "ray", "device": "cpu", "workers": 1, "threads": 1, "pools": pools}
+    raw["compute"] = {"launcher": "ray", "device": "cpu", "workers": 1, "threads": 1, **compute}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(max(row["logprob_diff"], row["canary_diff"]) for row in rows) <= 1e-5
-    assert len({row["reward"] for row in rows}) > 1 or rows[0]["kl_reference"] < rows[-1]["kl_reference"], "it trains"
+    assert rows[0]["kl_reference"] == 0 < rows[-1]["kl_reference"], "it trains"
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+def test_heads_that_cannot_be_shared_are_said_before_an_engine_starts(raw, ray_cluster):  # noqa: F811
+    raw = {**raw, "rollout": {**raw["rollout"], "engine": "vllm", "tensor": 3}, "compute": {"launcher": "ray", "device": "cpu", "threads": 1}}
+    with pytest.raises(UserError, match=r"rollout.tensor: 3 engines' parts cannot share 4 attention heads equally"):
+        train(raw)
