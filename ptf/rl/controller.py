@@ -18,7 +18,7 @@ from ptf.config.schema import LOGPROB_BOUND, PPOAlgo
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, NoResult, Prompt, Reward
+from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import Left, UserError
 from ptf.recipes import Online
 from ptf.recipes.grpo import samples_of
@@ -172,9 +172,12 @@ class Controller:
                 f"step {self.step}: {len(failed)} of {len(every)} answers have no reward (rollout.max_no_result is {self.knobs.max_no_result:g}); "
                 f"{self.source} says: {failed[0] if failed else 'nothing'}"
             )
+        versions = np.concatenate([call.versions for t in every for call in t.calls])
         return {
             "reward": float(values.mean()),
             "reward_std": float(values.std()),
+            **self.by_source(every),
+            "staleness": float((self.step - versions).mean()),
             "no_result": len(failed) / len(every),
             "length": float(np.mean([t.sampled for t in every])),
             "cut_off": float(np.mean([not t.complete for t in every])),
@@ -201,6 +204,16 @@ class Controller:
             order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(atoms))
             out += [[atoms[i] for i in part] for part in np.array_split(order, min(self.recipe.minibatches, len(atoms)))]
         return out
+
+    def by_source(self, every: Sequence[Trajectory]) -> dict[str, float]:
+        """The mean reward of each source's answers that have one, where there are several sources."""
+        if len(self.job.data.sources) < 2:
+            return {}
+        found: dict[str, list[float]] = {}
+        for t in every:
+            if isinstance(t.outcome, Reward):
+                found.setdefault(t.prompt.source, []).append(t.outcome.value)
+        return {f"reward/{source}": float(np.mean(values)) for source, values in sorted(found.items())}
 
     def sync(self) -> dict[str, float]:
         """π_old ← π, verified: digests of what arrives, the version, and what the engine then computes."""

@@ -210,6 +210,19 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     assert "reward/test" in rows[-1]
 
 
+def test_rewards_are_told_by_source(raw, tmp_path):
+    """Where there are several."""
+    (row,) = read_metrics(train({**raw, "train": {**raw["train"], "steps": 1}}) / "metrics.jsonl")
+    assert row["staleness"] == 0
+    assert not any(name.startswith("reward/") for name in row)
+    prompt = {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}
+    raw["data"]["sources"] = {"p": prompt, "q": prompt}
+    (row,) = read_metrics(train({**raw, "train": {**raw["train"], "steps": 1}}, "two") / "metrics.jsonl")
+    assert {name for name in row if name.startswith("reward/")} == {"reward/p", "reward/q"}
+    assert row["reward"] == pytest.approx((row["reward/p"] + row["reward/q"]) / 2)
+    assert row["reward/p"] != row["reward/q"]
+
+
 @pytest.mark.parametrize("algo", [{}, {"minibatches": 2}])
 def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_anything_is_trained(raw, monkeypatch, algo):
     """Whether they are compared before the update or, where it is the only one, in it."""
