@@ -139,7 +139,16 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
     if job.rollout:
         answer = job.rollout.max_new_tokens if job.rollout.allowed else min(job.rollout.max_new_tokens, 8)
         updates["rollout"] = job.rollout.model_copy(
-            update={"engine": "native", "prompts": 2, "group": 2, "workers": 1, "max_new_tokens": answer, "max_no_result": 1.0}
+            update={
+                "engine": "native",
+                "prompts": 2,
+                "group": 2,
+                "workers": 1,
+                "max_new_tokens": answer,
+                "max_no_result": 1.0,
+                "transport": "object_store",
+                "tensor": 1,
+            }
         )
     return job.model_copy(update=updates)
 

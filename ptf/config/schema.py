@@ -373,6 +373,8 @@ class RolloutConfig(Section):
     """Largest difference between the engine's and the trainer's log-prob of a sampled token before the run stops; default 1e-3 in fp32, 0.2 in bf16."""
     max_no_result: Fraction = 0.1
     """Largest share of answers in a step that may have no reward before the run stops."""
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = free(0.7)
+    """How much of a GPU's memory one vLLM engine takes, weights and cache; with `transport: ipc` its weights must fit beside the awake policy."""
     kv_cache_gib: PositiveFloat = free(0.25)
     """Key-value cache of one vLLM engine on a CPU; on a GPU vLLM sizes its own."""
 

@@ -1,8 +1,8 @@
 """Rows in which what several samples begin with is read once: the answers to one prompt share the prompt.
 
-The one idea: the first sample of an atom is laid out whole, and each other that begins alike from where they part; its `begins` says how far on that
-is. The last token of what is shared is each sample's own, for each has another target there. What is shared is never trained, so every gradient is
-the same, but for rounding, as if each sample were a row's only one.
+The one idea: the first sample of a family is laid out whole, and right behind it each other that begins alike from where they part; its `begins` says
+how far on that is. The last token of what is shared is each sample's own, for each has another target there. What is shared is never trained and has
+nothing in its streams, so every gradient is the same, but for rounding, as if each sample were a row's only one.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,12 @@ from ptf.errors import UserError
 
 
 def beginning(sample: Sample) -> bytes:
-    """What comes before the first trained token; nothing where there is no such token, or not two before it."""
-    trained = np.flatnonzero(sample.weights)
-    return sample.tokens[: trained[0]].tobytes() if len(trained) and trained[0] > 1 else b""
+    """What comes before the first token that has a weight or anything in a stream; nothing where there is none, or not two before it."""
+    said = sample.weights != 0
+    for values in sample.streams.values():
+        said = said | (values != 0).reshape(len(values), -1).any(1)
+    first = np.flatnonzero(said)
+    return sample.tokens[: first[0]].tobytes() if len(first) and first[0] > 1 else b""
 
 
 def parted(sample: Sample, n: int) -> Sample:
@@ -26,9 +29,8 @@ def parted(sample: Sample, n: int) -> Sample:
 
 
 def pack_shared(atoms: Sequence[Atom], seq_len: int) -> list[list[Atom]]:
-    """As `pack_all`, of atoms of which those of one sample may share what they begin with; in each row an atom holds all of the row's that do. The
-    largest families go first, their longest members first, each into the first row that has room (first-fit decreasing), its family's rows before
-    others."""
+    """As `pack_all`, of atoms of which those of one sample may share what they begin with; who does is side by side. The largest families go first,
+    their longest members first, each into the first row that has room (first-fit decreasing), its family's rows before others."""
     families: dict[bytes | int, list[Atom]] = {}
     for i, atom in enumerate(atoms):
         families.setdefault((len(atom) == 1 and beginning(atom[0])) or i, []).append(atom)
@@ -37,14 +39,14 @@ def pack_shared(atoms: Sequence[Atom], seq_len: int) -> list[list[Atom]]:
     room = np.zeros(max(1, len(atoms)), np.int64)
     for key, family in members:
         shared = len(key) // family[0][0].tokens.itemsize - 1 if isinstance(key, bytes) else 0
-        homes: dict[int, list[Sample]] = {}  # row → this family's samples there
+        homes: dict[int, list[Atom]] = {}  # row → this family's atoms there
         for atom in sorted(family, key=length, reverse=True):
             n = length(atom)
             if n > seq_len:
                 raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {seq_len}")
             home = next((row for row in homes if room[row] >= n - shared), None) if shared else None
             if home is not None:
-                homes[home].append(parted(atom[0], shared))
+                homes[home].append((parted(atom[0], shared),))
                 room[home] -= n - shared
                 continue
             home = int(np.argmax(room[: len(rows)] >= n)) if rows else 0
@@ -53,7 +55,7 @@ def pack_shared(atoms: Sequence[Atom], seq_len: int) -> list[list[Atom]]:
                 rows.append([])
                 room[home] = seq_len
             room[home] -= n
-            homes[home] = list(atom)  # in a row that has its family, there was less room than that
+            homes[home] = [atom]  # in a row that has its family, there was less room than that
         for row, together in homes.items():
-            rows[row].append(tuple(together))
+            rows[row] += together
     return rows

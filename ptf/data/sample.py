@@ -18,7 +18,7 @@ class Sample:
     weights: np.ndarray  # [n] float32; 0 is context
     source: str = ""
     streams: Mapping[str, np.ndarray] = field(default_factory=dict)  # [n] or [n, k]: advantages, old_logprobs, …
-    begins: int = 0  # position of the first token; before it come as many of its atom's first sample, which is then whole (ptf/data/prefixes.py)
+    begins: int = 0  # position of the first token; before it come as many of the row's last sample before it that is whole (ptf/data/prefixes.py)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -37,6 +37,7 @@ def length(atom: Atom) -> int:
 def dump_atoms(atoms: Sequence[Atom]) -> dict[str, Any]:
     """Atoms as columns: arrays, strings, lists and dicts only. `load_atoms` is the inverse."""
     samples = [s for atom in atoms for s in atom]
+    assert not any(s.begins for s in samples), "beginnings are shared in rows that are about to be trained on; what is written down is whole"
     names = sorted({name for s in samples for name in s.streams})
     owners = {name: [i for i, s in enumerate(samples) if name in s.streams] for name in names}
     return {
@@ -45,7 +46,6 @@ def dump_atoms(atoms: Sequence[Atom]) -> dict[str, Any]:
         "tokens": np.concatenate([s.tokens for s in samples] or [np.zeros(0, np.int32)]),
         "weights": np.concatenate([s.weights for s in samples] or [np.zeros(0, np.float32)]),
         "sources": [s.source for s in samples],
-        "begins": np.array([s.begins for s in samples], np.int32),
         "streams": {
             name: {"samples": np.array(owners[name], np.int32), "values": np.concatenate([samples[i].streams[name] for i in owners[name]])} for name in names
         },
@@ -60,6 +60,6 @@ def load_atoms(state: Mapping[str, Any]) -> list[Atom]:
         owners = np.asarray(column["samples"])
         for i, values in zip(owners, np.split(column["values"], np.cumsum(lengths[owners])[:-1]), strict=True):
             streams[i][name] = values
-    columns = np.split(state["tokens"], cuts), np.split(state["weights"], cuts), state["sources"], streams, np.asarray(state["begins"]).tolist()
-    samples = iter([Sample(*part) for part in zip(*columns, strict=True)] if len(lengths) else ())
+    parts = zip(np.split(state["tokens"], cuts), np.split(state["weights"], cuts), state["sources"], streams, strict=True) if len(lengths) else ()
+    samples = iter([Sample(*part) for part in parts])
     return [tuple(next(samples) for _ in range(n)) for n in state["atoms"]]

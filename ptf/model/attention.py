@@ -171,8 +171,10 @@ class Flex:
             before = (whole[b, q] == segments[b, k]) & (positions[b, k] < begins[b, q])
             return (q >= k) & ((segments[b, q] == segments[b, k]) | before)
 
+        last = positions - (window or 0)  # the last position that a query does not see: compared, not subtracted, which would make numbers for each pair
+
         def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return inside(b, h, q, k) & (positions[b, q] - positions[b, k] < (window or 0))
+            return inside(b, h, q, k) & (positions[b, k] > last[b, q])
 
         if window not in self.masks:
             visible = inside if window is None else near

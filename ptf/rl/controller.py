@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ptf.data.sample import Atom
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory
-from ptf.errors import Left, UserError
+from ptf.errors import Left, Lost, UserError
 from ptf.recipes import Online
 from ptf.recipes.grpo import samples_of
 from ptf.rl.cluster import Cluster, RoleGroup, table
@@ -27,11 +27,13 @@ from ptf.rl.reward_model import Taste
 from ptf.rl.rewards import Rewards, score_groups
 from ptf.rl.roles import refuse_apart
 from ptf.rl.samples import Samples
-from ptf.rl.sync import SyncError
+from ptf.rl.sync import Manifest, Receipt, SyncError
+from ptf.rl.transfer import OtherSide, Transfer
 from ptf.rl.validate import pass_rates
 from ptf.train.resume import refuse_frozen_changes
 
 CRITIC = "critic"  # in a checkpoint
+ECHO_S = 8.0  # a death is known within seconds
 SYNC = "sync"  # in the run's directory: weights on their way to the engines (rollout.transport: path)
 
 
@@ -227,10 +229,8 @@ class Controller:
                 place = str(self.directory / SYNC) if how == "path" else None
                 sent, manifest = self.policy.call("weights", self.step, place, self.knobs.lora == "adapter")
         if how in ("ipc", "nccl"):
-            with self.cluster.together(self.policy, self.rollout, "sync"), ThreadPoolExecutor(1) as beside:
-                sending = beside.submit(self.policy.call, "send", self.step)
-                receipt = self.rollout.call("receive", sent, manifest)
-                sending.result()
+            with self.cluster.together(self.policy, self.rollout, "sync"):
+                receipt = self.streamed(sent, manifest)
         else:
             with self.cluster.phase(self.rollout, "sync"):
                 receipt = self.rollout.call("load", sent, manifest)
@@ -239,6 +239,20 @@ class Controller:
         if receipt.version != self.step or receipt.tensors != len(manifest.digests):
             raise SyncError(f"step {self.step}: the engine acknowledged version {receipt.version} with {receipt.tensors} tensors of {len(manifest.digests)}")
         return {"sync_tensors": float(receipt.tensors), "canary_diff": worst}
+
+    def streamed(self, sent: Transfer, manifest: Manifest) -> Receipt:
+        """What the policy sends while the engines read it. Where one side fails the other has `ECHO_S` to say why, and who failed by itself is named."""
+        beside = ThreadPoolExecutor(2)
+        try:
+            both = [beside.submit(self.policy.call, "send", self.step), beside.submit(self.rollout.call, "receive", sent, manifest)]
+            wait(both, return_when=FIRST_EXCEPTION)
+            wait(both, timeout=ECHO_S)
+            failed = [error for one in both if one.done() and (error := one.exception())]
+            if failed:
+                raise min(failed, key=lambda error: (not isinstance(error, Lost), isinstance(error, OtherSide)))
+            return both[1].result()
+        finally:
+            beside.shutdown(wait=False)  # who still waits is ended with its process
 
     def canary_prompts(self) -> list[Prompt]:
         """Four prompts, taken without moving the stream."""

@@ -118,7 +118,9 @@ def sampler_spec(
     if engine == "vllm":
         from ptf.rl.vllm_engine import engine_env
 
-        options = {"kv_cache_gib": job.rollout.kv_cache_gib if job.rollout else 0.25, "tensor": tensor}
+        options = {"tensor": tensor}
+        if job.rollout:
+            options |= {"kv_cache_gib": job.rollout.kv_cache_gib, "gpu_share": job.rollout.gpu_share}
         env = engine_env(run / "vllm")
     if engine == "native":
         options = {"spec": job.model}

@@ -7,7 +7,6 @@ samples of one prompt) are read once. A request draws from a stream of random nu
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -188,12 +187,14 @@ class NativeEngine:
         if isinstance(buckets, Transfer):
             buckets.device = str(self.device)
         tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
+        if isinstance(buckets, Transfer):
+            receipt = buckets.receipt()
         if form:
             form.copy(tensors.__getitem__)
         else:
             bridge.copy_hf(self.model, tensors, self.family)
         self.version = manifest.version
-        return replace(receipt, bytes=sum(tensor.nbytes for tensor in tensors.values()))
+        return receipt
 
     def sleep(self) -> None:
         """The cache lives only inside a batch; the weights are parked."""

@@ -4,11 +4,11 @@ The one idea: what a replica gave before it was lost is kept, and its successor 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 from ptf.compute.gang import Gang, share
-from ptf.errors import Retryable, UserError, told
+from ptf.errors import Lost, Retryable, UserError, told
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.sync import SyncError
 
@@ -55,7 +55,7 @@ class Replicas:
             return [found[i] for i in range(len(items))]
         shared = tuple(share(arg) for arg in args)
         self.irreplaceable |= dispatch == "once"
-        said = self._each(lambda i: self._kept(i, method, lambda gang: self._told(gang, method, shared)))[0]
+        said = self._each(lambda i: self._kept(i, method, lambda gang: self._told(gang, method, shared)), patient=dispatch != "once")[0]
         if dispatch == "lasting":
             self.lasting[method] = shared  # now, not before: one that fails at it has a successor that is told what was before, and asked
         if method in ("park", "wake"):
@@ -98,14 +98,14 @@ class Replicas:
                 if lost:
                     self._replace(i)
                 return ask(self._gang(i))
-            except (UserError, SyncError, TimeoutError, Retryable):  # of others it would be the same
+            except (UserError, SyncError, TimeoutError):  # of others it would be the same
                 raise
             except Exception as error:
                 if self.closed or not self.restarts:
                     raise
                 if self.irreplaceable:
                     why = "the weights that it was sent (rollout.transport) cannot be sent again to it alone"
-                    raise Retryable(f"{self._name(i)} failed at {method}, and {why}: {told(error)}") from error
+                    raise Lost(f"{self._name(i)} failed at {method}, and {why}: {told(error)}") from error
                 if attempt == self.restarts:
                     raise Retryable(f"{self._name(i)} failed at {method}, {attempt + 1} times: {told(error)}") from error
                 print(f"{self._name(i)} failed at {method} and is replaced{more()}: {told(error)}", flush=True)
@@ -142,8 +142,11 @@ class Replicas:
     def _name(self, i: int) -> str:
         return self.spec.name if self.count == 1 else f"{self.spec.name} replica {i}"
 
-    def _each(self, act: Callable[[int], Any]) -> list[Any]:
-        """Of every replica, at the same time. The first error is raised when all are done."""
+    def _each(self, act: Callable[[int], Any], patient: bool = True) -> list[Any]:
+        """Of every replica, at the same time. An error is raised when all are done; or, where they wait for each other, at once."""
         asked = [self.threads.submit(act, i) for i in range(self.count)]
-        wait(asked)
+        done, _ = wait(asked, return_when=ALL_COMPLETED if patient else FIRST_EXCEPTION)
+        for future in done:
+            if error := future.exception():
+                raise error
         return [future.result() for future in asked]

@@ -3,8 +3,9 @@ that is only in memory), each rank of the policy to the engine on its own device
 on a CPU).
 
 The one idea: an engine pulls. What travels to it is a `Transfer`, which says where the policy can be found; looked at, it gives bucket after bucket,
-each compared with the checksum that was taken before it was sent. Beside their models both sides hold two buffers and the tensor that is under way.
-A key-value store of c10d carries what is in a buffer, and who has read it; whoever fails says so there, and the other does not wait.
+each compared with the checksum that was taken before it was sent. Beside its model a sender holds two buffers of 64 MiB and as much again to sum them
+up, and a receiver what it has not yet taken. A key-value store of c10d carries what is in a buffer, and who has read it; whoever raises says so there,
+and the other does not wait (of one that is killed, whoever started both learns).
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,18 +23,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptf.rl.sync import Bucket, SyncError
+from ptf.rl.sync import Bucket, Receipt, SyncError
 
 BUFFER_BYTES = 64 << 20
 BUFFERS = 2  # one is filled while the other is read
 FAULT = "fault"
 
 
+class OtherSide(SyncError):
+    """This side of a transfer ended because the other did."""
+
+
 def checksum(data: Tensor) -> int:
-    """Of bytes [n], n a multiple of 8, wherever they are: the sum of the 64-bit words, each times its own odd number, modulo 2^64. Words that change,
-    or change places, change it."""
+    """Of bytes [n], n a multiple of 8, wherever they are: the sum of the 64-bit words, stirred (as splitmix64, Steele et al. 2014) and each times its
+    own odd number, modulo 2^64. One word that changes changes it; of several, and of words that change places, no more than one case in 2^40 or so is
+    missed. It is no defence against an attacker."""
     words = data.view(torch.int64)
-    return int((words * _odd(words.device)[: len(words)]).sum())
+    stirred = words >> 32
+    stirred.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words).mul_(-0x40A7B892E31B1A47)  # 0xBF58476D1CE4E5B9
+    stirred ^= (stirred >> 29).bitwise_and_((1 << 35) - 1)
+    return int(stirred.mul_(_odd(words.device)[: len(words)]).sum())
 
 
 @functools.cache
@@ -47,6 +56,7 @@ class Offer:
 
     address: str
     port: int
+    host: str
     device: str  # the GPU's own name; of a CPU "cpu"
     lent: tuple[Any, ...] = ()  # how to see each buffer (ipc)
 
@@ -66,7 +76,7 @@ class Line:
         until, pause = time.monotonic() + self.timeout_s, 1e-4
         while not there():
             if self.store.check([f"{version}/{FAULT}"]):
-                raise SyncError(f"weight sync {version}: the other side failed: {self.store.get(f'{version}/{FAULT}').decode()}")
+                raise OtherSide(f"weight sync {version}: the other side failed: {self.store.get(f'{version}/{FAULT}').decode()}")
             if time.monotonic() > until:
                 raise TimeoutError(f"weight sync {version}: {what} after {self.timeout_s:g} s (compute.timeout_s)")
             time.sleep(pause)
@@ -89,8 +99,9 @@ class Sender:
         self.line = Line(address, port, timeout_s, listening)
         made = [_shared(device) if how == "ipc" else (torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device), None) for _ in range(BUFFERS)]
         self.buffers = [buffer for buffer, _ in made]
-        self.offer = Offer(address, port, name_of(device), tuple(lent for _, lent in made if lent is not None))
+        self.offer = Offer(address, port, host(), name_of(device), tuple(lent for _, lent in made if lent is not None))
         self.group: Any = None
+        self.said: list[str] = []
 
     def send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """All of them, in order. Returns when every engine has read the last one. Raises SyncError if one failed, TimeoutError."""
@@ -102,6 +113,9 @@ class Sender:
 
     def _send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         line, sent = self.line, 0
+        for key in self.said:  # of the version before, which all have read
+            line.store.delete_key(key)
+        self.said = []
         if self.how == "nccl" and self.group is None:
             self.group = _group(line, 0, 1 + self.receivers, self.device)
         for pieces in _filled(tensors):
@@ -114,12 +128,16 @@ class Sender:
             filled = -(-at // 8) * 8
             buffer[at:filled] = 0
             said = {"bytes": filled, "sum": checksum(buffer[:filled]), "pieces": [what for *what, _ in pieces]}
-            line.store.set(f"{version}/{sent}", json.dumps(said))
+            self._say(version, sent, said)
             if self.group is not None:
                 _broadcast(self.group, buffer[:filled], line, version)
             sent += 1
-        line.store.set(f"{version}/{sent}", json.dumps({"end": sent}))
+        self._say(version, sent, {"end": sent})
         self._await_read(version, sent)
+
+    def _say(self, version: int, number: int, what: Mapping[str, Any]) -> None:
+        self.line.store.set(f"{version}/{number}", json.dumps(what))
+        self.said += [f"{version}/{number}", f"{version}/{number}/read"]
 
     def _await_read(self, version: int, number: int) -> None:
         if number >= 0:
@@ -157,7 +175,9 @@ class Transfer:
     receivers: int
     timeout_s: float
     device: str = "cpu"  # of the engine, whose process sets it
-    size: int = 0  # bytes that came
+    tensors: int = 0  # that came
+    size: int = 0  # bytes of them
+    over: bool = False  # looked at to the end
 
     @property
     def link(self) -> "Link":
@@ -170,6 +190,8 @@ class Transfer:
             yield
         except BaseException as error:
             for offer in self.offers:
+                if self.how == "ipc" and offer.host != host():
+                    continue
                 with contextlib.suppress(Exception):
                     Line(offer.address, offer.port, 5).tell(self.version, error)
             raise
@@ -187,11 +209,19 @@ class Transfer:
                 if name in seen or name not in self.names:
                     raise SyncError(f"weight sync {self.version} refused: {name} {'arrived twice' if name in seen else 'was not announced'}")
                 seen.add(name)
+                self.tensors += 1
             yield bucket
             number += 1
         if missing := sorted(self.names - seen):
             raise SyncError(f"weight sync {self.version} refused: {len(missing)} tensors did not arrive: {missing[:5]}")
         line.store.add(f"{self.version}/{number}/read", 1)
+        self.over = True
+
+    def receipt(self) -> Receipt:
+        """What came. Raises SyncError if not all of it was looked at."""
+        if not self.over:
+            raise SyncError(f"weight sync {self.version}: the engine stopped reading after {self.tensors} of {len(self.names)} tensors")
+        return Receipt(self.version, self.tensors, self.size)
 
     def _said(self, number: int) -> dict[str, Any]:
         line, key = self.link.line, f"{self.version}/{number}"
@@ -220,22 +250,23 @@ class Link:
     """An engine's side, for as long as the run: the store, and the buffers or the group."""
 
     def __init__(self, how: str, offers: tuple[Offer, ...], receivers: int, timeout_s: float, device: torch.device) -> None:
-        first = Line(offers[0].address, offers[0].port, timeout_s)
-        number = first.store.add("engines", 1) - 1
         self.device, self.group = device, None
         if how == "nccl":
-            self.line = first
+            self.line = Line(offers[0].address, offers[0].port, timeout_s)
             self.buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-            self.group = _group(first, 1 + number, 1 + receivers, device)
+            self.group = _group(self.line, self.line.store.add("engines", 1), 1 + receivers, device)
             return
-        mine = [offer for offer in offers if offer.device == name_of(device)]
-        if device.type == "cuda" and len(mine) != 1:
+        mine = [offer for offer in offers if (offer.host, offer.device) == (host(), name_of(device))]
+        if not mine or (device.type == "cuda" and len(mine) > 1):
             raise SyncError(
-                f"rollout.transport: ipc: {len(mine)} ranks of the policy are on this engine's GPU {name_of(device)}, not one; give nccl or object_store"
+                f"rollout.transport: ipc: {len(mine)} ranks of the policy are on this engine's {device.type} {name_of(device)} of {host()}, not one; "
+                "give nccl, path or object_store"
             )
-        offer = mine[0] if device.type == "cuda" else mine[number % len(mine)]
-        self.line = first if offer == offers[0] else Line(offer.address, offer.port, timeout_s)
-        self.buffers = [_seen(lent, device) for lent in offer.lent]
+        self.line = Line(mine[0].address, mine[0].port, timeout_s)
+        if len(mine) > 1 and (number := (self.line.store.add("engines", 1) - 1) % len(mine)):
+            mine = mine[number:]
+            self.line = Line(mine[0].address, mine[0].port, timeout_s)
+        self.buffers = [_seen(lent, device) for lent in mine[0].lent]
 
     def receive(self, version: int, which: int, n: int) -> Tensor:
         buffer = self.buffers[which][:n]
@@ -251,6 +282,12 @@ def _link(how: str, offers: tuple[Offer, ...], receivers: int, timeout_s: float,
 
 def name_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
+@functools.cache
+def host() -> str:
+    """This machine, as far as processes see each other's files: a container is one of its own."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _shared(device: torch.device) -> tuple[Tensor, Any]:
@@ -284,7 +321,10 @@ def _group(line: Line, rank: int, size: int, device: torch.device) -> Any:
         how._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, how)
     how = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    how._devices = [dist.ProcessGroupGloo.create_device(hostname=line.store.host)]  # pyright: ignore[reportAttributeAccessIssue]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # nothing is sent: this process's own address on the way to the policy
+        towards.connect((line.store.host, line.store.port))
+        own = towards.getsockname()[0]
+    how._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]  # pyright: ignore[reportAttributeAccessIssue]
     how._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, how)
 

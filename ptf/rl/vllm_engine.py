@@ -12,7 +12,6 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -98,6 +97,7 @@ class VLLMEngine:
         self.vocab = config.vocab_size
         self.expected = _tensor_names(Path(path)) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
         self.unusable: str | None = None
+        self._asleep: set[str] = set()
         self._ids = itertools.count()
         self._queue: deque[tuple[Request, asyncio.Future[Call]]] = deque()
         self._running: dict[str, tuple[Request, asyncio.Future[Call]]] = {}
@@ -162,6 +162,7 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        self._wake("weights", "kv_cache")
         how = SamplingParams(**parameters, ignore_eos=True, detokenize=False, flat_logprobs=True, skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY)
         name = str(next(self._ids))
         self.engine.add_request(name, {"type": "token", "prompt_token_ids": tokens.tolist()}, how, lora_request=self._adapter)
@@ -216,7 +217,7 @@ class VLLMEngine:
         self.unusable = f"weight sync {manifest.version} did not complete"
         try:
             if manifest.adapter is None:
-                receipt = replace(receipt, bytes=self.engine.collective_rpc("ptf_load", args=(buckets,))[0])
+                receipt = self.engine.collective_rpc("ptf_load", args=(buckets,))[0] or receipt
             else:
                 self._adapt(buckets, manifest)
         except Exception as error:
@@ -241,10 +242,16 @@ class VLLMEngine:
         if not on_cpu():
             self._forget_prefixes()
             self.engine.sleep(level=1)  # weights to host memory, the cache is dropped
+            self._asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
-        if not on_cpu() and self.engine.is_sleeping():
-            self.engine.wake_up()
+        """The weights; the cache when it is used first, for until then the policy may be there too, which sends new ones."""
+        self._wake("weights")
+
+    def _wake(self, *what: str) -> None:
+        if waking := [one for one in what if one in self._asleep]:
+            self.engine.wake_up(waking)
+            self._asleep.difference_update(waking)
 
     def _forget_prefixes(self) -> None:
         if not self.engine.reset_prefix_cache():

@@ -5,30 +5,22 @@ the old weights while all else is new: log-probs move, so "did it change?" finds
 vLLM imports this class by name and mixes it into its worker; it needs no import of vllm.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
+from ptf.rl.sync import Receipt
 from ptf.rl.transfer import Transfer
 
 
 class WeightLoader:
-    def ptf_load(self: Any, buckets: Iterable[Iterable[tuple[str, Tensor]]]) -> int:
-        """Load every tensor, named as in a Hugging Face checkpoint. Returns how many bytes they were."""
+    def ptf_load(self: Any, buckets: Iterable[Iterable[tuple[str, Tensor]]]) -> Receipt | None:
+        """Load every tensor, named as in a Hugging Face checkpoint. Of a transfer, returns what came."""
         if isinstance(buckets, Transfer):
             buckets.device = str(self.device)
-        size = 0
-
-        def each() -> Iterator[tuple[str, Tensor]]:
-            nonlocal size
-            for bucket in buckets:
-                for name, tensor in bucket:
-                    size += tensor.nbytes
-                    yield name, tensor
-
-        self.reload_weights(weights_iterator=each())
+        self.reload_weights(weights_iterator=(pair for bucket in buckets for pair in bucket))
         model = self.get_model()
         if self.device.type == "cpu" and model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-        return size
+        return buckets.receipt() if isinstance(buckets, Transfer) else None

@@ -1,6 +1,7 @@
 """Rows that share beginnings: every sample is in one of them, whole or from where it parts, and no row is too long."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.prefixes import pack_shared
-from ptf.data.sample import Atom, Sample, dump_atoms, length, load_atoms
+from ptf.data.sample import Atom, Sample, dump_atoms, length
 from ptf.errors import UserError
 
 WIDTH = 40
@@ -25,11 +26,12 @@ answers = st.builds(answered, st.sampled_from([[1], [1, 2], [1, 2, 3], [4, 5, 6,
 pairs = st.tuples(*[st.builds(answered, st.just([1, 2, 3]), st.lists(st.integers(0, 9), min_size=1, max_size=9))] * 2)
 
 
-def whole(atom: Atom) -> list[tuple]:
-    """Its samples with what each goes on from."""
-    out = []
-    for sample in atom:
-        tokens = np.concatenate([atom[0].tokens[: sample.begins], sample.tokens])
+def whole(row: list[Atom]) -> list[tuple]:
+    """Its samples, each with what it goes on from."""
+    out, last = [], row[0][0]
+    for sample in (sample for atom in row for sample in atom):
+        last = sample if sample.begins == 0 else last
+        tokens = np.concatenate([last.tokens[: sample.begins], sample.tokens])
         streams = {name: np.concatenate([np.zeros(sample.begins, v.dtype), v]) for name, v in sample.streams.items()}
         weights = np.concatenate([np.zeros(sample.begins, np.float32), sample.weights])
         out.append((tuple(tokens), tuple(weights), sample.source, *(tuple(v) for v in streams.values())))
@@ -41,19 +43,20 @@ def whole(atom: Atom) -> list[tuple]:
 def test_every_sample_is_in_one_row_and_is_what_it_was(atoms: list[Atom]) -> None:
     rows = pack_shared(atoms, WIDTH)
     assert all(0 < sum(map(length, row)) <= WIDTH for row in rows)
-    assert Counter(one for row in rows for atom in row for one in whole(atom)) == Counter(one for atom in atoms for one in whole(atom))
+    assert Counter(one for row in rows for one in whole(row)) == Counter(one for atom in atoms for one in whole([atom]))
     assert {tuple(map(id, atom)) for atom in atoms if len(atom) > 1} <= {tuple(map(id, atom)) for row in rows for atom in row}, "pairs stay together"
+    assert sum(map(len, rows)) == len(atoms), "who shares a beginning is still an atom of its own"
     for row in rows:
-        answered = [atom[0] for atom in row if len(atom) == 1 or atom[1].begins]
-        first = [tuple(sample.tokens[: np.flatnonzero(sample.weights)[0]]) for sample in answered if sample.weights.any()]
-        shared = [prompt for prompt in first if len(prompt) > 1]
+        first = [atom[0] for atom in row if len(atom) == 1 and atom[0].begins == 0 and atom[0].weights.any()]
+        prompts = [tuple(sample.tokens[: np.flatnonzero(sample.weights)[0]]) for sample in first]
+        shared = [prompt for prompt in prompts if len(prompt) > 1]
         assert len(shared) == len(set(shared)), "a beginning of two tokens and more is in a row once"
 
 
 def test_the_answers_to_a_prompt_read_it_once_but_for_its_last_token():
     atoms = [(answered(list(range(10)), [n] * 5),) for n in range(4)]
     (row,) = pack_shared(atoms, WIDTH)
-    ((first, *others),) = row
+    first, *others = [sample for (sample,) in row]
     assert (len(first), first.begins) == (15, 0)
     assert [(len(s), s.begins, s.tokens[0]) for s in others] == [(6, 9, 9)] * 3
     batch = Batch.of([row], WIDTH)
@@ -83,6 +86,16 @@ def test_a_sample_that_is_longer_than_a_row_is_refused():
         pack_shared([(answered([1] * 30, [2] * 11),)], WIDTH)
 
 
-def test_where_a_sample_begins_is_kept_with_it():
+def test_what_has_something_in_a_stream_is_not_shared():
+    """A recipe of one's own may train on more than its weights say."""
+    made = [answered([1, 2, 3, 4, 5], [n]) for n in range(3)]
+    felt = np.array([0, 0, 0, 1, 0, 0], np.float32)
+    (row,) = pack_shared([(replace(s, streams={"felt": felt, "pairs": np.zeros((6, 2))}),) for s in made], WIDTH)
+    assert [s.begins for (s,) in row] == [0, 2, 2]
+    assert [s.streams["felt"].sum() for (s,) in row] == [1, 1, 1]
+
+
+def test_what_is_written_down_is_whole():
     (row,) = pack_shared([(answered([1, 2, 3], [n]),) for n in range(3)], WIDTH)
-    assert [[s.begins for s in atom] for atom in load_atoms(dump_atoms(row))] == [[0, 2, 2]]
+    with pytest.raises(AssertionError, match="is whole"):
+        dump_atoms(row)

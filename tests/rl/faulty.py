@@ -6,12 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ptf.data.trajectory import Call
+from ptf.model.layers import MLP
 from ptf.recipes.grpo import GRPO
+from ptf.rl import transfer
 from ptf.rl.native_engine import NativeEngine
 
 HANG_S = 600.0
@@ -74,3 +77,27 @@ class Recipe(GRPO):
             if fault == "garbage":
                 loss = loss * float("nan")
         return loss, metrics
+
+
+class Reading(MLP):
+    """A component whose process, if an engine's, fails at `fault` in the middle of reading weights 3; the policy's, which has it too, at `sending`."""
+
+    def __init__(self, *what: Any, place: str, fault: str, sending: str) -> None:
+        super().__init__(*what)
+        taken, filled, looked = transfer.Transfer._taken, transfer._filled, iter(range(1000))
+
+        def taking(self, *parts):
+            if self.version == 3 and next(looked) == 1 and fault and once(place, "reading"):
+                befall(fault)
+            return taken(self, *parts)
+
+        def filling(tensors):
+            for number, pieces in enumerate(filled(tensors)):
+                if number == 1 and sending and next(looked) == 3 and once(place, "sending"):
+                    befall(sending)
+                yield pieces
+
+        if not getattr(transfer, "faulty", False):  # once a process
+            transfer.faulty = True
+            transfer.BUFFER_BYTES = 32 << 10  # so that there is a middle
+            transfer.Transfer._taken, transfer._filled = taking, filling

@@ -51,3 +51,28 @@ def test_faults_of_a_trainer_change_nothing(job, tmp_path, ray_cluster, capfd):
     assert said.count("started again from step") == len(FAULTS)
     for fault, words in {**SAID, "garbage": "gradient norm nan"}.items():
         assert words in said, fault
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("fault", "sending"), [("SIGKILL", ""), ("raise", ""), ("", "SIGKILL"), ("", "raise")])
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_weights_whose_way_is_cut_are_sent_again(job, tmp_path, ray_cluster, capfd, transport, fault, sending):
+    """All roles go on from the checkpoint, long before the deadline, and whoever failed is named."""
+    job["train"]["steps"] = 4
+    plug = {"use": "tests.rl.faulty:Reading", "args": {"place": str(tmp_path), "fault": "", "sending": ""}}
+    job["model"] = {**job["model"], "replace": {"layers.0.mlp": plug}}
+    want = left(train(job, "whole"))
+    plug["args"] |= {"fault": fault, "sending": sending}
+    faulty = on_ray(job, 300.0)
+    faulty["rollout"] = {**job["rollout"], "transport": transport}
+    if transport == "nccl":
+        faulty["compute"]["pools"] = {"training": {"roles": ["policy"]}, "generating": {"roles": ["rollout"]}}
+    made = left(train(faulty, "faulty"))
+    assert len(list(tmp_path.glob("*ing"))) == 1
+    assert made["samples"] == want["samples"]
+    assert made["weights"] == want["weights"]
+    said = capfd.readouterr().out
+    assert said.count("started again from step 2 ") == 1
+    assert ("died while doing" if "SIGKILL" in (fault, sending) else "out of order") in said
+    assert f"{'rollout' if fault else 'policy'} rank 0" in said.split("started again")[0]
+    assert "after 300 s" not in said, "nobody waited for the deadline"

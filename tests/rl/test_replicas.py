@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptf.compute.world import World
-from ptf.errors import Retryable, UserError
+from ptf.errors import Lost, Retryable, UserError
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, everywhere, lasting, once, sharded
 from ptf.rl.replicas import by_cost
 from ptf.rl.verl_cluster import VerlCluster
@@ -128,7 +128,7 @@ def test_one_that_is_lost_is_replaced_and_asked_for_the_rest_alone(group, tmp_pa
 def test_one_that_was_told_what_cannot_be_said_again_has_no_successor(group, tmp_path):
     assert group.call("receive", 8) == 8
     before = [gang.members[0].pid for gang in group.gangs]
-    with pytest.raises(Retryable, match=r"workers replica \d failed at squares, and the weights that it was sent .* cannot be sent again"):
+    with pytest.raises(Lost, match=r"workers replica \d failed at squares, and the weights that it was sent .* cannot be sent again"):
         group.call("squares", ITEMS, "raise")
     assert [gang.members[0].pid for gang in group.gangs] == before
 

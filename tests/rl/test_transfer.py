@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,12 @@ def test_several_engines_are_all_waited_for():
     assert all(torch.equal(found[name], t) for found in founds for name, t in given)
 
 
-@pytest.mark.parametrize("change", ["a bit", "two words change places", "the last byte"])
+@pytest.mark.parametrize("change", ["a bit", "two words change places", "two words that differ in a sign change places", "the last byte"])
 def test_a_checksum_sees(change):
     data = torch.randint(0, 256, (128,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    if "sign" in change:
+        data[64:72] = data[:8]
+        data[71] ^= 128
     other = data.clone()
     if change == "a bit":
         other[17] ^= 64
@@ -203,8 +207,52 @@ def test_memory_is_seen_by_another_process_and_is_gone_with_it(monkeypatch):
         transfer._seen(path, CPU)
 
 
-def test_listening_is_on_the_given_address_alone():
-    sender = Sender("ipc", CPU, 1, 5)
+def test_what_was_said_is_forgotten_when_it_was_read():
+    sender, given = Sender("ipc", CPU, 1, 20), tensors((40,), (7, 5), (3,))
+    keys = []
+    with ThreadPoolExecutor(1) as beside:
+        for version in range(4):
+            sending = beside.submit(sender.send, version, given)
+            engine(lent(sender, ["t0", "t1", "t2"], "ipc", version))
+            sending.result()
+            keys.append(sender.line.store.num_keys())
+    assert keys[1:] == keys[:1] * 3
+
+
+def stops_early(sent: Transfer) -> None:
+    with sent.telling():
+        next(iter(sent))
+        sent.receipt()
+
+
+def test_an_engine_that_stops_reading_has_no_receipt():
+    sender, given = Sender("ipc", CPU, 1, 2), tensors((40,), (7, 5), (3,))
+    sent = lent(sender, ["t0", "t1", "t2"], "ipc")
+    with ThreadPoolExecutor(1) as beside:
+        sending = beside.submit(sender.send, 0, given)
+        with pytest.raises(SyncError, match="the engine stopped reading after 0 of 3 tensors"):
+            stops_early(sent)
+        with pytest.raises(SyncError, match="the other side failed: SyncError: weight sync 0: the engine stopped reading"):
+            sending.result()
+
+
+def test_an_engine_takes_what_is_on_its_own_machine():
+    """Whatever is offered elsewhere, and first."""
+    sender, given = Sender("ipc", CPU, 1, 20), tensors((9,))
+    elsewhere = replace(sender.offer, host="another", port=1)
+    sent = Transfer("ipc", 0, frozenset(["t0"]), (elsewhere, sender.offer), 1, 20)
+    with ThreadPoolExecutor(1) as beside:
+        sending = beside.submit(sender.send, 0, given)
+        assert torch.equal(engine(sent)["t0"], given[0][1])
+        sending.result()
+    with pytest.raises(SyncError, match="0 ranks of the policy are on this engine's cpu"):
+        engine(Transfer("ipc", 1, frozenset(["t0"]), (elsewhere,), 1, 20))
+
+
+@pytest.mark.parametrize("how", ["ipc", "nccl"])
+def test_listening_is_on_the_given_address_alone(how, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    sender = Sender(how, CPU, 1, 5)
     listening = [line.split()[1] for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines() if line.split()[3] == "0A"]
     assert [address for address in listening if int(address.split(":")[1], 16) == sender.offer.port] == [f"0100007F:{sender.offer.port:04X}"]
 
