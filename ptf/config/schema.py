@@ -366,9 +366,9 @@ class RolloutConfig(Section):
     lora: Literal["merged", "adapter"] = "merged"
     """How a policy with `model.lora` is sent: as a whole model, or its adapter alone, which the engine keeps beside the base model."""
     transport: Literal["object_store", "path", "ipc", "nccl"] = free("object_store")
-    """How new weights reach the engines: through host memory; or bucket by bucket, so that no process holds a whole model for it, through files in the
-    run's directory, which engines on other machines must see (`path`), through memory of the device that policy and engine share (`ipc`), or from
-    device to device (`nccl`)."""
+    """How new weights reach the engines: through host memory; or bucket by bucket, so that neither policy nor vLLM holds another whole model for it (the
+    native engine does), through files in the run's directory, which engines on other machines must see (`path`), through memory of the device that
+    policy and engine share (`ipc`), or from device to device (`nccl`)."""
     max_logprob_diff: PositiveFloat | None = None
     """Largest difference between the engine's and the trainer's log-prob of a sampled token before the run stops; default 1e-3 in fp32, 0.2 in bf16."""
     max_no_result: Fraction = 0.1
