@@ -45,6 +45,7 @@ def left(made: Path) -> dict[str, object]:
     return {"metrics": rows, "samples": (made / "samples.jsonl").read_text(), "weights": (made / "model" / "model.safetensors").read_bytes()}
 
 
+@pytest.mark.cluster
 def test_colocated_and_disaggregated_pools_train_the_same_weights(ppo, capsys):
     ppo["train"] |= {"steps": 2}
     want = left(train(ppo, "default"))

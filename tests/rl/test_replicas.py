@@ -109,7 +109,7 @@ def group(ray_cluster, tmp_path):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("fault", ["SIGKILL", "raise"])
+@pytest.mark.parametrize("fault", ["SIGKILL", pytest.param("raise", marks=pytest.mark.cluster)])
 def test_one_that_is_lost_is_replaced_and_asked_for_the_rest_alone(group, tmp_path, capsys, fault):
     before = [gang.members[0].pid for gang in group.gangs]
     assert group.call("squares", ITEMS, fault) == [(i * i, 7) for i in ITEMS]
