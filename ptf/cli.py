@@ -236,6 +236,25 @@ def check_engine(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def publish(options: argparse.Namespace) -> int:
+    from ptf import published
+
+    root = options.where
+    if root.endswith((".yaml", ".yml")):
+        job = load(root)
+        root = job.publish.to or f"{job.output}/published"
+    if options.rollback is not None:
+        found = published.roll_back(root, options.rollback or None)
+        print(f"{root}: {found.version} is what is published now")
+        return 0
+    now = published.pointer(root)
+    for version in published.versions(root):
+        print(f"{'→' if now and version == now.version else ' '} {version}")
+    if now is None:
+        raise UserError(f"nothing is published in {root}")
+    return 0
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
@@ -280,6 +299,12 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument of it; may be repeated")
     one.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
     one.set_defaults(run=check_engine)
+    one = commands.add_parser("publish", help="the versions that a job's flow has published, and back to an earlier one")
+    one.add_argument("where", metavar="CONFIG_OR_PLACE", help="a job's YAML, or the directory or URI of versions (publish.to)")
+    what = one.add_mutually_exclusive_group(required=True)
+    what.add_argument("--list", action="store_true", help="all versions, with an arrow before the one that counts")
+    what.add_argument("--rollback", nargs="?", const="", metavar="VERSION", help="let the one before count again, or this one")
+    one.set_defaults(run=publish)
     return parser
 
 

@@ -1,7 +1,6 @@
 """Running a job: the hybrid of SPMD and single controller in one `if`. Also `python -m ptf.run CONFIG` under torchrun."""
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf import recipes, storage
+from ptf import published, recipes, storage
 from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve
@@ -48,8 +47,8 @@ def published_models(job: Job) -> dict[str, str]:
         if path.startswith("job:"):
             other = load(path.removeprefix("job:"))
             place = other.publish.to or f"{other.output}/published"
-        if not path.startswith("prepare:") and storage.exists(f"{place}/latest.json"):
-            found[path] = f"{place}/{json.loads(storage.read_text(f'{place}/latest.json'))['version']}"
+        if not path.startswith("prepare:") and (version := published.latest(place)):
+            found[path] = version
     return found
 
 

@@ -6,6 +6,7 @@ to the byte. Nothing is written in place: a reader sees the old file or the new 
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -121,6 +122,10 @@ class _Remote(io.RawIOBase):
 
 
 def read_text(uri: str) -> str:
+    """A whole file as it was at one instant. Raises Missing."""
+    files, path = _open(uri)
+    if not _local(files):
+        return _asked(files, uri, lambda: files.cat_file(path)).decode()  # one GET: between a size and a range of bytes another file may have come
     with open_read(uri) as stream:
         return stream.read().decode()
 
@@ -133,6 +138,35 @@ def write_text(uri: str, text: str) -> None:
             part.write_bytes(text.encode())
     else:
         _asked(files, uri, lambda: files.pipe_file(path, text.encode()))  # one PUT
+
+
+def swap_text(uri: str, text: str, expected: str | None) -> bool:
+    """As `write_text`, if the file still holds `expected` (None: if there is none); False where another was first. A local file is locked meanwhile, S3
+    is given the condition; other stores have none, and are looked at right before."""
+    files, path = _open(uri)
+    if _local(files):
+        with _locked(Path(path)):
+            same = (read_text(uri) if exists(uri) else None) == expected
+            if same:
+                write_text(uri, text)
+        return same
+    condition: dict[str, str] = {"mode": "create"}
+    if expected is not None:
+        state = _asked(files, uri, lambda: files.info(path))
+        if read_text(uri) != expected:
+            return False
+        condition = {"IfMatch": state["ETag"]} if "ETag" in state else {}
+    elif exists(uri):
+        return False
+    if "s3" not in files.protocol:
+        condition = {}
+    try:
+        _asked(files, uri, lambda: files.pipe_file(path, text.encode(), **condition))
+    except OSError as error:
+        if "pre-condition" not in str(error):
+            raise
+        return False
+    return True
 
 
 class Hashing:
@@ -363,6 +397,18 @@ def _replacing(target: Path) -> Iterator[Path]:
         _flush(target.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """One process at a time; the lock goes with whoever holds it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _flush(directory: Path) -> None:

@@ -4,26 +4,27 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ptf.config import Job, dump, fingerprint
 from ptf.config.schema import LOGPROB_BOUND
-from ptf.errors import UserError
+from ptf.errors import Retryable, UserError
 from steps.artifact import Artifact
+
+ATTEMPTS = 10
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
     """The version is named by the lineage, so publishing again changes nothing. Raises UserError, before anything is written, if the
     exported model does not give the trained model's log-probs in transformers, its tokenizer gives other ids, or the evaluation regressed."""
-    from ptf import storage
+    from ptf import published, storage
     from ptf.compute.provenance import FILE
-    from ptf.eval import refuse_regression
 
     assert artifact.run is not None
     assert artifact.model is not None
     resolved = artifact.resolve(job)
     root = job.publish.to or f"{job.output}/published"
-    if job.publish.metric:
-        refuse_regression(artifact.metrics, _published_metrics(root), job.publish.metric, job.publish.max_drop, job.publish.mode)
+    _refuse_worse(job, artifact, published.manifest(root))
     difference = gate(resolved, Path(artifact.run), Path(artifact.model))
     staged = Path(artifact.run) / "publish"
     shutil.rmtree(staged, ignore_errors=True)
@@ -35,8 +36,14 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     }  # fmt: skip
     storage.commit(str(staged), manifest)
     storage.upload(staged, f"{root}/{artifact.lineage}")
-    storage.write_text(f"{root}/latest.json", json.dumps({"version": artifact.lineage}))
     shutil.rmtree(staged)
+    for _ in range(ATTEMPTS):
+        seen = published.pointer(root)
+        _refuse_worse(job, artifact, published.manifest(root))  # than what is there now: others may publish meanwhile
+        if published.point(root, artifact.lineage, seen):
+            break
+    else:
+        raise Retryable(f"{root}/{artifact.lineage} is there whole, but others publish there all the time: its pointer could not be moved")
     print(f"published {root}/{artifact.lineage} (log-probs in transformers within {difference:.1e} of the trained model's)", flush=True)
     return artifact.but(published=f"{root}/{artifact.lineage}")
 
@@ -72,13 +79,12 @@ def gate(job: Job, run: Path, model: Path) -> float:
     return difference
 
 
-def _published_metrics(root: str) -> Mapping[str, float]:
-    from ptf import storage
+def _refuse_worse(job: Job, artifact: Artifact, published: Mapping[str, Any] | None) -> None:
+    from ptf.eval import refuse_regression
 
-    if not storage.exists(f"{root}/latest.json"):
-        return {}
-    version = json.loads(storage.read_text(f"{root}/latest.json"))["version"]
-    return json.loads(storage.read_text(f"{root}/{version}/manifest.json"))["metrics"]
+    if job.publish.metric:
+        before = published["metrics"] if published else {}
+        refuse_regression(artifact.metrics, before, job.publish.metric, job.publish.max_drop, job.publish.mode)
 
 
 def card(job: Job, artifact: Artifact) -> str:

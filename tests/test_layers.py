@@ -20,18 +20,19 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "errors": set(),
     "config": BASE,
     "storage": BASE,
+    "published": BASE | {"storage"},
     "data": BASE | {"config", "storage"},
-    "model": BASE | {"config", "storage"},
+    "model": BASE | {"config", "storage", "published"},
     "compute": BASE | {"config", "storage"},
     "tasks": BASE | {"config", "data", "rl"},  # demo plugs: found by name, imported by nobody
     "recipes": DATA,
     "train": TRAIN,
     "rl": TRAIN | {"train"},
     "eval": TRAIN | {"train", "rl"},
-    "run": TRAIN | {"train", "rl", "eval"},
+    "run": TRAIN | {"train", "rl", "eval", "published"},
     "rehearse": TRAIN | {"train", "run"},
     "doctor": set(),
-    "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor"},
+    "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor", "published"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors"}
 FLOWS = {"config", "errors"}

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ptf import storage
+from ptf import published, storage
 from ptf.errors import UserError
 from ptf.model import hub
 from ptf.model.components import OWN, constructed, file_of, fill_buffers, own_files, own_tensors, refuse_unmatched, standard
@@ -42,8 +42,7 @@ SHARD_BYTES = 4 << 30
 def locate(path: str, revision: str | None = None, cache: str | None = None) -> Path:
     """The local directory of a model: a directory (of versions: the one its pointer names), a URI (copied into `cache`), or a
     Hugging Face id, through its cache. Raises UserError if there is none or it has no config.json."""
-    if storage.exists(f"{path}/latest.json"):
-        path = f"{path}/{json.loads(storage.read_text(f'{path}/latest.json'))['version']}"
+    path = published.latest(path) or path
     if "://" in path:
         local = Path(storage.localize(path, cache or os.path.join("runs", "models"), without=hub.COPIES))
     elif os.path.isdir(path):

@@ -1,0 +1,109 @@
+"""Versions of a model below one directory or URI, and the pointer to the one that counts, `latest.json`.
+
+The one idea: a version is never changed and never removed here; publishing and rolling back only move the pointer, from what was seen to what is
+wanted: where somebody else has moved it meanwhile, nothing happens, and whoever asked looks again.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ptf import storage
+from ptf.errors import UserError
+from ptf.storage import Corrupt
+
+POINTER = "latest.json"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    version: str
+    before: tuple[str, ...] = ()  # what it has named, oldest first: where a rollback goes
+
+
+def pointer(root: str) -> Pointer | None:
+    """None where nothing was published. Raises Corrupt for one that cannot be read."""
+    text = _text(root)
+    return None if text is None else _read(root, text)
+
+
+def latest(root: str) -> str | None:
+    """The directory or URI of the version that counts."""
+    found = pointer(root)
+    return found and f"{root}/{found.version}"
+
+
+def manifest(root: str) -> dict[str, Any] | None:
+    """Of the version that counts. Raises Corrupt if it is not there whole."""
+    if (found := pointer(root)) is None:
+        return None
+    try:
+        return storage.manifest_of(f"{root}/{found.version}")
+    except storage.Missing:
+        raise Corrupt(f"{root}/{POINTER} names {found.version}, which is not there; ptf publish {root} --list says what is") from None
+
+
+def point(root: str, version: str, seen: Pointer | None) -> bool:
+    """Let the pointer name `version`, if it still says what was `seen`; whether it now does."""
+    now = _text(root)
+    if (None if now is None else _read(root, now)) != seen:
+        return False
+    if seen and seen.version == version:
+        return True
+    return _move(root, Pointer(version, (*seen.before, seen.version) if seen else ()), now)
+
+
+def versions(root: str) -> list[str]:
+    """The finished ones, by name. Raises Missing if there is no such place."""
+    base = root.rstrip("/")
+    files = (name.removesuffix(f"/{storage.MANIFEST}").rsplit("/", 1) for name in storage.listing(base) if name.endswith(f"/{storage.MANIFEST}"))
+    return sorted(version for above, version in files if above.rsplit("/", 1)[-1] == base.rsplit("/", 1)[-1])
+
+
+def roll_back(root: str, to: str | None = None) -> Pointer:
+    """Let the pointer name an earlier version, by default the one before, after reading all of its files. Raises UserError if there is none, Corrupt if it is
+    not what was published."""
+    now = _text(root)
+    if now is None:
+        raise UserError(f"nothing is published in {root}")
+    try:
+        seen = _read(root, now)
+    except Corrupt:
+        if to is None:
+            raise
+        seen = Pointer(to)  # written anew
+    if to is None and not seen.before:
+        raise UserError(f"{root}: {seen.version} is the only version that was published there; there is nothing to go back to")
+    to = to or seen.before[-1]
+    try:
+        storage.verify(f"{root}/{to}")
+    except storage.Missing:
+        raise UserError(f"{root} has no version {to}; it has {', '.join(versions(root))}") from None
+    before = seen.before[: seen.before.index(to)] if to in seen.before else (*seen.before, seen.version)
+    wanted = seen if to == seen.version else Pointer(to, before)
+    if not _move(root, wanted, now):
+        raise UserError(f"{root}: somebody else has just published or rolled back; look at it (ptf publish {root} --list) and try again")
+    return wanted
+
+
+def _move(root: str, wanted: Pointer, now: str | None) -> bool:
+    text = json.dumps({"version": wanted.version, "before": list(wanted.before)})
+    return storage.swap_text(f"{root}/{POINTER}", text, now) or pointer(root) == wanted  # the store's answer to our own write may have been lost
+
+
+def _text(root: str) -> str | None:
+    try:
+        return storage.read_text(f"{root}/{POINTER}")
+    except storage.Missing:
+        return None
+
+
+def _read(root: str, text: str) -> Pointer:
+    try:
+        said = json.loads(text)
+        version, before = said["version"], tuple(said.get("before", ()))
+        if not all(isinstance(name, str) and name and "/" not in name for name in (version, *before)):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Corrupt(f'{root}/{POINTER} is not a pointer ({{"version": …}}); ptf publish {root} --rollback VERSION writes it anew') from None
+    return Pointer(version, before)

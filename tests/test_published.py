@@ -1,0 +1,170 @@
+"""Versions and their pointer: whatever is published and rolled back at the same time, the pointer names a whole version, and nothing is lost of where it
+was."""
+
+import json
+import multiprocessing
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ptf import cli, published, storage
+from ptf.errors import UserError
+from ptf.published import Pointer, latest, point, pointer, roll_back, versions
+from ptf.storage import Corrupt
+from tests.data.test_s3 import Server, server  # noqa: F401
+
+
+def version(root: str, name: str, tmp_path: Path) -> str:
+    made = tmp_path / "staged" / name
+    made.mkdir(parents=True)
+    (made / "model.bin").write_text(name)
+    storage.commit(made, {"version": name, "metrics": {"accuracy": 0.5}})
+    storage.upload(made, f"{root}/{name}")
+    return name
+
+
+@pytest.fixture(params=["local", "s3"])
+def root(request, tmp_path) -> str:
+    if request.param == "local":
+        return str(tmp_path / "published")
+    return f"s3://{request.getfixturevalue('server').bucket}/published"
+
+
+def test_the_pointer_moves_from_what_was_seen(root, tmp_path):
+    assert pointer(root) is None
+    assert latest(root) is None
+    a, b, c = (version(root, name, tmp_path) for name in "abc")
+    assert point(root, a, None)
+    assert not point(root, b, None), "something was published meanwhile"
+    assert latest(root) == f"{root}/a"
+    first = pointer(root)
+    assert point(root, b, first)
+    assert not point(root, c, first)
+    assert point(root, c, pointer(root))
+    assert pointer(root) == Pointer("c", ("a", "b"))
+    assert point(root, c, pointer(root)), "again changes nothing"
+    assert pointer(root) == Pointer("c", ("a", "b"))
+    assert versions(root) == ["a", "b", "c"]
+
+
+def test_back_to_the_version_before_or_to_any(root, tmp_path):
+    with pytest.raises(UserError, match="nothing is published in"):
+        roll_back(root)
+    for name in "abc":
+        point(root, version(root, name, tmp_path), pointer(root))
+    assert roll_back(root) == pointer(root) == Pointer("b", ("a",))
+    assert roll_back(root) == Pointer("a")
+    with pytest.raises(UserError, match="a is the only version that was published there"):
+        roll_back(root)
+    assert roll_back(root, "c") == Pointer("c", ("a",)), "and forward again"
+    with pytest.raises(UserError, match="has no version d; it has a, b, c"):
+        roll_back(root, "d")
+    assert roll_back(root, "c") == pointer(root) == Pointer("c", ("a",))
+
+
+def test_what_is_not_whole_is_not_gone_back_to(tmp_path):
+    root = str(tmp_path / "published")
+    for name in "ab":
+        point(root, version(root, name, tmp_path), pointer(root))
+    (Path(root) / "a" / "model.bin").write_text("z")
+    with pytest.raises(Corrupt, match=r"a/model.bin has changed"):
+        roll_back(root)
+    assert pointer(root) == Pointer("b", ("a",))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"a"', "{}", '{"version": 3}', '{"version": ""}', '{"version": "../a"}', '{"version": "a", "before": 3}'])
+def test_a_pointer_that_cannot_be_read_is_named(tmp_path, text):
+    root = str(tmp_path / "published")
+    version(root, "a", tmp_path)
+    (Path(root) / "latest.json").write_text(text)
+    for ask in (pointer, latest, roll_back):
+        with pytest.raises(Corrupt, match=r"latest.json is not a pointer"):
+            ask(root)
+    assert roll_back(root, "a") == pointer(root) == Pointer("a"), "which writes it anew"
+
+
+def test_a_pointer_to_nothing_is_named(tmp_path):
+    root = str(tmp_path / "published")
+    version(root, "a", tmp_path)
+    (Path(root) / "latest.json").write_text('{"version": "gone"}')
+    with pytest.raises(Corrupt, match=r"latest.json names gone, which is not there"):
+        published.manifest(root)
+    assert roll_back(root, "a").version == "a", "which mends it"
+
+
+def publish_all(root: str, names: list[str]) -> list[str]:
+    """As the publish step does, until each has been the pointer's."""
+    won = []
+    for name in names:
+        while not point(root, name, pointer(root)):
+            pass
+        won.append(name)
+    return won
+
+
+def test_of_all_that_publish_at_once_none_is_lost(root, tmp_path):
+    names = [[version(root, f"{who}{i}", tmp_path) for i in range(4)] for who in "abc"]
+    if root.startswith("s3"):
+        with ThreadPoolExecutor(3) as several:
+            list(several.map(publish_all, [root] * 3, names))
+    else:
+        with multiprocessing.get_context("spawn").Pool(3) as several:
+            several.starmap(publish_all, [(root, each) for each in names])
+    found = pointer(root)
+    assert found is not None
+    assert sorted([*found.before, found.version]) == sorted(name for each in names for name in each), "each was seen by the one after it"
+    for each in names:
+        at = [[*found.before, found.version].index(name) for name in each]
+        assert at == sorted(at)
+
+
+MOVES = "import sys; from tests.test_published import publish_all\nprint(flush=True)\nwhile True: publish_all(sys.argv[1], ['a', 'b'])"
+
+
+def test_a_kill_at_any_instant_leaves_a_pointer_and_no_lock(tmp_path):
+    root = str(tmp_path / "published")
+    for name in "ab":
+        point(root, version(root, name, tmp_path), pointer(root))
+    for i in range(6):
+        moving = subprocess.Popen([sys.executable, "-c", MOVES, root], stdout=subprocess.PIPE)
+        assert moving.stdout
+        moving.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            moving.wait(random.Random(i).uniform(0.02, 0.3))
+        moving.kill()
+        moving.wait(30)
+        found = pointer(root)
+        assert found is not None
+        assert found.version in ("a", "b")
+    assert point(root, "a", Pointer("b", found.before)) or point(root, "b", Pointer("a", found.before)), "the lock went with its holder"
+
+
+def test_the_command_lists_and_goes_back(tmp_path, capsys):
+    root = str(tmp_path / "out" / "published")
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        json.dumps(
+            {
+                "recipe": "sft",
+                "output": str(tmp_path / "out"),
+                "model": {"path": "m"},
+                "data": {"sources": {"a": {"path": "a"}}},
+                "train": {"steps": 1, "lr": 1e-3},
+            }
+        )
+    )
+    assert cli.main(["publish", root, "--list"]) == 2
+    for name in "ab":
+        point(root, version(root, name, tmp_path), pointer(root))
+    capsys.readouterr()
+    assert cli.main(["publish", str(job), "--list"]) == 0
+    assert capsys.readouterr().out == "  a\n→ b\n"
+    assert cli.main(["publish", str(job), "--rollback"]) == 0
+    assert capsys.readouterr().out == f"{root}: a is what is published now\n"
+    assert cli.main(["publish", root, "--rollback", "b"]) == 0
+    assert cli.main(["publish", root, "--rollback", "x"]) == 2
+    assert "has no version x; it has a, b" in capsys.readouterr().err
