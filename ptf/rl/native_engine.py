@@ -18,7 +18,7 @@ from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Call
 from ptf.model import bridge
-from ptf.model.attention import Attend, Attention, backend, sdpa
+from ptf.model.attention import Attend, Attention, backend, has_tiles, sdpa
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.head import Head
@@ -48,8 +48,8 @@ class Cache:
         row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
 
         def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.k[of.layer, row, :, at] = k.flatten(0, 1)[real]
-            self.v[of.layer, row, :, at] = v.flatten(0, 1)[real]
+            self.k[of.layer, row, :, at] = k.flatten(0, 1)[real].to(self.k.dtype)
+            self.v[of.layer, row, :, at] = v.flatten(0, 1)[real].to(self.v.dtype)
             return inside(of, q, k, v)
 
         return attend
@@ -62,8 +62,8 @@ class Cache:
         before = (at <= positions)[:, None, None]  # [n, 1, 1, longest]
 
         def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.k[of.layer, rows, :, positions[:, 0]] = k[:, 0]
-            self.v[of.layer, rows, :, positions[:, 0]] = v[:, 0]
+            self.k[of.layer, rows, :, positions[:, 0]] = k[:, 0].to(self.k.dtype)
+            self.v[of.layer, rows, :, positions[:, 0]] = v[:, 0].to(self.v.dtype)
             keys, values = self.k[of.layer, :, :, :longest], self.v[of.layer, :, :, :longest]
             seen = before if of.window is None else before & (positions - at < of.window)[:, None, None]
             return sdpa(of, q.transpose(1, 2), keys, values, seen).transpose(1, 2)
@@ -108,7 +108,8 @@ class NativeEngine:
         contexts = {r.context.tobytes(): r.context for r in requests}
         place = {key: i for i, key in enumerate(contexts)}
         longest = max(len(r.context) + r.sampling.max_new_tokens for r in requests)
-        cache = Cache(self.model, len(contexts), longest, self.device, self.dtype)
+        wide = self.dtype == torch.bfloat16 and self.device.type == "cpu" and not has_tiles()  # attention is computed in fp32 there (sdpa)
+        cache = Cache(self.model, len(contexts), longest, self.device, torch.float32 if wide else self.dtype)
         logits = self._prefill(list(contexts.values()), cache)  # [contexts, V]
         which = torch.tensor([place[r.context.tobytes()] for r in requests], device=self.device)
         cache.keep(which)
