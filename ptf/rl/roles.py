@@ -295,8 +295,9 @@ class Sampler:
             return await asyncio.wait_for(anext(playing, None), max(0.0, until - time.monotonic()))
 
         with asyncio.Runner() as runner:
+            run = runner.get_loop().run_until_complete  # Runner.run asks twice for Python's handler of SIGINT, which writes out, in words, what was returned
             try:
-                while (ended := runner.run(following())) is not None:
+                while (ended := run(following())) is not None:
                     yield ended
             except TimeoutError:
                 left, processes = sum(not e.over for e in episodes), f" in {len(self.environments.homes)} processes" if self.environments else ""
@@ -304,8 +305,7 @@ class Sampler:
                     f"{left} of {len(episodes)} episodes{processes} were not over after {self.timeout_s:g} s (compute.timeout_s): "
                     f"{'rollout.processes may be too few, or ' if self.environments else ''}there are too many or too long answers for one step"
                 ) from None
-            finally:
-                runner.run(playing.aclose())
+        # leaving the Runner cancels what is under way, and closes `playing`
 
     @everywhere
     def asked_again(self) -> int:

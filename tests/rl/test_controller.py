@@ -14,6 +14,7 @@ from ptf.errors import UserError
 from ptf.recipes.grpo import GRPO
 from ptf.rl.cluster import LocalGroup
 from ptf.rl.controller import differs
+from ptf.rl.native_engine import NativeEngine
 from ptf.rl.roles import Sampler
 from ptf.rl.sync import SyncError
 from ptf.run import run
@@ -208,6 +209,16 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert all(r["turns"] == 2 and r["logprob_diff"] <= 1e-5 and r["no_result"] == 0 for r in rows)
     assert "reward/test" in rows[-1]
+
+
+def test_an_interrupt_while_it_generates_is_that_and_nothing_else(raw, monkeypatch):
+    def interrupted(self, requests):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NativeEngine, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train(raw)
+    assert stopped.value.__context__ is None
 
 
 def test_rewards_are_told_by_source(raw, tmp_path):
