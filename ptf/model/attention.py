@@ -120,11 +120,11 @@ class PerDocument:
         flat = [t.flatten(0, 1) for t in (q, k, v)]  # [B·T, heads, D]
         parts = []
         for index, keep in self.groups:
-            a, b, c = (t[index.reshape(-1)].unflatten(0, index.shape).transpose(1, 2) for t in flat)  # [n, heads, width, D]
+            a, b, c = (t.index_select(0, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2) for t in flat)  # [n, heads, width, D]
             out = sdpa(of, a, b, c, band(index.shape[1], of.window)).transpose(1, 2).flatten(0, 1)
-            parts.append(out if keep is None else out[keep])
+            parts.append(out if keep is None else out.index_select(0, keep))
         parts.append(flat[0].new_zeros(1, *flat[0].shape[1:]))
-        return torch.cat(parts)[self.back].view_as(q)
+        return torch.cat(parts).index_select(0, self.back).view_as(q)  # indexing with brackets takes three times as long there and back
 
 
 @functools.lru_cache(maxsize=64)
