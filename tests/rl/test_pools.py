@@ -80,7 +80,7 @@ APART = {"a": {"roles": ["policy", "reference"]}, "b": {"roles": ["rollout"]}}
     ("transport", "change", "fault"),
     [
         ("ipc", {"compute": {"launcher": "local"}}, "ipc: policy and rollout need processes of their own: compute.launcher: ray"),
-        ("ipc", {"rollout": {"workers": 2}}, "ipc: policy and rollout must be in one pool, with as many rollout.workers as compute.workers"),
+        ("ipc", {"rollout": {"workers": 2}}, "ipc: policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as compute.workers"),
         ("ipc", {"compute": {"pools": APART}}, "ipc: policy and rollout must be in one pool"),
         ("nccl", {}, "nccl: policy and rollout must be in different compute.pools"),
         ("nccl", {"compute": {"pools": APART}, "rollout": {"engine": {"use": "a:b"}}}, "nccl: rollout.engine must be native or vllm"),
