@@ -65,7 +65,7 @@ class Recipe(GRPO):
 
     place: str = ""
     faults: Sequence[str] = ()
-    after: int = 14
+    after: int = 9
 
     def loss(self, model, batch, companions):
         global losses
