@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding learning reliability ledger bench-train bench-dpo bench-packing peers test-cluster test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding learning reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -62,6 +62,9 @@ bench-train: setup                       ## the SFT step beside TRL's (make peer
 
 bench-dpo: setup                         ## the DPO step beside TRL's (make peers first); writes benchmarks/results/dpo_step.md
 	$(PY) benchmarks/dpo_step.py
+
+bench-grpo: setup                         ## the GRPO step beside TRL's (make peers first); writes benchmarks/results/grpo_step.md
+	$(PY) benchmarks/grpo_step.py
 
 bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
 	$(PY) benchmarks/packing.py

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # so that whoever imports this finds ptf, wherever it was started
 
 
 def flow(name: str, config: str, overrides: Sequence[str], log: Path | None = None) -> float:

@@ -7,25 +7,30 @@ Documents have log-normal lengths (median 180, p99 about 2,000); bf16 compute ov
 
 import argparse
 import json
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from statistics import median
 
-import numpy as np
-import torch
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from ptf.compute.meter import peak_flops
-from ptf.compute.world import joined
-from ptf.data.batch import Batch
-from ptf.data.packing import pack_all
-from ptf.data.sample import Sample
-from ptf.model.bridge import materialize, random_init
-from ptf.model.chunked import cross_entropy
-from ptf.model.config import DecoderConfig, Layer, Rope
-from ptf.model.decoder import Decoder
-from ptf.model.flops import Flops
-from ptf.model.plan import parallelize
-from ptf.train.optim import adamw, groups
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from ptf.compute.meter import peak_flops  # noqa: E402
+from ptf.compute.world import joined  # noqa: E402
+from ptf.data.batch import Batch  # noqa: E402
+from ptf.data.packing import pack_all  # noqa: E402
+from ptf.data.sample import Sample  # noqa: E402
+from ptf.model.bridge import materialize, random_init  # noqa: E402
+from ptf.model.chunked import cross_entropy  # noqa: E402
+from ptf.model.config import DecoderConfig, Layer, Rope  # noqa: E402
+from ptf.model.decoder import Decoder  # noqa: E402
+from ptf.model.flops import Flops  # noqa: E402
+from ptf.model.plan import parallelize  # noqa: E402
+from ptf.train.optim import adamw, groups  # noqa: E402
 
 # (dim, layers, heads, kv_heads, hidden, tied): the published Qwen3 shapes of these sizes, to be timed and not loaded
 SHAPES = {

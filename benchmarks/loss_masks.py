@@ -27,8 +27,8 @@ import transformers  # noqa: E402
 
 from benchmarks.flow_runs import cpu  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
+from tests.conftest import SHARED  # noqa: E402
 from tests.data.agreement import judge  # noqa: E402
-from tests.data.conftest import SHARED  # noqa: E402
 from tests.data.conversations import Conversation, fuzzed, real  # noqa: E402
 from tests.data.oracle import Oracle  # noqa: E402
 from tests.data.templates import ONE_SAMPLE, OWN, SPLIT, UNSERVED, markers, templated  # noqa: E402

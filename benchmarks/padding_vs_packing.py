@@ -119,7 +119,6 @@ def main() -> None:
     asked = parser.parse_args()
     if not PEER.exists():
         sys.exit("benchmarks/padding_vs_packing.py needs the peer's environment: make peers")
-    sys.path.insert(0, str(ROOT))
     shared = Path(os.environ.get("PTF_DATA") or ROOT.parent / "shared" / "data")
     with tempfile.TemporaryDirectory() as scratch:
         lengths = documents(Path(scratch) / "documents.npz", shared)

@@ -103,7 +103,6 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=5_100)
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     from ptf.data.tokenizer import Tokenizer
     from ptf.rl.vllm_engine import engine_env
 

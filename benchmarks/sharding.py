@@ -22,7 +22,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     asked = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     import torch
 
     from tests.model.parallel import Case, checkpoint, difference, on_ranks, train

@@ -136,7 +136,6 @@ def main() -> None:
         "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{PORT}", "AWS_DEFAULT_REGION": "default",
         "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory() as scratch:
         server, directory = Path(scratch) / "server", Path(scratch) / "reader"
         directory.mkdir()

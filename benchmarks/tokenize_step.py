@@ -99,7 +99,6 @@ def main() -> None:
     asked = parser.parse_args()
     if not PEER.exists():
         sys.exit("benchmarks/tokenize_step.py needs the peer's environment: make peers")
-    sys.path.insert(0, str(ROOT))
     shared = Path(os.environ.get("PTF_DATA") or ROOT.parent / "shared" / "data")
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
