@@ -20,7 +20,6 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
-from ptf.recipes.documents import weights
 from ptf.recipes.dpo import DPO
 from ptf.recipes.kd import KD
 from ptf.recipes.rm import RM
@@ -83,11 +82,10 @@ def compare(text: str, directory: str) -> None:
                 longer = np.array([np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in atoms])
                 metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # of equally long ones, half
             elif isinstance(recipe, RM) and recipe.form == "binary":
-                scores, truth = scored(model, recipe, rows, world, job.train.micro_rows, job.data.seq_len)
+                scores, truth, lengths = scored(model, recipe, rows, world, job.train.micro_rows, job.data.seq_len)
                 metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
                 if 0 < (truth > 0.5).sum() < len(truth):  # it is the order of two kinds
-                    by_length = np.array([answer_length(atom[0]) for atom in atoms]), np.array([atom[0].streams["score"][0] > 0.5 for atom in atoms])
-                    metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(*by_length)}
+                    metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
         if world.leads:
             storage.write_text(str(run / COMPARED), json.dumps(metrics))
 
@@ -111,17 +109,15 @@ def answer_length(sample: Sample) -> int:
 
 
 @torch.no_grad()
-def scored(model: Decoder, recipe: RM, rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and truths of all answers, on every rank."""
-    scores, truths = [], []
+def scored(model: Decoder, recipe: RM, rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> np.ndarray:
+    """Scores, rewards and lengths of all answers, on every rank: [3, answers]."""
+    found = []
     for batch in deal(rows, world, micro_rows, width):
         batch = batch.to(world.device)
-        real = weights(batch) > 0
-        scores.append(recipe.scores(model, batch)[real].cpu().numpy())
-        truths.append(recipe.truth(batch)[real].cpu().numpy())
-    mine = np.concatenate(scores), np.concatenate(truths)
-    every = [mine for rank, mine in enumerate(world.gather(mine)) if rank % world.tensor == 0]  # a tensor group has the same
-    return np.concatenate([scores for scores, _ in every]), np.concatenate([truths for _, truths in every])
+        what = recipe.scores(model, batch), *(recipe.judged(batch, batch.streams[name]) for name in ("score", "answer_length"))
+        found.append(torch.stack(what).cpu().numpy())
+    mine = np.concatenate(found, axis=1)
+    return np.concatenate([mine for rank, mine in enumerate(world.gather(mine)) if rank % world.tensor == 0], axis=1)  # a tensor group has the same
 
 
 def auc(scores: np.ndarray, truth: np.ndarray) -> float:

@@ -34,10 +34,18 @@ class Turn:
 def chat_samples(messages: Any, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant", tools: Any = None) -> list[Sample]:
     """The samples of one conversation; each turn that `train_on` names is trained exactly once. "assistant": all of the assistant's; "last": the
     last of them; "field:NAME": each of them counts as much as its key NAME says; "all": every token up to the end of the last, but the first."""
-    messages = clean(messages)
-    messages, counted = trained_turns(messages, train_on)
+    messages, counted = trained_turns(clean(messages), train_on)
+    documents = served_turns(messages, counted, tokenizer, tools)
+    if train_on == "all":
+        return _all_of([ids for ids, _ in documents], source)
+    return [_sample(ids, turns, source) for ids, turns in documents]
+
+
+def served_turns(messages: Sequence[Mapping[str, Any]], counted: Mapping[int, float], tokenizer: Tokenizer, tools: Any) -> list[tuple[list[int], list[Turn]]]:
+    """The turns whose weights are given by their index, in order, in as few documents as can show them all: each its ids and its turns. Raises
+    UserError for a turn that cannot be shown as it would be served."""
     tools = json.loads(tools) if isinstance(tools, str) else tools or None
-    samples: list[tuple[list[int], list[Turn]]] = []
+    documents: list[tuple[list[int], list[Turn]]] = []
     served, refused = [], None
     for i in counted:
         try:
@@ -48,15 +56,13 @@ def chat_samples(messages: Any, tokenizer: Tokenizer, source: str = "", train_on
     encoded = iter(encode_growing([text for prompt, answer in served for text in (prompt, prompt + answer)], tokenizer))
     for (i, weight), (_, answer), context, through in zip(counted.items(), served, encoded, encoded, strict=False):
         turn = _turn(i, answer, context, through, weight, tokenizer)
-        if samples and len(samples[-1][0]) <= turn.start and turn.ids[: len(samples[-1][0])] == samples[-1][0]:
-            samples[-1] = (turn.ids, [*samples[-1][1], turn])
+        if documents and len(documents[-1][0]) <= turn.start and turn.ids[: len(documents[-1][0])] == documents[-1][0]:
+            documents[-1] = (turn.ids, [*documents[-1][1], turn])
         else:
-            samples.append((turn.ids, [turn]))
+            documents.append((turn.ids, [turn]))
     if refused:
         raise refused
-    if train_on == "all":
-        return _all_of([ids for ids, _ in samples], source)
-    return [_sample(ids, spans, source) for ids, spans in samples]
+    return documents
 
 
 def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[list[dict[str, Any]], dict[int, float]]:

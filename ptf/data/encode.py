@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ptf.data.blocks import Reader
-from ptf.data.chat import TrainOn, chat_samples, clean
+from ptf.data.chat import TrainOn, chat_samples, clean, served_turns
 from ptf.data.quarantine import BadRow
 from ptf.data.sample import Atom, Sample, length
 from ptf.data.sources import Place, SourceSpec, rows_once
@@ -105,15 +105,43 @@ def _asked(conversation: list[Any]) -> list[Any]:
 
 
 def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
-    """A row with `prompt`, `completion` and a number `reward`: the answer is trained, and carries the stream `score` [n]."""
-    for name in ("prompt", "completion", "reward"):
-        if row.get(name) is None:
-            raise UserError(f"a scored completion needs `prompt`, `completion` and `reward`, this row has {sorted(k for k in row if row[k] is not None)}")
-    if not isinstance(row["reward"], int | float) or not np.isfinite(row["reward"]):
-        raise UserError(f"`reward` must be a finite number, not {row['reward']!r}")
+    """A row with `prompt`, `completion` and a number `reward`, or with `messages` of which the assistant's have a number `reward` where they were
+    judged. What is trained is the score that is read at the last token of each judged answer: only that one counts, and there the streams `score` and
+    `answer_length` [n] have the reward and the answer's number of tokens; elsewhere they are 0. One atom, or several where a template cannot show all
+    turns of a conversation at once."""
+    if row.get("messages") is not None:
+        messages = clean(row["messages"])
+        rewards = {i: _reward(m["reward"], f"message {i}: `reward`") for i, m in enumerate(messages) if m.get("reward") is not None}
+        for i in rewards:
+            if messages[i]["role"] != "assistant":
+                raise UserError(f"message {i} ({messages[i]['role']}) has a `reward`, but only what the assistant says is scored")
+        if not rewards:
+            raise UserError("no message of the assistant's has a `reward`: nothing to learn scores from")
+        said = [{key: value for key, value in message.items() if key != "reward"} for message in messages]
+        judged = iter(rewards.values())
+        documents = served_turns(said, dict.fromkeys(rewards, 1.0), tokenizer, row.get("tools"))
+        return [(_scored(ids, [(turn.start, len(turn.ids), next(judged)) for turn in turns], source),) for ids, turns in documents]
+    if any(row.get(name) is None for name in KINDS["scored"]):
+        there = sorted(name for name in row if row[name] is not None)
+        raise UserError(f"a scored row needs `prompt`, `completion` and `reward`, or `messages` with rewards; this row has {there}")
+    reward = _reward(row["reward"], "`reward`")
     sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"))
-    score = np.full(len(sample), row["reward"], np.float32)
-    return [(Sample(sample.tokens, sample.weights, source, {"score": score}),)]
+    trained = np.flatnonzero(sample.weights)
+    return [(_scored(sample.tokens, [(int(trained[0]), int(trained[-1]) + 1, reward)], source),)]
+
+
+def _reward(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or not np.isfinite(value):
+        raise UserError(f"{name} must be a finite number, not {value!r}")
+    return float(value)
+
+
+def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, float]], source: str) -> Sample:
+    """Of answers that run from a token to before another, and what they got."""
+    weights, scores, lengths = np.zeros((3, len(ids)), np.float32)
+    for start, end, reward in answers:
+        weights[end - 1], scores[end - 1], lengths[end - 1] = 1.0, reward, end - start
+    return Sample(np.asarray(ids, np.int32), weights, source, {"score": scores, "answer_length": lengths})
 
 
 def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None) -> Sample:
@@ -174,6 +202,8 @@ def shaped(row: dict[str, Any], columns: Mapping[str, str], kind: str = "auto") 
     if missing:
         raise UserError(f"there is no column {', '.join(map(repr, missing))}; this row has {sorted(row)}")
     renamed = {key: value for key, value in row.items() if key not in columns.values()} | {ours: row[there] for ours, there in columns.items()}
+    if kind == "scored" and renamed.get("completion") is None and renamed.get("messages") is not None:
+        kind = "chat"  # the answers inside have the rewards
     wanted = KINDS.get(kind)
     if wanted is None:
         return renamed

@@ -1,8 +1,9 @@
 """Reward models: one score for an answer, read at its last token by a scalar head, from preferences or from scores that people gave.
+Of a conversation whose turns were judged, each score is read where its turn ends, so the conversation is read once.
 
     pair        −log σ(r₊ − r₋ − m) + c (r₊ + r₋)²     Bradley and Terry 1952, as in Ouyang et al. 2022, eq. 1; m: the row's `margin` (Touvron et al.
                                                        2023, eq. 2); c holds the scores near 0 (Eisenstein et al. 2023, eq. 6)
-    binary      −y log σ(r) − (1 − y) log σ(−r)        y in [0, 1], the row's `reward`
+    binary      −y log σ(r) − (1 − y) log σ(−r)        y in [0, 1], the answer's `reward`
     regression  (r − y)²
 
 A unit is a pair, or a scored answer.
@@ -42,9 +43,12 @@ class RM:
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         if self.form != "pair":
-            if self.form == "binary" and isinstance(reward := row.get("reward"), int | float) and not 0 <= reward <= 1:
-                raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {reward!r}")
-            return encode_scored(row, tokenizer, source)
+            atoms = encode_scored(row, tokenizer, source)
+            for (sample,) in atoms if self.form == "binary" else ():
+                beyond = [reward for reward in sample.streams["score"].tolist() if not 0 <= reward <= 1]
+                if beyond:
+                    raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {beyond[0]}")
+            return atoms
         atoms = encode_preference(row, tokenizer, source)
         if not self.margin:
             return atoms
@@ -54,20 +58,20 @@ class RM:
         return [tuple(replace(s, streams={"margin": np.full(len(s), margin, np.float32)}) for s in atom) for atom in atoms]
 
     def units(self, batch: Batch) -> Tensor:
-        counted = weights(batch)
-        return (counted[pairs(batch)[0]] if self.form == "pair" else counted).sum(dtype=torch.float64)
+        counted = weights(batch)[pairs(batch)[0]] if self.form == "pair" else batch.weights
+        return counted.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        scores, counts = self.scores(model, batch), weights(batch)
+        scores = self.scores(model, batch)
         if self.form == "pair":
             chosen, rejected = pairs(batch)
-            gap, counts = scores[chosen] - scores[rejected], counts[chosen]
+            gap, counts = scores[chosen] - scores[rejected], weights(batch)[chosen]
             wanted = batch.streams["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
             losses = -logsigmoid(gap - wanted) + self.centring * (scores[chosen] + scores[rejected]) ** 2
             right, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
             found = {"margin": (gap * counts).sum()}
         else:
-            truth = self.truth(batch)
+            truth, counts = self.judged(batch, batch.streams["score"]), self.judged(batch, batch.weights)
             losses = binary_cross_entropy_with_logits(scores, truth, reduction="none") if self.form == "binary" else (scores - truth) ** 2
             right, score, found = (scores > 0) == (truth > 0.5), scores, {}
         if self.form != "regression":
@@ -75,15 +79,15 @@ class RM:
         loss = (losses * counts).sum()
         return loss, {name: value.detach() for name, value in {"loss": loss, "score": (score * counts).sum(), **found}.items()}
 
-    def truth(self, batch: Batch) -> Tensor:
-        """The `reward` of each document's row: [documents]."""
-        return batch.streams["score"].reshape(-1)[(ends(batch) - 1).clamp(min=0)]  # a stream is aligned with the targets
+    def judged(self, batch: Batch, values: Tensor) -> Tensor:
+        """What a stream, [B, T], has for each of the answers that were scored: [answers]."""
+        return values.flatten()[batch.weights.flatten() != 0]
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
-        """Of each document, fp32: [documents]."""
-        last = ends(batch)
+        """fp32: of each document, [documents], where they are pairs, and otherwise of each answer that was scored, [answers]."""
+        places = ends(batch) if self.form == "pair" else batch.weights.flatten().nonzero().squeeze(1) + 1  # weights are aligned with the targets
 
         def reduce(x: Tensor, head: Scalar) -> Tensor:
-            return head.values(x.flatten(0, 1).index_select(0, last))
+            return head.values(x.flatten(0, 1).index_select(0, places))
 
         return model(batch.tokens, batch.positions, batch.segments, reduce)

@@ -124,10 +124,24 @@ def test_a_preference_is_a_pair(characters: Tokenizer) -> None:
     assert said(characters, chosen)[1] == ANSWER  # of the last turn only
 
 
-def test_a_scored_completion_carries_its_score(characters: Tokenizer) -> None:
+def test_a_scored_answer_carries_its_score_at_its_end(characters: Tokenizer) -> None:
     ((sample,),) = encode_scored({"prompt": "1+1=", "completion": "2", "reward": 0.5}, characters)
-    assert said(characters, sample) == (HEAD + ANSWER, ANSWER)
-    assert set(sample.streams["score"]) == {0.5}
+    assert said(characters, sample) == (HEAD + ANSWER, "<|im_end|>")
+    assert sample.streams["score"].tolist() == [0.0] * (len(sample) - 1) + [0.5]
+    assert sample.streams["answer_length"][-1] == len(characters.encode(ANSWER))
+    messages = [USER, ASSISTANT | {"reward": 0.5}]
+    assert encode_scored({"messages": messages}, characters)[0][0].tokens.tolist() == sample.tokens.tolist()
+    unrated = [USER, ASSISTANT, USER, ASSISTANT | {"reward": 0.0}, USER, ASSISTANT | {"reward": None}]
+    ((sample,),) = encode_scored({"messages": unrated}, characters)
+    assert said(characters, sample)[0].endswith(ANSWER), "nothing after the last that was judged is read"
+    assert np.flatnonzero(sample.weights).tolist() == [len(sample) - 1], "0 is a reward, and none is none"
+
+
+def test_a_scored_row_may_be_a_conversation() -> None:
+    row = {"messages": [USER, ASSISTANT | {"reward": 1}], "text": "x"}
+    assert shaped(row, {}, "scored") == {"messages": row["messages"]}
+    with pytest.raises(UserError, match="a row of kind scored needs `prompt` and `completion` and `reward`"):
+        shaped({"text": "x"}, {}, "scored")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from torch.nn.functional import logsigmoid
 
 from ptf.compute.world import World
 from ptf.config.schema import LoraConfig, ModelConfig
-from ptf.data.sample import Atom
+from ptf.data.batch import Batch
+from ptf.data.sample import Atom, length
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
@@ -50,21 +51,32 @@ def data(recipe: RM, weight: float) -> list[Atom]:
         if not recipe.margin:
             return made
         return [tuple(replace(s, streams={"margin": np.full(len(s), i / 4, np.float32)}) for s in atom) for i, atom in enumerate(made)]
-    truth = {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.form]
-    return [(replace(s, streams={"score": np.full(len(s), truth(), np.float32)}),) for atom in made for s in atom]
+    found = []
+    for s in (s for atom in made for s in atom):  # the last token has a score, and up to two before it
+        weights, scores = np.zeros((2, len(s)), np.float32)
+        places = {len(s) - 1, *rng.integers(1, len(s), 2).tolist()}
+        for place in places:
+            weights[place], scores[place] = s.weights.max(), {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.form]()
+        found.append((replace(s, weights=weights, streams={"score": scores}),))
+    assert any((sample.weights != 0).sum() > 1 for (sample,) in found)
+    return found
 
 
 def expected(recipe: RM, network, made: list[Atom]) -> torch.Tensor:
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for atom in made:
-        weight, scores = float(atom[0].weights.max()), [dense.score(network, s) for s in atom]
+        weight = float(atom[0].weights.max())
         if recipe.form == "pair":
+            scores = [dense.score(network, s) for s in atom]
             margin = float(atom[0].streams["margin"][0]) if recipe.margin else 0.0
             loss = -torch.log(torch.sigmoid(scores[0] - scores[1] - margin)) + recipe.centring * (scores[0] + scores[1]) ** 2
-        else:
-            y = float(atom[0].streams["score"][0])
-            loss = (scores[0] - y) ** 2 if recipe.form == "regression" else -y * logsigmoid(scores[0]) - (1 - y) * logsigmoid(-scores[0])
-        total, units = total + weight * loss, units + weight
+            total, units = total + weight * loss, units + weight
+            continue
+        (s,) = atom
+        for end in np.flatnonzero(s.weights):  # each is read by itself, with nothing after it
+            y, score = float(s.streams["score"][end]), dense.score(network, replace(s, tokens=s.tokens[: end + 1], weights=s.weights[: end + 1], streams={}))
+            loss = (score - y) ** 2 if recipe.form == "regression" else -y * logsigmoid(score) - (1 - y) * logsigmoid(-score)
+            total, units = total + weight * loss, units + weight
     return total / units
 
 
@@ -100,7 +112,37 @@ def test_a_score_read_one_token_early_is_another_loss(place, monkeypatch):
     assert abs(ours(recipe, load(place), {}, made) - right) > 1e-2
 
 
-def chat(asked: str, answer: str) -> list[dict[str, str]]:
+def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, characters):
+    """Read once, with scores and lengths of its own for each; and not so where what comes after an answer is seen."""
+    messages = [*chat("a?", "b"), *chat("c?", "cab"), *chat("b?", "a")]
+    for i, reward in ((1, 1.0), (3, 0.0), (5, 0.5)):
+        messages[i]["reward"] = reward
+    recipe, model = RM(form="binary"), load(place)
+    ((whole,),) = recipe.encode({"messages": messages}, characters, "s")
+    rows = [{"prompt": bare(messages[:i]), "completion": messages[i]["content"], "reward": messages[i]["reward"]} for i in (1, 3, 5)]
+    alone = [recipe.encode(row, characters, "s")[0] for row in rows]
+    together, apart = (Batch.of([made], sum(map(length, made))) for made in ([(whole,)], alone))
+    for name in ("score", "answer_length"):
+        assert recipe.judged(together, together.streams[name]).tolist() == recipe.judged(apart, apart.streams[name]).tolist()
+    assert recipe.judged(together, together.streams["answer_length"]).tolist() == [2.0, 4.0, 2.0], "with the end of each turn"
+    scores = recipe.scores(model, apart)
+    assert recipe.scores(model, together).tolist() == pytest.approx(scores.tolist(), abs=1e-5)
+    assert recipe.scores(model, replace(together, weights=together.weights.roll(-1))).tolist() != pytest.approx(scores.tolist(), abs=1e-3)
+    assert float(recipe.units(together)) == float(recipe.units(apart)) == 3.0
+
+
+def bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: m[key] for key in ("role", "content")} for m in messages]
+
+
+def rated(*rewards: Any, role: str = "assistant") -> dict[str, Any]:
+    messages = [m for _ in rewards for m in chat("a?", "b")]
+    for message, reward in zip([m for m in messages if m["role"] == role], rewards, strict=True):
+        message["reward"] = reward
+    return {"messages": messages}
+
+
+def chat(asked: str, answer: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
@@ -121,6 +163,11 @@ def characters(tmp_path_factory) -> Tokenizer:
         (RM(form="binary"), {"prompt": "a?", "completion": "b", "reward": 3}, "from 0 to 1"),
         (RM(form="regression"), {"prompt": "a?", "completion": "b", "reward": float("nan")}, "finite"),
         (RM(form="regression"), {"prompt": "a?", "completion": "b"}, "needs `prompt`, `completion` and `reward`"),
+        (RM(form="binary"), rated(1, 0, -1), "from 0 to 1, not -1"),
+        (RM(form="regression"), rated(1, "good"), "message 3: `reward` must be a finite number, not 'good'"),
+        (RM(form="regression"), rated(None, None), "no message of the assistant's has a `reward`"),
+        (RM(form="regression"), rated(1, role="user"), r"message 0 \(user\) has a `reward`, but only what the assistant says"),
+        (RM(form="regression"), {"messages": rated(1)["messages"][1:]}, "the assistant speaks first"),
     ],
 )
 def test_rows_that_cannot_be_compared_or_scored_are_refused(characters, recipe, row, message):
