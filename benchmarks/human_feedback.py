@@ -138,6 +138,30 @@ def asked_first(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return list(messages[next(i for i, m in enumerate(messages) if m["role"] != "assistant") :])
 
 
+def conversations(rows: Sequence[Row]) -> list[Row]:
+    """Rated turns of a dialogue as one row: most rows go on from another. A turn that was rated otherwise in another row, or another turn in its place,
+    begins a row of its own."""
+    made: list[list[dict[str, Any]]] = []
+    for row in sorted(rows, key=lambda row: -len(row["prompt"])):
+        rated = [nameless(message) for message in (*row["prompt"], row["completion"])]
+        last = len(rated) - 1
+        whole = next((one for one in made if "reward" not in one[last] and list(map(unrated, one[: last + 1])) == rated), None)
+        if whole is None:
+            made.append(whole := rated)
+        whole[last] = {**whole[last], "reward": row["reward"]}
+    return [{"messages": messages} for messages in made]
+
+
+def nameless(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the numbers of its calls, which differ from row to row, and which no template shows."""
+    calls = [{key: value for key, value in call.items() if key != "id"} for call in message.get("tool_calls") or ()]
+    return {key: value for key, value in message.items() if key not in ("tool_call_id", "tool_calls")} | ({"tool_calls": calls} if calls else {})
+
+
+def unrated(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "reward"}
+
+
 def scored(model: Path, rows: Sequence[Row]) -> np.ndarray:
     """What the exported reward model says of each, in transformers."""
     tokenizer, made = Tokenizer.load(str(model)), AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
@@ -149,8 +173,8 @@ def ratings(seed: int, base: Path, on: str, sums: np.ndarray | None) -> tuple[np
     """The sum of all runs' scores so far, and what is found."""
     every = read(RATINGS)
     train, held_out = split(every, on, encode_scored)
-    sources = {"ratings": written(f"ratings-{on}", train) | {"kind": "scored"}}
-    validation = {on: written(f"ratings-held-out-{on}", held_out) | {"kind": "scored"}}
+    sources = {"ratings": written(f"ratings-{on}", conversations(train)) | {"kind": "scored"}}
+    validation = {on: written(f"ratings-held-out-{on}", conversations(held_out)) | {"kind": "scored"}}
     knobs = {"epochs": 1, "lr": 5e-4, "warmup": 20, "validate_every": 200}
     one = job("rm", seed, {"path": str(base)}, sources, validation, knobs, algo={"loss": "binary"})
     made = trained(one, f"ratings-{on}-{seed}")
