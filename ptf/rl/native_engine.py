@@ -18,57 +18,16 @@ from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Call
 from ptf.model import bridge
-from ptf.model.attention import Attend, Attention, backend, has_tiles, sdpa
+from ptf.model.attention import Attend, has_tiles
 from ptf.model.chunked import token_logprobs
-from ptf.model.decoder import Decoder
 from ptf.model.head import Head
 from ptf.model.layers import Parts
 from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import nucleus, restrict
+from ptf.rl.cache import Cache
 from ptf.rl.engine import Request, edges_of
 from ptf.rl.sync import Buckets, Manifest, Receipt, SyncError, check
 from ptf.rl.transfer import Transfer
-
-
-class Cache:
-    """Keys and values of n sequences, and the Attend that reads and writes them."""
-
-    def __init__(self, model: Decoder, n: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        c = model.config
-        shape = (c.layers, n, c.kv_heads, length, c.head_dim)
-        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-
-    def keep(self, rows: Tensor) -> None:
-        self.k, self.v = self.k[:, rows], self.v[:, rows]
-
-    def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
-        """Attend inside each document and remember its keys and values in row `segments`."""
-        inside = backend(segments.device)(segments, positions)
-        real = segments.reshape(-1) >= 0
-        row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
-
-        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.k[of.layer, row, :, at] = k.flatten(0, 1)[real].to(self.k.dtype)
-            self.v[of.layer, row, :, at] = v.flatten(0, 1)[real].to(self.v.dtype)
-            return inside(of, q, k, v)
-
-        return attend
-
-    def step(self, positions: Tensor) -> Attend:
-        """Attend from one new token a row, at `positions` [n, 1], to everything before it."""
-        rows = torch.arange(len(positions), device=positions.device)
-        longest = int(positions.max()) + 1
-        at = torch.arange(longest, device=positions.device)
-        before = (at <= positions)[:, None, None]  # [n, 1, 1, longest]
-
-        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.k[of.layer, rows, :, positions[:, 0]] = k[:, 0].to(self.k.dtype)
-            self.v[of.layer, rows, :, positions[:, 0]] = v[:, 0].to(self.v.dtype)
-            keys, values = self.k[of.layer, :, :, :longest], self.v[of.layer, :, :, :longest]
-            seen = before if of.window is None else before & (positions - at < of.window)[:, None, None]
-            return sdpa(of, q.transpose(1, 2), keys, values, seen).transpose(1, 2)
-
-        return attend
 
 
 class NativeEngine:
@@ -107,19 +66,19 @@ class NativeEngine:
         """A batch of requests, answered to the end."""
         contexts = {r.context.tobytes(): r.context for r in requests}
         place = {key: i for i, key in enumerate(contexts)}
-        longest = max(len(r.context) + r.sampling.max_new_tokens for r in requests)
+        limits = np.array([r.sampling.max_new_tokens for r in requests])
         wide = self.dtype == torch.bfloat16 and self.device.type == "cpu" and not has_tiles()  # attention is computed in fp32 there (sdpa)
-        cache = Cache(self.model, len(contexts), longest, self.device, torch.float32 if wide else self.dtype)
+        dtype = torch.float32 if wide else self.dtype
+        cache = Cache(self.model.config, [len(context) for context in contexts.values()], int(limits.max()), self.device, dtype)
         logits = self._prefill(list(contexts.values()), cache)  # [contexts, V]
         which = torch.tensor([place[r.context.tobytes()] for r in requests], device=self.device)
-        cache.keep(which)
+        cache.share(which)
         logits = logits[which]
 
         n = len(requests)
         temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
         top_p = torch.tensor([r.sampling.top_p if r.sampling.temperature else 1.0 for r in requests], device=self.device)
         allowed = Allowed(requests, self.device)
-        limits = np.array([r.sampling.max_new_tokens for r in requests])
         lengths = torch.tensor([len(r.context) for r in requests], device=self.device)
         draws = torch.zeros(n, int(limits.max()), dtype=torch.float64)
         for row, r in zip(draws, requests, strict=True):
@@ -146,7 +105,7 @@ class NativeEngine:
                 cache.keep(kept)
                 live, rows, tokens = live[going], rows[kept], tokens[kept]
             positions = (lengths[rows] + turn)[:, None]
-            logits = self._logits(tokens[:, None], positions, cache.step(positions))
+            logits = self._logits(tokens[:, None], positions, cache.step(turn))
         return [
             Call(r.context, np.array(s, np.int32), np.array(p, np.float32), np.full(len(s), self.version, np.int32), bool(done))
             for r, s, p, done in zip(requests, sampled, logprobs, stopped, strict=True)
@@ -234,7 +193,7 @@ def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor) -> 
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     if (top_p < 1).any():
         nucleus(logprobs, top_p)
-    total = logprobs.double().exp().cumsum(-1)
+    total = logprobs.exp().cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn) if greedy.any() else drawn
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)

@@ -1,0 +1,98 @@
+"""Keys and values while answers are generated.
+
+The one idea: what several answers go on from is kept, and read, once. Contexts have keys and values of their own, an answer has those of its new
+tokens alone, and one softmax goes over both (Athiwaratkun et al. 2024, bifurcated attention).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ptf.model.attention import Attend, Attention, backend
+from ptf.model.config import DecoderConfig
+
+
+class Cache:
+    """Of contexts of these lengths and of `new` tokens after them, for each of the answers that `share` names."""
+
+    def __init__(self, c: DecoderConfig, lengths: Sequence[int], new: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.lengths = torch.tensor(lengths, device=device)  # [contexts]
+        self.context = torch.zeros(2, c.layers, len(lengths), c.kv_heads, max(lengths), c.head_dim, device=device, dtype=dtype)  # keys; values
+        self.answers = self.context.new_zeros(2, c.layers, 0, c.kv_heads, new, c.head_dim)
+
+    def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
+        """Attend inside each context and remember its keys and values in row `segments`."""
+        inside = backend(segments.device)(segments, positions)
+        real = segments.reshape(-1) >= 0
+        row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
+
+        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for place, values in zip(self.context[:, of.layer], (k, v), strict=True):
+                place[row, :, at] = values.flatten(0, 1)[real].to(place.dtype)
+            return inside(of, q, k, v)
+
+        return attend
+
+    def share(self, which: Tensor) -> None:
+        """Answers to begin, and the context of each, [n]. Queries of `width` answers of one context stand together; of a context that has more, there are
+        copies, so that at most three times as many are computed as there are answers, however they are spread."""
+        n, contexts = len(which), len(self.lengths)
+        self.width = -(-n // contexts)
+        counts = which.bincount(minlength=contexts)
+        order = which.argsort(stable=True)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(n, device=which.device) - (counts.cumsum(0) - counts)[which[order]]
+        copies, self.owner = (which * n + rank // self.width).unique(return_inverse=True)
+        self.slot = rank % self.width
+        self.answers = self.answers.new_zeros(*self.answers.shape[:2], n, *self.answers.shape[3:])
+        self._of_contexts(copies // n)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these answers only."""
+        self.answers, self.slot = self.answers[:, :, rows], self.slot[rows]
+        needed, self.owner = self.owner[rows].unique(return_inverse=True)
+        self._of_contexts(needed)
+
+    def _of_contexts(self, needed: Tensor) -> None:
+        if not torch.equal(needed, torch.arange(len(self.lengths), device=needed.device)):
+            self.context, self.lengths = self.context[:, :, needed], self.lengths[needed]
+        self.place = self.owner * self.width + self.slot  # of each answer, among `width` for each context
+
+    def step(self, turn: int) -> Attend:
+        """Attend from new token `turn` of every answer to everything before it."""
+        at = torch.arange(self.context.shape[4], device=self.context.device)
+        after = at >= self.lengths[:, None]  # [contexts, longest]
+        ragged = bool(after.any())
+
+        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.answers[0, of.layer, :, :, turn], self.answers[1, of.layer, :, :, turn] = k[:, 0], v[:, 0]
+            context, answers = self.context[:, of.layer], self.answers[:, of.layer, :, :, : turn + 1]
+            hidden = after if ragged else None
+            if of.window is not None:
+                answers = answers[:, :, :, max(0, turn + 1 - of.window) :]
+                hidden = after | (self.lengths[:, None] + turn - at >= of.window)
+            n, _, heads, size = q.shape
+            kv_heads = answers.shape[2]
+            query = (q[:, 0].to(answers.dtype) * of.scale).view(n, kv_heads, heads // kv_heads, size)
+            before = self._together(query) @ context[0].mT
+            if hidden is not None:
+                before.masked_fill_(hidden[:, None, None], float("-inf"))
+            scores = [self._apart(before), query @ answers[0].mT]
+            if of.sinks is not None:
+                scores.append(of.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
+            weights = torch.cat(scores, -1).softmax(-1, dtype=torch.float32).to(query.dtype)
+            of_context, of_answer = weights.split([len(at), weights.shape[-1] - len(at)], -1)
+            out = self._apart(self._together(of_context) @ context[1]) + of_answer[..., : answers.shape[3]] @ answers[1]
+            return out.view(n, 1, heads, size).to(q.dtype)
+
+        return attend
+
+    def _together(self, x: Tensor) -> Tensor:
+        """Of every answer → of every context, of whose answers some may be gone: [n, kv_heads, g, E] → [contexts, kv_heads, width·g, E]."""
+        laid = x.new_zeros(len(self.lengths) * self.width, *x.shape[1:]).index_copy_(0, self.place, x)
+        return laid.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        return x.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1).index_select(0, self.place)
