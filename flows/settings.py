@@ -31,3 +31,5 @@ class FromConfig(FlowMutator):
                 step.add_decorator(decorator, deco_kwargs=arguments, duplicates=MutableStep.OVERRIDE)
         if flow.get("cron"):
             mutable_flow.add_decorator("schedule", deco_kwargs={"cron": flow["cron"]}, duplicates=MutableFlow.OVERRIDE)
+        if flow.get("event"):
+            mutable_flow.add_decorator("trigger", deco_kwargs={"event": flow["event"]}, duplicates=MutableFlow.OVERRIDE)

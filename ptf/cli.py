@@ -242,7 +242,7 @@ def publish(options: argparse.Namespace) -> int:
     root = options.where
     if root.endswith((".yaml", ".yml")):
         job = load(root)
-        root = job.publish.to or f"{job.output}/published"
+        root = job.versions
     if options.rollback is not None:
         found = published.roll_back(root, options.rollback or None)
         print(f"{root}: {found.version} is what is published now")

@@ -14,7 +14,6 @@ from ptf import recipes, storage
 from ptf.compute.launch import on_ray
 from ptf.compute.world import World, joined
 from ptf.config import Job, dump, loads
-from ptf.config.schema import DPOAlgo, KDAlgo, RMAlgo
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -39,7 +38,7 @@ COMPARED = "compared.json"  # in the run's directory
 
 def evaluate(job: Job, run: Path) -> dict[str, float]:
     """By name; `start/…` is of the model that training started from."""
-    return generated(job, run) | (compared(job, run) if isinstance(job.algo, DPOAlgo | KDAlgo | RMAlgo) and job.data.validation else {})
+    return generated(job, run) | (compared(job, run) if job.data.validation and not recipes.build(job).online else {})
 
 
 def compared(job: Job, run: Path) -> dict[str, float]:
@@ -69,25 +68,35 @@ def compare(text: str, directory: str) -> None:
     mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor)
     with joined(compute.device, compute.timeout_s, mesh[0], compute.threads, mesh[1]) as world:
         load = lambda place: load_model(place, world, exported(spec, place), seed=job.seed, precision=job.train.precision, head=recipe.head)[0]  # noqa: E731
-        measure = lambda one: named(held_out_loss(one, recipe, sets, world, job.train.micro_rows, job.data.seq_len, beside), recipe)  # noqa: E731
         model = load(run / "model")
         beside = companions(recipe.companions, job, world, world, model, unadapted(spec), base, run, tokenizer_path)
-        metrics |= measure(model)
-        if isinstance(recipe, KD) and job.evaluate.start:
+        metrics |= measured(model, recipe, sets, job, world, beside)
+        if job.evaluate.start:
             place = world.share(str(start_directory(spec, base, run, tokenizer_path, job.seed)) if world.leads else None)
-            metrics |= {f"start/{name}": value for name, value in measure(load(Path(str(place)))).items()}
+            metrics |= {f"start/{name}": value for name, value in measured(load(Path(str(place))), recipe, sets, job, world, beside).items()}
         for name, rows in sets.items():
             atoms = [atom for row in rows for atom in row]
             if all(len(atom) == 2 for atom in atoms):
                 longer = np.array([np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in atoms])
                 metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # of equally long ones, half
-            elif isinstance(recipe, RM) and recipe.form == "binary":
-                scores, truth, lengths = scored(model, recipe, rows, world, job.train.micro_rows, job.data.seq_len)
-                metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
-                if 0 < (truth > 0.5).sum() < len(truth):  # it is the order of two kinds
-                    metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
         if world.leads:
             storage.write_text(str(run / COMPARED), json.dumps(metrics))
+
+
+def measured(
+    model: Decoder, recipe: recipes.Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], job: Job, world: World, beside: Mapping[str, Decoder]
+) -> dict[str, float]:
+    """What the recipe says of one model; of scores from 0 to 1, how well it tells those above 0.5 from the others too, and what lengths alone would."""
+    micro_rows, width = job.train.micro_rows, job.data.seq_len
+    found = named(held_out_loss(model, recipe, sets, world, micro_rows, width, beside), recipe)
+    if not (isinstance(recipe, RM) and recipe.form == "binary"):
+        return found
+    for name, rows in sets.items():
+        scores, truth, lengths = scored(model, recipe, rows, world, micro_rows, width)
+        found[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
+        if 0 < (truth > 0.5).sum() < len(truth):  # it is the order of two kinds
+            found |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
+    return found
 
 
 def measuring(recipe: recipes.Recipe) -> recipes.Recipe:
@@ -174,10 +183,14 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     return metrics
 
 
+class Worse(UserError):
+    """The model is not what should be published in the place of what is."""
+
+
 def refuse_regression(metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_drop: float, mode: str = "max") -> None:
-    """Raises UserError if `metric` is missing or is worse than what is published by more than `max_drop`; `mode` says which is better."""
+    """Raises UserError if `metric` is missing, and Worse if it is worse than what is published by more than `max_drop`; `mode` says which is better."""
     if metric not in metrics:
         raise UserError(f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}")
     before = published.get(metric)
     if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_drop:
-        raise UserError(f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g} (publish.max_drop {max_drop:g})")
+        raise Worse(f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g} (publish.max_drop {max_drop:g})")

@@ -46,7 +46,7 @@ def published_models(job: Job) -> dict[str, str]:
         place = path
         if path.startswith("job:"):
             other = load(path.removeprefix("job:"))
-            place = other.publish.to or f"{other.output}/published"
+            place = other.versions
         if not path.startswith("prepare:") and (version := published.latest(place)):
             found[path] = version
     return found

@@ -60,14 +60,19 @@ def size(uri: str) -> int:
 
 def listing(uri: str) -> list[str]:
     """Files behind a single file, a directory (and all below it) or a glob, sorted. Raises Missing if there is no such place."""
+    return list(stamps(uri))
+
+
+def stamps(uri: str) -> dict[str, str]:
+    """Of those files, sorted by name, what changes when one does: its size, and its time or, in an object store, its entity tag."""
     files, path = _open(uri)
 
-    def find() -> list[str]:
+    def find() -> dict[str, dict[str, Any]]:
         if files.isfile(path):
-            return [path]
+            return {path: files.info(path)}
         if files.isdir(path):
-            return files.find(path)
-        return [match for match in files.glob(path) if files.isfile(match)]
+            return files.find(path, detail=True)
+        return {match: about for match, about in files.glob(path, detail=True).items() if about["type"] == "file"}
 
     found = _asked(files, uri, find)
     bucket = path.split("/")[0]
@@ -75,7 +80,9 @@ def listing(uri: str) -> list[str]:
         raise Missing(f"there is no bucket {bucket!r}: {uri}")
     if not found and not _asked(files, uri, lambda: files.isdir(path)):
         raise Missing(f"no such file or directory, and no file matches: {uri}")
-    return sorted(str(name) if _local(files) else files.unstrip_protocol(name) for name in found)
+    if _local(files):
+        return {str(name): f"{about['size']} {about['mtime']}" for name, about in sorted(found.items())}
+    return {files.unstrip_protocol(name): f"{about['size']} {about.get('ETag') or about.get('mtime') or ''}" for name, about in sorted(found.items())}
 
 
 def open_read(uri: str, read_bytes: int = READ_BYTES) -> IO[bytes]:

@@ -12,6 +12,7 @@ class Artifact:
     lineage: str  # names the training run; every resume keeps it
     prepared: str | None = None  # directory that data.prepare wrote
     models: Mapping[str, str] = field(default_factory=dict)  # path → published version, of models that are `job:`s or directories of versions
+    data: Mapping[str, str] = field(default_factory=dict)  # source → what its files were when they were prepared (ptf.data.sources.stamps)
     tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
     run: str | None = None  # directory of the training run: metrics, checkpoints, model
     model: str | None = None  # Hugging Face directory that training exported

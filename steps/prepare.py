@@ -8,7 +8,9 @@ from steps.artifact import Artifact
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Idempotent: what is there is reused. Models of other jobs that no one has published yet are trained and published first."""
+    from ptf.data.sources import stamps
     from ptf.run import begun, prepared_directory, published_models, unpublished
+    from ptf.train.reading import specs
 
     artifact = artifact.but(prepared=prepared_directory(job))
     for _ in model_paths(job):  # at most: one may publish what another begins with
@@ -16,7 +18,8 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
             break
         print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)
         _run_stages(load(waiting[0]), f"{artifact.lineage}-{Path(waiting[0]).stem}")
-    return artifact.but(models=published_models(job) | begun(job, artifact.lineage))
+    artifact = artifact.but(models=published_models(job) | begun(job, artifact.lineage))
+    return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
 
 
 def _run_stages(job: Job, lineage: str) -> None:

@@ -23,7 +23,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     assert artifact.run is not None
     assert artifact.model is not None
     resolved = artifact.resolve(job)
-    root = job.publish.to or f"{job.output}/published"
+    root = job.versions
     _refuse_worse(job, artifact, published.manifest(root))
     difference = gate(resolved, Path(artifact.run), Path(artifact.model))
     staged = Path(artifact.run) / "publish"
@@ -32,7 +32,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     (staged / "README.md").write_text(card(resolved, artifact))
     manifest = {
         "version": artifact.lineage, "job": dump(resolved), "config": fingerprint(job), "metrics": dict(artifact.metrics), "logprob_difference": difference,
-        "made_with": json.loads((Path(artifact.run) / FILE).read_text()),
+        "data": dict(artifact.data), "made_with": json.loads((Path(artifact.run) / FILE).read_text()),
     }  # fmt: skip
     storage.commit(str(staged), manifest)
     storage.upload(staged, f"{root}/{artifact.lineage}")
@@ -80,11 +80,15 @@ def gate(job: Job, run: Path, model: Path) -> float:
 
 
 def _refuse_worse(job: Job, artifact: Artifact, published: Mapping[str, Any] | None) -> None:
+    """Where training started from what is published, that is what was measured beside the new model, on the same held-out data."""
     from ptf.eval import refuse_regression
 
-    if job.publish.metric:
+    metric = job.publish.metric
+    if metric:
         before = published["metrics"] if published else {}
-        refuse_regression(artifact.metrics, before, job.publish.metric, job.publish.max_drop, job.publish.mode)
+        if published and f"start/{metric}" in artifact.metrics and artifact.models.get(job.model.path) == f"{job.versions}/{published['version']}":
+            before = {metric: artifact.metrics[f"start/{metric}"]}
+        refuse_regression(artifact.metrics, before, metric, job.publish.max_drop, job.publish.mode)
 
 
 def card(job: Job, artifact: Artifact) -> str:

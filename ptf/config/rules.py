@@ -3,6 +3,26 @@
 from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, OPDAlgo, PolicyAlgo, PPOAlgo, RewardedAlgo, RMAlgo
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
+MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+CRON_NAMES = ((), (), (), MONTHS, ("sun", "mon", "tue", "wed", "thu", "fri", "sat"))
+
+
+def schedule(text: str) -> bool:
+    """Whether this is five fields of numbers, ranges, steps and lists, each within its bounds; months and days of the week may be names."""
+    fields, ranges = text.split(), ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+    return len(fields) == len(ranges) and all(_times(field, *bounds, names) for field, bounds, names in zip(fields, ranges, CRON_NAMES, strict=True))
+
+
+def _times(field: str, low: int, high: int, names: tuple[str, ...]) -> bool:
+    number = lambda word: names.index(word.lower()) + low if word.lower() in names else int(word) if word.isascii() and word.isdigit() else -1  # noqa: E731
+    for part in field.split(","):
+        span, slash, step = part.partition("/")
+        first, dash, last = span.partition("-")
+        if slash and not (step.isascii() and step.isdigit() and int(step) > 0):
+            return False
+        if span != "*" and not low <= number(first) <= (number(last) if dash else number(first)) <= high:
+            return False
+    return True
 
 
 def broken(job: Job) -> list[str]:
@@ -36,6 +56,8 @@ def broken(job: Job) -> list[str]:
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
     faults += [f"data.validation.{name} has the name of one of data.sources" for name in job.data.validation if name in job.data.sources]
+    if job.flow.cron is not None and not schedule(job.flow.cron):
+        faults.append(f"flow.cron: {job.flow.cron!r} is no schedule: minute, hour, day of the month, month and day of the week, like '0 3 * * 1'")
     if job.publish.mode == "max" and (job.publish.metric or "").startswith(SMALLER):
         faults.append(f"publish.mode: {job.publish.metric} is better the smaller it is; give min")
     wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}

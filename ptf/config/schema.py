@@ -582,7 +582,9 @@ class FlowConfig(Section):
     steps: dict[Literal["prepare", "tokenize", "train", "evaluate", "publish"], StepConfig] = free({})
     """Resources, retries and limits by step."""
     cron: str | None = free(None)
-    """Schedule of a deployed flow."""
+    """When a deployed flow runs: minute, hour, day of the month, month, day of the week (`0 3 * * 1`: Mondays at three)."""
+    event: str | None = free(None)
+    """Name of the event that starts a deployed flow."""
 
 
 class Job(Section):
@@ -606,6 +608,11 @@ class Job(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     publish: PublishConfig = PublishConfig()
     flow: FlowConfig = FlowConfig()
+
+    @property
+    def versions(self) -> str:
+        """Directory or URI below which its models are published."""
+        return self.publish.to or f"{self.output}/published"
 
     @model_validator(mode="after")
     def _agrees(self) -> "Job":

@@ -5,11 +5,13 @@ one lane, and a place in the list is a few numbers.
 """
 
 import hashlib
+import json
 import posixpath
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ptf import storage
 from ptf.data.blocks import Block, Reader, Row
 from ptf.errors import UserError
 
@@ -72,6 +74,12 @@ def fingerprint(reader: Reader) -> str:
 def fingerprints(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
     """By name."""
     return {name: fingerprint(Reader(spec.path)) for name, spec in sources.items()}
+
+
+def stamps(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
+    """By name: of the files' names, sizes and times or entity tags, so that what was written over is another, too."""
+    found = {name: {posixpath.basename(uri): stamp for uri, stamp in storage.stamps(spec.path).items()} for name, spec in sources.items()}
+    return {name: hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16] for name, files in found.items()}
 
 
 class Source:

@@ -1,7 +1,6 @@
 """Tokenizing a job's data once, to parquet, under a name that says what it was made from."""
 
 import hashlib
-import os
 import time
 
 from ptf import recipes, storage
@@ -22,7 +21,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue
-        files = [(f, *_stamp(f)) for f in storage.listing(source.path)]
+        files = list(storage.stamps(source.path).items())
         shape = source.kind, sorted(source.columns.items()), source.limit
         key = hashlib.sha256(repr((files, made_by, shape)).encode()).hexdigest()[:16]
         made[name] = f"{job.output}/tokenized/{name}-{key}"
@@ -39,11 +38,3 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
             f"{made[name]}", flush=True,
         )  # fmt: skip
     return made
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    """Size and time of a local file; a remote one is named by its URI alone."""
-    if not os.path.exists(path):
-        return (0, 0)
-    info = os.stat(path)
-    return info.st_size, info.st_mtime_ns

@@ -38,7 +38,7 @@ def test_a_bad_line_ends_in_one_message_before_there_is_a_run(tmp_path, line, me
     assert {path.name for path in tmp_path.iterdir()} == {"home", "grpo.yaml"}
 
 
-@pytest.mark.parametrize("flow", ["sft_flow.py", "grpo_flow.py"])
+@pytest.mark.parametrize("flow", ["sft_flow.py", "grpo_flow.py", "retrain_flow.py"])
 def test_the_flows_show_their_steps_from_anywhere(tmp_path, flow):
     done = Toy(tmp_path)("show", flow=ROOT / "flows" / flow)
     assert done.returncode == 0, done.stderr

@@ -44,8 +44,12 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     assert {"loss/held_out", "accuracy/held_out"} <= seen.keys()
     assert {key: found[key] for key in seen} == pytest.approx(seen, abs=1e-5)
     beside = {"scores": {"auc/held_out", "auc_by_length/held_out", "calibration_error/held_out"}}.get(name, {"accuracy_by_length/held_out"})
-    assert found.keys() - seen.keys() == beside
+    start = {key.removeprefix("start/"): value for key, value in found.items() if key.startswith("start/")}
+    assert found.keys() - seen.keys() == beside | {f"start/{key}" for key in start}
     assert all(0 <= found[key] <= 1 for key in beside)
+    assert start.keys() == {*seen, *beside} - {"accuracy_by_length/held_out"}, "the same of what training started from"
+    before = evaluate(loads(yaml.safe_dump(raw | {"evaluate": {"start": False}})), train(raw, "unmoved", train__steps=1, train__lr=1e-12))
+    assert start == pytest.approx({key: before[key] for key in start}, abs=1e-5 if "scores" not in name else 2e-3)
 
 
 def test_of_distillation_it_measures_kl_to_the_teacher_and_the_loss_of_the_data(tmp_path):

@@ -1,0 +1,46 @@
+"""Retraining on a schedule or an event: `python flows/retrain_flow.py run --config configs/tiny/retrain.yaml`."""
+
+from metaflow import step
+
+from flows.base import PostTrainFlow
+from ptf.config import Job
+
+
+class RetrainFlow(PostTrainFlow):
+    """Look for data that the published model has not seen; train on from it; publish only what is better. Any recipe."""
+
+    default_config = "configs/tiny/retrain.yaml"
+
+    @step
+    def prepare(self):
+        """Make the data, and see whether there is anything new in them."""
+        from steps import retrain
+
+        self._stage(retrain.prepare)
+        self.found = "news" if retrain.news(self._job(), self.artifact) else "nothing"
+        self.next({"news": self.tokenize, "nothing": self.end}, condition="found")  # pyright: ignore[reportArgumentType]
+
+    @step
+    def publish(self):
+        """Publish it, if it is better than what is published."""
+        from steps import retrain
+
+        self._stage(retrain.publish)
+        self.next(self.end)
+
+    @step
+    def end(self):
+        """Say how it ended."""
+        if self.artifact.published:
+            print(f"lineage    {self.lineage}\npublished  {self.artifact.published}")
+        else:
+            print(f"nothing published: {'the data are as they were' if self.found == 'nothing' else 'what is there is better'}")
+
+    def _job(self) -> Job:
+        from steps import retrain
+
+        return retrain.based(super()._job(), self.artifact)
+
+
+if __name__ == "__main__":
+    RetrainFlow()

@@ -1,0 +1,91 @@
+"""Retraining: from the version that is published, on data that it was not trained on, published only if it is better.
+
+The one idea: a published version says what its data were. Where they are the same still, or have been trained on from there, there is nothing to do.
+"""
+
+import json
+from typing import Any
+
+from ptf.config import Job, fingerprint
+from ptf.errors import UserError
+from steps.artifact import Artifact
+
+LAST = "retrained.json"  # beside the pointer: what the last retraining was made of, and how it ended
+
+
+def based(job: Job, artifact: Artifact) -> Job:
+    """The job, beginning with the version that its first step found published; as it stands where there was none."""
+    return _on_published(job) if job.versions in artifact.models else job
+
+
+def prepare(job: Job, artifact: Artifact) -> Artifact:
+    """As any recipe's; the model is the published one, if there is one. Raises UserError where the config does not say what is better."""
+    from ptf import published
+    from steps.prepare import prepare as prepared
+
+    if job.publish.metric is None or job.publish.metric.startswith("train/"):
+        raise UserError("publish.metric: retraining publishes only what is better; name a metric of the evaluate stage")
+    if not job.evaluate.start:
+        raise UserError("evaluate.start: retraining compares with the published version, which it starts from; leave it true")
+    return prepared(_on_published(job) if published.pointer(job.versions) else job, artifact)
+
+
+def news(job: Job, artifact: Artifact) -> bool:
+    """Whether there are data that the published version was not trained on, and that nobody has trained on from there. Says what it found."""
+    from ptf import published
+
+    manifest = published.manifest(job.versions)
+    if manifest is None:
+        print(f"retrain: nothing is published in {job.versions}; the first version is trained from {job.model.path}", flush=True)
+        return True
+    then = manifest.get("data") or {}
+    if then == artifact.data:
+        print(f"retrain: nothing new since {manifest['version']}", flush=True)
+        return False
+    last = _last(job)
+    if _trial(job, artifact, manifest["version"]).items() <= last.items():  # not better, or published and gone back from
+        print(f"retrain: nothing new since {last['lineage']}, which {last['how']} (remove {job.versions}/{LAST} to do it again)", flush=True)
+        return False
+    changed = sorted(name for name in {*then, *artifact.data} if then.get(name) != artifact.data.get(name))
+    print(f"retrain: {', '.join(changed)} changed since {manifest['version']}", flush=True)
+    return True
+
+
+def publish(job: Job, artifact: Artifact) -> Artifact:
+    """As any recipe's, if the model is better than the one that it was trained from; else nothing is published. How it ended is written down."""
+    from ptf import storage
+    from ptf.eval import Worse
+    from steps.publish import publish as published
+
+    metric = str(job.publish.metric)
+    now, before = artifact.metrics.get(metric), artifact.metrics.get(f"start/{metric}")
+    begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
+    try:
+        if begun and now is not None and now == before:
+            raise Worse(f"not published: {metric} is {now:.4g} as before")
+        artifact, how = published(job, artifact), "was published"
+    except Worse as worse:
+        print(f"retrain: {worse}", flush=True)
+        how = "was not better"
+    how += f": {metric} {'' if before is None else f'{before:.4g} → '}{now:.4g}"
+    storage.write_text(f"{job.versions}/{LAST}", json.dumps(_trial(job, artifact, begun) | {"lineage": artifact.lineage, "how": how}))
+    return artifact
+
+
+def _on_published(job: Job) -> Job:
+    model = job.model.model_copy(update={"path": job.versions, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None})
+    return job.model_copy(update={"model": model})
+
+
+def _trial(job: Job, artifact: Artifact, version: str) -> dict[str, Any]:
+    """What decides how a retraining ends."""
+    return {"data": dict(artifact.data), "from": version, "config": fingerprint(_on_published(job))}
+
+
+def _last(job: Job) -> dict[str, Any]:
+    from ptf import storage
+
+    try:
+        return json.loads(storage.read_text(f"{job.versions}/{LAST}"))
+    except storage.Missing:
+        return {}

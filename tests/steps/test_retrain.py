@@ -1,0 +1,173 @@
+"""Retraining: what was not seen before is trained on, from what is published, and only what is better is published."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptf import published
+from ptf.config import ConfigError, loads
+from ptf.errors import UserError
+from steps import retrain
+from steps.artifact import Artifact
+from steps.evaluate import evaluate
+from steps.tokenize import tokenize
+from steps.train import train
+from tests.flows.toy import ROOT, Toy
+from tests.tiny import arithmetic, write_jsonl
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@pytest.fixture
+def quiet(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def raw(tmp_path) -> dict:
+    raw = arithmetic(tmp_path, rows=400)
+    raw["data"]["sources"]["sums"]["path"] = str(tmp_path / "data")
+    raw["train"] = {**raw["train"], "steps": 25, "validate_every": 0, "schedule": "constant"}
+    sums(tmp_path, 0, 150)
+    return raw | {"publish": {"metric": "loss/held_out", "mode": "min"}}
+
+
+def sums(directory: Path, first: int, last: int, wrong: bool = False) -> None:
+    """A file more of sums, or of sums with one another's answers."""
+    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()][first:last]
+    answers = [row["messages"][-1]["content"] for row in rows]
+    for row, answer in zip(rows, answers[::-1] if wrong else answers, strict=True):
+        row["messages"][-1]["content"] = f"{answer}{'+=-' * wrong}"
+    write_jsonl(directory / "data" / f"{first}{wrong}.jsonl", rows)
+
+
+def again(raw: dict, lineage: str) -> Artifact | None:
+    """As the flow does it; None where nothing was new."""
+    job, artifact = loads(yaml.safe_dump(raw)), Artifact(lineage)
+    artifact = retrain.prepare(job, artifact)
+    if not retrain.news(job, artifact):
+        return None
+    for stage in (tokenize, train, evaluate, retrain.publish):
+        artifact = stage(retrain.based(job, artifact), artifact)
+    return artifact
+
+
+def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_path, capsys):
+    root = f"{raw['output']}/published"
+    first = again(raw, "first")
+    assert first.published == f"{root}/first"
+    assert again(raw, "same") is None
+    assert "nothing new since first" in capsys.readouterr().out
+
+    sums(tmp_path, 150, 300)
+    better = again(raw, "better")
+    assert "sums changed since first" in capsys.readouterr().out
+    assert better.published == f"{root}/better"
+    assert better.metrics["start/loss/held_out"] == pytest.approx(first.metrics["loss/held_out"], abs=1e-5), "it began with what was published"
+    assert better.metrics["loss/held_out"] < first.metrics["loss/held_out"]
+
+    sums(tmp_path, 300, 400, wrong=True)
+    worse = again(raw | {"data": {**raw["data"], "sources": {"sums": {"path": str(tmp_path / "data/300*.jsonl")}}}}, "worse")
+    assert worse.metrics["loss/held_out"] > worse.metrics["start/loss/held_out"]
+    assert worse.published is None
+    assert published.pointer(root) == published.Pointer("better", ("first",))
+    assert "not published: loss/held_out is" in capsys.readouterr().out
+
+
+def test_what_was_gone_back_from_is_not_made_again(raw, tmp_path, capsys):
+    root = f"{raw['output']}/published"
+    again(raw, "first")
+    sums(tmp_path, 150, 300)
+    assert again(raw, "better").published == f"{root}/better"
+    published.roll_back(root)
+    assert again(raw, "same") is None
+    assert "nothing new since better, which was published: loss/held_out " in capsys.readouterr().out
+    sums(tmp_path, 300, 400)
+    more = again(raw, "more")
+    assert more.models == {root: f"{root}/first"}
+
+
+def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, tmp_path, capsys):
+    first = again(raw, "first")
+    sums(tmp_path, 150, 300, wrong=True)
+    (tmp_path / "data" / "0False.jsonl").unlink()
+    assert again(raw, "worse").published is None
+    assert again(raw, "same") is None
+    assert f"nothing new since worse, which was not better: loss/held_out {first.metrics['loss/held_out']:.4g} → " in capsys.readouterr().out
+    assert again({**raw, "train": {**raw["train"], "lr": 1e-9}}, "other rate") is not None, "another config may end otherwise"
+    sums(tmp_path, 0, 150)
+    assert again(raw, "more") is not None
+
+
+def test_a_file_that_was_written_over_is_new_whatever_its_size(raw, tmp_path, capsys):
+    """And what was tokenized before of the other is not used."""
+    again(raw, "first")
+    file = tmp_path / "data" / "0False.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace("1", "2", 1))
+    assert len(text) == file.stat().st_size
+    capsys.readouterr()
+    again(raw, "other")
+    out = capsys.readouterr().out
+    assert "sums changed since first" in out
+    assert "tokenize: sums: 150 rows" in out
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"publish": {}}, r"publish\.metric: retraining publishes only what is better; name a metric"),
+    ({"publish": {"metric": "train/loss", "mode": "min"}}, r"publish\.metric: retraining publishes only what is better"),
+    ({"evaluate": {"start": False}}, r"evaluate\.start: retraining compares"),
+])  # fmt: skip
+def test_without_anything_to_compare_it_does_not_begin(raw, change, message):
+    with pytest.raises(UserError, match=message):
+        again(raw | change, "a")
+
+
+def test_a_metric_that_is_not_there_is_named_with_those_that_are(raw):
+    with pytest.raises(UserError, match=r"publish\.metric: the evaluation has no 'loss/dev'; it has loss/held_out, "):
+        again(raw | {"publish": {"metric": "loss/dev", "mode": "min"}}, "a")
+    assert published.pointer(f"{raw['output']}/published") is None
+
+
+@pytest.mark.parametrize(
+    "cron", ["0 3 * *", "61 * * * *", "* * 0 * *", "*/0 * * * *", "0 3 * * mo", "5-1 * * * *", "0 3 * * 1 2026", "1,,2 * * * *", "²  * * * *"]
+)
+def test_what_is_no_schedule_is_refused(raw, cron):
+    with pytest.raises(ConfigError, match=r"flow\.cron +.* is no schedule"):
+        loads(yaml.safe_dump(raw | {"flow": {"cron": cron}}))
+
+
+@pytest.mark.parametrize("cron", ["0 3 * * 1", "*/15 0-6,22-23 1,15 jan-mar Mon-Fri", "0 0 1 1 *", "5/10 * * * 7"])
+def test_schedules(raw, cron):
+    assert loads(yaml.safe_dump(raw | {"flow": {"cron": cron, "event": "new.data"}})).flow.cron == cron
+
+
+def flow(raw: dict, toy: Toy) -> str:
+    (toy.directory / "job.yaml").write_text(yaml.safe_dump(raw | {"flow": {"cron": "0 3 * * 1", "event": "new.data"}}))
+    done = toy("run", "--config", "job.yaml", flow=ROOT / "flows" / "retrain_flow.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def toy(tmp_path) -> Toy:
+    (tmp_path / "flow").mkdir()
+    return Toy(tmp_path / "flow")
+
+
+def test_the_flow_ends_early_where_nothing_is_new(raw, toy):
+    again(raw | {"train": {**raw["train"], "steps": 2}}, "first")
+    said = flow(raw, toy)
+    assert "nothing published: the data are as they were" in said
+    assert "/train/" not in said, "no such step"
+
+
+@pytest.mark.cluster
+def test_the_flow_trains_where_something_is(raw, toy):
+    raw["train"]["steps"] = 2
+    said = flow(raw, toy)
+    assert "the first version is trained from" in said
+    version = published.pointer(f"{raw['output']}/published").version
+    assert f"published  {raw['output']}/published/{version}" in said
