@@ -45,6 +45,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "human_feedback.md"
 DATA = Path(os.environ.get("PTF_DATA", ROOT / ".." / "shared" / "data"))
 OUTPUT = ROOT / "runs" / "human_feedback"
 WIDTH = 4096
+FIRST_STEPS = 1500
 RATINGS = "prefs/taskmaster3_movie_tickets_reward.jsonl.gz"
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", "vocab_size": 6400, "hidden_size": 128, "intermediate_size": 384,
@@ -124,7 +125,7 @@ def chatty() -> Path:
     }
     model = {"path": str(place), "init": "random", "tokenizer": str(DATA / "tokenizers" / "minimind")}
     more = {"data": {"train_on": "all", "too_long": "truncate"}}
-    return trained(job("sft", 0, model, chats, {}, {"steps": 700, "lr": 2e-3, "warmup": 20}, **more), "chatty") / "model"
+    return trained(job("sft", 0, model, chats, {}, {"steps": FIRST_STEPS, "lr": 2e-3, "warmup": 20}, **more), "chatty") / "model"
 
 
 def longest(rows: Sequence[Row]) -> list[Row]:

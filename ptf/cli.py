@@ -239,7 +239,7 @@ def check_engine(options: argparse.Namespace) -> int:
 def publish(options: argparse.Namespace) -> int:
     from ptf import published
 
-    root = options.where
+    root = options.where.rstrip("/") or "/"
     if root.endswith((".yaml", ".yml")):
         job = load(root)
         root = job.versions

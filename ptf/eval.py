@@ -123,7 +123,7 @@ def scored(model: Decoder, recipe: RM, rows: Sequence[Sequence[Atom]], world: Wo
     found = []
     for batch in deal(rows, world, micro_rows, width):
         batch = batch.to(world.device)
-        what = recipe.scores(model, batch), *(recipe.judged(batch, batch.streams[name]) for name in ("score", "answer_length"))
+        what = recipe.scores(model, batch), *(recipe.judged(batch, name) for name in ("score", "answer_length"))
         found.append(torch.stack(what).cpu().numpy())
     mine = np.concatenate(found, axis=1)
     return np.concatenate([mine for rank, mine in enumerate(world.gather(mine)) if rank % world.tensor == 0], axis=1)  # a tensor group has the same

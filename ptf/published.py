@@ -6,6 +6,7 @@ wanted: where somebody else has moved it meanwhile, nothing happens, and whoever
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ptf import storage
@@ -46,6 +47,7 @@ def manifest(root: str) -> dict[str, Any] | None:
 def point(root: str, version: str, seen: Pointer | None) -> bool:
     """Let the pointer name `version`, if it still says what was `seen`; whether it now does."""
     now = _text(root)
+    _refuse_name(version)
     if (None if now is None else _read(root, now)) != seen:
         return False
     if seen and seen.version == version:
@@ -55,7 +57,7 @@ def point(root: str, version: str, seen: Pointer | None) -> bool:
 
 def versions(root: str) -> list[str]:
     """The finished ones, by name. Raises Missing if there is no such place."""
-    base = root.rstrip("/")
+    base = str(Path(root).resolve()) if storage.is_local(root) else root.rstrip("/")
     files = (name.removesuffix(f"/{storage.MANIFEST}").rsplit("/", 1) for name in storage.listing(base) if name.endswith(f"/{storage.MANIFEST}"))
     return sorted(version for above, version in files if above.rsplit("/", 1)[-1] == base.rsplit("/", 1)[-1])
 
@@ -64,10 +66,12 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
     """Let the pointer name an earlier version, by default the one before, after reading all of its files. Raises UserError if there is none, Corrupt if it is
     not what was published."""
     now = _text(root)
-    if now is None:
+    if to is not None:
+        _refuse_name(to)
+    elif now is None:
         raise UserError(f"nothing is published in {root}")
     try:
-        seen = _read(root, now)
+        seen = Pointer(to or "") if now is None else _read(root, now)
     except Corrupt:
         if to is None:
             raise
@@ -79,7 +83,8 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
         storage.verify(f"{root}/{to}")
     except storage.Missing:
         raise UserError(f"{root} has no version {to}; it has {', '.join(versions(root))}") from None
-    before = seen.before[: seen.before.index(to)] if to in seen.before else (*seen.before, seen.version)
+    last = len(seen.before) - 1 - seen.before[::-1].index(to) if to in seen.before else None
+    before = (*seen.before, seen.version) if last is None else seen.before[:last]
     wanted = seen if to == seen.version else Pointer(to, before)
     if not _move(root, wanted, now):
         raise UserError(f"{root}: somebody else has just published or rolled back; look at it (ptf publish {root} --list) and try again")
@@ -102,8 +107,17 @@ def _read(root: str, text: str) -> Pointer:
     try:
         said = json.loads(text)
         version, before = said["version"], tuple(said.get("before", ()))
-        if not all(isinstance(name, str) and name and "/" not in name for name in (version, *before)):
+        if not all(map(_is_name, (version, *before))):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Corrupt(f'{root}/{POINTER} is not a pointer ({{"version": …}}); ptf publish {root} --rollback VERSION writes it anew') from None
     return Pointer(version, before)
+
+
+def _is_name(version: object) -> bool:
+    return isinstance(version, str) and "/" not in version and version not in ("", ".", "..")
+
+
+def _refuse_name(version: str) -> None:
+    if not _is_name(version):
+        raise UserError(f"{version!r} is not the name of a version, which has no slash in it")

@@ -410,7 +410,11 @@ def _replacing(target: Path) -> Iterator[Path]:
 def _locked(target: Path) -> Iterator[None]:
     """One process at a time; the lock goes with whoever holds it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    file = target.with_name(f".{target.name}.lock")
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # another user's; to lock it, it need only be read
+        handle = os.open(file, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

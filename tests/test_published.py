@@ -3,6 +3,7 @@ was."""
 
 import json
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -64,6 +65,56 @@ def test_back_to_the_version_before_or_to_any(root, tmp_path):
     with pytest.raises(UserError, match="has no version d; it has a, b, c"):
         roll_back(root, "d")
     assert roll_back(root, "c") == pointer(root) == Pointer("c", ("a",))
+
+
+def test_back_through_a_version_that_was_published_twice(root, tmp_path):
+    names = {name: version(root, name, tmp_path) for name in "abc"}
+    for name in "abac":
+        point(root, names[name], pointer(root))
+    assert roll_back(root) == Pointer("a", ("a", "b"))
+    assert roll_back(root) == Pointer("b", ("a",))
+
+
+def test_a_pointer_that_is_gone_is_written_anew(root, tmp_path):
+    point(root, version(root, "a", tmp_path), None)
+    storage.remove(f"{root}/{published.POINTER}")
+    with pytest.raises(UserError, match="nothing is published in"):
+        roll_back(root)
+    assert roll_back(root, "a") == pointer(root) == Pointer("a")
+
+
+@pytest.mark.parametrize("name", ["a/", "../a", ".", "..", ""])
+def test_what_is_no_name_becomes_no_pointer(tmp_path, name):
+    root = str(tmp_path / "published")
+    point(root, version(root, "a", tmp_path), None)
+    for move in (lambda: roll_back(root, name), lambda: point(root, name, pointer(root))):
+        with pytest.raises(UserError, match="is not the name of a version"):
+            move()
+    assert pointer(root) == Pointer("a")
+
+
+def test_the_place_may_be_written_in_any_way(tmp_path, monkeypatch, capsys):
+    root = tmp_path / "published"
+    point(str(root), version(str(root), "a", tmp_path), None)
+    monkeypatch.chdir(root)
+    for where in (".", f"{root}/", "../published"):
+        assert cli.main(["publish", where, "--list"]) == 0
+        assert capsys.readouterr().out == "→ a\n"
+
+
+def test_the_lock_of_another_user_is_waited_for_too(tmp_path, monkeypatch):
+    """Whose file may be read and not written: here, whoever may do everything is denied it by hand."""
+    root = str(tmp_path / "published")
+    point(root, version(root, "a", tmp_path), None)
+    opened = os.open
+
+    def denying(path, flags, *more):
+        if str(path).endswith(".lock") and flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", denying)
+    assert point(root, version(root, "b", tmp_path), pointer(root))
 
 
 def test_what_is_not_whole_is_not_gone_back_to(tmp_path):

@@ -612,7 +612,7 @@ class Job(Section):
     @property
     def versions(self) -> str:
         """Directory or URI below which its models are published."""
-        return self.publish.to or f"{self.output}/published"
+        return (self.publish.to or f"{self.output}/published").rstrip("/")
 
     @model_validator(mode="after")
     def _agrees(self) -> "Job":

@@ -32,6 +32,7 @@ KINDS = {  # the columns that make a row what it is; a row that could be several
     "text": ("text",),
     "events": ("events",),
 }
+FORM = 2  # of what encoders make of a row: another one is tokenized anew
 HISTORY = ("messages", "prompt")  # what a preference or a prompt may be given after
 
 
@@ -131,8 +132,8 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
 
 
 def _reward(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or not np.isfinite(value):
-        raise UserError(f"{name} must be a finite number, not {value!r}")
+    if not isinstance(value, int | float) or not abs(value) <= float(np.finfo(np.float32).max):
+        raise UserError(f"{name} must be a finite number, not {repr(value)[:60]}")
     return float(value)
 
 
@@ -234,7 +235,7 @@ def fit(atom: Atom, seq_len: int, too_long: TooLong) -> list[Atom]:
     if too_long == "error":
         raise UserError(f"{length(atom)} tokens do not fit data.seq_len {seq_len}: raise it, or set data.too_long to drop, truncate or split")
     if too_long == "drop":
-        return []
+        return [whole] if (whole := _scored_within(atom, seq_len)) else []
     if too_long == "split":
         if len(atom) > 1:
             raise UserError(f"{length(atom)} tokens of {len(atom)} samples that belong together cannot be split: use data.too_long drop or truncate")
@@ -243,6 +244,13 @@ def fit(atom: Atom, seq_len: int, too_long: TooLong) -> list[Atom]:
     room = seq_len // len(atom)
     cut = tuple(_cut(s, 0, room) for s in atom)
     return [cut] if all(s.weights[1:].any() for s in cut) else []
+
+
+def _scored_within(atom: Atom, seq_len: int) -> Atom | None:
+    """Of a conversation whose answers were scored, up to the last of them that fits; None of anything else."""
+    if len(atom) > 1 or "answer_length" not in atom[0].streams or not atom[0].weights[:seq_len].any():
+        return None
+    return (_cut(atom[0], 0, int(np.flatnonzero(atom[0].weights[:seq_len])[-1]) + 1),)
 
 
 def _cut(s: Sample, start: int, end: int) -> Sample:

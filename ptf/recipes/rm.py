@@ -71,7 +71,7 @@ class RM:
             right, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
             found = {"margin": (gap * counts).sum()}
         else:
-            truth, counts = self.judged(batch, batch.streams["score"]), self.judged(batch, batch.weights)
+            truth, counts = self.judged(batch, "score"), batch.weights[batch.weights != 0]
             losses = binary_cross_entropy_with_logits(scores, truth, reduction="none") if self.form == "binary" else (scores - truth) ** 2
             right, score, found = (scores > 0) == (truth > 0.5), scores, {}
         if self.form != "regression":
@@ -79,9 +79,12 @@ class RM:
         loss = (losses * counts).sum()
         return loss, {name: value.detach() for name, value in {"loss": loss, "score": (score * counts).sum(), **found}.items()}
 
-    def judged(self, batch: Batch, values: Tensor) -> Tensor:
-        """What a stream, [B, T], has for each of the answers that were scored: [answers]."""
-        return values.flatten()[batch.weights.flatten() != 0]
+    def judged(self, batch: Batch, name: str) -> Tensor:
+        """What a stream (`score`, `answer_length`) has for each of the answers that were scored: [answers]."""
+        there = batch.weights != 0
+        if there.any() and "answer_length" not in batch.streams:
+            raise UserError("data that were tokenized by an earlier ptf, with a score at every token of an answer: tokenize them again")
+        return batch.streams.get(name, batch.weights)[there]
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
         """fp32: of each document, [documents], where they are pairs, and otherwise of each answer that was scored, [answers]."""

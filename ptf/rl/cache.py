@@ -35,8 +35,21 @@ class Cache:
         return attend
 
     def share(self, which: Tensor) -> None:
-        """Answers to begin, and the context of each, [n]. Queries of `width` answers of one context stand together; of a context that has more, there are
-        copies, so that at most three times as many are computed as there are answers, however they are spread."""
+        """Answers to begin, and the context of each, [n]."""
+        self.answers = self.answers.new_zeros(*self.answers.shape[:2], len(which), *self.answers.shape[3:])
+        self._arrange(which)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these answers only."""
+        self.answers, self.slot = self.answers[:, :, rows], self.slot[rows]
+        needed, self.owner = self.owner[rows].unique(return_inverse=True)
+        self._of_contexts(needed)
+        if len(self.lengths) * self.width > 2 * len(rows):
+            self._arrange(self.owner)
+
+    def _arrange(self, which: Tensor) -> None:
+        """Let queries of `width` answers of one context stand together; of a context that has more there are copies, so that at most three times as many
+        are computed as there are answers, however they are spread."""
         n, contexts = len(which), len(self.lengths)
         self.width = -(-n // contexts)
         counts = which.bincount(minlength=contexts)
@@ -45,18 +58,12 @@ class Cache:
         rank[order] = torch.arange(n, device=which.device) - (counts.cumsum(0) - counts)[which[order]]
         copies, self.owner = (which * n + rank // self.width).unique(return_inverse=True)
         self.slot = rank % self.width
-        self.answers = self.answers.new_zeros(*self.answers.shape[:2], n, *self.answers.shape[3:])
         self._of_contexts(copies // n)
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these answers only."""
-        self.answers, self.slot = self.answers[:, :, rows], self.slot[rows]
-        needed, self.owner = self.owner[rows].unique(return_inverse=True)
-        self._of_contexts(needed)
 
     def _of_contexts(self, needed: Tensor) -> None:
         if not torch.equal(needed, torch.arange(len(self.lengths), device=needed.device)):
-            self.context, self.lengths = self.context[:, :, needed], self.lengths[needed]
+            self.lengths = self.lengths[needed]
+            self.context = self.context[:, :, needed, :, : int(self.lengths.max())]
         self.place = self.owner * self.width + self.slot  # of each answer, among `width` for each context
 
     def step(self, turn: int) -> Attend:
@@ -74,14 +81,15 @@ class Cache:
                 hidden = after | (self.lengths[:, None] + turn - at >= of.window)
             n, _, heads, size = q.shape
             kv_heads = answers.shape[2]
-            query = (q[:, 0].to(answers.dtype) * of.scale).view(n, kv_heads, heads // kv_heads, size)
+            context, answers = context.float(), answers.float()  # a cache of bf16 is read, not computed with
+            query = (q[:, 0].float() * of.scale).view(n, kv_heads, heads // kv_heads, size)
             before = self._together(query) @ context[0].mT
             if hidden is not None:
                 before.masked_fill_(hidden[:, None, None], float("-inf"))
             scores = [self._apart(before), query @ answers[0].mT]
             if of.sinks is not None:
                 scores.append(of.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
-            weights = torch.cat(scores, -1).softmax(-1, dtype=torch.float32).to(query.dtype)
+            weights = torch.cat(scores, -1).softmax(-1)
             of_context, of_answer = weights.split([len(at), weights.shape[-1] - len(at)], -1)
             out = self._apart(self._together(of_context) @ context[1]) + of_answer[..., : answers.shape[3]] @ answers[1]
             return out.view(n, 1, heads, size).to(q.dtype)

@@ -18,7 +18,7 @@ from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Call
 from ptf.model import bridge
-from ptf.model.attention import Attend, has_tiles
+from ptf.model.attention import Attend
 from ptf.model.chunked import token_logprobs
 from ptf.model.head import Head
 from ptf.model.layers import Parts
@@ -67,8 +67,7 @@ class NativeEngine:
         contexts = {r.context.tobytes(): r.context for r in requests}
         place = {key: i for i, key in enumerate(contexts)}
         limits = np.array([r.sampling.max_new_tokens for r in requests])
-        wide = self.dtype == torch.bfloat16 and self.device.type == "cpu" and not has_tiles()  # attention is computed in fp32 there (sdpa)
-        dtype = torch.float32 if wide else self.dtype
+        dtype = torch.float32 if self.device.type == "cpu" else self.dtype  # attention over it is computed in fp32
         cache = Cache(self.model.config, [len(context) for context in contexts.values()], int(limits.max()), self.device, dtype)
         logits = self._prefill(list(contexts.values()), cache)  # [contexts, V]
         which = torch.tensor([place[r.context.tobytes()] for r in requests], device=self.device)

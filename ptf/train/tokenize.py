@@ -6,6 +6,7 @@ import time
 from ptf import recipes, storage
 from ptf.config import Job, fingerprint
 from ptf.data import tokenized
+from ptf.data.encode import FORM
 from ptf.data.tokenizer import Tokenizer
 from ptf.train.reading import specs
 
@@ -17,7 +18,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     `settings`: a fingerprint of those; by default the job's."""
     recipe, data = recipes.build(job), job.data
     made: dict[str, str] = {}
-    made_by = settings or fingerprint(job, *SETTINGS), tokenizer.fingerprint()
+    made_by = settings or fingerprint(job, *SETTINGS), tokenizer.fingerprint(), FORM
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue

@@ -137,6 +137,19 @@ def test_a_scored_answer_carries_its_score_at_its_end(characters: Tokenizer) -> 
     assert np.flatnonzero(sample.weights).tolist() == [len(sample) - 1], "0 is a reward, and none is none"
 
 
+def test_of_a_long_conversation_what_fits_is_scored(characters: Tokenizer) -> None:
+    """As it would be if every answer were a row of its own."""
+    messages = [m for i in range(6) for m in (USER, ASSISTANT | {"reward": i / 10})]
+    (whole,) = encode_scored({"messages": messages}, characters)
+    assert fit(whole, len(whole[0]), "drop") == [whole]
+    ((five,),) = fit(whole, len(whole[0]) - 1, "drop")
+    assert five.streams["score"][five.weights != 0].tolist() == pytest.approx([i / 10 for i in range(5)])
+    assert said(characters, five)[0].endswith(ANSWER)
+    assert fit(whole, 3, "drop") == []
+    with pytest.raises(UserError, match="do not fit data"):
+        fit(whole, len(whole[0]) - 1, "error")
+
+
 def test_a_scored_row_may_be_a_conversation() -> None:
     row = {"messages": [USER, ASSISTANT | {"reward": 1}], "text": "x"}
     assert shaped(row, {}, "scored") == {"messages": row["messages"]}
@@ -160,6 +173,8 @@ def test_a_scored_row_may_be_a_conversation() -> None:
         (encode_preference, {"prompt": "1", "chosen": "2", "rejected": "2"}, "`chosen` and `rejected` are the same"),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": None}, "needs `prompt`, `completion` and `reward`"),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": float("nan")}, "`reward` must be a finite number"),
+        (encode_scored, {"prompt": "1", "completion": "2", "reward": 1e39}, "`reward` must be a finite number"),
+        (encode_scored, {"prompt": "1", "completion": "2", "reward": 10**400}, "`reward` must be a finite number"),
     ],
 )
 def test_bad_rows_are_refused(characters: Tokenizer, encode: Any, row: dict[str, Any], message: str) -> None:

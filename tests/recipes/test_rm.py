@@ -57,7 +57,7 @@ def data(recipe: RM, weight: float) -> list[Atom]:
         places = {len(s) - 1, *rng.integers(1, len(s), 2).tolist()}
         for place in places:
             weights[place], scores[place] = s.weights.max(), {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.form]()
-        found.append((replace(s, weights=weights, streams={"score": scores}),))
+        found.append((replace(s, weights=weights, streams={"score": scores, "answer_length": scores}),))
     assert any((sample.weights != 0).sum() > 1 for (sample,) in found)
     return found
 
@@ -123,12 +123,21 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
     alone = [recipe.encode(row, characters, "s")[0] for row in rows]
     together, apart = (Batch.of([made], sum(map(length, made))) for made in ([(whole,)], alone))
     for name in ("score", "answer_length"):
-        assert recipe.judged(together, together.streams[name]).tolist() == recipe.judged(apart, apart.streams[name]).tolist()
-    assert recipe.judged(together, together.streams["answer_length"]).tolist() == [2.0, 4.0, 2.0], "with the end of each turn"
+        assert recipe.judged(together, name).tolist() == recipe.judged(apart, name).tolist()
+    assert recipe.judged(together, "answer_length").tolist() == [2.0, 4.0, 2.0], "with the end of each turn"
     scores = recipe.scores(model, apart)
     assert recipe.scores(model, together).tolist() == pytest.approx(scores.tolist(), abs=1e-5)
     assert recipe.scores(model, replace(together, weights=together.weights.roll(-1))).tolist() != pytest.approx(scores.tolist(), abs=1e-3)
     assert float(recipe.units(together)) == float(recipe.units(apart)) == 3.0
+
+
+def test_scores_at_every_token_as_they_once_were_are_refused(place):
+    """And where there is no row at all there is nothing to refuse."""
+    recipe, model = RM(form="binary"), load(place)
+    sample = data(recipe, 1.0)[0][0]
+    with pytest.raises(UserError, match="tokenize them again"):
+        recipe.loss(model, Batch.of([[(replace(sample, streams={"score": sample.streams["score"]}),)]], len(sample)), {})
+    assert float(recipe.loss(model, Batch.of([[(replace(sample, weights=np.zeros(len(sample), np.float32), streams={}),)]], len(sample)), {})[0]) == 0.0
 
 
 def bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
