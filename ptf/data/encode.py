@@ -248,9 +248,11 @@ def fit(atom: Atom, seq_len: int, too_long: TooLong) -> list[Atom]:
 
 def _scored_within(atom: Atom, seq_len: int) -> Atom | None:
     """Of a conversation whose answers were scored, up to the last of them that fits; None of anything else."""
-    if len(atom) > 1 or "answer_length" not in atom[0].streams or not atom[0].weights[:seq_len].any():
+    first, *others = atom
+    inside = np.flatnonzero(first.weights[:seq_len])
+    if others or "answer_length" not in first.streams or not len(inside):
         return None
-    return (_cut(atom[0], 0, int(np.flatnonzero(atom[0].weights[:seq_len])[-1]) + 1),)
+    return (_cut(first, 0, int(inside[-1]) + 1),)
 
 
 def _cut(s: Sample, start: int, end: int) -> Sample:
