@@ -282,8 +282,10 @@ def write(found: Mapping[str, Sequence[Mapping[str, float]]], command: str, spen
         sections.append(f"## {name.capitalize()}\n\n{counts}\n\n" + "\n".join(lines) + "\n")
     RESULTS.write_text(
         "# Human feedback\n\n"
-        f"Command: `{command}`, {spent / 60:.0f} minutes{' after the first training' * there}  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"One small model (Qwen3 shape, 4 layers of 128, minimind tokenizer, 1.6 million parameters) read chats for {FIRST_STEPS:,} steps from random weights:\n"
+        f"Command: `{command}`, {spent / 60:.0f} minutes{' after the first training' * there}  \n"
+        f"Hardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
+        "One small model (Qwen3 shape, 4 layers of 128, minimind tokenizer, 1.6 million parameters) read chats for "
+        f"{FIRST_STEPS:,} steps from random weights:\n"
         "task dialogues, agent trajectories, assistants' conversations, and the ticket agent's dialogues without their ratings, of which none begins as a\n"
         "held-out one does. Then each column below is a training run of its own from there. What is held out is a fifth of the dialogues, by what the user\n"
         "says first. Most rows of the ratings go on from another; they are trained on as conversations with a `reward` at each rated turn. The learning rate\n"
