@@ -181,7 +181,7 @@ def ratings(seed: int, base: Path, on: str, sums: np.ndarray | None) -> tuple[np
     train, held_out = split(every, on, encode_scored)
     sources = {"ratings": written(f"ratings-{on}", conversations(train)) | {"kind": "scored"}}
     validation = {on: written(f"ratings-held-out-{on}", conversations(held_out)) | {"kind": "scored"}}
-    knobs = {"epochs": 1, "lr": 5e-4, "warmup": 20, "validate_every": 200}
+    knobs = {"epochs": 3, "lr": 1e-3, "warmup": 20, "weight_decay": 0.1}
     one = job("rm", seed, {"path": str(base)}, sources, validation, knobs, algo={"loss": "binary"})
     made = trained(one, f"ratings-{on}-{seed}")
     found = evaluate(one, made)
