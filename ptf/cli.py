@@ -8,7 +8,7 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -236,6 +236,31 @@ def check_engine(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def chat(options: argparse.Namespace) -> int:
+    from ptf.chat import Chat
+
+    where = load(options.where).versions if options.where.endswith((".yaml", ".yml")) else options.where
+    talk = Chat(
+        where, system=options.system, max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed,
+    )  # fmt: skip
+    person = sys.stdin.isatty()
+    if person:
+        print("/new forgets what was said; Ctrl-D ends")
+    while True:
+        try:
+            text = input("> " if person else "").strip()
+            if text == "/new":
+                talk.forget()
+            elif text:
+                print(talk.answer(text), flush=True)
+        except (EOFError, KeyboardInterrupt):
+            return 0
+        except UserError as error:
+            fail(error)
+            if not person:
+                return 2
+
+
 def publish(options: argparse.Namespace) -> int:
     from ptf import published
 
@@ -259,6 +284,19 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return read
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -299,6 +337,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument of it; may be repeated")
     one.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
     one.set_defaults(run=check_engine)
+    one = commands.add_parser("chat", help="talk to a checkpoint; lines from a pipe are answered one by one")
+    one.add_argument("where", metavar="MODEL", help="a directory, a directory of versions, a URI, a Hugging Face id, or a job's YAML: what its flow published")
+    one.add_argument("--system", metavar="TEXT", help="a system message")
+    one.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (default: 256)")
+    one.add_argument("--temperature", type=_number(0, 10), default=0.7, metavar="T", help="0 takes the likeliest token (default: 0.7)")
+    one.add_argument("--top-p", type=_number(0.001, 1), default=1.0, metavar="P", help="draw from the likeliest tokens that together have this probability")
+    one.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
+    one.set_defaults(run=chat)
     one = commands.add_parser("publish", help="the versions that a job's flow has published, and back to an earlier one")
     one.add_argument("where", metavar="CONFIG_OR_PLACE", help="a job's YAML, or the directory or URI of versions (publish.to)")
     what = one.add_mutually_exclusive_group(required=True)

@@ -31,8 +31,9 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "eval": TRAIN | {"train", "rl"},
     "run": TRAIN | {"train", "rl", "eval", "published"},
     "rehearse": TRAIN | {"train", "run"},
+    "chat": DATA | {"rl"},
     "doctor": set(),
-    "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor", "published"},
+    "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor", "published", "chat"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors"}
 FLOWS = {"config", "errors"}
