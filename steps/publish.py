@@ -10,6 +10,7 @@ from ptf.config import Job, dump, fingerprint
 from ptf.config.schema import LOGPROB_BOUND
 from ptf.errors import Retryable, UserError
 from steps.artifact import Artifact
+from steps.model_card import card
 
 ATTEMPTS = 10
 
@@ -29,10 +30,11 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     staged = Path(artifact.run) / "publish"
     shutil.rmtree(staged, ignore_errors=True)
     shutil.copytree(artifact.model, staged)
-    (staged / "README.md").write_text(card(resolved, artifact))
+    made = json.loads((Path(artifact.run) / FILE).read_text())
+    (staged / "README.md").write_text(card(job, artifact, made, published.manifest(root)))
     manifest = {
         "version": artifact.lineage, "job": dump(resolved), "config": fingerprint(job), "metrics": dict(artifact.metrics), "logprob_difference": difference,
-        "data": dict(artifact.data), "made_with": json.loads((Path(artifact.run) / FILE).read_text()),
+        "data": dict(artifact.data), "made_with": made,
     }  # fmt: skip
     storage.commit(str(staged), manifest)
     storage.upload(staged, f"{root}/{artifact.lineage}")
@@ -89,13 +91,3 @@ def _refuse_worse(job: Job, artifact: Artifact, published: Mapping[str, Any] | N
         if published and f"start/{metric}" in artifact.metrics and artifact.models.get(job.model.path) == f"{job.versions}/{published['version']}":
             before = {metric: artifact.metrics[f"start/{metric}"]}
         refuse_regression(artifact.metrics, before, metric, job.publish.max_drop, job.publish.mode)
-
-
-def card(job: Job, artifact: Artifact) -> str:
-    """The model card: what it is, how it did, what made it."""
-    rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in sorted(artifact.metrics.items()) if not name.startswith("train/"))
-    name = job.recipe if isinstance(job.recipe, str) else job.recipe.use
-    return (
-        f"# {artifact.lineage}\n\nTrained by ptf ({name}) from `{job.model.path}`.\n\n| metric | value |\n|---|---|\n{rows}\n"
-        f"Serve it: `vllm serve <this directory>`\n\n```yaml\n{dump(job)}```\n"
-    )

@@ -559,6 +559,8 @@ class PublishConfig(Section):
     """Which is better, less or more."""
     max_drop: Annotated[float, Field(ge=0)] = free(0.0)
     """By how much `metric` may be worse and still be published."""
+    license: str | None = free(None)
+    """For the model card: the model's licence, by its SPDX name (`apache-2.0`)."""
 
 
 class StepConfig(Section):

@@ -171,3 +171,22 @@ def test_the_flow_trains_where_something_is(raw, toy):
     assert "the first version is trained from" in said
     version = published.pointer(f"{raw['output']}/published").version
     assert f"published  {raw['output']}/published/{version}" in said
+
+
+def test_the_card_says_what_it_is_made_of_and_how_it_did(raw, tmp_path):
+    raw["publish"]["license"] = "apache-2.0"
+    first = again(raw, "first")
+    sums(tmp_path, 150, 300)
+    better = again(raw, "better")
+    text = (Path(better.published) / "README.md").read_text()
+    header = yaml.safe_load(text.split("---")[1])
+    assert header == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ptf", "sft"], "license": "apache-2.0"}
+    assert f"from `{first.published}`" in text
+    row = f"| loss/held_out | {first.metrics['loss/held_out']:.4g} | {better.metrics['loss/held_out']:.4g} | {first.metrics['loss/held_out']:.4g} |"
+    assert row in text, "start, now, and what was published before, which is the start"
+    assert "published before (first)" in text
+    assert f"| sums | `{tmp_path}/data` | auto | 1 | {better.data['sums']} |" in text
+    assert f"vllm serve {better.published}\n" in text
+    job = loads(text.split("```yaml\n")[1].split("```")[0])
+    assert job == retrain.based(loads(yaml.safe_dump(raw)), better), "the config, as it can be run again"
+    assert "published before" not in (Path(first.published) / "README.md").read_text()
