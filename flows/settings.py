@@ -27,7 +27,7 @@ class FromConfig(FlowMutator):
         flow = config.get("flow") or {}
         by_step = flow.get("steps") or {}
         for name, step in mutable_flow.steps:
-            for decorator, arguments in decorators(by_step.get(name) or {}).items():
+            for decorator, arguments in decorators(by_step.get(name.removesuffix("_first")) or {}).items():
                 step.add_decorator(decorator, deco_kwargs=arguments, duplicates=MutableStep.OVERRIDE)
         if flow.get("cron"):
             mutable_flow.add_decorator("schedule", deco_kwargs={"cron": flow["cron"]}, duplicates=MutableFlow.OVERRIDE)

@@ -1,15 +1,23 @@
 """Flows as users meet them: as processes. The toy flow is the real DAG around toy work."""
 
 import base64
+import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from unittest.mock import ANY
 
 import pytest
+import yaml
 
+from ptf import published
+from ptf.config import loads
 from tests.flows.toy import ROOT, Toy, is_gone, wait_for
+from tests.tiny import arithmetic
+
+TWO = ROOT / "flows" / "sft_then_rl_flow.py"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +52,58 @@ def test_the_flows_show_their_steps_from_anywhere(tmp_path, flow):
     assert done.returncode == 0, done.stderr
     names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("Step ")]
     assert names == ["start", "prepare", "tokenize", "train", "evaluate", "publish", "end"]
+
+
+def test_two_trainings_in_one_flow_are_all_its_steps(tmp_path):
+    done = Toy(tmp_path)("show", flow=TWO)
+    assert done.returncode == 0, done.stderr
+    stages = ["prepare", "tokenize", "train", "evaluate", "publish"]
+    names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("Step ")]
+    assert names == ["start", *(f"{stage}_first" for stage in stages), *stages, "end"]
+
+
+@pytest.mark.parametrize(("path", "message"), [("some/model", "is not made by another job"), ("job:nowhere.yaml", "nowhere.yaml")])
+def test_a_second_training_without_a_first_is_refused(tmp_path, path, message):
+    (tmp_path / "rl.yaml").write_text(
+        f"recipe: grpo\nmodel: {{path: '{path}'}}\ndata: {{sources: {{p: {{path: p.jsonl, kind: prompt}}}}}}\nrollout: {{reward: {{use: 'a:b'}}}}\n"
+        "train: {steps: 1, lr: 1.0}\n"
+    )
+    done = Toy(tmp_path)("run", "--config", "rl.yaml", flow=TWO)
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.cluster
+def test_the_second_training_begins_with_what_the_first_published(tmp_path):
+    """Also where it is resumed after a failure, and something else is published there meanwhile."""
+    raw = arithmetic(tmp_path)
+    raw["train"] |= {"steps": 2, "validate_every": 0}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(raw | {"output": str(tmp_path / "first")}))
+    rl = {key: raw[key] for key in ("seed", "compute", "checkpoint", "track", "train")} | {
+        "recipe": "grpo", "output": str(tmp_path / "second"), "model": {"path": f"job:{tmp_path}/sft.yaml"},
+        "data": {"sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
+        "rollout": {"engine": "native", "prompts": 2, "group": 4, "max_new_tokens": 4, "reward": {"use": "late_reward:score"}},
+    }  # fmt: skip
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(rl))
+    (tmp_path / "flow").mkdir()
+    toy = Toy(tmp_path / "flow")
+    toy.env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = toy("run", "--config", str(tmp_path / "rl.yaml"), flow=TWO)
+    assert done.returncode != 0, "the reward's module is not there"
+    root = str(tmp_path / "first/published")
+    first = published.pointer(root)
+    assert first is not None, done.stdout + done.stderr
+    assert first.version.startswith("sft-then-rl-")
+    shutil.copytree(f"{root}/{first.version}", f"{root}/another")
+    assert published.point(root, "another", first)
+    (tmp_path / "late_reward.py").write_text("def score(row, text):\n    return float(len(text) < 3)\n")
+    _, _, *words = shlex.split(done.stderr.splitlines()[-1])
+    done = toy(*words, flow=TWO)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "second").glob("sft-then-rl-*/job.yaml")
+    assert loads(run.read_text()).model.path == f"{root}/{first.version}"
+    assert published.pointer(str(tmp_path / "second/published")) == published.Pointer(run.parent.name)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,108 @@
+"""Fine-tuning and then reinforcement learning as one flow: `python flows/sft_then_rl_flow.py run --config configs/tiny/grpo.yaml`.
+
+The one idea: the config is that of the second training, which begins with what the `job:` of its model.path makes. That one's stages are steps here too, so
+that they are seen, retried and resumed like the others.
+"""
+
+# metaflow makes `current.card` at run time:
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+import sys
+
+from metaflow import card, current, step
+
+from flows import cards
+from flows.base import PostTrainFlow
+from ptf.config import Job, dump, load, loads
+from ptf.errors import UserError
+
+
+class SFTThenRLFlow(PostTrainFlow):
+    """Prepare, tokenize, train, evaluate and publish twice: first the job that model.path names, then the one that begins with it."""
+
+    recipes = ("grpo", "ppo", "opd")
+    default_config = "configs/tiny/grpo.yaml"
+
+    @step
+    def start(self):
+        """Name both training runs, and keep the first one's config: a resume does not look at its file again."""
+        from steps.artifact import Artifact
+
+        path = super()._job().model.path
+        self.first = ""
+        if path.startswith("job:"):
+            try:
+                self.first = dump(load(path.removeprefix("job:")))
+            except UserError as error:
+                print(error, file=sys.stderr)
+                sys.exit(1)
+        else:
+            print(f"model.path: {path} is not made by another job; name one (`job:configs/tiny/sft.yaml`), or run the recipe's own flow", file=sys.stderr)
+            sys.exit(1)
+        self.lineage = str(self.continued or f"sft-then-rl-{current.run_id}")
+        self.artifact = Artifact(lineage=f"{self.lineage}-first")
+        self.published_first = None
+        self.next(self.prepare_first)
+
+    @step
+    def prepare_first(self):
+        """Make the data of the first training."""
+        from steps.prepare import prepare
+
+        self._stage(prepare)
+        self.next(self.tokenize_first)
+
+    @step
+    def tokenize_first(self):
+        """Tokenize them."""
+        from steps.tokenize import tokenize
+
+        self._stage(tokenize)
+        self.next(self.train_first)
+
+    @card(type="blank", id="train", refresh_interval=0)
+    @step
+    def train_first(self):
+        """Train the first model."""
+        from steps.train import train
+
+        with cards.live(current.card["train"], self._job(), self._artifact().lineage):
+            self._stage(train)
+        self.next(self.evaluate_first)
+
+    @card(type="blank", id="evaluate")
+    @step
+    def evaluate_first(self):
+        """Score it."""
+        from steps.evaluate import evaluate
+
+        self._stage(evaluate)
+        cards.metrics_page(current.card["evaluate"], self.artifact.lineage, self.artifact.metrics)
+        self.next(self.publish_first)
+
+    @step
+    def publish_first(self):
+        """Publish it."""
+        from steps.artifact import Artifact
+        from steps.publish import publish
+
+        self._stage(publish)
+        self.published_first = self.artifact.published
+        self.artifact = Artifact(lineage=self.lineage)
+        self.next(self.prepare)
+
+    @step
+    def prepare(self):
+        """Make the data of the second training, which begins with what the first one published, whatever is published there meanwhile."""
+        from steps.prepare import prepare
+
+        self._stage(prepare)
+        self.artifact = self.artifact.but(models={**self.artifact.models, self._job().model.path: str(self.published_first)})
+        self.next(self.tokenize)
+
+    def _job(self) -> Job:
+        return super()._job() if self.published_first else loads(self.first)
+
+
+if __name__ == "__main__":
+    SFTThenRLFlow()
