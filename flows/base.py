@@ -8,12 +8,13 @@ that does its work and what comes next; everything that makes it a good citizen 
 # metaflow makes its public names, and `current.card`, at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
+import contextlib
 import inspect
 import json
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class PostTrainFlow(FlowSpec):
 
     recipes: tuple[str, ...] = ()  # the configs that fit; one with a plugged recipe fits everywhere
     default_config = "configs/tiny/sft.yaml"  # looked for in the folders above the flow's file
+    at_once: int | None = None  # tasks of a run on this machine, if --max-workers does not say
 
     config = Config("config", parser=parse, help="The job; `run --config FILE.yaml [FILE.yaml ...] --set KEY=VALUE` is the usual way to give it.")
 
@@ -63,8 +65,7 @@ class PostTrainFlow(FlowSpec):
         """Name the training run; a resume keeps the name, so it continues from this run's checkpoints. `run --continue LINEAGE` takes that one's."""
         from steps.artifact import Artifact
 
-        flow = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__.removesuffix("Flow")).lower()
-        self.lineage = str(self.continued or f"{flow}-{current.run_id}")
+        self.lineage = self._lineage()
         self.artifact = Artifact(lineage=self.lineage)
         self.next(self.prepare)
 
@@ -117,10 +118,20 @@ class PostTrainFlow(FlowSpec):
         """Say where everything is."""
         print(f"lineage    {self.lineage}\nmodel      {self.artifact.model}\npublished  {self.artifact.published}")
 
+    def _lineage(self) -> str:
+        flow = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", type(self).__name__.removesuffix("Flow")).lower()
+        return str(self.continued or f"{flow}-{current.run_id}")
+
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
-        """Do a step's work on the artifact. What the user can mend is printed as one message, and is not retried: it would fail again."""
-        try:
+        """Do a step's work on the artifact."""
+        with self._said():
             self.artifact = work(self._job(), self._artifact())
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        """What the user can mend is printed as one message, and is not retried: it would fail again."""
+        try:
+            yield
         except Retryable as ended:  # a retry goes on from the last checkpoint
             sys.exit(str(ended))
         except UserError as error:
@@ -147,6 +158,8 @@ class PostTrainFlow(FlowSpec):
         if note:
             print(note, file=sys.stderr)
         verb = argv.command(words.rest)
+        if self.at_once and verb in ("run", "resume") and not any(word.startswith("--max-workers") for word in words.rest):
+            sys.argv += ["--max-workers", str(self.at_once)]
         if verb in ("step", "spin-step"):
             processes.follow()
         elif verb in ("run", "resume", "spin"):

@@ -7,8 +7,6 @@ that they are seen, retried and resumed like the others.
 # metaflow makes `current.card` at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
-import sys
-
 from metaflow import card, current, step
 
 from flows import cards
@@ -29,17 +27,11 @@ class SFTThenRLFlow(PostTrainFlow):
         from steps.artifact import Artifact
 
         path = super()._job().model.path
-        self.first = ""
-        if path.startswith("job:"):
-            try:
-                self.first = dump(load(path.removeprefix("job:")))
-            except UserError as error:
-                print(error, file=sys.stderr)
-                sys.exit(1)
-        else:
-            print(f"model.path: {path} is not made by another job; name one (`job:configs/tiny/sft.yaml`), or run the recipe's own flow", file=sys.stderr)
-            sys.exit(1)
-        self.lineage = str(self.continued or f"sft-then-rl-{current.run_id}")
+        with self._said():
+            if not path.startswith("job:"):
+                raise UserError(f"model.path: {path} is not made by another job; name one (job:configs/tiny/sft.yaml), or run the recipe's own flow")
+            self.first = dump(load(path.removeprefix("job:")))
+        self.lineage = self._lineage()
         self.artifact = Artifact(lineage=f"{self.lineage}-first")
         self.published_first = None
         self.next(self.prepare_first)

@@ -30,9 +30,9 @@ def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
     return _checked(merge(*files, overrides=overrides))
 
 
-def loads(text: str) -> Job:
-    """The job in one YAML or JSON text; `loads(dump(job)) == job`."""
-    return _checked(parse(text))
+def loads(text: str, overrides: Sequence[str] = ()) -> Job:
+    """The job in one YAML or JSON text, with overrides `a.b=value`; `loads(dump(job)) == job`."""
+    return _checked(parse(text, overrides=overrides))
 
 
 def dump(job: Job) -> str:

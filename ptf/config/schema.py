@@ -587,6 +587,8 @@ class FlowConfig(Section):
     """When a deployed flow runs: minute, hour, day of the month, month, day of the week (`0 3 * * 1`: Mondays at three)."""
     event: str | None = free(None)
     """Name of the event that starts a deployed flow."""
+    sweep: list[dict[str, Any]] = free([])
+    """Trials of the sweep flow: what each has otherwise, by dotted key (`{train.lr: 1e-4, train.rows: 8}`)."""
 
 
 class Job(Section):

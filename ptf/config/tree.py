@@ -114,10 +114,12 @@ def merge(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree
     return tree
 
 
-def parse(text: str, source: str = "<text>") -> Tree:
-    """One YAML or JSON text; `extends` in it is relative to the working directory."""
+def parse(text: str, source: str = "<text>", overrides: Sequence[str] = ()) -> Tree:
+    """One YAML or JSON text, and overrides as above; `extends` in it is relative to the working directory."""
     tree = Tree(Node({}, Place(source, 1)))
     tree.root = _top(text, source, (), tree)
+    for override in overrides:
+        tree.root = _over(tree.root, _override(override, tree))
     return tree
 
 

@@ -1,0 +1,82 @@
+"""A sweep's trials are checked before the first runs, and the best by the metric is the one that is published."""
+
+import math
+from typing import Any
+
+import pytest
+import yaml
+
+from ptf import published
+from ptf.config import dump, load, loads
+from ptf.errors import UserError
+from steps.sweep import best, trials
+from tests.flows.toy import ROOT, Toy
+from tests.tiny import arithmetic
+
+METRIC = {"metric": "loss/held_out", "mode": "min"}
+
+
+@pytest.fixture
+def raw(tmp_path) -> dict[str, Any]:
+    raw = arithmetic(tmp_path)
+    raw["train"] = {**raw["train"], "steps": 3, "validate_every": 0}
+    return raw | {"publish": METRIC, "flow": {"sweep": [{"train.lr": 1e-9}, {"train.lr": 3e-3, "train.rows": 8}]}}
+
+
+def job(raw: dict[str, Any]):
+    return loads(yaml.safe_dump(raw))
+
+
+def test_trials_are_the_job_with_other_values(raw):
+    one, two = map(loads, trials(job(raw)))
+    assert (one.train.lr, one.train.rows, two.train.lr, two.train.rows) == (1e-9, 4, 3e-3, 8)
+    same = job(raw)
+    assert dump(two) == dump(same.model_copy(update={"train": same.train.model_copy(update={"lr": 3e-3, "rows": 8})}))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"flow": {}}, r"flow\.sweep: a sweep has two trials at least"),
+    ({"publish": {}}, r"publish\.metric: a sweep chooses by a metric"),
+    ({"flow": {"sweep": [{"train.lr": 1e-3}, {"train.lrr": 1e-3}]}}, r"flow\.sweep\[1\]: .*train.lrr.*unknown key"),
+    ({"flow": {"sweep": [{"train.lr": "fast"}, {"train.lr": 1e-3}]}}, r"flow\.sweep\[0\]: .*train\.lr"),
+    ({"flow": {"sweep": [{"output": "a"}, {"output": "b"}]}}, r"flow\.sweep\[0\]: output must be the same in all trials"),
+    ({"flow": {"sweep": [{"train.lr": 1.0}, {"data.validation.held_out.limit": 3}]}}, r"flow\.sweep\[1\]: data\.validation\.held_out\.limit must be the same"),
+])  # fmt: skip
+def test_what_is_no_sweep_is_refused(raw, change, message):
+    with pytest.raises(UserError, match=message):
+        trials(job(raw | change))
+
+
+@pytest.mark.parametrize(("mode", "values", "chosen"), [
+    ("min", [0.5, 0.25, 0.75], 1), ("max", [0.5, 0.25, 0.75], 2), ("max", [math.nan, 0.25, None], 1), ("min", [0.5, 0.5, 0.5], 0),
+])  # fmt: skip
+def test_the_best_is_chosen_and_all_are_shown(raw, mode, values, chosen, capsys):
+    one = job(raw | {"publish": {"metric": "kl/dev", "mode": mode}, "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]}} if mode == "min" else raw | {
+        "publish": {"metric": "accuracy/dev", "mode": mode}, "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]}})  # fmt: skip
+    found = [{} if value is None else {str(one.publish.metric): value} for value in values]
+    assert best(one, found) == chosen
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[0] for line in lines] == ["→" if i == chosen else " " for i in range(3)]
+
+
+def test_where_no_trial_has_the_metric_what_there_is_is_named(raw):
+    with pytest.raises(UserError, match=r"no trial's evaluation has 'loss/held_out'; there are accuracy/dev"):
+        best(job(raw), [{"accuracy/dev": 0.5}, {}])
+
+
+def test_the_tiny_config_is_a_sweep():
+    assert len(trials(load(str(ROOT / "configs/tiny/sweep.yaml")))) == 2
+
+
+@pytest.mark.cluster
+def test_the_flow_publishes_the_better_trial(raw, tmp_path):
+    (tmp_path / "flow").mkdir()
+    toy = Toy(tmp_path / "flow")
+    (toy.directory / "job.yaml").write_text(yaml.safe_dump(raw))
+    done = toy("run", "--config", "job.yaml", flow=ROOT / "flows" / "sweep_flow.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = published.pointer(f"{raw['output']}/published")
+    assert found is not None
+    assert found.version.startswith("sweep-")
+    assert found.version.endswith("-1"), "a learning rate of 1e-9 learns nothing"
+    assert published.versions(f"{raw['output']}/published") == [found.version]
