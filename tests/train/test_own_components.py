@@ -15,6 +15,7 @@ from ptf.config import ConfigError, Job, loads
 from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from ptf.eval import evaluate
 from ptf.rl.native_engine import NativeEngine
 from ptf.run import run
 from ptf.train.parts import parts_of
@@ -231,3 +232,19 @@ def test_rollouts_come_from_the_same_components_and_tokens(raw, tmp_path):
     assert rows[0]["kl_reference"] < 1e-9 < rows[-1]["kl_reference"]
     assert (found / "model" / "components.safetensors").is_file()
     assert len(weights(found)["model.embed_tokens.weight"]) == 21 + 51
+
+
+@pytest.mark.parametrize("model", [
+    {}, {"replace": NARROW}, {"head": {"use": "tests.model.own:DeepHead", "args": {"width": 40}}}, {"backend": "hf", "init": "pretrained"},
+    {"lora": {"rank": 4}}, {"tokens": {"added": ["<x>"], "semantic_ids": [50]}},
+], ids=["plain", "component", "head", "transformers", "lora", "tokens"])  # fmt: skip
+def test_the_evaluate_stage_measures_what_training_measured_last_and_what_it_began_with(raw, tmp_path, model):
+    if model.get("backend"):
+        checkpoint(tmp_path / "model", vocab_size=Tokenizer.load(str(tmp_path / "model")).vocab_size)
+    raw["train"] |= {"validate_every": 2, "steps": 4, "precision": "fp32"}
+    job = job_of(raw | {"model": {**raw["model"], **model}})
+    directory = run(job, "run")
+    found, rows = evaluate(job, directory), read_metrics(directory / "metrics.jsonl")
+    assert found.keys() == {"loss/held_out", "start/loss/held_out"}
+    assert found["loss/held_out"] == pytest.approx(rows[-1]["loss/held_out"], abs=1e-4)
+    assert found["start/loss/held_out"] > found["loss/held_out"]
