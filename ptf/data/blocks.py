@@ -31,9 +31,9 @@ KEEP_BYTES = 64 << 20  # of blocks that some lane may still be in
 KEEP_FILES = 4  # open at a time
 
 
-def data_files(path: str) -> list[str]:
-    """The data files under a path, in the order they are read."""
-    files = [uri for uri in storage.listing(path) if uri.endswith(FORMATS) and not posixpath.basename(uri).startswith(".")]
+def data_files(path: str) -> dict[str, str]:
+    """The data files under a path, in the order they are read, and the stamp of each (ptf.storage.stamps)."""
+    files = {uri: stamp for uri, stamp in storage.stamps(path).items() if uri.endswith(FORMATS) and not posixpath.basename(uri).startswith(".")}
     if not files:
         raise UserError(f"no {', '.join(FORMATS)} file in {path}")
     return files
@@ -229,7 +229,7 @@ class Reader:
     """The blocks of some files, by file and number. Blocks of a remote file are fetched one ahead of the newest asked for."""
 
     def __init__(self, path: str, parquet_row: Callable[[pa.Table, int], Row] = plain_row) -> None:
-        self.path, self.uris, self._parquet_row = path, data_files(path), parquet_row
+        self.path, self.uris, self._parquet_row = path, list(data_files(path)), parquet_row
         self.sizes = [storage.size(uri) for uri in self.uris]
         self._remote = not storage.is_local(path)
         self._kept: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ptf import storage
-from ptf.data.blocks import Block, Reader, Row
+from ptf.data.blocks import Block, Reader, Row, data_files
 from ptf.errors import UserError
 
 
@@ -78,8 +77,12 @@ def fingerprints(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
 
 def stamps(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
     """By name: of the files' names, sizes and times or entity tags, so that what was written over is another, too."""
-    found = {name: {posixpath.basename(uri): stamp for uri, stamp in storage.stamps(spec.path).items()} for name, spec in sources.items()}
-    return {name: hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16] for name, files in found.items()}
+    digests = {}
+    for name, spec in sources.items():
+        files = data_files(spec.path)
+        above = len(posixpath.dirname(posixpath.commonprefix(list(files))))  # wherever they lie, and below that every file by its whole name
+        digests[name] = hashlib.sha256(json.dumps([(uri[above:], stamp) for uri, stamp in files.items()]).encode()).hexdigest()[:16]
+    return digests
 
 
 class Source:

@@ -3,9 +3,10 @@
 import hashlib
 import time
 
-from ptf import recipes, storage
+from ptf import recipes
 from ptf.config import Job, fingerprint
 from ptf.data import tokenized
+from ptf.data.blocks import data_files
 from ptf.data.encode import FORM
 from ptf.data.tokenizer import Tokenizer
 from ptf.train.reading import specs
@@ -22,7 +23,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue
-        files = list(storage.stamps(source.path).items())
+        files = list(data_files(source.path).items())
         shape = source.kind, sorted(source.columns.items()), source.limit
         key = hashlib.sha256(repr((files, made_by, shape)).encode()).hexdigest()[:16]
         made[name] = f"{job.output}/tokenized/{name}-{key}"

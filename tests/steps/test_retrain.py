@@ -1,6 +1,8 @@
 """Retraining: what was not seen before is trained on, from what is published, and only what is better is published."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import yaml
 
 from ptf import published
 from ptf.config import ConfigError, loads
+from ptf.data.sources import SourceSpec, stamps
 from ptf.errors import UserError
 from steps import retrain
 from steps.artifact import Artifact
@@ -99,6 +102,24 @@ def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, 
     assert again({**raw, "train": {**raw["train"], "lr": 1e-9}}, "other rate") is not None, "another config may end otherwise"
     sums(tmp_path, 0, 150)
     assert again(raw, "more") is not None
+
+
+def test_files_of_one_name_and_files_of_no_data(tmp_path):
+    """Each counts by its whole name below the source; what is no data does not count."""
+    for name in ("a/x.jsonl", "b/x.jsonl"):
+        write_jsonl(tmp_path / "source" / name, [{"text": name}])
+    spec = {"s": SourceSpec(str(tmp_path / "source"))}
+    before = stamps(spec)
+    (tmp_path / "source" / "README.md").write_text("about")
+    assert stamps(spec) == before
+    shutil.copytree(tmp_path / "source", tmp_path / "moved")
+    assert stamps({"s": SourceSpec(str(tmp_path / "moved"))}) == before, "copied with their times"
+    for name in ("a/x.jsonl", "b/x.jsonl"):
+        there = (tmp_path / "source" / name).stat()
+        os.utime(tmp_path / "source" / name, ns=(0, 10**18))
+        assert stamps(spec) != before
+        os.utime(tmp_path / "source" / name, ns=(there.st_atime_ns, there.st_mtime_ns))
+        assert stamps(spec) == before
 
 
 def test_a_file_that_was_written_over_is_new_whatever_its_size(raw, tmp_path, capsys):
