@@ -26,7 +26,7 @@ def serve(model: str, asked: str, found: str) -> None:
     from vllm import LLM
     from vllm.pooling_params import PoolingParams
 
-    llm = LLM(model=model, runner="pooling", dtype="float32", enforce_eager=True, max_model_len=64)
+    llm = LLM(model=model, runner="pooling", dtype="float32", enforce_eager=True, max_model_len=64, gpu_memory_utilization=0.1)
     prompts = [{"prompt_token_ids": ids} for ids in json.loads(Path(asked).read_text())]
     said = llm.classify(prompts, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)  # type: ignore[arg-type]
     Path(found).write_text(json.dumps([one.outputs.probs for one in said]))
