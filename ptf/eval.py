@@ -48,7 +48,7 @@ def compared(job: Job, run: Path) -> dict[str, float]:
     if compute.launcher == "ray" and not (compute.address or "").startswith("http"):
         on_ray(
             compare, (dump(job), str(run)), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address, workdir=run,
-            timeout_s=compute.timeout_s,
+            timeout_s=compute.timeout_s, label="evaluate",
         )  # fmt: skip
     else:
         compare(dump(job), str(run))

@@ -71,12 +71,12 @@ def leave_with_parent() -> None:
 
 def on_ray(
     function: Callable[..., object], arguments: Sequence[object], *, workers: int, device: str, threads: int | None, address: str | None,
-    workdir: Path, timeout_s: float,
+    workdir: Path, timeout_s: float, label: str = "train",
 ) -> None:  # fmt: skip
-    """A verl worker group runs the function on every rank."""
+    """A verl worker group runs the function on every rank; `label` is what the console and errors call it."""
     from ptf.compute.gang import gpus, run_gang
     from ptf.compute.ray_session import ray_session
 
     with ray_session(address=address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
         gpu = device == "cuda" or (device == "auto" and gpus() > 0)
-        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads or default_threads(workers), timeout_s=timeout_s, label="train")
+        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads or default_threads(workers), timeout_s=timeout_s, label=label)
