@@ -3,11 +3,19 @@
 # metaflow makes `current.card` at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from metaflow import card, current, step
 
 from flows import cards
 from flows.base import PostTrainFlow
 from ptf.config import Job, loads
+from ptf.errors import Retryable, UserError
+
+if TYPE_CHECKING:
+    from steps.artifact import Artifact
 
 
 class SweepFlow(PostTrainFlow):
@@ -20,11 +28,14 @@ class SweepFlow(PostTrainFlow):
     @step
     def start(self):
         """Check every trial before the first one runs."""
+        from steps.artifact import Artifact
+        from steps.prepare import prepare
         from steps.sweep import trials
 
-        self.lineage, self.trial = self._lineage(), ""
+        self.lineage, self.trial, self.failed = self._lineage(), "", ""
         with self._said():
             self.trials = trials(self._job())
+            self.models = dict(prepare(self._job(), Artifact(lineage=self.lineage)).models)  # of other jobs: made once, and the same for all
         self.next(self.prepare, foreach="trials")
 
     @step
@@ -35,6 +46,7 @@ class SweepFlow(PostTrainFlow):
 
         self.number, self.trial, self.artifact = self.index, self.input, Artifact(lineage=f"{self.lineage}-{self.index}")
         self._stage(prepare)
+        self.artifact = self.artifact.but(models={**self.artifact.models, **self.models})
         self.next(self.tokenize)
 
     @card(type="blank", id="evaluate")
@@ -55,8 +67,21 @@ class SweepFlow(PostTrainFlow):
         self.trial, trials = "", sorted(inputs, key=lambda trial: trial.number)
         with self._said():
             chosen = trials[best(self._job(), [trial.artifact.metrics for trial in trials])]
-        self.lineage, self.trial, self.artifact = chosen.lineage, chosen.trial, chosen.artifact
+        self.lineage, self.trial, self.artifact, self.failed = chosen.lineage, chosen.trial, chosen.artifact, ""
         self.next(self.publish)
+
+    def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
+        """What a trial's values ask for in vain (it diverged, it ran out of memory) ends that trial alone; there is nothing that a resume could mend."""
+        if current.step_name == "publish":
+            super()._stage(work)
+        elif not self.failed:
+            try:
+                self.artifact = work(self._job(), self._artifact())
+            except Retryable as ended:
+                sys.exit(str(ended))
+            except UserError as error:
+                print(f"trial {self.number}: {error}", file=sys.stderr)
+                self.failed, self.artifact = str(error), self.artifact.but(metrics={})
 
     def _job(self) -> Job:
         return loads(self.trial) if self.trial else super()._job()

@@ -63,6 +63,9 @@ def listing(uri: str) -> list[str]:
     return list(stamps(uri))
 
 
+STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_modified", "LastModified", "updated")  # as file systems call it
+
+
 def stamps(uri: str) -> dict[str, str]:
     """Of those files, sorted by name, what changes when one does: its size, and its time or, in an object store, its entity tag."""
     files, path = _open(uri)
@@ -81,8 +84,10 @@ def stamps(uri: str) -> dict[str, str]:
     if not found and not _asked(files, uri, lambda: files.isdir(path)):
         raise Missing(f"no such file or directory, and no file matches: {uri}")
     if _local(files):
-        return {str(name): f"{about['size']} {about['mtime']}" for name, about in sorted(found.items())}
-    return {files.unstrip_protocol(name): f"{about['size']} {about.get('ETag') or about.get('mtime') or ''}" for name, about in sorted(found.items())}
+        held = {str(name): os.stat(name) for name in sorted(found)}  # of what a link leads to
+        return {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
+    changes = lambda about: next((str(about[key]) for key in STAMPS if about.get(key)), "")  # noqa: E731
+    return {files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(found.items())}
 
 
 def open_read(uri: str, read_bytes: int = READ_BYTES) -> IO[bytes]:

@@ -31,16 +31,21 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     shutil.rmtree(staged, ignore_errors=True)
     shutil.copytree(artifact.model, staged)
     made = json.loads((Path(artifact.run) / FILE).read_text())
-    (staged / "README.md").write_text(card(job, artifact, made, published.manifest(root)))
+    (staged / "README.md").write_text(card(job, artifact, made, _before(root, artifact.lineage)))
     manifest = {
         "version": artifact.lineage, "job": dump(resolved), "config": fingerprint(job), "metrics": dict(artifact.metrics), "logprob_difference": difference,
         "data": dict(artifact.data), "made_with": made,
     }  # fmt: skip
-    storage.commit(str(staged), manifest)
-    storage.upload(staged, f"{root}/{artifact.lineage}")
+    files = storage.commit(str(staged), manifest)["files"]
+    again = _files(f"{root}/{artifact.lineage}") == files  # as after a retry: what may be being read is not written once more
+    if not again:
+        storage.upload(staged, f"{root}/{artifact.lineage}")
     shutil.rmtree(staged)
     for _ in range(ATTEMPTS):
         seen = published.pointer(root)
+        if again and seen and artifact.lineage in seen.before:
+            print(f"{root}/{artifact.lineage} was published before, and {seen.version} after it; the pointer stays there", flush=True)
+            break
         _refuse_worse(job, artifact, published.manifest(root))  # than what is there now: others may publish meanwhile
         if published.point(root, artifact.lineage, seen):
             break
@@ -48,6 +53,26 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
         raise Retryable(f"{root}/{artifact.lineage} is there whole, but others publish there all the time: its pointer could not be moved")
     print(f"published {root}/{artifact.lineage} (log-probs in transformers within {difference:.1e} of the trained model's)", flush=True)
     return artifact.but(published=f"{root}/{artifact.lineage}")
+
+
+def _before(root: str, lineage: str) -> Mapping[str, Any] | None:
+    """The manifest of the version that counted before this one."""
+    from ptf import published, storage
+
+    seen = published.pointer(root)
+    counted = [*seen.before, seen.version] if seen else []
+    earlier = counted[: counted.index(lineage)] if lineage in counted else counted
+    return storage.manifest_of(f"{root}/{earlier[-1]}") if earlier else None
+
+
+def _files(version: str) -> Mapping[str, Any] | None:
+    """What its manifest says of its files, where it is there whole."""
+    from ptf import storage
+
+    try:
+        return storage.verify(version)["files"]
+    except (storage.Missing, storage.Corrupt):
+        return None
 
 
 def gate(job: Job, run: Path, model: Path) -> float:

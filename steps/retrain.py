@@ -4,9 +4,10 @@ The one idea: a published version says what its data were. Where they are the sa
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
-from ptf.config import Job, fingerprint
+from ptf.config import Job, fingerprint, loads
 from ptf.errors import UserError
 from steps.artifact import Artifact
 
@@ -27,7 +28,11 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         raise UserError("publish.metric: retraining publishes only what is better; name a metric of the evaluate stage")
     if not job.evaluate.start:
         raise UserError("evaluate.start: retraining compares with the published version, which it starts from; leave it true")
-    return prepared(_on_published(job) if published.pointer(job.versions) else job, artifact)
+    if job.data.prepare:
+        print("retrain: data.prepare runs once for its arguments; what it reads may change without being seen", flush=True)
+    begun = Path(job.output) / artifact.lineage / "job.yaml"  # of an earlier attempt, which goes on with what it began with
+    from_version = loads(begun.read_text()).model.path.startswith(f"{job.versions}/") if begun.exists() else published.pointer(job.versions) is not None
+    return prepared(_on_published(job) if from_version else job, artifact)
 
 
 def news(job: Job, artifact: Artifact) -> bool:
@@ -61,7 +66,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     now, before = artifact.metrics.get(metric), artifact.metrics.get(f"start/{metric}")
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
     try:
-        if begun and now is not None and now == before:
+        if begun and now is not None and now == before and not job.publish.max_drop:
             raise Worse(f"not published: {metric} is {now:.4g} as before")
         artifact, how = published(job, artifact), "was published"
     except Worse as worse:

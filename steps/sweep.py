@@ -3,28 +3,38 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.errors import UserError
 
-FIXED = ("output", "publish", "flow", "evaluate", "data.validation")  # what makes trials comparable
+
+def ruler(job: Job) -> dict[str, Any]:
+    """By key, all that a trial is measured by, and where it is published."""
+    knobs, rollout = job.evaluate.model_dump(), job.rollout
+    reward = job.evaluate.reward or (rollout.reward if rollout else None)
+    return {
+        "recipe": job.recipe, "output": job.output, "publish": job.publish, "flow": job.flow, "evaluate": knobs, "data.validation": job.data.validation,
+        "data.prepare": job.data.prepare, "data.seq_len": job.data.seq_len, "the reward": reward, "rollout.environment": rollout and rollout.environment,
+    }  # fmt: skip
 
 
 def trials(job: Job) -> list[str]:
     """The jobs of `flow.sweep`, each whole. Raises UserError, before any runs, for one that is no job or that could not be compared with the others."""
     if len(job.flow.sweep) < 2:
         raise UserError("flow.sweep: a sweep has two trials at least, like [{train.lr: 1e-4}, {train.lr: 3e-4}]")
-    if not job.publish.metric:
+    if not job.publish.metric or job.publish.metric.startswith("train/"):
         raise UserError("publish.metric: a sweep chooses by a metric of the evaluate stage; name it")
     found = []
     for number, changes in enumerate(job.flow.sweep):
-        for key in changes:
-            if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
-                raise UserError(f"flow.sweep[{number}]: {key} must be the same in all trials")
         try:
-            found.append(dump(loads(dump(job), [f"{key}={json.dumps(value)}" for key, value in changes.items()])))
+            trial = loads(dump(job), [f"{key}={json.dumps(value)}" for key, value in changes.items()])
         except ConfigError as error:
             raise UserError(f"flow.sweep[{number}]: {error}") from None
+        here = ruler(trial)
+        if other := [key for key, value in ruler(job).items() if here[key] != value]:
+            raise UserError(f"flow.sweep[{number}]: {', '.join(other)} must be the same in all trials, or they cannot be compared")
+        found.append(dump(trial))
     return found
 
 

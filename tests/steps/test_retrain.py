@@ -15,6 +15,8 @@ from ptf.errors import UserError
 from steps import retrain
 from steps.artifact import Artifact
 from steps.evaluate import evaluate
+from steps.prepare import prepare
+from steps.publish import publish
 from steps.tokenize import tokenize
 from steps.train import train
 from tests.flows.toy import ROOT, Toy
@@ -77,6 +79,44 @@ def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_p
     assert worse.published is None
     assert published.pointer(root) == published.Pointer("better", ("first",))
     assert "not published: loss/held_out is" in capsys.readouterr().out
+
+
+def test_publishing_again_writes_nothing_and_moves_no_pointer(raw, tmp_path, capsys):
+    """As a retry does, or the resume of a run after which others have published."""
+    root, job = f"{raw['output']}/published", loads(yaml.safe_dump(raw | {"publish": {}}))
+    made = []
+    for lineage in ("first", "second"):
+        made.append(Artifact(lineage))
+        for stage in (prepare, tokenize, train, evaluate, publish):
+            made[-1] = stage(job, made[-1])
+    first, second = made
+    held = {file: file.stat().st_mtime_ns for file in Path(root).rglob("*") if file.is_file() and not file.name.startswith(".")}
+    capsys.readouterr()
+    assert publish(job, second).published == f"{root}/second"
+    assert publish(job, first).published == f"{root}/first"
+    assert "first was published before, and second after it; the pointer stays there" in capsys.readouterr().out
+    assert published.pointer(root) == published.Pointer("second", ("first",))
+    assert {file: file.stat().st_mtime_ns for file in held} == held
+
+
+def test_a_first_training_goes_on_as_it_began_whatever_is_published_meanwhile(raw, tmp_path):
+    job = loads(yaml.safe_dump(raw))
+    begun = tokenize(job, retrain.prepare(job, Artifact("first")))
+    train(retrain.based(job, begun), begun)
+    again(raw, "other")
+    artifact = retrain.prepare(job, Artifact("first"))
+    assert retrain.based(job, artifact) == job
+    assert train(retrain.based(job, artifact), tokenize(job, artifact)).run == f"{raw['output']}/first"
+
+
+def test_what_a_link_leads_to_is_what_counts(tmp_path):
+    write_jsonl(tmp_path / "store" / "x.jsonl", [{"text": "a"}])
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "x.jsonl").symlink_to(tmp_path / "store" / "x.jsonl")
+    spec = {"s": SourceSpec(str(tmp_path / "source"))}
+    before = stamps(spec)
+    os.utime(tmp_path / "store" / "x.jsonl", ns=(0, 10**18))
+    assert stamps(spec) != before
 
 
 def test_what_was_gone_back_from_is_not_made_again(raw, tmp_path, capsys):

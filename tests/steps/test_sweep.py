@@ -23,6 +23,10 @@ def raw(tmp_path) -> dict[str, Any]:
     return raw | {"publish": METRIC, "flow": {"sweep": [{"train.lr": 1e-9}, {"train.lr": 3e-3, "train.rows": 8}]}}
 
 
+def diverging(raw: dict[str, Any]) -> dict[str, Any]:
+    return raw | {"flow": {"sweep": [{"train.lr": 1e30}, *raw["flow"]["sweep"]]}}
+
+
 def job(raw: dict[str, Any]):
     return loads(yaml.safe_dump(raw))
 
@@ -40,7 +44,10 @@ def test_trials_are_the_job_with_other_values(raw):
     ({"flow": {"sweep": [{"train.lr": 1e-3}, {"train.lrr": 1e-3}]}}, r"flow\.sweep\[1\]: .*train.lrr.*unknown key"),
     ({"flow": {"sweep": [{"train.lr": "fast"}, {"train.lr": 1e-3}]}}, r"flow\.sweep\[0\]: .*train\.lr"),
     ({"flow": {"sweep": [{"output": "a"}, {"output": "b"}]}}, r"flow\.sweep\[0\]: output must be the same in all trials"),
-    ({"flow": {"sweep": [{"train.lr": 1.0}, {"data.validation.held_out.limit": 3}]}}, r"flow\.sweep\[1\]: data\.validation\.held_out\.limit must be the same"),
+    ({"flow": {"sweep": [{"train.lr": 1.0}, {"data": {"validation": {"held_out": {"limit": 3}}}}]}}, r"flow\.sweep\[1\]: data\.validation must be the same"),
+    ({"flow": {"sweep": [{"train.lr": 1.0}, {"data.seq_len": 32}]}}, r"flow\.sweep\[1\]: data\.seq_len must be the same"),
+    ({"publish": {"metric": "train/loss", "mode": "min"}}, r"publish\.metric: a sweep chooses by a metric of the evaluate stage"),
+    ({"flow": {"sweep": [{"train.lr": 1.0}, {"data.validation.held_out.limit": 3}]}}, r"flow\.sweep\[1\]: data\.validation must be the same"),
 ])  # fmt: skip
 def test_what_is_no_sweep_is_refused(raw, change, message):
     with pytest.raises(UserError, match=message):
@@ -64,19 +71,23 @@ def test_where_no_trial_has_the_metric_what_there_is_is_named(raw):
         best(job(raw), [{"accuracy/dev": 0.5}, {}])
 
 
-def test_the_tiny_config_is_a_sweep():
-    assert len(trials(load(str(ROOT / "configs/tiny/sweep.yaml")))) == 2
+@pytest.mark.parametrize("name", ["sweep", "retrain"])
+def test_the_tiny_configs_name_a_metric_that_the_evaluate_stage_has(name):
+    one = load(str(ROOT / f"configs/tiny/{name}.yaml"))
+    assert str(one.publish.metric) in {f"{source}/pass@1" for source in one.evaluate.sources}
+    assert len(trials(one)) == 2 if name == "sweep" else not one.flow.sweep
 
 
 @pytest.mark.cluster
 def test_the_flow_publishes_the_better_trial(raw, tmp_path):
     (tmp_path / "flow").mkdir()
     toy = Toy(tmp_path / "flow")
-    (toy.directory / "job.yaml").write_text(yaml.safe_dump(raw))
+    (toy.directory / "job.yaml").write_text(yaml.safe_dump(diverging(raw)))
     done = toy("run", "--config", "job.yaml", flow=ROOT / "flows" / "sweep_flow.py")
     assert done.returncode == 0, done.stdout + done.stderr
     found = published.pointer(f"{raw['output']}/published")
     assert found is not None
     assert found.version.startswith("sweep-")
-    assert found.version.endswith("-1"), "a learning rate of 1e-9 learns nothing"
+    assert found.version.endswith("-2"), "a learning rate of 1e30 diverges, and one of 1e-9 learns nothing"
+    assert "trial 0: " in done.stdout + done.stderr
     assert published.versions(f"{raw['output']}/published") == [found.version]
