@@ -289,8 +289,8 @@ def write(found: Mapping[str, Sequence[Mapping[str, float]]], command: str, spen
         "task dialogues, agent trajectories, assistants' conversations, and the ticket agent's dialogues without their ratings, of which none begins as a\n"
         "held-out one does. Then each column below is a training run of its own from there. What is held out is a fifth of the dialogues, by what the user\n"
         "says first. Most rows of the ratings go on from another; they are trained on as conversations with a `reward` at each rated turn. The learning rate\n"
-        "(of 5e-4, 1e-3 and 2e-3) and the epochs of the ratings were chosen by four folds of the other dialogues (`--on 0` to `--on 3`), where a bag of words\n"
-        "does worse than on the test part, and those of the preferences on one of them (`--on dev`).\n"
+        "(of 5e-4, 1e-3 and 2e-3) and the epochs of the ratings were chosen by four folds of the other dialogues (`--on 0` to `--on 3`; 2e-3 by two of\n"
+        "them), and those of the preferences on a fifth of them (`--on dev`).\n"
         "Brackets: 95 % Wilson interval of the mean, as if held-out rows were independent.\n\n" + "\n".join(sections)
     )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}")
