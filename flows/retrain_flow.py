@@ -17,7 +17,8 @@ class RetrainFlow(PostTrainFlow):
         from steps import retrain
 
         self._stage(retrain.prepare)
-        self.found = "news" if retrain.news(self._job(), self.artifact) else "nothing"
+        with self._said():
+            self.found = "news" if retrain.news(self._job(), self.artifact) else "nothing"
         self.next({"news": self.tokenize, "nothing": self.end}, condition="found")  # pyright: ignore[reportArgumentType]
 
     @step
