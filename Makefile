@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding learning reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding learning learning-spmd learning-rl reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -43,8 +43,13 @@ bench-ids: setup                         ## training ids against vLLM's of 100,0
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 
-learning: setup                          ## every recipe learns on five seeds, and does not where it must not; writes benchmarks/results/learning.md and learning_rl.md
-	$(PY) benchmarks/learning.py; first=$$?; $(PY) benchmarks/learning_rl.py && exit $$first
+learning: learning-spmd learning-rl       ## every recipe learns on five seeds, and does not where it must not; a core each with `make -j2 -k learning`
+
+learning-spmd: setup                     ## SFT, reward models, DPO and distillation of it; writes benchmarks/results/learning.md
+	$(PY) benchmarks/learning.py
+
+learning-rl: setup                       ## GRPO, its family, PPO and on-policy distillation of it; writes benchmarks/results/learning_rl.md
+	$(PY) benchmarks/learning_rl.py
 
 reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
 	$(PY) benchmarks/reliability.py

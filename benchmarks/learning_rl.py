@@ -253,8 +253,8 @@ def main() -> int:
     wanted = parser.parse_args()
     names = wanted.only or list(CHECKS)
     with ProcessPoolExecutor(wanted.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        by_seed = list(pool.map(seed_alone, wanted.seeds, [names] * len(wanted.seeds)))
-    keep([{"check": name, "seed": seed, **of[name]} for seed, of in zip(wanted.seeds, by_seed, strict=True) for name in names])
+        for seed, of in zip(wanted.seeds, pool.map(seed_alone, wanted.seeds, [names] * len(wanted.seeds)), strict=True):
+            keep([{"check": name, "seed": seed, **of[name]} for name in names])
     missed = write()
     print(f"{missed} missed")
     return 1 if missed else 0
