@@ -16,8 +16,8 @@ setup: .venv/ready                       ## .venv from the pins, where it is mis
 run: setup                               ## the main job: SFT, then GRPO, and a table of what came of it
 	$(PY) benchmarks/main_job.py
 
-test: setup                              ## the suite
-	$(PY) -m pytest
+test: setup                              ## the suite, in two processes
+	$(PY) -m pytest -n 2 --dist loadgroup
 
 check: setup                             ## lint and types
 	.venv/bin/ruff check .

@@ -1,4 +1,5 @@
-"""What tests share: one Ray (starting it takes 3-8 s, and every test gives its places back), and the real data, where PTF_DATA has it."""
+"""What tests share: one Ray (starting it takes 3-8 s, and every test gives its places back), and the real data, where PTF_DATA has it; and which of
+them go one after the other where there are several processes (`pytest -n 2`)."""
 
 import os
 from collections.abc import Iterator
@@ -11,6 +12,15 @@ settings.register_profile("ptf", deadline=None)  # no test asserts a time
 settings.load_profile("ptf")
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
 SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[2] / "shared" / "data")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, a file's tests share a process, for they share fixtures; all that start Ray share one, so that there is one Ray."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            assert isinstance(item, pytest.Function)
+            ray = item.get_closest_marker("ray") or "ray_cluster" in item.fixturenames or "e2e" in item.path.parts
+            item.add_marker(pytest.mark.xdist_group("ray" if ray else str(item.path)))
 
 
 @pytest.fixture(scope="session")
