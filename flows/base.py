@@ -102,15 +102,17 @@ class PostTrainFlow(FlowSpec):
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
-        cards.metrics_page(current.card["evaluate"], self.artifact.lineage, self.artifact.metrics)
+        cards.metrics_page(current.card["evaluate"], self.artifact)
         self.next(self.publish)
 
+    @card(type="blank", id="publish")
     @step
     def publish(self):
         """Publish it, if it passes the gate."""
         from steps.publish import publish
 
-        self._stage(publish)
+        with cards.publishing(current.card["publish"], self._artifact):
+            self._stage(publish)
         self.next(self.end)
 
     @step

@@ -1,7 +1,11 @@
 """Retraining on a schedule or an event: `python flows/retrain_flow.py run --config configs/tiny/retrain.yaml`."""
 
-from metaflow import step
+# metaflow makes `current.card` at run time:
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
+from metaflow import card, current, step
+
+from flows import cards
 from flows.base import PostTrainFlow
 from ptf.config import Job
 
@@ -21,12 +25,14 @@ class RetrainFlow(PostTrainFlow):
             self.found = "news" if retrain.news(self._job(), self.artifact) else "nothing"
         self.next({"news": self.tokenize, "nothing": self.end}, condition="found")  # pyright: ignore[reportArgumentType]
 
+    @card(type="blank", id="publish")
     @step
     def publish(self):
         """Publish it, if it is better than what is published."""
         from steps import retrain
 
-        self._stage(retrain.publish)
+        with cards.publishing(current.card["publish"], self._artifact):
+            self._stage(retrain.publish)
         self.next(self.end)
 
     @step

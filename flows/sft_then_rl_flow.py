@@ -69,16 +69,18 @@ class SFTThenRLFlow(PostTrainFlow):
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
-        cards.metrics_page(current.card["evaluate"], self.artifact.lineage, self.artifact.metrics)
+        cards.metrics_page(current.card["evaluate"], self.artifact)
         self.next(self.publish_first)
 
+    @card(type="blank", id="publish")
     @step
     def publish_first(self):
         """Publish it."""
         from steps.artifact import Artifact
         from steps.publish import publish
 
-        self._stage(publish)
+        with cards.publishing(current.card["publish"], self._artifact):
+            self._stage(publish)
         self.published_first = self.artifact.published
         self.artifact = Artifact(lineage=self.lineage)
         self.next(self.prepare)

@@ -56,7 +56,7 @@ class SweepFlow(PostTrainFlow):
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
-        cards.metrics_page(current.card["evaluate"], self.artifact.lineage, self.artifact.metrics)
+        cards.metrics_page(current.card["evaluate"], self.artifact)
         self.next(self.choose)
 
     @step

@@ -1,12 +1,15 @@
 """From metrics.jsonl to charts."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from flows import cards
+from flows import cards, charts
 from ptf.config import load
+from ptf.errors import UserError
+from steps.artifact import Artifact
 from tests.flows.toy import FLOW, wait_for
 
 
@@ -41,25 +44,25 @@ def test_only_whole_lines_and_finite_numbers_are_read(job):
     file = log(job, {"step": 1, "loss": float("nan"), "kl": 2, "phase": "a", "ok": True}, {"loss": 3.0}, {"step": 2, "loss": 1.5})
     with file.open("ab") as half:
         half.write('{"step": 3, "loss": "é'.encode()[:-1])
-    assert cards.read(file) == [{"step": 1, "kl": 2}, {"step": 2, "loss": 1.5}]
-    assert cards.read(file.with_name("absent")) == []
+    assert charts.read(file) == [{"step": 1, "kl": 2}, {"step": 2, "loss": 1.5}]
+    assert charts.read(file.with_name("absent")) == []
 
 
 def test_charts_follow_the_columns():
     rows = [{"step": n, "time": n, "mem_gib": 1, "seconds/rollout": 2, "seconds/update": 3, "reward_std": 1, "reward": 0, "loss": 4} for n in (1, 2)]
     rows[1] = {**rows[1], "loss/dev": 5}
-    found = cards.charts(rows)
+    found = charts.charts(rows)
     assert list(found) == ["loss", "reward", "seconds", "mem_gib"]
     assert drawn(found["loss"]) == {"loss": [(1, 4), (2, 4)], "loss/dev": [(2, 5)]}
     assert drawn(found["seconds"]).keys() == {"seconds/rollout", "seconds/update"}
-    assert cards.charts([]) == {}
+    assert charts.charts([]) == {}
 
 
 @pytest.mark.parametrize("count", [1, 499, 500, 501, 999, 12345])
 def test_a_chart_stays_small_and_ends_at_the_last_step(count):
     rows = [{"step": n, "reward": n, "reward_std": n} for n in range(count)]
-    curves = drawn(cards.charts(rows)["reward"])
-    assert sum(map(len, curves.values())) <= cards.POINTS
+    curves = drawn(charts.charts(rows)["reward"])
+    assert sum(map(len, curves.values())) <= charts.POINTS
     for curve in curves.values():
         assert curve[-1] == (count - 1, count - 1)
         assert curve == sorted(curve)
@@ -67,11 +70,11 @@ def test_a_chart_stays_small_and_ends_at_the_last_step(count):
 
 def test_a_page_keeps_its_charts_until_there_is_a_new_column(job):
     page = cards.TrainingPage(card := Page(), job, "run")
-    assert [type(part).__name__ for part in card] == ["Markdown", "Table"]
+    assert [type(part).__name__ for part in card] == ["Markdown", "ProgressBar", "Markdown", "Markdown", "Table"]
     log(job, {"step": 1, "loss": 3})
     assert page.update()
     chart, parts = page.charts["loss"], list(card)
-    assert [type(part).__name__ for part in parts] == ["Markdown", "Table", "Table"]
+    assert [type(part).__name__ for part in parts] == ["Markdown", "ProgressBar", "Table", "Markdown", "Markdown", "Table"]
     assert not page.update()
     log(job, {"step": 1, "loss": 3}, {"step": 2, "loss": 2})
     assert page.update()
@@ -80,8 +83,56 @@ def test_a_page_keeps_its_charts_until_there_is_a_new_column(job):
     log(job, {"step": 2, "loss": 2, "kl": 1})
     assert page.update()
     assert page.charts.keys() == {"loss", "kl"}
-    assert len(card) == 3
+    assert len(card) == len(parts)
     assert card != parts
+
+
+def test_a_page_says_where_it_went_on_from_how_far_it_is_and_what_was_said(job):
+    file = log(job, {"step": 1, "loss": 3}, {"step": 2, "loss": 2})
+    for step in (1, 2):
+        (file.parent / f"checkpoints/step_{step:08}").mkdir(parents=True)
+    (file.parent / "checkpoints/step_00000001/manifest.json").write_text("{}")
+    said = [{"step": n, "prompt": {"messages": [{"role": "user", "content": "1|1"}]}, "answer": f"<b>{n}", "reward": n / 4} for n in (1, 2)]
+    (file.parent / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said) + '{"step": 3, "pro')
+    page = cards.TrainingPage(card := Page(), job, "run")
+    header, progress, _, samples, checkpoints, _ = (part.render() for part in card)
+    assert "sft · `some/model` · chat" in header["source"]
+    assert "step 2 of 3 · about" in header["source"]
+    assert "went on from the checkpoint of step 1" in header["source"]
+    assert (progress["value"], progress["max"]) == (2, 3)
+    assert "| 1&#124;1 | &lt;b&gt;2 | 0.5 |" in samples["source"]
+    assert "<b>" not in samples["source"]
+    assert checkpoints["source"] .strip() == "Checkpoints: step 1"
+    assert page.resumed == 1
+
+
+def test_of_a_long_file_of_samples_the_end_is_read(job, monkeypatch):
+    file = log(job).with_name("samples.jsonl")
+    file.write_text("".join(json.dumps({"step": n // 3, "answer": "x" * 50}) + "\n" for n in range(90)))
+    monkeypatch.setattr(cards, "TAIL_BYTES", 400)
+    assert [row["step"] for row in cards.read_last(file)] == [29] * 3
+
+
+def test_answers_stand_beside_those_of_the_start(tmp_path):
+    (tmp_path / "answers").mkdir()
+    for name, answer in (("start_test", "3"), ("test", "2")):
+        rows = [{"prompt": {"messages": [{"role": "user", "content": "1+1="}]}, "answer": answer, "outcome": float(answer == "2")}]
+        (tmp_path / "answers" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "| 1+1= | 3 | 2 | 0 → 1 |" in cards.side_by_side(tmp_path)
+
+
+def test_why_nothing_was_published_is_on_the_page(job):
+    def refuse() -> None:
+        try:
+            raise UserError("not published: test/pass@1 is 0.1, the published version has 0.5")
+        except UserError:
+            sys.exit(1)
+
+    card = Page()
+    with pytest.raises(SystemExit), cards.publishing(card, lambda: Artifact("run")):
+        refuse()
+    assert "test/pass@1 is 0.1" in card[0].render()["source"].replace("&#95;", "_")
+    assert card.rendered
 
 
 def test_a_live_card_grows_while_the_step_runs(job, monkeypatch):

@@ -14,7 +14,7 @@ import yaml
 
 from ptf import published
 from ptf.config import loads
-from tests.flows.toy import ROOT, Toy, is_gone, wait_for
+from tests.flows.toy import ROOT, Toy, descendants, is_gone, wait_for
 from tests.tiny import arithmetic
 
 TWO = ROOT / "flows" / "sft_then_rl_flow.py"
@@ -187,10 +187,18 @@ def test_nothing_is_written_under_home(story):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
-def test_a_run_that_is_killed_takes_its_task_along(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("who", ["run", "step"])
+def test_nothing_outlives_a_flow_that_is_killed(tmp_path, who, number):
     toy = Toy(tmp_path)
-    run, task = toy.until_training("run")
-    run.kill()
-    run.communicate()
-    wait_for(lambda: is_gone(task), seconds=5)
-    assert not (tmp_path / "unwound").exists()  # the 60 s of its work were not over
+    run, task = toy.until_training("run", "--set", "flow.steps.train.retries=0")
+    there = [run.pid, *descendants(run.pid)]
+    assert task in there
+    os.kill(task if who == "step" else run.pid, number)
+    out, err = run.communicate(timeout=60)
+    wait_for(lambda: all(map(is_gone, there)), seconds=10)
+    assert run.returncode != 0
+    assert "Traceback" not in out + err
+    assert (tmp_path / "unwound").exists() is (number != signal.SIGKILL)
+    if not (who == "run" and number == signal.SIGKILL):  # it cannot say anything then
+        assert again(err)[:2] == ["resume", "--origin-run-id"]

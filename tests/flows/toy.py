@@ -50,6 +50,15 @@ def wait_for(what: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
+def descendants(pid: int) -> list[int]:
+    """Its children, theirs, and so on."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
 def is_gone(pid: int) -> bool:
     """No such process, or one that only waits for init to take note."""
     status = Path(f"/proc/{pid}/stat")

@@ -1,0 +1,58 @@
+"""metrics.jsonl as charts: columns that belong together share one, and a chart stays small however long the run."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+POINTS = 500  # in one chart; the page carries its data
+SHARES = {"reward_std": "reward", "kl_old": "kl", "kl_reference": "kl", "logprob_diff_mean": "logprob_diff"}  # column → chart; else up to its slash
+FIRST = ("loss", "reward", "kl", "entropy", "clip_share", "logprob_diff", "length", "grad_norm", "lr", "tok_s", "mfu", "seconds")
+NEVER = ("step", "time")  # the axis, and a clock
+
+Row = Mapping[str, float]
+
+
+def read(path: Path) -> list[Row]:
+    """The finite numbers of each line; a line that is still being written is left for the next look."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows.append({key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)})
+    return [row for row in rows if "step" in row]
+
+
+def charts(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """Title → Vega-Lite spec, in the order of FIRST, then of appearance."""
+    groups: dict[str, list[str]] = {}
+    for column in dict.fromkeys(key for row in rows for key in row if key not in NEVER):
+        groups.setdefault(SHARES.get(column, column.partition("/")[0]), []).append(column)
+    order = sorted(groups, key=lambda title: FIRST.index(title) if title in FIRST else len(FIRST))
+    return {title: spec(title, groups[title], rows) for title in order}
+
+
+def spec(title: str, columns: list[str], rows: list[Row]) -> dict[str, Any]:
+    each = POINTS // len(columns)
+    curves = {key: thin([row for row in rows if key in row], each) for key in columns}
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "title": title,
+        "data": {"values": [{"step": row["step"], "value": row[key], "of": key} for key, curve in curves.items() for row in curve]},
+        "mark": {"type": "line", "point": len(rows) < 50, "tooltip": True},
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative"},
+            "y": {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}},
+            "color": {"field": "of", "type": "nominal", "title": None, "legend": {"orient": "bottom"} if len(columns) > 1 else None},
+        },
+        "width": 340,
+        "height": 200,
+    }
+
+
+def thin(rows: list[Row], most: int) -> list[Row]:
+    """At most that many rows, evenly spaced, the last one always among them."""
+    return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
