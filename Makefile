@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding learning learning-spmd learning-rl reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding learning learning-spmd learning-rl reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-s3 test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -76,6 +76,9 @@ bench-packing: setup                     ## packing on the fly beside TRL's (mak
 
 test-cluster: setup                      ## what needs more ranks or nodes than the suite has time for
 	$(PY) -m pytest tests -m cluster
+
+test-s3: setup                           ## flows from data to rollback, and crashes in every stage, on files and on a Ceph gateway that it starts
+	$(PY) -m pytest tests/workflow -m s3
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there
 	python3 -m pytest tests/gpu -m gpu

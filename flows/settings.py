@@ -1,11 +1,17 @@
-"""`flow:` of the config, as Metaflow decorators. The one idea: where a step runs is configuration, so no flow's source names a resource."""
+"""`flow:` of the config, as Metaflow decorators. The one idea: where a step runs is configuration, so no flow's source names a resource. And what goes
+along to another machine: our packages and configs, wherever they are installed."""
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from metaflow.packaging_sys import ContentType
 from metaflow.user_decorators.mutable_flow import MutableFlow
 from metaflow.user_decorators.mutable_step import MutableStep
 from metaflow.user_decorators.user_flow_decorator import FlowMutator
+
+PACKAGED = ("ptf", "steps", "flows")
 
 
 def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -15,6 +21,7 @@ def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "resources": resources,
         "retry": {"times": settings["retries"]} if settings.get("retries") else {},
         "timeout": {"minutes": settings["minutes"]} if settings.get("minutes") else {},
+        "environment": {"vars": dict(settings["environment"])} if settings.get("environment") else {},
     }
     return {name: arguments for name, arguments in found.items() if arguments}
 
@@ -33,3 +40,20 @@ class FromConfig(FlowMutator):
             mutable_flow.add_decorator("schedule", deco_kwargs={"cron": flow["cron"]}, duplicates=MutableFlow.OVERRIDE)
         if flow.get("event"):
             mutable_flow.add_decorator("trigger", deco_kwargs={"event": flow["event"]}, duplicates=MutableFlow.OVERRIDE)
+
+    def add_to_package(self) -> Iterator[tuple[str, str, ContentType]]:
+        """The files that a task on another machine imports and reads, and their names in the code package, which is where it runs."""
+        for name in PACKAGED:
+            found = importlib.util.find_spec(name)
+            assert found is not None
+            assert found.origin is not None
+            yield from _below(Path(found.origin).parent)
+        configs = Path(__file__).parents[1] / "configs"
+        if configs.is_dir():  # beside the flows of a checkout: a `job:` path is read where the step runs
+            yield from _below(configs)
+
+
+def _below(directory: Path) -> Iterator[tuple[str, str, ContentType]]:
+    for file in sorted(directory.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            yield str(file), str(Path(directory.name, file.relative_to(directory))), ContentType.USER_CONTENT

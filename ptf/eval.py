@@ -2,10 +2,12 @@
 well it does that on held-out ones."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,9 @@ import torch
 from ptf import recipes, storage
 from ptf.compute.launch import on_ray
 from ptf.compute.world import World, joined
-from ptf.config import Job, dump, loads
+from ptf.config import ConfigError, Job, dump, loads
+from ptf.config.plug import bind
+from ptf.config.schema import Plug
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -174,6 +178,7 @@ def generated(job: Job, run: Path) -> dict[str, float]:
                             group, rewards, asked, 0, f"evaluate {name}", samples=knobs.samples, temperature=knobs.temperature,
                             max_new_tokens=knobs.max_new_tokens, max_no_result=max_no_result,
                         )  # fmt: skip
+                        rates |= {metric: own_metric(metric, plug, answers) for metric, plug in knobs.metrics.items()}
                         metrics |= {f"{prefix}{name}/{key}": value for key, value in rates.items()}
                         text = "".join(json.dumps(a, default=str) + "\n" for a in answers)
                         storage.write_text(str(run / "answers" / f"{prefix.replace('/', '_')}{name}.jsonl"), text)
@@ -181,6 +186,41 @@ def generated(job: Job, run: Path) -> dict[str, float]:
         if rewards:
             rewards.close()
     return metrics
+
+
+def own_metric(name: str, plug: Plug, answers: Sequence[Mapping[str, Any]]) -> float:
+    """What a function of the user's says of all answers. Raises UserError where it says nothing that is a number."""
+    try:
+        found = float(bind(plug)(answers))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise UserError(f"evaluate.metrics.{name}: {plug.use} failed: {type(error).__name__}: {error}") from error
+    if not math.isfinite(found):
+        raise UserError(f"evaluate.metrics.{name}: {plug.use} returned {found}")
+    return found
+
+
+def check(job: Job) -> None:
+    """What can be known of the evaluation before anything is trained: that its plugs are there, and that `publish.metric` may be among what it finds.
+    Raises ConfigError."""
+    knobs = job.evaluate
+    plugs = {"reward": knobs.reward, "engine": knobs.engine, **{f"metrics.{name}": plug for name, plug in knobs.metrics.items()}}
+    for name, plug in plugs.items():
+        if isinstance(plug, Plug):
+            try:
+                bind(plug)
+            except ConfigError as error:
+                raise ConfigError(f"evaluate.{name}: {error}") from None
+    metric = job.publish.metric
+    if metric is None or metric.startswith("train/"):
+        return
+    rates = ["pass@1", f"pass@{knobs.samples}", "reward", "no_result", *knobs.metrics]
+    names = [f"{source}/{rate}" for source in knobs.sources for rate in rates]
+    held_out = [] if recipes.build(job).online else list(job.data.validation)
+    if metric not in names and not ("/" in metric and metric.rpartition("/")[2] in held_out):
+        known = [*names, *(f"loss/{name} and what else the recipe says of it" for name in held_out)]
+        raise ConfigError(f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}")
 
 
 class Worse(UserError):

@@ -534,6 +534,8 @@ class EvaluateConfig(Section):
     """Held-out prompts by name; empty: only held-out loss."""
     reward: Plug | None = free(None)
     """Score of an answer, 1 is a pass; default: `rollout.reward`."""
+    metrics: dict[str, Plug] = free({})
+    """More metrics by name: a function of all greedy answers to a source, each with `prompt` (its row), `answer` and `outcome`, that returns a number."""
     engine: Literal["vllm", "native"] | Plug = free("native")
     """What generates, as `rollout.engine`."""
     start: bool = free(True)
@@ -576,6 +578,8 @@ class StepConfig(Section):
     """Automatic retries after a failure; the train step continues from its last checkpoint."""
     minutes: Positive | None = None
     """Time limit."""
+    environment: dict[str, str] = {}
+    """Environment variables."""
 
 
 class FlowConfig(Section):

@@ -135,13 +135,18 @@ def test_progress_bars_and_long_lines_are_kept_short():
 
 
 def test_the_place_of_a_library_installed_ptf_is_found(monkeypatch):
-    """In site-packages as ptf itself may be, its frames count; other libraries' do not."""
+    """In site-packages as ptf itself may be, its frames count; other libraries' do not. In a thread of its own, below which is nothing of whoever runs tests."""
     import threading
+    from concurrent.futures import ThreadPoolExecutor
+
+    def place() -> str:
+        return heartbeat.place(threading.get_ident())
 
     monkeypatch.setattr(heartbeat, "ELSEWHERE", (str(heartbeat.Path(__file__).parents[2]), *heartbeat.ELSEWHERE))
-    assert heartbeat.place(threading.get_ident()).startswith(heartbeat.__file__)
-    monkeypatch.setattr(heartbeat, "OURS", "nowhere")
-    assert heartbeat.place(threading.get_ident()) == "nowhere of its own"
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(place).result().startswith(heartbeat.__file__)
+        monkeypatch.setattr(heartbeat, "OURS", "nowhere")
+        assert pool.submit(place).result() == "nowhere of its own"
 
 
 def test_seconds_of_phases_are_their_own_and_add_up():

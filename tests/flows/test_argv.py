@@ -59,7 +59,8 @@ def test_files_and_overrides_become_one_whole_config(tmp_path):
     longer = tmp_path / "longer.yaml"
     longer.write_text("train: {steps: 7}\n")
     line, note = rewrite(sort(["--quiet", "run", "--config", str(TOY), str(longer), "--set", "train.lr=5e-7"]), ("sft",), TOY)
-    assert line[:2] + line[3:] == ["--config-value", "config", "--quiet", "run"]
+    labels = ["--tag", "recipe:sft", "--tag", "model:some/model", "--tag", "data:chat"]
+    assert line[:2] + line[3:] == ["--config-value", "config", "--quiet", "run", *labels]
     assert loads(line[2]) == load(TOY, longer, overrides=["train.lr=5e-7"])
     assert loads(line[2]).train.lr == 5e-7
     assert note == f"config: {TOY} + {longer} + train.lr=5e-7"

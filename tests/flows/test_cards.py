@@ -102,7 +102,7 @@ def test_a_page_says_where_it_went_on_from_how_far_it_is_and_what_was_said(job):
     assert (progress["value"], progress["max"]) == (2, 3)
     assert "| 1&#124;1 | &lt;b&gt;2 | 0.5 |" in samples["source"]
     assert "<b>" not in samples["source"]
-    assert checkpoints["source"] .strip() == "Checkpoints: step 1"
+    assert checkpoints["source"].strip() == "Checkpoints: step 1"
     assert page.resumed == 1
 
 

@@ -16,6 +16,7 @@ from tests.flows.toy import FLOW, Toy
         ({"retries": 0}, {}),
         ({"gpu": 0}, {"resources": {"gpu": 0}}),
         ({"cpu": 4, "memory": 9000}, {"resources": {"cpu": 4, "memory": 9000}}),
+        ({"environment": {"A": "b"}}, {"environment": {"vars": {"A": "b"}}}),
         ({"gpu": 8, "retries": 3, "minutes": 90}, {"resources": {"gpu": 8}, "retry": {"times": 3}, "timeout": {"minutes": 90}}),
     ],
 )
@@ -32,4 +33,4 @@ def test_the_graph_has_them_and_is_whole_without_a_config(tmp_path):
     assert found["retry"]["times"] == 2
     assert found["timeout"]["minutes"] == 5
     assert [deco["name"] for deco in without["graph"]["train"]["decorators"]] == ["card"]
-    assert [deco["name"] for deco in with_config["graph"]["publish"]["decorators"]] == []
+    assert [deco["name"] for deco in with_config["graph"]["tokenize"]["decorators"]] == []

@@ -1,6 +1,7 @@
 """The evaluate stage of recipes that compare or score: the numbers that training saw, from the files that training left."""
 
 import contextlib
+import json
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.config import loads
+from ptf.config import ConfigError, loads
+from ptf.config.schema import Plug
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.eval import auc, calibration_error, evaluate, refuse_regression
+from ptf.eval import auc, calibration_error, check, evaluate, own_metric, refuse_regression
+from tests.tiny import arithmetic
 from tests.train.test_fit import facts, train
 from tests.train.test_preferences import RECIPES, preferences
 
@@ -99,3 +102,62 @@ def test_what_is_worse_than_what_is_published_is_not_published(mode, before, now
         refuse_regression({"kl/dev": now}, there, "kl/dev", 0.1, mode)
     with pytest.raises(UserError, match=r"publish\.metric: the evaluation has no 'kl/test'; it has kl/dev"):
         refuse_regression({"kl/dev": now}, there, "kl/test", 0.1, mode)
+
+
+def longest(answers, at_least=0):
+    return max(at_least, *(len(one["answer"]) for one in answers))
+
+
+def broken(answers):
+    return {}["no such"]
+
+
+HERE = "tests.recipes.test_evaluate"
+
+
+def generating(tmp_path) -> dict:
+    raw = arithmetic(tmp_path)
+    raw["data"].pop("validation")
+    asked = {"sources": {"test": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "reward": {"use": "ptf.tasks.arithmetic:exact"}, "limit": 4}
+    return raw | {"train": {**raw["train"], "validate_every": 0, "steps": 2}, "evaluate": asked | {"samples": 1, "max_new_tokens": 4}}
+
+
+def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
+    raw = generating(tmp_path)
+    raw["evaluate"]["metrics"] = {"longest": {"use": f"{HERE}:longest"}, "at_least": {"use": f"{HERE}:longest", "args": {"at_least": 999}}}
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/longest"}}))
+    check(job)
+    run = train(raw, "run")
+    found = evaluate(job, run)
+    answers = [json.loads(line)["answer"] for line in (run / "answers" / "test.jsonl").read_text().splitlines()]
+    assert found["test/longest"] == max(map(len, answers))
+    assert found["test/at_least"] == found["start/test/at_least"] == 999
+    assert "start/test/longest" in found
+
+
+@pytest.mark.parametrize(("name", "message"), [("broken", "evaluate.metrics.mine: .*:broken failed: KeyError"), ("json", "is not callable")])
+def test_a_metric_that_fails_is_named(name, message):
+    with pytest.raises((UserError, ConfigError), match=message):
+        own_metric("mine", Plug(use=f"{HERE}:{name}"), [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"publish": {"metric": "test/pas@1"}}, r"publish.metric: the evaluation will have no 'test/pas@1'; it will have test/pass@1"),
+        ({"publish": {"metric": "loss/held_out", "mode": "min"}}, r"publish.metric: the evaluation will have no 'loss/held_out'"),
+        ({"evaluate": {"metrics": {"m": {"use": f"{HERE}:longst"}}}}, r"evaluate.metrics.m: .*has no 'longst'  \(did you mean longest"),
+        ({"evaluate": {"reward": {"use": "nowhere.at:all"}}}, "evaluate.reward: nowhere.at:all: no module 'nowhere'"),
+    ],
+)
+def test_what_the_last_steps_need_is_missed_before_the_first_one_works(tmp_path, changes, message):
+    raw = generating(tmp_path)
+    for section, values in changes.items():
+        raw[section] = raw.get(section, {}) | values
+    with pytest.raises(ConfigError, match=message):
+        check(loads(yaml.safe_dump(raw)))
+
+
+def test_metrics_without_prompts_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"evaluate\.metrics +needs evaluate\.sources"):
+        loads(yaml.safe_dump(arithmetic(tmp_path) | {"evaluate": {"metrics": {"m": {"use": f"{HERE}:longest"}}}}))

@@ -19,6 +19,7 @@ from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic
 from tests.workflow.gateway import Gateway, missing
 
+pytestmark = pytest.mark.s3
 FLOWS = ROOT / "flows"
 CRASHING = Path(__file__).with_name("crashing_flow.py")
 SMALL = {"lanes": 4, "seq_len": 64, "shuffle": 16, "lookahead": 8}
@@ -61,7 +62,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(scope="module", params=["local", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Makes new places, by name."""
     above = tmp_path_factory.mktemp(request.param)
