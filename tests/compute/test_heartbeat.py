@@ -135,7 +135,7 @@ def test_progress_bars_and_long_lines_are_kept_short():
 
 
 def test_the_place_of_a_library_installed_ptf_is_found(monkeypatch):
-    """In site-packages as ptf itself may be, its frames count; other libraries' do not. In a thread of its own, below which is nothing of whoever runs tests."""
+    """In site-packages as ptf itself may be, its frames count; other libraries' do not. In a thread of its own: of whoever runs tests nothing is below it."""
     import threading
     from concurrent.futures import ThreadPoolExecutor
 
