@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from unittest.mock import ANY
 
@@ -202,3 +203,14 @@ def test_nothing_outlives_a_flow_that_is_killed(tmp_path, who, number):
     assert (tmp_path / "unwound").exists() is (number != signal.SIGKILL)
     if not (who == "run" and number == signal.SIGKILL):  # it cannot say anything then
         assert again(err)[:2] == ["resume", "--origin-run-id"]
+
+
+def test_runs_are_found_by_their_tags_and_read_in_a_notebook(story):
+    code = (
+        "from metaflow import Flow, namespace; namespace(None); run = Flow('ToyFlow').latest_successful_run\n"
+        "print(run.data.artifact.model, run.data.config['train']['lr'], run.id in [r.id for r in Flow('ToyFlow').runs('recipe:sft', 'data:chat')],"
+        " list(Flow('ToyFlow').runs('recipe:dpo')))"
+    )
+    toy = story["toy"]
+    done = subprocess.run([sys.executable, "-c", code], cwd=toy.directory, env=toy.env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["a-model", "0.5", "True", "[]"], done.stderr

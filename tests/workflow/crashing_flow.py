@@ -1,5 +1,5 @@
 """The flow of any recipe, whose process is killed once, where CRASH says: `STEP module:function call [items]`, at that call of a function within that step;
-with `items`, after so many of what it returns have been taken."""
+with `items`, after so many of what it returns have been taken. GIVE_UP_S: for how long a store may fail."""
 
 import importlib
 import os
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from flows.base import PostTrainFlow
+from ptf import storage
 
 
 class CrashingFlow(PostTrainFlow):
     def _stage(self, work: Any) -> None:
+        storage.GIVE_UP_S = float(os.environ.get("GIVE_UP_S", storage.GIVE_UP_S))
         step, *where = os.environ.get("CRASH", "nowhere").split()
         if work.__name__ == step and not Path("crashed").exists():
             arm(*where)

@@ -233,3 +233,38 @@ def test_of_two_that_publish_at_once_both_are_whole_and_the_pointer_names_one(pl
     last = published.pointer(root)
     assert last is not None
     assert sorted([*last.before, last.version]) == names, "each took the place of one, and none was lost"
+
+
+@pytest.mark.parametrize(
+    ("env", "messages"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, ["no access to s3://stories/", "are the credentials of this store set in the environment?"]),
+        ({"AWS_ACCESS_KEY_ID": "nobody"}, ["no access to s3://stories/"]),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "GIVE_UP_S": "2"}, ["trying again in 1 s", "s3://stories/", "the store has failed for 2 s"]),
+    ],
+    ids=["secret", "key", "down"],
+)
+def test_a_store_that_cannot_be_reached_is_one_message_before_anything_is_trained(gateway, tmp_path, sums, env, messages):
+    p = Place(tmp_path / "p", "s3://stories/unreached", (), gateway.env | env)
+    done = p.flow(CRASHING, "run", "--config", p.config("job.yaml", sums[0] | {"output": "runs", "publish": {"to": f"{p.root}/published"}}), fails=True)
+    said = done.stdout + done.stderr
+    assert all(message in said for message in messages), said
+    assert "Traceback" not in said
+    assert not (p.at / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("pointer", "message"),
+    [("{", "is not a pointer"), ('{"version": "gone"}', "names gone, which is not there"), (None, "published")],
+    ids=["torn", "gone", "missing"],
+)
+def test_a_pointer_that_leads_nowhere_is_one_message(place, sums, pointer, message):
+    p = place(f"pointer{pointer and len(pointer)}")
+    root = f"{p.root}/published"
+    storage.write_text(f"{root}/v1/model.bin", "x")
+    if pointer:
+        storage.write_text(f"{root}/latest.json", pointer)
+    done = p.flow(FLOWS / "sft_flow.py", "run", "--config", p.config("job.yaml", sums[0] | {"output": "runs", "model": {"path": root}}), fails=True)
+    assert message in done.stdout + done.stderr
+    assert root in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
