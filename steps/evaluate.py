@@ -7,15 +7,17 @@ from steps.artifact import Artifact
 
 
 def evaluate(job: Job, artifact: Artifact) -> Artifact:
-    """Adds the evaluation's metrics, and prints them as a table: what training started from beside what it made."""
+    """Adds the evaluation's metrics, and prints them as a table: what training started from, what it made, and what is published now."""
+    from ptf import published
     from ptf.eval import evaluate as evaluated
 
     assert artifact.run is not None
     found = evaluated(artifact.resolve(job), Path(artifact.run))
     names = [n for n in found if not n.startswith("start/")]
     if names:
-        print(f"{'evaluation':<28} {'start':>8} {'trained':>8}")
+        there = published.manifest(job.versions)
+        columns = {"start": {n: found.get(f"start/{n}") for n in names}, "trained": found, **({"published": there["metrics"]} if there else {})}
+        print(f"{'evaluation':<28}" + "".join(f" {title:>9}" for title in columns))
         for name in names:
-            before = found.get(f"start/{name}")
-            print(f"{name:<28} {'' if before is None else f'{before:8.4f}':>8} {found[name]:8.4f}")
+            print(f"{name:<28}" + "".join(f" {'' if of.get(name) is None else f'{of[name]:.4f}':>9}" for of in columns.values()))
     return artifact.but(metrics={**artifact.metrics, **found})

@@ -40,7 +40,6 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     again = _files(f"{root}/{artifact.lineage}") == files  # as after a retry: what may be being read is not written once more
     if not again:
         storage.upload(staged, f"{root}/{artifact.lineage}")
-    shutil.rmtree(staged)
     for _ in range(ATTEMPTS):
         seen = published.pointer(root)
         if again and seen and artifact.lineage in seen.before:
@@ -52,7 +51,29 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     else:
         raise Retryable(f"{root}/{artifact.lineage} is there whole, but others publish there all the time: its pointer could not be moved")
     print(f"published {root}/{artifact.lineage} (log-probs in transformers within {difference:.1e} of the trained model's)", flush=True)
+    if job.publish.hub:
+        push(staged, job.publish.hub, artifact.lineage)
+    shutil.rmtree(staged)
     return artifact.but(published=f"{root}/{artifact.lineage}")
+
+
+def push(directory: Path, repository: str, version: str) -> None:
+    """The version's files as a commit of a repository of the hub. Raises UserError where the hub does not take them: the version is published by then, and
+    publishing again pushes again."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        found = api.upload_folder(repo_id=repository, folder_path=directory, commit_message=version)
+    except (HFValidationError, httpx.HTTPError, OSError) as error:
+        raise UserError(
+            f"{version} is published, but not on the hub: {repository}: {type(error).__name__}: {error}\n"
+            "Is HF_TOKEN set, and may it write there? A resume tries again."
+        ) from error
+    print(f"pushed to {found.commit_url}", flush=True)
 
 
 def _before(root: str, lineage: str) -> Mapping[str, Any] | None:

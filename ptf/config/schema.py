@@ -561,6 +561,9 @@ class PublishConfig(Section):
     """Which is better, less or more."""
     max_drop: Annotated[float, Field(ge=0)] = free(0.0)
     """By how much `metric` may be worse and still be published."""
+    hub: str | None = free(None)
+    """Repository of the Hugging Face hub (`team/name`) that each version is pushed to as well; made, and private, if it is not there. The token is the hub's
+    own (`HF_TOKEN`)."""
     license: str | None = free(None)
     """For the model card: the model's licence, by its SPDX name (`apache-2.0`)."""
 

@@ -1,0 +1,102 @@
+"""Pushing a version to a hub: the client's real requests, to a server on loopback."""
+
+import base64
+import functools
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from ptf.errors import UserError
+from steps.publish import push
+
+
+class Hub(ThreadingHTTPServer):
+    """Takes commits of small files. `held`: what was committed; `refuses`: every request is answered with 403."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.held: dict[str, bytes] = {}
+        self.messages: list[str] = []
+        self.made: list[dict] = []
+        self.refuses = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.server.refuses:
+            return self.answer({"error": "this token may not write here"}, 403)
+        if self.path.endswith("/repos/create"):
+            self.server.made.append(json.loads(body))
+            return self.answer({"url": f"{constants.ENDPOINT}/team/name", "name": "team/name"})
+        if "/preupload/" in self.path:
+            return self.answer({"files": [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]]})
+        if self.path.endswith("/validate-yaml"):
+            return self.answer({"errors": [], "warnings": []})
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "header":
+                self.server.messages.append(line["value"]["summary"])
+            elif line["key"] == "file":
+                self.server.held[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        return self.answer({"commitUrl": f"{constants.ENDPOINT}/team/name/commit/{'a' * 40}", "commitOid": "a" * 40})
+
+    def do_GET(self) -> None:
+        self.answer({"error": "no such repository"}, 404)
+
+    def answer(self, said: dict, code: int = 200) -> None:
+        text = json.dumps(said).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the console."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        monkeypatch.setattr(huggingface_hub, "HfApi", functools.partial(huggingface_hub.HfApi, endpoint=hub.url, token="hf_secret"))
+        yield hub
+        hub.shutdown()
+
+
+@pytest.fixture
+def version(tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "config.json").write_text("{}")
+    (tmp_path / "v1" / "README.md").write_text("# v1\n")
+    return tmp_path / "v1"
+
+
+def test_every_file_is_in_one_commit_of_a_private_repository(hub, version, capsys):
+    push(version, "team/name", "v1")
+    assert hub.held == {"config.json": b"{}", "README.md": b"# v1\n"}
+    assert hub.messages == ["v1"]
+    assert hub.made[0]["visibility"] == "private"
+    assert f"pushed to {constants.ENDPOINT}/team/name/commit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("fault", "repository"), [("refuses", "team/name"), ("gone", "team/name"), ("", "not a/good name/")])
+def test_a_hub_that_does_not_take_it_is_one_message(hub, version, monkeypatch, fault, repository):
+    if fault == "gone":
+        monkeypatch.setattr(huggingface_hub, "HfApi", functools.partial(huggingface_hub.HfApi.func, endpoint="http://127.0.0.1:9", token="hf_secret"))
+    hub.refuses = fault == "refuses"
+    with pytest.raises(UserError, match=r"v1 is published, but not on the hub: .*") as error:
+        push(version, repository, "v1")
+    assert "hf_secret" not in str(error.value)
+    assert not hub.held
