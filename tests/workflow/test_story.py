@@ -180,7 +180,10 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
         raw = common | {"recipe": "sft"}
     else:
         sources = {"sums": {"path": "prepare:train_prompts.jsonl", "kind": "prompt"}}
-        raw = common | {"recipe": "grpo", "rollout": {"prompts": 4, "group": 4, "max_new_tokens": 4, "reward": {"use": "ptf.tasks.arithmetic:exact"}}}
+        raw = common | {
+            "recipe": "grpo",
+            "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 4, "reward": {"use": "ptf.tasks.arithmetic:exact"}},
+        }
         raw["data"] = {"prepare": common["data"]["prepare"], "seq_len": 64}
     raw |= {"model": {"path": "prepare:model", "init": "random"}, "data": raw["data"] | {"sources": sources}}
     config = p.config("job.yaml", raw)
