@@ -14,13 +14,15 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metaflow import Config, FlowSpec, Parameter, card, current, step
-from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
+from metaflow import Config, FlowSpec, Parameter, Run, card, current, get_namespace, namespace, step
+from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException, MetaflowInvalidPathspec, MetaflowNotFound
 from metaflow.system_context import system_context
+from metaflow.util import get_latest_run_id
 
 from flows import argv, cards, processes
 from flows.settings import FromConfig
@@ -160,6 +162,8 @@ class PostTrainFlow(FlowSpec):
         if note:
             print(note, file=sys.stderr)
         verb = argv.command(words.rest)
+        if verb == "resume":
+            sys.argv += [word for tag in self._origin_tags(words.rest) for word in ("--tag", tag)]
         if self.at_once and verb in ("run", "resume") and not any(word.startswith("--max-workers") for word in words.rest):
             sys.argv += ["--max-workers", str(self.at_once)]
         if verb in ("step", "spin-step"):
@@ -173,6 +177,20 @@ class PostTrainFlow(FlowSpec):
                 again = ["python", sys.argv[0], *words.rest[: words.rest.index(verb)], "resume", "--origin-run-id", run]
                 print(f"To continue where it stopped, with the same config:\n    {shlex.join(again)}", file=sys.stderr)
             raise
+
+    def _origin_tags(self, words: Sequence[str]) -> list[str]:
+        """Those of the run that is resumed, which Metaflow does not hand on."""
+        given = dict(pairwise(words)).get("--origin-run-id")
+        origin = given or next((word.partition("=")[2] for word in words if word.startswith("--origin-run-id=")), None)
+        origin = origin or get_latest_run_id(lambda *_: None, type(self).__name__)
+        seen = get_namespace()
+        namespace(None)
+        try:
+            return sorted(Run(f"{type(self).__name__}/{origin}").user_tags)
+        except (MetaflowNotFound, MetaflowInvalidPathspec):  # metaflow says it in its own words
+            return []
+        finally:
+            namespace(seen)
 
     def _default(self) -> Path:
         above = Path(inspect.getfile(type(self))).resolve().parents

@@ -1,6 +1,6 @@
 """What becomes of a flow's processes when one of them is killed. The one idea: no task outlives its run, and where there is time it tidies up.
 
-On SIGTERM the run passes the signal on; its tasks unwind (`finally`, Ray's shutdown, child processes) for the 5 s that Metaflow grants,
+On SIGTERM or Ctrl-C the run passes the signal on; its tasks unwind (`finally`, Ray's shutdown, child processes) for the 5 s that Metaflow grants,
 then it kills what is left. If the run itself is killed outright, the kernel kills its tasks.
 """
 
@@ -12,18 +12,21 @@ from pathlib import Path
 from types import FrameType
 
 RUN = "PTF_RUN_PID"
+ENDS = (signal.SIGTERM, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def lead() -> None:
     """Called in the process that schedules a run."""
     os.environ[RUN] = str(os.getpid())
-    signal.signal(signal.SIGTERM, _stop_all)
+    for number in ENDS:
+        signal.signal(number, _stop_all)
 
 
 def follow() -> None:
     """Called in the process of one task."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in ENDS:
+        signal.signal(number, _interrupt)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if not _alive(int(os.environ.get(RUN, 0))):
@@ -37,7 +40,8 @@ def _stop_all(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the unwinding short
+    for each in ENDS:
+        signal.signal(each, signal.SIG_IGN)  # a second one must not cut the unwinding short
     raise KeyboardInterrupt
 
 

@@ -26,9 +26,9 @@ class Toy:
             "METAFLOW_CLIENT_CACHE_PATH": str(directory / "cache"),
         }
 
-    def __call__(self, *words: str, act: str = "", flow: Path = FLOW) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *words: str, act: str = "", flow: Path = FLOW, within_s: float = 300) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, str(flow), *words]
-        return subprocess.run(line, cwd=self.directory, env=self.env | {"TOY": act}, capture_output=True, text=True, timeout=300)
+        return subprocess.run(line, cwd=self.directory, env=self.env | {"TOY": act}, capture_output=True, text=True, timeout=within_s)
 
     def until_training(self, *words: str) -> "tuple[subprocess.Popen[str], int]":
         """Start it, wait until its train step hangs; the process of the run, and the pid of the task."""
