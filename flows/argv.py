@@ -14,6 +14,7 @@ from ptf.errors import UserError
 
 LAUNCHES = ("run", "argo-workflows", "step-functions", "airflow")  # need a config, so they get the default one
 COMMANDS = (*LAUNCHES, "resume", "spin", "step", "spin-step")
+TAGS = 40  # sources; Metaflow takes 50 tags
 TAG = 500  # characters, of Metaflow's longest
 FLAGS = ("--quiet", "--not-quiet", "--pylint", "--no-pylint")  # of Metaflow's options before a command, those without a value
 
@@ -72,11 +73,11 @@ def rewrite(words: Words, recipes: tuple[str, ...], default: Path) -> tuple[list
     if recipes and isinstance(job.recipe, str) and job.recipe not in recipes:
         raise UserError(f"{' + '.join(files)} has recipe: {job.recipe}; this flow runs recipe: {' or '.join(recipes)}")
     note = "config: " + " + ".join(files + words.overrides) + ("" if words.files else "  (the flow's default)")
-    labels = [word for tag in tags(job) for word in ("--tag", tag)] if verb == "run" else []
+    labels = [word for tag in tags(job) for word in ("--tag", tag)] if verb in ("run", "argo-workflows") else []
     return ["--config-value", "config", dump(job), *words.rest, *labels], note
 
 
 def tags(job: Job) -> list[str]:
     """By which runs are found again in Metaflow's client: `recipe:sft`, `model:…`, `data:…` for each source."""
     recipe = job.recipe if isinstance(job.recipe, str) else job.recipe.use
-    return [tag[:TAG] for tag in (f"recipe:{recipe}", f"model:{job.model.path}", *(f"data:{name}" for name in job.data.sources))]
+    return [tag[:TAG] for tag in (f"recipe:{recipe}", f"model:{job.model.path}", *(f"data:{name}" for name in list(job.data.sources)[:TAGS]))]

@@ -104,16 +104,16 @@ class PostTrainFlow(FlowSpec):
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
-        cards.metrics_page(current.card["evaluate"], self.artifact)
+        cards.metrics_page(current.card["evaluate"], self.artifact, self._job())
         self.next(self.publish)
 
-    @card(type="blank", id="publish")
+    @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish(self):
         """Publish it, if it passes the gate."""
-        from steps.publish import publish
+        from steps.publish import page, publish
 
-        with cards.publishing(current.card["publish"], self._artifact):
+        with cards.publishing(current.card["publish"], self._artifact, page):
             self._stage(publish)
         self.next(self.end)
 

@@ -4,19 +4,17 @@ and they are read from outside, so training knows nothing of cards and a run tha
 # metaflow makes its public names at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
-import html
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
 
-from flows.charts import Row, charts, read
-from ptf.compute.tracking import read_metrics
+from flows.charts import Row, charts, json_lines, read
 from ptf.config.schema import Job
 
 if TYPE_CHECKING:
@@ -65,48 +63,56 @@ def _finish(done: threading.Event, thread: threading.Thread, page: "TrainingPage
 
 
 class TrainingPage:
-    """Header, progress, two charts a row, what was said last, checkpoints, the config. Its parts are replaced only when a new column turns up."""
+    """Header, progress, two charts a row, what was said last, checkpoints, the config. A page that cannot be drawn is a line on the console: training is
+    worth more."""
 
     def __init__(self, card: Any, job: Job, lineage: str):
         self.card, self.job, self.run = card, job, Path(job.output) / lineage
-        self.header, self.samples, self.checkpoints = Markdown(""), Markdown(""), Markdown("")
-        self.progress = ProgressBar(max=job.train.steps, label="steps") if job.train.steps else None  # of passes over the data nobody knows how many are left
         self.charts: dict[str, VegaChart] = {}
         self.rows: list[Row] = []
+        self.begun, self.resumed = time.time(), 0
         self.config = Table([[key, str(value)] for key, value in flatten(job.model_dump(mode="json"))], headers=["config", lineage])
-        self.resumed = max(finished(self.run), default=0)
-        self.begun = time.time()
+        try:
+            self.resumed = max(self._finished(), default=0)
+        except Exception as error:
+            print(f"card: {type(error).__name__}: {error}", flush=True)
         self.update()
-        self._laid_out()
 
     def update(self) -> bool:
         """Whether there was anything new."""
-        before, self.rows = self.rows, read(self.run / "metrics.jsonl")
+        before = self.rows
+        try:
+            self.rows = read(self.run / "metrics.jsonl")
+            self._draw()
+        except Exception as error:
+            print(f"card: {type(error).__name__}: {error}", flush=True)
+            return False
+        return self.rows != before
+
+    def _draw(self) -> None:
         specs = charts(self.rows)
-        self.header.update(self._header())
-        if self.progress:
-            self.progress.update(self._step())
-        self.samples.update(answers_table(read_last(self.run / "samples.jsonl")))
-        steps = finished(self.run)
-        self.checkpoints.update(f"Checkpoints: {', '.join(f'step {step}' for step in steps[-20:])}" if steps else "No checkpoint yet.")
         if specs.keys() == self.charts.keys():
             for title, spec in specs.items():
                 self.charts[title].update(spec)
         else:
             self.charts = {title: VegaChart(spec) for title, spec in specs.items()}
-            self._laid_out()
-        return self.rows != before
-
-    def _laid_out(self) -> None:
-        charts = [Table(pairs(list(self.charts.values())))] if self.charts else []
+        total = self.job.train.steps
+        parts: list[Any] = [Markdown(self._header())]
+        if total:  # of passes over the data nobody knows how many steps are left
+            parts.append(ProgressBar(max=total, label="steps", value=self._step()))
+        if self.charts:
+            parts.append(Table(pairs(list(self.charts.values()))))
+        if answers := read_last(self.run / "samples.jsonl"):
+            rows: list[Any] = [[short(asked(row["prompt"])), short(row["answer"]), worth(row)] for row in answers[:SAMPLES]]
+            parts.append(Table(rows, headers=[f"prompt, step {answers[0]['step']}", "answer", "reward"]))
+        parts.append(Markdown(self._checkpoints()))
         self.card.clear()
-        self.card.extend([self.header, *([self.progress] if self.progress else []), *charts, self.samples, self.checkpoints, self.config])
+        self.card.extend([*parts, self.config])
 
     def _header(self) -> str:
         job = self.job
         recipe = job.recipe if isinstance(job.recipe, str) else job.recipe.use
-        lines = [f"# {self.run.name}", f"{recipe} · `{job.model.path}` · {', '.join(job.data.sources)}"]
-        lines.append(self._left())
+        lines = [f"# {plain(self.run.name)}", plain(f"{recipe} · {job.model.path} · {', '.join(job.data.sources)}"), self._left()]
         if self.resumed:
             lines.append(f"went on from the checkpoint of step {self.resumed}")
         if self.rows:
@@ -120,43 +126,41 @@ class TrainingPage:
     def _left(self) -> str:
         """How far it is, and how long it will take at the rate of this attempt."""
         total, step = self.job.train.steps, self._step()
-        said = f"step {step} of {total or 'all'}"
-        if total and self.resumed < step < total:
-            said += f" · about {duration((time.time() - self.begun) / (step - self.resumed) * (total - step))} left"
+        said, mine = f"step {step} of {total or 'all'}", [row for row in self.rows if row.get("time", 0) >= self.begun]
+        if total and step < total and len(mine) > 1:
+            rate = (mine[-1]["time"] - mine[0]["time"]) / (mine[-1]["step"] - mine[0]["step"])
+            said += f" · about {duration(rate * (total - step))} left"
         return said
 
+    def _checkpoints(self) -> str:
+        if "://" in (self.job.checkpoint.to or ""):
+            return plain(f"Checkpoints are below {self.job.checkpoint.to}.")
+        steps = self._finished()
+        return f"Checkpoints: {', '.join(f'step {step}' for step in steps[-20:])}" if steps else "No checkpoint yet."
 
-def finished(run: Path) -> list[int]:
-    """Steps of the run's checkpoints that are whole."""
-    return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in run.glob("checkpoints/step_*/manifest.json"))
+    def _finished(self) -> list[int]:
+        """Steps of the checkpoints that have their manifest; those in an object store are not looked for."""
+        root = Path(self.job.checkpoint.to) / self.run.name if self.job.checkpoint.to else self.run / "checkpoints"
+        return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in root.glob("step_*/manifest.json"))
 
 
 def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def answers_table(rows: list[Mapping[str, Any]]) -> str:
-    """What was said, and what it was worth, as Markdown."""
-    if not rows:
-        return ""
-    lines = [f"What it said at step {rows[0]['step']}", "", "| prompt | answer | reward |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {cell(asked(row['prompt']))} | {cell(row['answer'])} | {worth(row)} |" for row in rows[:SAMPLES]])
-
-
-def side_by_side(run: Path) -> str:
-    """The greedy answers to held-out prompts, of the model that training started from and of what it made."""
+def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
+    """The greedy answers to held-out prompts, of the model that training started from and of what it made; a table a source."""
     parts = []
-    for file in sorted(run.glob("answers/*.jsonl")):
-        if not file.name.startswith("start_"):
-            then = {cell(asked(row["prompt"])): row for row in read_metrics(file.with_name(f"start_{file.name}"))}
-            lines = [f"## {file.stem}", "", "| prompt | at the start | now | reward |", "|---|---|---|---|"]
-            for row in read_metrics(file)[:SAMPLES]:
-                words = cell(asked(row["prompt"]))
-                before = then.get(words)
-                rewards = f"{worth(before)} → {worth(row)}" if before else worth(row)
-                lines.append(f"| {words} | {cell(before['answer']) if before else ''} | {cell(row['answer'])} | {rewards} |")
-            parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    for name in sources:
+        then = {json.dumps(row["prompt"], sort_keys=True): row for row in json_lines(run / "answers" / "start" / f"{name}.jsonl")}
+        rows = []
+        for row in json_lines(run / "answers" / f"{name}.jsonl")[:SAMPLES]:
+            before = then.get(json.dumps(row["prompt"], sort_keys=True))
+            rewards = f"{worth(before)} → {worth(row)}" if before else worth(row)
+            rows.append([short(asked(row["prompt"])), short(before["answer"]) if before else "", short(row["answer"]), rewards])
+        if rows:
+            parts.append(Table(rows, headers=[f"{name}: prompt", "at the start", "now", "reward"]))
+    return parts
 
 
 def asked(row: Mapping[str, Any]) -> str:
@@ -167,58 +171,58 @@ def asked(row: Mapping[str, Any]) -> str:
 
 def worth(row: Mapping[str, Any]) -> str:
     found = row.get("outcome", row.get("reward", row.get("no_result")))
-    return f"{found:.3g}" if isinstance(found, int | float) else f"no result: {cell(found)}"
+    return f"{found:.3g}" if isinstance(found, int | float) else f"no result: {short(found)}"
 
 
-def cell(text: Any, most: int = 300) -> str:
-    """As it can stand in a table of Markdown."""
-    words = " ".join(str(text).split())
-    words = words if len(words) <= most else words[:most] + " …"
-    return html.escape(words, quote=False).replace("|", "&#124;").replace("`", "&#96;").replace("*", "&#42;").replace("_", "&#95;")
+def short(text: Any, most: int = 300) -> str:
+    """For a cell of a Table, which shows text as it is; the end of what is long."""
+    words = str(text)
+    return words if len(words) <= most else "… " + words[-most:]
+
+
+def plain(text: str) -> str:
+    """For Markdown, which the page does not sanitise and in which nothing can be escaped: without the characters that make links and tags."""
+    return "".join(" " if c in "<>[]!\\`" else c for c in text)
 
 
 def read_last(path: Path) -> list[Mapping[str, Any]]:
     """The rows of the last step in a file of answers, of which no more than the end is read."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        skipped = max(0, path.stat().st_size - TAIL_BYTES)
-        file.seek(skipped)
-        lines = file.read().split(b"\n")[:-1]  # what follows the last line's end is still being written
-    rows = [json.loads(line) for line in (lines[1:] if skipped else lines)]
-    return [row for row in rows if row["step"] == rows[-1]["step"]]
+    rows = json_lines(path, TAIL_BYTES)
+    return [row for row in rows if row.get("step") == rows[-1].get("step")]
 
 
-def metrics_page(card: Any, artifact: "Artifact") -> None:
-    """The card of the evaluate step: every metric at the start and now, and answers side by side."""
+def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") -> None:
+    """The card of the evaluate step: every metric at the start and now, and answers side by side; of a trial that failed, why."""
     found = artifact.metrics
     names = sorted(name for name in found if not name.startswith(("start/", "train/")))
     shown = lambda name: f"{found[name]:.4g}" if name in found else ""  # noqa: E731
-    table = Table([[name, shown(f"start/{name}"), shown(name)] for name in names], headers=["metric", "at the start", "now"])
-    train = Table([[name, shown(name)] for name in sorted(found) if name.startswith("train/")], headers=["of the last step", ""])
-    card.extend([Markdown(f"# {artifact.lineage}"), table, Markdown(side_by_side(Path(str(artifact.run)))), train])
+    card.append(Markdown(f"# {plain(artifact.lineage)}"))
+    if failed:
+        card.append(Table([[failed]], headers=["failed"]))
+        return
+    card.append(Table([[name, shown(f"start/{name}"), shown(name)] for name in names], headers=["metric", "at the start", "now"]))
+    try:
+        card.extend(side_by_side(Path(str(artifact.run)), job.evaluate.sources))
+    except Exception as error:  # the evaluation is whole without it
+        print(f"card: {type(error).__name__}: {error}", flush=True)
+    card.append(Table([[name, shown(name)] for name in sorted(found) if name.startswith("train/")], headers=["of the last step", ""]))
 
 
 @contextmanager
-def publishing(card: Any, artifact: "Callable[[], Artifact]") -> Iterator[None]:
-    """The card of the publish step: the model card of what was published and the gates that it has passed, or why it was not."""
+def publishing(card: Any, artifact: "Callable[[], Artifact]", said: "Callable[[Artifact], str]") -> Iterator[None]:
+    """The card of the publish step: what `said` gives of what was published and the gates that it has passed, or why it was not."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        why = error.__context__ or error  # the exit code of a step comes of an error that says why
-        card.append(Markdown(f"# {artifact().lineage}\n\n**Not published.**\n\n{cell(why, 3000)}"))
+        why = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error  # the error that the step's exit code comes of
+        card.extend([Markdown(f"# {plain(artifact().lineage)}"), Table([[short(why, 3000)]], headers=["The step failed"])])
         _render(card)
         raise
-    where = artifact().published
-    if where is None:
-        card.append(Markdown(f"# {artifact().lineage}\n\n**Not published:** what is there is better."))
-        return
-    from ptf import storage
-
-    said = storage.read_text(f"{where}/README.md").split("---\n", 2)[-1]
-    difference = storage.manifest_of(where)["logprob_difference"]
-    passed = f"Gates passed: transformers gives the trained model's log-probs to {difference:.1e}; the tokenizer gives the ids that were trained on."
-    card.append(Markdown(f"{passed}\n\n{said}"))
+    try:
+        text = said(artifact())
+    except Exception as error:  # what is published is whole without it
+        text = plain(f"card: {type(error).__name__}: {error}")
+    card.append(Markdown(text))
 
 
 def pairs(items: list[Any]) -> list[list[Any]]:

@@ -15,15 +15,26 @@ Row = Mapping[str, float]
 
 
 def read(path: Path) -> list[Row]:
-    """The finite numbers of each line; a line that is still being written is left for the next look."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        rows.append({key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)})
+    """The finite numbers of each line that has a step."""
+    rows = [{key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)} for row in json_lines(path)]
     return [row for row in rows if "step" in row]
+
+
+def json_lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a file, or of its last bytes; a line that is still being written, or was torn, is left out."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        skipped = max(0, path.stat().st_size - at_most) if at_most else 0
+        file.seek(skipped)
+        lines = file.read().splitlines()
+    rows = []
+    for line in lines[1:] if skipped else lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def charts(rows: list[Row]) -> dict[str, dict[str, Any]]:
@@ -36,7 +47,7 @@ def charts(rows: list[Row]) -> dict[str, dict[str, Any]]:
 
 
 def spec(title: str, columns: list[str], rows: list[Row]) -> dict[str, Any]:
-    each = POINTS // len(columns)
+    each = max(1, POINTS // len(columns))
     curves = {key: thin([row for row in rows if key in row], each) for key in columns}
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",

@@ -25,13 +25,14 @@ class RetrainFlow(PostTrainFlow):
             self.found = "news" if retrain.news(self._job(), self.artifact) else "nothing"
         self.next({"news": self.tokenize, "nothing": self.end}, condition="found")  # pyright: ignore[reportArgumentType]
 
-    @card(type="blank", id="publish")
+    @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish(self):
         """Publish it, if it is better than what is published."""
         from steps import retrain
+        from steps.publish import page
 
-        with cards.publishing(current.card["publish"], self._artifact):
+        with cards.publishing(current.card["publish"], self._artifact, page):
             self._stage(retrain.publish)
         self.next(self.end)
 

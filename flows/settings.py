@@ -11,6 +11,7 @@ from metaflow.user_decorators.mutable_flow import MutableFlow
 from metaflow.user_decorators.mutable_step import MutableStep
 from metaflow.user_decorators.user_flow_decorator import FlowMutator
 
+SUFFIXES = (".py", ".yaml", ".json")  # and nothing of what runs leave below
 PACKAGED = ("ptf", "steps", "flows")
 
 
@@ -48,12 +49,13 @@ class FromConfig(FlowMutator):
             assert found is not None
             assert found.origin is not None
             yield from _below(Path(found.origin).parent)
-        configs = Path(__file__).parents[1] / "configs"
-        if configs.is_dir():  # beside the flows of a checkout: a `job:` path is read where the step runs
-            yield from _below(configs)
+        checkout = Path(__file__).parents[1]
+        if (checkout / "pyproject.toml").is_file():  # a `job:` path is read where the step runs
+            yield from _below(checkout / "configs")
 
 
 def _below(directory: Path) -> Iterator[tuple[str, str, ContentType]]:
     for file in sorted(directory.rglob("*")):
-        if file.is_file() and "__pycache__" not in file.parts:
-            yield str(file), str(Path(directory.name, file.relative_to(directory))), ContentType.USER_CONTENT
+        within = Path(directory.name, file.relative_to(directory))
+        if file.suffix in SUFFIXES and not any(part.startswith(".") for part in within.parts) and "runs" not in within.parts and file.is_file():
+            yield str(file), str(within), ContentType.USER_CONTENT

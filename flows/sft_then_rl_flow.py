@@ -69,17 +69,17 @@ class SFTThenRLFlow(PostTrainFlow):
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
-        cards.metrics_page(current.card["evaluate"], self.artifact)
+        cards.metrics_page(current.card["evaluate"], self.artifact, self._job())
         self.next(self.publish_first)
 
-    @card(type="blank", id="publish")
+    @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish_first(self):
         """Publish it."""
         from steps.artifact import Artifact
-        from steps.publish import publish
+        from steps.publish import page, publish
 
-        with cards.publishing(current.card["publish"], self._artifact):
+        with cards.publishing(current.card["publish"], self._artifact, page):
             self._stage(publish)
         self.published_first = self.artifact.published
         self.artifact = Artifact(lineage=self.lineage)

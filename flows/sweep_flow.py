@@ -56,7 +56,7 @@ class SweepFlow(PostTrainFlow):
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
-        cards.metrics_page(current.card["evaluate"], self.artifact)
+        cards.metrics_page(current.card["evaluate"], self.artifact, self._job(), self.failed)
         self.next(self.choose)
 
     @step

@@ -150,7 +150,7 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 
 
 def generated(job: Job, run: Path) -> dict[str, float]:
     """pass@1, pass@k and mean reward on each of `evaluate.sources`, of the trained model and, as `start/…`, of the model it started from.
-    The greedy answers are left in `run/answers/`."""
+    The greedy answers are left in `run/answers/`, those of the start in `run/answers/start/`."""
     knobs = job.evaluate
     rewards = rewards_of(job, knobs.reward or (job.rollout.reward if job.rollout else None))
     if not knobs.sources or not (rewards or (job.rollout and job.rollout.environment)):
@@ -178,10 +178,10 @@ def generated(job: Job, run: Path) -> dict[str, float]:
                             group, rewards, asked, 0, f"evaluate {name}", samples=knobs.samples, temperature=knobs.temperature,
                             max_new_tokens=knobs.max_new_tokens, max_no_result=max_no_result,
                         )  # fmt: skip
+                        text = "".join(json.dumps(a, default=str) + "\n" for a in answers)
+                        storage.write_text(str(run / "answers" / f"{prefix}{name}.jsonl"), text)
                         rates |= {metric: own_metric(metric, plug, answers) for metric, plug in knobs.metrics.items()}
                         metrics |= {f"{prefix}{name}/{key}": value for key, value in rates.items()}
-                        text = "".join(json.dumps(a, default=str) + "\n" for a in answers)
-                        storage.write_text(str(run / "answers" / f"{prefix.replace('/', '_')}{name}.jsonl"), text)
     finally:
         if rewards:
             rewards.close()
@@ -218,8 +218,8 @@ def check(job: Job) -> None:
     rates = ["pass@1", f"pass@{knobs.samples}", "reward", "no_result", *knobs.metrics]
     names = [f"{source}/{rate}" for source in knobs.sources for rate in rates]
     held_out = [] if recipes.build(job).online else list(job.data.validation)
-    if metric not in names and not ("/" in metric and metric.rpartition("/")[2] in held_out):
-        known = [*names, *(f"loss/{name} and what else the recipe says of it" for name in held_out)]
+    if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):
+        known = [*names, *(f"what the recipe says of {name}, like loss/{name}" for name in held_out)]
         raise ConfigError(f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}")
 
 

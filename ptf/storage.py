@@ -78,9 +78,8 @@ def stamps(uri: str) -> dict[str, str]:
         return {match: about for match, about in files.glob(path, detail=True).items() if about["type"] == "file"}
 
     found = _asked(files, uri, find)
-    bucket = path.split("/")[0]
-    if not found and bucket and not _local(files) and not _asked(files, uri, lambda: files.exists(bucket)):
-        raise Missing(f"there is no bucket {bucket!r}: {uri}")
+    if not found:
+        refuse_no_bucket(uri)
     if not found and not _asked(files, uri, lambda: files.isdir(path)):
         raise Missing(f"no such file or directory, and no file matches: {uri}")
     if _local(files):
@@ -88,6 +87,14 @@ def stamps(uri: str) -> dict[str, str]:
         return {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
     changes = lambda about: next((str(about[key]) for key in STAMPS if about.get(key)), "")  # noqa: E731
     return {files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(found.items())}
+
+
+def refuse_no_bucket(uri: str) -> None:
+    """Raises Missing where an object store has no bucket of that name; a directory of this machine is made when something is written."""
+    files, path = _open(uri)
+    bucket = path.split("/")[0]
+    if bucket and not _local(files) and not _asked(files, uri, lambda: files.exists(bucket)):
+        raise Missing(f"there is no bucket {bucket!r}: {uri}")
 
 
 def open_read(uri: str, read_bytes: int = READ_BYTES) -> IO[bytes]:

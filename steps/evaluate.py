@@ -12,11 +12,11 @@ def evaluate(job: Job, artifact: Artifact) -> Artifact:
     from ptf.eval import evaluate as evaluated
 
     assert artifact.run is not None
+    there = published.manifest(job.versions)
     found = evaluated(artifact.resolve(job), Path(artifact.run))
     names = [n for n in found if not n.startswith("start/")]
     if names:
-        there = published.manifest(job.versions)
-        columns = {"start": {n: found.get(f"start/{n}") for n in names}, "trained": found, **({"published": there["metrics"]} if there else {})}
+        columns = {"start": {n: found.get(f"start/{n}") for n in names}, "trained": found, **({"published": there.get("metrics", {})} if there else {})}
         print(f"{'evaluation':<28}" + "".join(f" {title:>9}" for title in columns))
         for name in names:
             print(f"{name:<28}" + "".join(f" {'' if of.get(name) is None else f'{of[name]:.4f}':>9}" for of in columns.values()))

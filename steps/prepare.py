@@ -8,14 +8,15 @@ from steps.artifact import Artifact
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Idempotent: what is there is reused. Models of other jobs that no one has published yet are trained and published first."""
-    from ptf import published
+    from ptf import published, storage
     from ptf.data.sources import stamps
     from ptf.eval import check
     from ptf.run import begun, prepared_directory, published_models, unpublished
     from ptf.train.reading import specs
 
     check(job)  # what the last steps need, before the first one works
-    published.pointer(job.versions)  # raises where it cannot be read, or its store cannot be reached
+    published.manifest(job.versions)  # raises where what is published cannot be read
+    storage.refuse_no_bucket(job.versions)
     artifact = artifact.but(prepared=prepared_directory(job))
     for _ in model_paths(job):  # at most: one may publish what another begins with
         if not (waiting := list(unpublished(job, published_models(job)).values())):

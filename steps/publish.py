@@ -57,6 +57,17 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     return artifact.but(published=f"{root}/{artifact.lineage}")
 
 
+def page(artifact: Artifact) -> str:
+    """For whoever looks at the step: the gates that were passed, and the model card."""
+    from ptf import storage
+
+    if artifact.published is None:
+        return f"# {artifact.lineage}\n\n**Not published:** what is there is better."
+    said = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
+    difference = storage.manifest_of(artifact.published)["logprob_difference"]
+    return f"Gates passed: transformers gives the trained model's log-probs to {difference:.1e}; the tokenizer gives the ids that were trained on.\n\n{said}"
+
+
 def push(directory: Path, repository: str, version: str) -> None:
     """The version's files as a commit of a repository of the hub. Raises UserError where the hub does not take them: the version is published by then, and
     publishing again pushes again."""
@@ -67,7 +78,7 @@ def push(directory: Path, repository: str, version: str) -> None:
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
-        found = api.upload_folder(repo_id=repository, folder_path=directory, commit_message=version)
+        found = api.upload_folder(repo_id=repository, folder_path=directory, commit_message=version, delete_patterns="*")
     except (HFValidationError, httpx.HTTPError, OSError) as error:
         raise UserError(
             f"{version} is published, but not on the hub: {repository}: {type(error).__name__}: {error}\n"

@@ -57,6 +57,8 @@ def broken(job: Job) -> list[str]:
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
     if job.evaluate.metrics and not job.evaluate.sources:
         faults.append("evaluate.metrics needs evaluate.sources: they are found from the answers to held-out prompts")
+    taken = {"pass@1", f"pass@{job.evaluate.samples}", "reward", "no_result"}
+    faults += [f"evaluate.metrics.{name}: that name is taken; give it another" for name in job.evaluate.metrics if name in taken or "/" in name]
     faults += [f"data.validation.{name} has the name of one of data.sources" for name in job.data.validation if name in job.data.sources]
     if job.flow.cron is not None and not schedule(job.flow.cron):
         faults.append(f"flow.cron: {job.flow.cron!r} is no schedule: minute, hour, day of the month, month and day of the week, like '0 3 * * 1'")

@@ -70,15 +70,16 @@ def test_a_chart_stays_small_and_ends_at_the_last_step(count):
 
 def test_a_page_keeps_its_charts_until_there_is_a_new_column(job):
     page = cards.TrainingPage(card := Page(), job, "run")
-    assert [type(part).__name__ for part in card] == ["Markdown", "ProgressBar", "Markdown", "Markdown", "Table"]
+    assert [type(part).__name__ for part in card] == ["Markdown", "ProgressBar", "Markdown", "Table"]
     log(job, {"step": 1, "loss": 3})
     assert page.update()
     chart, parts = page.charts["loss"], list(card)
-    assert [type(part).__name__ for part in parts] == ["Markdown", "ProgressBar", "Table", "Markdown", "Markdown", "Table"]
+    assert [type(part).__name__ for part in parts] == ["Markdown", "ProgressBar", "Table", "Markdown", "Table"]
     assert not page.update()
     log(job, {"step": 1, "loss": 3}, {"step": 2, "loss": 2})
     assert page.update()
-    assert card == parts
+    assert card[2] is not None
+    assert page.charts["loss"] is chart
     assert drawn(chart._spec) == {"loss": [(1, 3), (2, 2)]}
     log(job, {"step": 2, "loss": 2, "kl": 1})
     assert page.update()
@@ -88,22 +89,30 @@ def test_a_page_keeps_its_charts_until_there_is_a_new_column(job):
 
 
 def test_a_page_says_where_it_went_on_from_how_far_it_is_and_what_was_said(job):
-    file = log(job, {"step": 1, "loss": 3}, {"step": 2, "loss": 2})
+    file = log(job, {"step": 1, "loss": 3, "time": 1})
     for step in (1, 2):
         (file.parent / f"checkpoints/step_{step:08}").mkdir(parents=True)
     (file.parent / "checkpoints/step_00000001/manifest.json").write_text("{}")
-    said = [{"step": n, "prompt": {"messages": [{"role": "user", "content": "1|1"}]}, "answer": f"<b>{n}", "reward": n / 4} for n in (1, 2)]
+    said = [{"step": n, "prompt": {"messages": [{"role": "user", "content": "1|1"}]}, "answer": f"<b>{n}_[x](y)", "reward": n / 4} for n in (1, 2)]
     (file.parent / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said) + '{"step": 3, "pro')
     page = cards.TrainingPage(card := Page(), job, "run")
+    assert "left" not in card[0].render()["source"], "no step of this attempt is known yet"
+    log(job, *({"step": n, "loss": n, "time": page.begun + 100 * n} for n in (1, 2)))
+    assert page.update()
     header, progress, _, samples, checkpoints, _ = (part.render() for part in card)
-    assert "sft · `some/model` · chat" in header["source"]
-    assert "step 2 of 3 · about" in header["source"]
+    assert "sft · some/model · chat" in header["source"]
+    assert "step 2 of 3 · about 2 min left" in header["source"]
     assert "went on from the checkpoint of step 1" in header["source"]
     assert (progress["value"], progress["max"]) == (2, 3)
-    assert "| 1&#124;1 | &lt;b&gt;2 | 0.5 |" in samples["source"]
-    assert "<b>" not in samples["source"]
+    assert samples["data"] == [["1|1", "<b>2_[x](y)", "0.5"]], "as it was said: a cell of a table is text"
     assert checkpoints["source"].strip() == "Checkpoints: step 1"
-    assert page.resumed == 1
+
+
+def test_a_file_that_cannot_be_read_does_not_end_training(job, capsys):
+    (log(job, {"step": 1, "loss": 3}).with_name("samples.jsonl")).mkdir()
+    with cards.live(Page(), job, "run"):
+        pass
+    assert "card: IsADirectoryError" in capsys.readouterr().out
 
 
 def test_of_a_long_file_of_samples_the_end_is_read(job, monkeypatch):
@@ -113,12 +122,14 @@ def test_of_a_long_file_of_samples_the_end_is_read(job, monkeypatch):
     assert [row["step"] for row in cards.read_last(file)] == [29] * 3
 
 
-def test_answers_stand_beside_those_of_the_start(tmp_path):
-    (tmp_path / "answers").mkdir()
-    for name, answer in (("start_test", "3"), ("test", "2")):
-        rows = [{"prompt": {"messages": [{"role": "user", "content": "1+1="}]}, "answer": answer, "outcome": float(answer == "2")}]
-        (tmp_path / "answers" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "| 1+1= | 3 | 2 | 0 → 1 |" in cards.side_by_side(tmp_path)
+def test_answers_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path):
+    prompts = [{"messages": [{"role": "user", "content": "x" * 400 + end}]} for end in "ab"]
+    for name, answers in (("start/test", "34"), ("test", "21"), ("gone", "00")):
+        (tmp_path / "answers" / name).parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"prompt": prompt, "answer": answer, "outcome": float(answer == "2")} for prompt, answer in zip(prompts, answers, strict=True)]
+        (tmp_path / "answers" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:: -1 if "/" in name else 1]))
+    (table,) = cards.side_by_side(tmp_path, ["test", "absent"])
+    assert [row[1:] for row in table.render()["data"]] == [["3", "2", "0 → 1"], ["4", "1", "0 → 0"]]
 
 
 def test_why_nothing_was_published_is_on_the_page(job):
@@ -129,9 +140,9 @@ def test_why_nothing_was_published_is_on_the_page(job):
             sys.exit(1)
 
     card = Page()
-    with pytest.raises(SystemExit), cards.publishing(card, lambda: Artifact("run")):
+    with pytest.raises(SystemExit), cards.publishing(card, lambda: Artifact("run"), lambda _: ""):
         refuse()
-    assert "test/pass@1 is 0.1" in card[0].render()["source"].replace("&#95;", "_")
+    assert "test/pass@1 is 0.1" in card[1].render()["data"][0][0]
     assert card.rendered
 
 

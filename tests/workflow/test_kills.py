@@ -27,7 +27,8 @@ def test_nothing_outlives_a_flow_on_ray_that_is_killed(tmp_path, who, number):
     (tmp_path / "flow").mkdir()
     toy = Toy(tmp_path / "flow")
     line = [sys.executable, str(ROOT / "flows" / "sft_flow.py"), "run", "--config", str(tmp_path / "job.yaml")]
-    run = subprocess.Popen(line, cwd=toy.directory, env=toy.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(line, cwd=toy.directory, env=toy.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    there: dict[int, str] = {}
     try:
         wait_for(lambda: any(len(file.read_text().splitlines()) > 3 for file in Path(raw["output"]).glob("*/metrics.jsonl")), seconds=240)
         there = {pid: title(pid) for pid in [run.pid, *descendants(run.pid)]}

@@ -56,8 +56,7 @@ def browsed(file: Path, profile: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "publish"])
 def test_no_page_has_an_error_on_its_console(pages, name):
-    page, console = pages[name]
-    assert "arithmetic" in page or "accuracy" in page or "metric" in page or "loss" in page
+    _, console = pages[name]
     assert not re.search(r"error|uncaught|refused|failed", console, re.IGNORECASE), console
 
 

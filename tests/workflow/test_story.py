@@ -260,7 +260,7 @@ def test_a_store_that_cannot_be_reached_is_one_message_before_anything_is_traine
 
 @pytest.mark.parametrize(
     ("pointer", "message"),
-    [("{", "is not a pointer"), ('{"version": "gone"}', "names gone, which is not there"), (None, "published")],
+    [("{", "is not a pointer"), ('{"version": "gone"}', "names gone, which is not there"), (None, "no config.json")],
     ids=["torn", "gone", "missing"],
 )
 def test_a_pointer_that_leads_nowhere_is_one_message(place, sums, pointer, message):
