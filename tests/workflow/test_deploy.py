@@ -11,7 +11,7 @@ import yaml
 from tests.data.test_s3 import Server, server  # noqa: F401
 from tests.flows.toy import FLOW, ROOT, Toy
 
-pytest.importorskip("kubernetes", reason="needs the package kubernetes (pip install ptf[deploy])")
+pytest.importorskip("kubernetes", reason="needs the package kubernetes, which requirements/ has")
 SFT = ROOT / "flows" / "sft_flow.py"
 
 
