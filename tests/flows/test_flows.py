@@ -183,6 +183,14 @@ def test_the_schedule_and_the_cards_are_there(story):
     assert any(b"step 3 of 3" in base64.b64decode(data) for data in re.findall(r'"([A-Za-z0-9+/]{200,}=*)"', html))
 
 
+def test_the_card_of_a_publication_that_fails_says_why(tmp_path):
+    toy = Toy(tmp_path)
+    done = toy("run", act="unpublished")
+    assert done.returncode == 1
+    html = toy("card", "get", "--id", "publish", f"{again(done.stderr)[-1]}/publish/6").stdout
+    assert any(b"not published: loss/dev is 2" in base64.b64decode(data) for data in re.findall(r'"([A-Za-z0-9+/]{200,}=*)"', html))
+
+
 def test_nothing_is_written_under_home(story):
     assert list(story["toy"].home.iterdir()) == []
 

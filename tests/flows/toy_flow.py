@@ -1,4 +1,5 @@
-"""The flow as it is, with toy work: train leaves a line in trained.jsonl, the others do nothing. TOY=refuse, =hang, =preempt: what train does next."""
+"""The flow as it is, with toy work: train leaves a line in trained.jsonl, the others do nothing. TOY=refuse, =hang, =preempt: what train does next;
+=unpublished: what publish does."""
 
 import json
 import os
@@ -33,12 +34,18 @@ def train(job: Job, artifact: Artifact) -> Artifact:
     return artifact.but(model="a-model", metrics={"train/loss": 1 / 3})
 
 
+def publish(job: Job, artifact: Artifact) -> Artifact:
+    if os.environ.get("TOY") == "unpublished":
+        raise UserError("not published: loss/dev is 2, the published version has 1")
+    return artifact
+
+
 class ToyFlow(PostTrainFlow):
     recipes = ("sft",)
     default_config = "toy.yaml"
 
     def _stage(self, work):
-        super()._stage(train if work.__name__ == "train" else nothing)
+        super()._stage({"train": train, "publish": publish}.get(work.__name__, nothing))
 
 
 if __name__ == "__main__":
