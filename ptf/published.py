@@ -29,17 +29,22 @@ def pointer(root: str) -> Pointer | None:
 
 
 def latest(root: str) -> str | None:
-    """The directory or URI of the version that counts."""
-    found = pointer(root)
-    return found and f"{root}/{found.version}"
+    """The directory or URI of the version that counts. Raises Corrupt if it is not there whole."""
+    found = _found(root)
+    return found and f"{root}/{found[0].version}"
 
 
 def manifest(root: str) -> dict[str, Any] | None:
     """Of the version that counts. Raises Corrupt if it is not there whole."""
+    found = _found(root)
+    return found and found[1]
+
+
+def _found(root: str) -> tuple[Pointer, dict[str, Any]] | None:
     if (found := pointer(root)) is None:
         return None
     try:
-        return storage.manifest_of(f"{root}/{found.version}")
+        return found, storage.manifest_of(f"{root}/{found.version}")
     except storage.Missing:
         raise Corrupt(f"{root}/{POINTER} names {found.version}, which is not there; ptf publish {root} --list says what is") from None
 

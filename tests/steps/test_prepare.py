@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ptf import storage
 from ptf.config import Job, load, loads
 from steps import prepare as module
 from steps.artifact import Artifact
@@ -24,7 +25,8 @@ def raw(tmp_path, monkeypatch) -> dict:
 
 def publish(job: Job, lineage: str) -> None:
     place = Path(str(job.publish.to))
-    place.mkdir(parents=True)
+    (place / lineage).mkdir(parents=True)
+    storage.commit(place / lineage, {"version": lineage})
     (place / "latest.json").write_text(f'{{"version": "{lineage}"}}')
 
 
@@ -58,6 +60,6 @@ def test_an_attempt_keeps_the_teachers_that_it_began_with(raw, tmp_path):
 
     (Path(job.output) / "kd-1" / "job.yaml").write_text(dump(begun))
     for name in ("first", "second"):
-        (tmp_path / "published" / name / "latest.json").write_text('{"version": "v2"}')
+        publish(load(str(tmp_path / f"{name}.yaml")), "v2")
     assert module.prepare(job, Artifact(lineage="kd-1")).resolve(job) == begun
     assert module.prepare(job, Artifact(lineage="kd-2")).resolve(job) != begun

@@ -9,6 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from ptf import storage
 from ptf.compute.tracking import Tracker, is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
@@ -140,6 +141,8 @@ def test_a_run_keeps_the_version_that_it_started_from(raw, tmp_path):
     versions = tmp_path / "published"
     shutil.copytree(train(raw, "first") / "model", versions / "v1")
     shutil.copytree(train({**raw, "seed": 2}, "second") / "model", versions / "v2")
+    for name in ("v1", "v2"):
+        storage.commit(versions / name, {"version": name})
     (versions / "latest.json").write_text('{"version": "v1"}')
     job = loads(yaml.safe_dump({**raw, "model": {"path": str(versions)}}))
     pinned = resolved(job)

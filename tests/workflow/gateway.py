@@ -87,7 +87,14 @@ class Gateway:
             store = str(uuid.uuid4())
             self._ran("ceph", "-c", conf, "osd", "new", store)
             self._ran("ceph-osd", "-c", conf, "-i", "0", "--mkfs", "--osd-uuid", store)
-            self._start(stack, "ceph-osd", "-f", "-c", conf, "-i", "0")
+            objects = [self._start(stack, "ceph-osd", "-f", "-c", conf, "-i", "0")]
+
+            def stores() -> bool:
+                if objects[-1].poll() is not None:  # one that asks before it has the monitor's map is refused, and ends
+                    objects.append(self._start(stack, "ceph-osd", "-f", "-c", conf, "-i", "0"))
+                return self._asked("sh", "-c", f"ceph -c {conf} --connect-timeout 5 osd stat | grep -q '1 up'")
+
+            until(stores, "the object store")
             self._start(stack, "radosgw", "-f", "-c", conf, "-n", "client.rgw")
             until(self._answers, "the gateway")
             keys = "--access-key", self.key, "--secret-key", self.secret
@@ -100,9 +107,10 @@ class Gateway:
         except OSError:
             return False
 
-    def _start(self, stack: contextlib.ExitStack, *line: object) -> None:
+    def _start(self, stack: contextlib.ExitStack, *line: object) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen([str(word) for word in line], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # each has a log file
         stack.callback(ended, process)
+        return process
 
     def _asked(self, *line: object) -> bool:
         return subprocess.run([str(word) for word in line], capture_output=True, timeout=WAIT_S).returncode == 0
