@@ -274,6 +274,7 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
     if copy.is_dir():
         return str(copy)
     part = copy.with_name(f".{copy.name}.{uuid.uuid4().hex}")
+    part.mkdir(parents=True)  # though all of its names are left out
     try:
         for name in found:
             target = part / name.removeprefix(root)

@@ -143,6 +143,11 @@ def test_upload_twice_is_upload_once_and_verifies(made, place, tmp_path):
     assert storage.localize(target, tmp_path / "cache") == copy
 
 
+def test_a_place_of_which_nothing_is_wanted_is_an_empty_copy(made, tmp_path):
+    storage.upload(made, "memory://nothing/v1")
+    assert not os.listdir(storage.localize("memory://nothing", tmp_path / "cache", without=["*"]))
+
+
 def test_upload_writes_the_manifest_last(made, place, monkeypatch):
     """Whatever file an upload stops at, the place does not look finished."""
     count = 0

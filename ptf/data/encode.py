@@ -32,7 +32,7 @@ KINDS = {  # the columns that make a row what it is; a row that could be several
     "text": ("text",),
     "events": ("events",),
 }
-FORM = 2  # of what encoders make of a row: another one is tokenized anew
+FORM = 3  # of what encoders make of a row: another one is tokenized anew
 HISTORY = ("messages", "prompt")  # what a preference or a prompt may be given after
 
 
@@ -61,20 +61,33 @@ def encode_text(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
 
 
 def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
-    """A row with `events`, a sequence of strings: tokens of the vocabulary, or texts that several make up. The first `context` (default 1) are
-    given, the others are trained, each after all before it; nothing follows the last, for a history has no end."""
-    events, context = row["events"], row.get("context", 1)
-    if not isinstance(events, list) or not all(isinstance(event, str) and event for event in events):
-        raise UserError("`events` must be a list of strings, none of them empty")
+    """A row with `events`, a sequence of strings (tokens of the vocabulary, or texts that several make up) and of baskets, lists of such strings whose
+    order means nothing. The first `context` (default 1) are given, the others are trained, each after all before it; nothing follows the last, for a
+    history has no end. What comes first in a basket counts `opening` (default 1) times. Rows with baskets carry the stream `baskets` [n, 2]: which one
+    a token is in, from 1, and which of its events it belongs to, from 0; elsewhere it is 0 (ptf/data/baskets.py)."""
+    events, context, opening = row["events"], row.get("context", 1), row.get("opening", 1.0)
+    flat = [event for entry in events for event in (entry if isinstance(entry, list) else [entry])] if isinstance(events, list) else [None]
+    if not all(isinstance(event, str) and event for event in flat) or not all(entry for entry in events):
+        raise UserError("`events` must be a list of strings and of lists of strings, none of them empty")
     if not isinstance(context, int) or not 0 <= context < len(events):
         raise UserError(f"`context` must be a number of events below {len(events)}, all there are, not {context!r}")
-    ids = [tokenizer.encode(event) for event in events]
-    tokens = np.array([i for event in ids for i in event], np.int32)
-    weights = np.ones(len(tokens), np.float32)
-    weights[: max(1, sum(map(len, ids[:context])))] = 0.0
-    if not weights.any():
+    if not isinstance(opening, int | float) or not 0 < opening < float("inf"):
+        raise UserError(f"`opening` must be a number above 0, not {opening!r}")
+    ids = iter(tokenizer.encode_all(flat))
+    tokens, weights, baskets = list[int](), list[float](), list[tuple[int, int]]()
+    basket = 0
+    for place, entry in enumerate(events):
+        basket += isinstance(entry, list)
+        for number in range(len(entry)) if isinstance(entry, list) else (-1,):
+            event = next(ids)
+            tokens += event
+            weights += [0.0 if place < context else opening if number == 0 else 1.0] * len(event)
+            baskets += [(basket, number) if number >= 0 else (0, 0)] * len(event)
+    weights[0] = 0.0
+    if not any(weights):
         raise UserError("a sequence of one token has nothing to train")
-    return [(Sample(tokens, weights, source),)]
+    streams = {"baskets": np.array(baskets, np.int32)} if basket else {}
+    return [(Sample(np.array(tokens, np.int32), np.array(weights, np.float32), source, streams),)]
 
 
 def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ptf.data import tokenized
+from ptf.data.baskets import Reordered
 from ptf.data.blocks import Reader, plain_row
 from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt, found_out, shaped
 from ptf.data.mixer import Mixer
@@ -81,6 +82,7 @@ class Lanes:
     temperature: float = 1.0
     by: Literal["samples", "tokens"] = "samples"
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
+    reorder: bool = False  # the events of a basket, each time it is read
     quarantine: str | None = None  # directory of the bad rows; without it they are errors
     max_bad: float = 0.0
     _readers: dict[str, tuple[Reader, SourceSpec]] = field(default_factory=dict)
@@ -100,7 +102,8 @@ class Lanes:
         weights = {name: spec.weight for name, spec in self.sources.items()}
         epochs = {name: spec.epochs for name, spec in self.sources.items()}
         mixed = Mixer(shuffled, weights, temperature=self.temperature, size=size, exhausted=self.exhausted, epochs=epochs)
-        return Lane(encoded, mixed, self.seq_len, self.lookahead)
+        atoms = Reordered(mixed, f"baskets/{self.seed}/{lane}") if self.reorder else mixed
+        return Lane(encoded, atoms, self.seq_len, self.lookahead)
 
     @property
     def cheap(self) -> bool:
