@@ -105,7 +105,7 @@ class Source(Section):
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = "auto"
     """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
     `prompt` and `completion`. `scored`: those and a number `reward`, or `messages` of which some of the assistant's have a `reward`. `text`. `events`:
-    a list of strings, the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that end before the answer, or `prompt`;
+    a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that end before the answer, or `prompt`;
     other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight` counts its tokens, its pair or its score more or less."""
     columns: dict[str, str] = {}
     """ptf's name of a column → its name in the files (`{messages: conversation}`)."""
@@ -144,6 +144,8 @@ class DataConfig(Section):
     """Tokens in one packed row; no sample may be longer."""
     shuffle: Count = 1024
     """Samples in each lane's shuffle window; 0 keeps the order of the files."""
+    baskets: Literal["shuffle", "keep"] = "shuffle"
+    """The order of the events inside a basket (`kind: events`), which means nothing: drawn anew each time they are read, or kept."""
     lookahead: Positive = 64
     """Samples that the packer may choose from to fill a row."""
     mix: MixConfig = MixConfig()

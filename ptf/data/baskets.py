@@ -57,4 +57,3 @@ def reordered(sample: Sample, rng: np.random.Generator) -> Sample:
     streams = {name: values[take] for name, values in sample.streams.items()}
     streams[STREAM] = np.stack([where[take, 0], np.repeat(where[begins, 1], sizes)], 1)
     return replace(sample, tokens=sample.tokens[take], weights=weights, streams=streams)
-

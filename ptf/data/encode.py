@@ -4,7 +4,7 @@ The one idea: encoders are pure functions of a row, and a row says by its column
 there, and what happens to a sample that is too long, is the affair of `Encoder`, the same for every recipe.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -252,10 +252,10 @@ def fit(atom: Atom, seq_len: int, too_long: TooLong) -> list[Atom]:
     if too_long == "split":
         if len(atom) > 1:
             raise UserError(f"{length(atom)} tokens of {len(atom)} samples that belong together cannot be split: use data.too_long drop or truncate")
-        pieces = [_cut(whole, at, at + seq_len) for whole in atom for at in range(0, len(whole), seq_len)]
+        pieces = [_cut(whole, start, end) for whole in atom for start, end in _ends(whole, seq_len)]
         return [(piece,) for piece in pieces if piece.weights[1:].any()]
     room = seq_len // len(atom)
-    cut = tuple(_cut(s, 0, room) for s in atom)
+    cut = tuple(_cut(s, *next(_ends(s, room))) for s in atom)
     return [cut] if all(s.weights[1:].any() for s in cut) else []
 
 
@@ -266,6 +266,19 @@ def _scored_within(atom: Atom, seq_len: int) -> Atom | None:
     if others or "answer_length" not in first.streams or not len(inside):
         return None
     return (_cut(first, 0, int(inside[-1]) + 1),)
+
+
+def _ends(s: Sample, most: int) -> Iterator[tuple[int, int]]:
+    """Where its pieces begin and end, each of at most so many tokens; an event of a basket that fits one is not cut."""
+    where, start = s.streams.get("baskets"), 0
+    while start < len(s):
+        end = min(start + most, len(s))
+        if where is not None and end < len(s):
+            while end > start and where[end, 0] and (where[end] == where[end - 1]).all():
+                end -= 1
+            end = end if end > start else start + most
+        yield start, end
+        start = end
 
 
 def _cut(s: Sample, start: int, end: int) -> Sample:

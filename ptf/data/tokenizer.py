@@ -7,14 +7,15 @@ template, not by knowing its family. The only transformers import in ptf.data.
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -231,5 +232,27 @@ def character_tokenizer(alphabet: str, directory: str | Path) -> Tokenizer:
         additional_special_tokens=[token for token in special if token not in ("<|pad|>", "<unk>", "<|im_end|>")],
     )  # fmt: skip
     hf.chat_template = CHARACTER_TEMPLATE
+    hf.save_pretrained(directory)
+    return Tokenizer.load(str(directory))
+
+
+EVENT = "<[^<>]*>"  # the form of an event's token
+PAD, UNKNOWN, END, START = "<pad>", "<unk>", "<end>", "<start>"
+AS_IT_STANDS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"  # what was recommended is not what was done
+
+
+def event_tokenizer(tokens: Iterable[str], directory: str | Path) -> Tokenizer:
+    """Write a tokenizer of exactly these tokens (`<…>` each) as a directory for AutoTokenizer. Its chat template writes what users say as it stands,
+    and nothing else. Raises UserError for a token that is there twice or of another form."""
+    vocabulary: dict[str, int] = {}
+    for token in (PAD, UNKNOWN, END, START, *tokens):
+        if token in vocabulary or not re.fullmatch(EVENT, token):
+            raise UserError(f"the token {token!r} is {'there twice' if token in vocabulary else 'not of the form <…>'}")
+        vocabulary[token] = len(vocabulary)
+    backend = Backend(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(EVENT), "isolated")
+    backend.decoder = decoders.Fuse()
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, unk_token=UNKNOWN, eos_token=END, clean_up_tokenization_spaces=False)
+    hf.chat_template = AS_IT_STANDS
     hf.save_pretrained(directory)
     return Tokenizer.load(str(directory))

@@ -1,0 +1,223 @@
+"""The prepare plug for events: rows of who had what when become a catalogue, a tokenizer, histories to train on and histories to continue.
+
+    data: {prepare: {use: "ptf.data.events:prepare", args: {events: events.csv.gz, items: items.csv.gz}}}
+
+The one idea: a history is told in the order of time, `<start> basket <gap> basket <gap> …`, where a gap's token stands behind the basket whose distance
+from the one before it says. So what follows the last gap is the next basket, and nothing in the text knows when that will be.
+
+What it writes: `train.jsonl` (kind events), `held_out_loss.jsonl` (the held-out basket after its history, kind events), `held_out.jsonl` and
+`train_prompts.jsonl` (histories to continue, with `history` and `future`, kind prompt), `catalogue.json`, `vectors.npy` (a row of unit length for each
+item, in its order), `allowed.txt` (all items, for `rollout.allowed`), `tokens.jsonl` (for `model.tokens.file`, to teach a text model the same ids), and
+`model/`, a Qwen3 without weights with a tokenizer of these tokens.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptf.data.catalogue import Catalogue, Item
+from ptf.data.histories import History, Split, read, split, table
+from ptf.data.item_vectors import described, together
+from ptf.data.semantic_ids import SemanticIds
+from ptf.data.tokenizer import START, event_tokenizer
+from ptf.errors import UserError
+
+DAY = 86400.0
+GAPS = 10  # tokens: less than a day, then twice as long each
+
+
+def prepare(
+    directory: str, *, events: str, items: str, columns: Mapping[str, str] = {}, item_columns: Mapping[str, str] = {}, unknown: str = "error",
+    order: str = "error", hold_out: str | float = "last", ids: str | Mapping[str, Any] = "items", window: int = 512, gaps: bool = True,
+    opening: float = 20.0, prompts: int = 4, model: Mapping[str, Any] = {}, seed: int = 0,
+) -> None:  # fmt: skip
+    """`events`, `items`: csv, csv.gz, jsonl or parquet; `columns` of events: `user`, `time` (seconds), `item`; of items: `item`, `value`, `description`.
+    `unknown`, `order`: see ptf.data.histories.read; `hold_out`: see its `split`. `ids`: `items`, a token for each, or `{levels: [64, 64]}`, semantic
+    ids with so many codes a level. `window`: most tokens of a history. `opening`: what the first item of a basket counts, the others being 1.
+    `prompts`: of each user, how many of the newest baskets that may be trained on become prompts to train on. `model`: sizes of the Qwen3."""
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    facts = catalogue_rows(items, item_columns)
+    histories = read(table(events), columns, facts, unknown=unknown, order=order)
+    splits = {user: split(history, hold_out) for user, history in histories.by_user.items()}
+    trained = [s.before for s in splits.values() if s.before]
+    if not trained:
+        raise UserError(f"{events}: with hold_out {hold_out!r} no user has a basket to train on")
+    names = list(facts)
+    place = {name: i for i, name in enumerate(names)}
+    baskets = [[place[item] for item in basket.items] for history in trained for basket in history]
+    vectors = np.concatenate([described([facts[name].description for name in names], seed), together(baskets, len(names), seed)], 1)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+    if ids == "items":
+        texts = [f"<i_{n}>" for n in range(len(names))]
+        tokens: Sequence[str] = texts
+    elif isinstance(ids, Mapping) and ids.keys() == {"levels"}:
+        semantic = SemanticIds.fit(vectors, ids["levels"], seed)
+        semantic.save(root / "semantic_ids.npz")
+        texts, tokens = semantic.texts(vectors), semantic.tokens()
+    else:
+        raise UserError(f"ids must be `items`, or `levels` with numbers of codes, not {ids!r}")
+    had = Counter(item for history in trained for item in {item for basket in history for item in basket.items})
+    tokenizer = event_tokenizer([*(f"<gap_{n}>" for n in range(GAPS if gaps else 1)), *tokens], root / "model")
+    found = [replace(facts[name], text=text, popularity=had[name] / len(trained)) for name, text in zip(names, texts, strict=True)]
+    Catalogue(tuple(found), tokenizer.fingerprint()).save(str(root / "catalogue.json"))
+    np.save(root / "vectors.npy", vectors.astype(np.float32))
+    (root / "allowed.txt").write_text("".join(text + "\n" for text in texts))
+    lines(root / "tokens.jsonl", ({"token": token, "description": ""} for token in tokens))
+    write_model(root / "model", tokenizer, window, model)
+    told = Telling({item.name: item for item in found}, window, gaps, opening)
+    lines(root / "train.jsonl", (row for s in splits.values() for row in told.windows(s.before)))
+    held = {user: s for user, s in splits.items() if s.before and s.future}
+    lines(root / "held_out.jsonl", (told.prompt(user, s) for user, s in held.items()))
+    lines(root / "held_out_loss.jsonl", (told.continued(s) for s in held.values()))
+    earlier = ((user, Split(s.before[:n], s.before[n:])) for user, s in splits.items() for n in range(max(1, len(s.before) - prompts), len(s.before)))
+    lines(root / "train_prompts.jsonl", (told.prompt(user, s) for user, s in earlier))
+    counts = histories.counts
+    print(
+        f"events: {counts['rows']} rows, {counts['duplicates']} twice in a basket, {counts['unknown']} of unknown items; {len(splits)} users, "
+        f"{counts['single']} left out with one event; {len(names)} items; {len(held)} users have a basket held out", flush=True,
+    )  # fmt: skip
+
+
+def catalogue_rows(path: str, columns: Mapping[str, str]) -> dict[str, Item]:
+    """Item → what is known of it, in the file's order."""
+    found: dict[str, Item] = {}
+    name, value, description = (columns.get(key, key) for key in ("item", "value", "description"))
+    for number, (where, row) in enumerate(table(path), 1):
+        try:
+            item = Item(str(row[name]), "", float(row.get(value) or (1.0 if value not in row else "nan")), description=str(row.get(description) or ""))
+        except (KeyError, ValueError, TypeError):
+            raise UserError(f"{where}, item {number}: needs {name}, and a number {value} where there is one; this row has {dict(row)}") from None
+        if not 0 <= item.value < math.inf:
+            raise UserError(f"{where}, item {number}: {value} must be a number of at least 0, not {row.get(value)!r}")
+        if not item.name or item.name in found:
+            raise UserError(f"{where}, item {number}: {item.name!r} is {'there twice' if item.name else 'no name'}")
+        found[item.name] = item
+    if not found:
+        raise UserError(f"{path}: there are no items")
+    return found
+
+
+class Telling:
+    """Histories as rows of data."""
+
+    def __init__(self, items: Mapping[str, Item], window: int, gaps: bool, opening: float) -> None:
+        self.items, self.window, self.gaps, self.opening = items, window, gaps, opening
+        self.size = max(item.text.count("<") for item in items.values())
+
+    def told(self, history: History) -> list[tuple[list[str], str]]:
+        """Of each basket its items, and the token that follows."""
+        found, before = [], None
+        for basket in history:
+            days = 0.0 if before is None else (basket.time - before) / DAY
+            gap = min(GAPS - 1, int(days >= 1) + int(math.log2(max(days, 1.0)))) if self.gaps else 0
+            found.append(([self.items[item].text for item in basket.items], f"<gap_{gap}>"))
+            before = basket.time
+        return found
+
+    def windows(self, history: History) -> Iterator[dict[str, Any]]:
+        """All baskets, each trained in one row, after as many of those before it as half a window holds."""
+        told = list(self._pieces(self.told(history)))
+        at = 0
+        while at < len(told):
+            first, size = at, 1
+            while first > 0 and size + self._tokens(told[first - 1]) <= self.window // 2:
+                first -= 1
+                size += self._tokens(told[first])
+            end = at
+            while end < len(told) and (size + self._tokens(told[end]) <= self.window or end == at):
+                size += self._tokens(told[end])
+                end += 1
+            entries: list[Any] = [START]
+            for items, gap in told[first:end]:
+                entries += [items, gap]
+            if end - first > 1 or len(told[at][0]) > 1 or self.size > 1:
+                yield {"events": entries, "context": 1 + 2 * (at - first), "opening": self.opening}
+            at = end
+
+    def prompt(self, user: str, s: Split) -> dict[str, Any]:
+        """A history to continue, and what did."""
+        text = START + "".join("".join(items) + gap for items, gap in self._newest(s.before))
+        return {
+            "messages": [{"role": "user", "content": text}], "user": user,
+            "history": sorted({item for basket in s.before for item in basket.items}), "future": [list(basket.items) for basket in s.future],
+        }  # fmt: skip
+
+    def continued(self, s: Split) -> dict[str, Any]:
+        """The held-out basket after its history, which is context."""
+        told = self._newest((*s.before, s.future[0]), least=2)
+        entries: list[Any] = [START, *(entry for items, gap in told[:-1] for entry in (items, gap)), told[-1][0]]
+        return {"events": entries, "context": len(entries) - 1, "opening": self.opening}
+
+    def _newest(self, history: History, least: int = 1) -> list[tuple[list[str], str]]:
+        """The newest baskets that fit the window, of the oldest of them what fits."""
+        kept: list[tuple[list[str], str]] = []
+        room = self.window - 1
+        for items, gap in reversed(self.told(history)):
+            share = max(1, (room - 1) // self.size if len(kept) + 1 >= least else (self.window // 2) // self.size)
+            if room < 1 + self.size and len(kept) >= least:
+                break
+            kept.insert(0, (items[:share], gap))
+            room -= self._tokens(kept[0])
+        return kept
+
+    def _pieces(self, told: Iterable[tuple[list[str], str]]) -> Iterator[tuple[list[str], str]]:
+        """Baskets of more than half a window, in parts."""
+        most = max(1, (self.window // 2 - 1) // self.size)
+        for items, gap in told:
+            for at in range(0, len(items), most):
+                yield items[at : at + most], gap
+
+    def _tokens(self, told: tuple[list[str], str]) -> int:
+        return len(told[0]) * self.size + 1
+
+
+def lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with open(path, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write_model(directory: Path, tokenizer: Any, window: int, sizes: Mapping[str, Any]) -> None:
+    """A Qwen3's config.json; `sizes` are keys of it."""
+    ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", **ids,
+        "vocab_size": -(-tokenizer.vocab_size // 8) * 8, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 32, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+        "max_position_embeddings": 2 * window, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": True,
+        "use_cache": True, "use_sliding_window": False, "bos_token_id": None,
+    }  # fmt: skip
+    if unknown := sizes.keys() - config.keys():
+        raise UserError(f"model: {', '.join(sorted(unknown))} is no key of its config.json; there are {', '.join(config)}")
+    (directory / "config.json").write_text(json.dumps(config | dict(sizes), indent=1) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
+
+
+def generated(
+    directory: str, *, users: int = 200, items: int = 60, kinds: int = 6, seed: int = 0, **knobs: Any
+) -> None:  # fmt: skip
+    """Users who like one kind of items, come back for what they had, and now and then try something new of their kind; then `prepare`."""
+    rng, root = np.random.default_rng(seed), Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    words = ["red", "blue", "green", "old", "new", "small", "large", "round"]
+    kind = np.arange(items) % kinds
+    rows = [{"item": f"item{n}", "value": round(float(rng.lognormal(1, 1)), 2), "description": f"{words[n % 8]} thing{kind[n]}"} for n in range(items)]
+    lines(root / "items.jsonl", rows)
+    events = []
+    for user in range(users):
+        mine, had, time = rng.integers(kinds), list[int](), float(rng.integers(0, 100)) * DAY
+        for _ in range(int(rng.integers(2, 8))):
+            fresh = rng.choice(np.flatnonzero(kind == mine), size=min(3, items // kinds), replace=False).tolist()
+            again = rng.choice(had, size=min(2, len(had)), replace=False).tolist() if had else []
+            for item in dict.fromkeys([*again, *fresh]):
+                events.append({"user": f"u{user}", "time": time, "item": f"item{item}"})
+                had.append(int(item))
+            time += float(rng.integers(1, 60)) * DAY
+    lines(root / "events.jsonl", events)
+    prepare(directory, events=str(root / "events.jsonl"), items=str(root / "items.jsonl"), seed=seed, **knobs)

@@ -1,0 +1,83 @@
+"""Semantic ids: an item as one code a level, like items with like codes, by residual quantisation of their vectors (RQ-k-means; Rajput et al. 2023
+use an autoencoder, Deng et al. 2025 k-means).
+
+The one idea: the last level only tells items of equal codes apart, so every item has its own id and all ids have the same length. It has spare
+codes: new items take the free ones, and no other item's id changes.
+"""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ptf.errors import UserError
+
+SPARE = 2.0  # codes of the last level, as a multiple of what is needed
+
+
+@dataclass
+class SemanticIds:
+    centres: list[np.ndarray]  # of each level: [codes, d]
+    last: int  # codes of the last level
+    taken: dict[tuple[int, ...], int] = field(default_factory=dict)  # codes → how many items have them
+
+    @staticmethod
+    def fit(vectors: np.ndarray, levels: Sequence[int], seed: int = 0) -> "SemanticIds":
+        """From vectors [items, d]. Raises UserError for levels that the items cannot fill."""
+        from sklearn.cluster import KMeans
+
+        if not levels or len(levels) > len(string.ascii_lowercase) - 1 or any(not isinstance(n, int) or not 1 < n <= len(vectors) for n in levels):
+            raise UserError(f"levels must be 1 to {len(string.ascii_lowercase) - 1} numbers of codes from 2 to {len(vectors)} (the items), not {levels}")
+        rest, centres = vectors.astype(np.float64), []
+        for level, codes in enumerate(levels):
+            found = KMeans(codes, n_init=4, random_state=seed + level).fit(rest)
+            centres.append(found.cluster_centers_)
+            rest = rest - found.cluster_centers_[found.labels_]
+        made = SemanticIds(centres, 0)
+        _, counts = np.unique(made.codes(vectors), axis=0, return_counts=True)
+        made.last = int(np.ceil(counts.max() * SPARE))
+        return made
+
+    def codes(self, vectors: np.ndarray) -> np.ndarray:
+        """[items, d] → [items, levels]: on each level the nearest centre to what the levels before left."""
+        rest, found = vectors.astype(np.float64), []
+        for centres in self.centres:
+            nearest = ((rest[:, None] - centres[None]) ** 2).sum(-1).argmin(1) if len(rest) * centres.size < 1e8 else _nearest(rest, centres)
+            found.append(nearest)
+            rest = rest - centres[nearest]
+        return np.stack(found, 1)
+
+    def texts(self, vectors: np.ndarray) -> list[str]:
+        """Ids for items that have none yet, in their order: those that were given before keep theirs. Raises UserError where the last level is full."""
+        found = []
+        for codes in map(tuple, self.codes(vectors).tolist()):
+            number = self.taken.get(codes, 0)
+            if number >= self.last:
+                raise UserError(f"{number + 1} items have the codes {codes}, and the last level has {self.last}: fit the ids again, with more codes a level")
+            self.taken[codes] = number + 1
+            found.append("".join(f"<{letter}_{code}>" for letter, code in zip(string.ascii_lowercase, (*codes, number), strict=False)))
+        return found
+
+    def tokens(self) -> list[str]:
+        """Of all levels, the last included."""
+        sizes = [*(len(centres) for centres in self.centres), self.last]
+        return [f"<{letter}_{code}>" for letter, size in zip(string.ascii_lowercase, sizes, strict=False) for code in range(size)]
+
+    def save(self, path: Path) -> None:
+        """`load` is the inverse; who has given ids since saves again."""
+        taken = np.array([[*codes, count] for codes, count in self.taken.items()], np.int64).reshape(len(self.taken), len(self.centres) + 1)
+        np.savez(path, last=self.last, taken=taken, **{f"centres_{level}": centres for level, centres in enumerate(self.centres)})
+
+    @staticmethod
+    def load(path: Path) -> "SemanticIds":
+        with np.load(path) as found:
+            centres = [found[f"centres_{level}"] for level in range(sum(name.startswith("centres_") for name in found.files))]
+            taken = {tuple(int(code) for code in row[:-1]): int(row[-1]) for row in found["taken"]}
+            return SemanticIds(centres, int(found["last"]), taken)
+
+
+def _nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """As above, without a table of all differences."""
+    return ((centres**2).sum(1)[None] - 2 * points @ centres.T).argmin(1)
