@@ -4,6 +4,7 @@ well it does that on held-out ones."""
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ import numpy as np
 import torch
 
 from ptf import recipes, storage
-from ptf.compute.launch import on_ray
+from ptf.compute.launch import default_threads, on_ray
 from ptf.compute.world import World, joined
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plug import bind
 from ptf.config.schema import Plug
+from ptf.data.ranking import MEASURES
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -28,10 +30,11 @@ from ptf.recipes.kd import KD
 from ptf.recipes.rm import RM
 from ptf.rl.cluster import Pool
 from ptf.rl.fit import clustered, held_out_prompts, rewards_of, sampler_spec, trie_of
+from ptf.rl.ranking import TASKS, rank
 from ptf.rl.validate import pass_rates
 from ptf.train.companions import companions, exported
 from ptf.train.deal import deal
-from ptf.train.parts import unadapted
+from ptf.train.parts import parts_of, unadapted
 from ptf.train.reading import held_out_rows
 from ptf.train.start import extended, start_directory, tokenizer_directory
 from ptf.train.trainer import load_model
@@ -42,7 +45,8 @@ COMPARED = "compared.json"  # in the run's directory
 
 def evaluate(job: Job, run: Path) -> dict[str, float]:
     """By name; `start/…` is of the model that training started from."""
-    return generated(job, run) | (compared(job, run) if job.data.validation and not recipes.build(job).online else {})
+    found = generated(job, run) | (ranked(job, run) if job.evaluate.ranking else {})
+    return found | (compared(job, run) if job.data.validation and not recipes.build(job).online else {})
 
 
 def compared(job: Job, run: Path) -> dict[str, float]:
@@ -188,6 +192,31 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     return metrics
 
 
+def ranked(job: Job, run: Path) -> dict[str, float]:
+    """How the trained model ranks a catalogue on each of `evaluate.ranking.sources` and, unless it began with random weights, the model that it
+    started from, as `start/…`; the measures of each user are left in `run/ranked/`."""
+    knobs = job.evaluate.ranking
+    assert knobs is not None
+    base = bridge.locate(job.model.path, job.model.revision)
+    spec, base = extended(job.model, base, run, job.seed)
+    tokenizer_path = tokenizer_directory(spec, base, run)
+    tokenizer = Tokenizer.load(tokenizer_path)
+    models = {"": run / "model"}
+    if job.evaluate.start and job.model.init == "pretrained":
+        models["start/"] = start_directory(spec, base, run, tokenizer_path, job.seed)
+    prompts = held_out_prompts(knobs.sources, tokenizer, sys.maxsize)
+    metrics: dict[str, float] = {}
+    with joined(job.compute.device, job.compute.timeout_s, threads=job.compute.threads or default_threads(1)) as world:
+        for prefix, directory in models.items():
+            for name, asked in prompts.items():
+                found = rank(
+                    directory, tokenizer=tokenizer, prompts=asked, catalogue=knobs.catalogue, k=knobs.k, beam=knobs.beam, device=world.device,
+                    parts=parts_of(unadapted(spec)), answers=run / "ranked" / f"{prefix}{name}.jsonl",
+                )  # fmt: skip
+                metrics |= {f"{prefix}{name}/{key}": value for key, value in found.items()}
+    return metrics
+
+
 def own_metric(name: str, plug: Plug, answers: Sequence[Mapping[str, Any]]) -> float:
     """What a function of the user's says of all answers. Raises UserError where it says nothing that is a number."""
     try:
@@ -217,6 +246,8 @@ def check(job: Job) -> None:
         return
     rates = ["pass@1", f"pass@{knobs.samples}", "reward", "no_result", *knobs.metrics]
     names = [f"{source}/{rate}" for source in knobs.sources for rate in rates]
+    if knobs.ranking:
+        names += [f"{source}/{task}/{measure}@{knobs.ranking.k}" for source in knobs.ranking.sources for task in TASKS for measure in MEASURES]
     held_out = [] if recipes.build(job).online else list(job.data.validation)
     if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):
         known = [*names, *(f"what the recipe says of {name}, like loss/{name}" for name in held_out)]

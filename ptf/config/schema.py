@@ -105,8 +105,9 @@ class Source(Section):
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = "auto"
     """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
     `prompt` and `completion`. `scored`: those and a number `reward`, or `messages` of which some of the assistant's have a `reward`. `text`. `events`:
-    a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that end before the answer, or `prompt`;
-    other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight` counts its tokens, its pair or its score more or less."""
+    a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
+    end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight` counts its tokens,
+    its pair or its score more or less."""
     columns: dict[str, str] = {}
     """ptf's name of a column → its name in the files (`{messages: conversation}`)."""
     weight: PositiveFloat = 1.0
@@ -529,6 +530,20 @@ class TrackConfig(Section):
     """Steps between lines on the console."""
 
 
+class RankingConfig(Section):
+    """Rank a catalogue (ptf.data.events) after each held-out history, and compare with what followed: `SOURCE/all/ndcg@10`, `SOURCE/new/…`, ….
+    Each user's measures are left in `RUN/ranked`."""
+
+    sources: dict[str, Source] = Field(min_length=1)
+    """Histories by name: prompts with `history` and `future`."""
+    catalogue: str = "prepare:catalogue.json"
+    """The items, and beside it their `vectors.npy`."""
+    k: Positive = 10
+    """Items that count of each list."""
+    beam: Positive = 100
+    """Beginnings kept on each level of ids that have several tokens."""
+
+
 class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
@@ -538,6 +553,8 @@ class EvaluateConfig(Section):
     """Score of an answer, 1 is a pass; default: `rollout.reward`."""
     metrics: dict[str, Plug] = free({})
     """More metrics by name: a function of all greedy answers to a source, each with `prompt` (its row), `answer` and `outcome`, that returns a number."""
+    ranking: RankingConfig | None = free(None)
+    """Lists of a catalogue's items beside what users then did."""
     engine: Literal["vllm", "native"] | Plug = free("native")
     """What generates, as `rollout.engine`."""
     start: bool = free(True)

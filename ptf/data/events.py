@@ -5,31 +5,46 @@
 The one idea: a history is told in the order of time, `<start> basket <gap> basket <gap> …`, where a gap's token stands behind the basket whose distance
 from the one before it says. So what follows the last gap is the next basket, and nothing in the text knows when that will be.
 
-What it writes: `train.jsonl` (kind events), `held_out_loss.jsonl` (the held-out basket after its history, kind events), `held_out.jsonl` and
-`train_prompts.jsonl` (histories to continue, with `history` and `future`, kind prompt), `catalogue.json`, `vectors.npy` (a row of unit length for each
-item, in its order), `allowed.txt` (all items, for `rollout.allowed`), `tokens.jsonl` (for `model.tokens.file`, to teach a text model the same ids), and
-`model/`, a Qwen3 without weights with a tokenizer of these tokens.
+What it writes:
+    train.jsonl                        histories to train on (kind events)
+    train_prompts.jsonl                the same to continue, with `history` and `future` (kind prompt)
+    held_out.jsonl                     those of which a basket is held out (kind prompt)
+    held_out_loss.jsonl                that basket, after its history as context (kind events)
+    catalogue.json, vectors.npy        the items, and a row of unit length for each
+    allowed.txt                        the items' tokens, for `rollout.allowed`
+    tokens.jsonl, tokens.safetensors   for `model.tokens`: those tokens, and rows that begin near each other where items are alike
+    model/                             a Qwen3 without weights, with a tokenizer of all other tokens
+A text model learns the same ids by the same `model.tokens`.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
+from ptf.config.schema import TokensConfig
+from ptf.data.added import add
 from ptf.data.catalogue import Catalogue, Item
 from ptf.data.histories import History, Split, read, split, table
-from ptf.data.item_vectors import described, together
+from ptf.data.item_vectors import item_vectors, spread
 from ptf.data.semantic_ids import SemanticIds
 from ptf.data.tokenizer import START, event_tokenizer
 from ptf.errors import UserError
 
 DAY = 86400.0
 GAPS = 10  # tokens: less than a day, then twice as long each
+SIZES = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", "hidden_size": 128, "intermediate_size": 384,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "hidden_act": "silu", "attention_bias": False,
+    "attention_dropout": 0.0, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": True, "use_cache": True,
+    "use_sliding_window": False, "bos_token_id": None,
+}  # fmt: skip
 
 
 def prepare(
@@ -52,25 +67,27 @@ def prepare(
     names = list(facts)
     place = {name: i for i, name in enumerate(names)}
     baskets = [[place[item] for item in basket.items] for history in trained for basket in history]
-    vectors = np.concatenate([described([facts[name].description for name in names], seed), together(baskets, len(names), seed)], 1)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+    width = int({**SIZES, **model}["hidden_size"])
+    vectors = item_vectors(baskets, [facts[name].description for name in names], width, seed)
     if ids == "items":
-        texts = [f"<i_{n}>" for n in range(len(names))]
-        tokens: Sequence[str] = texts
+        texts = tokens = [f"<i_{n}>" for n in range(len(names))]
+        rows = vectors
     elif isinstance(ids, Mapping) and ids.keys() == {"levels"}:
         semantic = SemanticIds.fit(vectors, ids["levels"], seed)
+        texts, tokens, rows = semantic.texts(vectors), semantic.tokens(), semantic.rows()
         semantic.save(root / "semantic_ids.npz")
-        texts, tokens = semantic.texts(vectors), semantic.tokens()
     else:
         raise UserError(f"ids must be `items`, or `levels` with numbers of codes, not {ids!r}")
     had = Counter(item for history in trained for item in {item for basket in history for item in basket.items})
-    tokenizer = event_tokenizer([*(f"<gap_{n}>" for n in range(GAPS if gaps else 1)), *tokens], root / "model")
+    tokenizer = event_tokenizer([f"<gap_{n}>" for n in range(GAPS if gaps else 1)], root / "model")
+    write_model(root / "model", tokenizer, window, model)
+    (root / "tokens.jsonl").write_text("".join(json.dumps({"token": token}) + "\n" for token in tokens))
+    save_file({"embed": spread(rows, width, seed)}, root / "tokens.safetensors")
+    add(tokenizer, TokensConfig(file=str(root / "tokens.jsonl")))
     found = [replace(facts[name], text=text, popularity=had[name] / len(trained)) for name, text in zip(names, texts, strict=True)]
     Catalogue(tuple(found), tokenizer.fingerprint()).save(str(root / "catalogue.json"))
     np.save(root / "vectors.npy", vectors.astype(np.float32))
     (root / "allowed.txt").write_text("".join(text + "\n" for text in texts))
-    lines(root / "tokens.jsonl", ({"token": token, "description": ""} for token in tokens))
-    write_model(root / "model", tokenizer, window, model)
     told = Telling({item.name: item for item in found}, window, gaps, opening)
     lines(root / "train.jsonl", (row for s in splits.values() for row in told.windows(s.before)))
     held = {user: s for user, s in splits.items() if s.before and s.future}
@@ -186,13 +203,7 @@ def lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def write_model(directory: Path, tokenizer: Any, window: int, sizes: Mapping[str, Any]) -> None:
     """A Qwen3's config.json; `sizes` are keys of it."""
     ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", **ids,
-        "vocab_size": -(-tokenizer.vocab_size // 8) * 8, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 32, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
-        "max_position_embeddings": 2 * window, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": True,
-        "use_cache": True, "use_sliding_window": False, "bos_token_id": None,
-    }  # fmt: skip
+    config = {"vocab_size": -(-tokenizer.vocab_size // 8) * 8, "max_position_embeddings": 2 * window, **ids, **SIZES}
     if unknown := sizes.keys() - config.keys():
         raise UserError(f"model: {', '.join(sorted(unknown))} is no key of its config.json; there are {', '.join(config)}")
     (directory / "config.json").write_text(json.dumps(config | dict(sizes), indent=1) + "\n")
@@ -200,7 +211,7 @@ def write_model(directory: Path, tokenizer: Any, window: int, sizes: Mapping[str
 
 
 def generated(
-    directory: str, *, users: int = 200, items: int = 60, kinds: int = 6, seed: int = 0, **knobs: Any
+    directory: str, *, users: int = 200, items: int = 120, kinds: int = 6, seed: int = 0, **knobs: Any
 ) -> None:  # fmt: skip
     """Users who like one kind of items, come back for what they had, and now and then try something new of their kind; then `prepare`."""
     rng, root = np.random.default_rng(seed), Path(directory)

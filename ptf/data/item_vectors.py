@@ -7,10 +7,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-WIDTH = 32
+
+def item_vectors(baskets: Sequence[Sequence[int]], texts: Sequence[str], width: int, seed: int = 0) -> np.ndarray:
+    """[items, d ≤ width] of unit length: what they are had together with, and, counting half as much, what describes them."""
+    of_text = max(1, width // 4)
+    found = np.concatenate([together(baskets, len(texts), seed, width - of_text), 0.5 * described(texts, seed, of_text)], 1)
+    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-9)
 
 
-def described(texts: Sequence[str], seed: int = 0, width: int = WIDTH) -> np.ndarray:
+def spread(vectors: np.ndarray, width: int, seed: int = 0) -> np.ndarray:
+    """[n, d ≤ width] → [n, width] float32, turned so that every dimension has a share of all of them; lengths and angles stay."""
+    turn = np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
+    return (np.pad(vectors, ((0, 0), (0, width - vectors.shape[1]))) @ turn).astype(np.float32)
+
+
+def described(texts: Sequence[str], seed: int, width: int) -> np.ndarray:
     """[items, d ≤ width] of unit length, from TF-IDF of words and pairs of words; zeros where there is no text."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -23,7 +34,7 @@ def described(texts: Sequence[str], seed: int = 0, width: int = WIDTH) -> np.nda
     return _factors(table, seed, width)
 
 
-def together(baskets: Sequence[Sequence[int]], items: int, seed: int = 0, width: int = WIDTH) -> np.ndarray:
+def together(baskets: Sequence[Sequence[int]], items: int, seed: int, width: int) -> np.ndarray:
     """[items, d ≤ width] of unit length, from how often two were in one basket beside how often they would have by chance (positive pointwise mutual
     information, Levy and Goldberg 2014); zeros for an item that never was."""
     from scipy.sparse import coo_matrix

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+MEASURES = ("hr", "recall", "ndcg", "mrr", "revenue_recall", "diversity", "coverage")
+
 
 def measures(ranked: Sequence[int], wanted: Mapping[int, float], k: int) -> dict[str, float]:
     """Of one list, best first, its items once each; `wanted`: item → what it is worth. HR (any is there), recall, NDCG (gains of 0 and 1, Järvelin and

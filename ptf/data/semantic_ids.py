@@ -65,6 +65,10 @@ class SemanticIds:
         sizes = [*(len(centres) for centres in self.centres), self.last]
         return [f"<{letter}_{code}>" for letter, size in zip(string.ascii_lowercase, sizes, strict=False) for code in range(size)]
 
+    def rows(self) -> np.ndarray:
+        """What the tokens' embeddings may begin as, in their order, [tokens, d]: the centres; of the last level, which means nothing, zeros."""
+        return np.concatenate([*self.centres, np.zeros((self.last, self.centres[0].shape[1]))])
+
     def save(self, path: Path) -> None:
         """`load` is the inverse; who has given ids since saves again."""
         taken = np.array([[*codes, count] for codes, count in self.taken.items()], np.int64).reshape(len(self.taken), len(self.centres) + 1)

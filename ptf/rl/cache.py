@@ -47,6 +47,11 @@ class Cache:
         if len(self.lengths) * self.width > 2 * len(rows):
             self._arrange(self.owner)
 
+    def branch(self, rows: Tensor) -> None:
+        """Go on with these answers, of which one may go on several times."""
+        self.answers = self.answers[:, :, rows]
+        self._arrange(self.owner[rows])
+
     def _arrange(self, which: Tensor) -> None:
         """Let queries of `width` answers of one context stand together; of a context that has more there are copies, so that at most three times as many
         are computed as there are answers, however they are spread."""

@@ -6,7 +6,7 @@ samples of one prompt) are read once. A request draws from a stream of random nu
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from ptf.compute.parking import Parking
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Call
+from ptf.data.trie import OVER, Trie
 from ptf.model import bridge
 from ptf.model.attention import Attend
 from ptf.model.chunked import token_logprobs
@@ -109,6 +110,38 @@ class NativeEngine:
             Call(r.context, np.array(s, np.int32), np.array(p, np.float32), np.full(len(s), self.version, np.int32), bool(done))
             for r, s, p, done in zip(requests, sampled, logprobs, stopped, strict=True)
         ]
+
+    @torch.no_grad()
+    def levels(self, contexts: Sequence[np.ndarray], trie: Trie, beam: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """What an answer of the trie may begin with after each context, a token more at a time: of all continuations of the `beam` likeliest beginnings,
+        which context it is of, the trie's state behind it, and its log-probability among what is allowed, [n] each."""
+        cache = Cache(self.model.config, list(map(len, contexts)), max(trie.longest - 1, 1), self.device, torch.float32)
+        logits = self._prefill(contexts, cache).float()
+        owner, states, scores = np.arange(len(contexts)), np.zeros(len(contexts), np.int64), np.zeros(len(contexts))
+        cache.share(torch.from_numpy(owner).to(self.device))
+        lengths = np.array(list(map(len, contexts)))
+        edges = edges_of(trie).to(self.device)
+        for turn in range(trie.longest - 1):  # the last token ends the answer
+            logprobs = restrict(logits, torch.from_numpy(states).to(self.device), edges).log_softmax(-1).cpu().numpy()
+            counts = trie.starts[states + 1] - trie.starts[states]
+            parents = np.repeat(np.arange(len(states)), counts)
+            edge = np.arange(len(parents)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(trie.starts[states], counts)
+            found = scores[parents] + logprobs[parents, trie.tokens[edge]]
+            going = trie.states[edge] != OVER
+            parents, edge, found = parents[going], edge[going], found[going]
+            yield owner[parents], trie.states[edge], found
+            ends = trie.states[trie.starts[trie.states[edge]]] == OVER
+            best = np.lexsort((-found, owner[parents]))
+            best = best[~ends[best]]
+            rank = np.arange(len(best)) - np.searchsorted(owner[parents[best]], owner[parents[best]])
+            best = best[rank < beam]
+            if not len(best):
+                return
+            rows, tokens = parents[best], trie.tokens[edge[best]]
+            cache.branch(torch.from_numpy(rows).to(self.device))
+            owner, states, scores = owner[rows], trie.states[edge[best]].astype(np.int64), found[best]
+            positions = torch.from_numpy(lengths[owner] + turn)[:, None].to(self.device)
+            logits = self._logits(torch.from_numpy(tokens).long()[:, None].to(self.device), positions, cache.step(turn)).float()
 
     def _prefill(self, contexts: Sequence[np.ndarray], cache: Cache) -> Tensor:
         batch = self._packed(contexts)

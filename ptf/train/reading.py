@@ -24,7 +24,8 @@ def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World, ru
     lanes = Lanes(
         specs(data.sources, job.train.epochs), tokenizer, lambda row, source: recipe.encode(row, tokenizer, source), lanes=data.lanes, seed=job.seed,
         shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead, too_long=data.too_long, temperature=data.mix.temperature, by=data.mix.by,
-        exhausted=data.mix.exhausted, reorder=data.baskets == "shuffle", quarantine=str(run / "quarantine") if data.on_bad_row == "skip" else None, max_bad=data.max_bad,
+        exhausted=data.mix.exhausted, reorder=data.baskets == "shuffle",
+        quarantine=str(run / "quarantine") if data.on_bad_row == "skip" else None, max_bad=data.max_bad,
     )  # fmt: skip
     return Loader(
         lanes, lanes=data.lanes, rows=job.train.rows, rank=world.data_rank, world_size=world.data_size,
