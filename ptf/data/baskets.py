@@ -32,11 +32,11 @@ class Reordered:
         return tuple(reordered(sample, rng) for sample in atom)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self._count, "atoms": self._atoms.state_dict()}
+        return {**self._atoms.state_dict(), "reordered": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._count = int(state["count"])
-        self._atoms.load_state_dict(state["atoms"])
+        self._count = int(state.get("reordered", 0))  # before there were baskets, nothing was
+        self._atoms.load_state_dict(state)
 
 
 def reordered(sample: Sample, rng: np.random.Generator) -> Sample:

@@ -159,11 +159,13 @@ class Telling:
             at = end
 
     def prompt(self, user: str, s: Split) -> dict[str, Any]:
-        """A history to continue, and what did."""
-        text = START + "".join("".join(items) + gap for items, gap in self._newest(s.before))
+        """A history to continue, what did (`future`), and that in tokens (`told`)."""
+        told = lambda baskets: "".join("".join(items) + gap for items, gap in baskets)  # noqa: E731
+        later = self.told((*s.before, *s.future))[len(s.before) :]
         return {
-            "messages": [{"role": "user", "content": text}], "user": user,
+            "messages": [{"role": "user", "content": START + told(self._newest(s.before))}], "user": user,
             "history": sorted({item for basket in s.before for item in basket.items}), "future": [list(basket.items) for basket in s.future],
+            "told": [told([basket]) for basket in later],
         }  # fmt: skip
 
     def continued(self, s: Split) -> dict[str, Any]:

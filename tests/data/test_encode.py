@@ -165,7 +165,7 @@ def test_a_scored_row_may_be_a_conversation() -> None:
         (encode_document, {"prompt": {"a": 1}, "completion": "2"}, "a prompt must be a string or a list of messages, not dict"),
         (encode_document, {"prompt": [USER], "completion": [USER]}, "must end with a message of the assistant's"),
         (encode_document, {"text": ""}, "`text` must be a string, and not empty"),
-        (encode_document, {"events": ["a", ""]}, "`events` must be a list of strings, none of them empty"),
+        (encode_document, {"events": ["a", ""]}, "`events` must be a list of strings and of lists of strings, none of them empty"),
         (encode_document, {"events": ["a", "b"], "context": 2}, "`context` must be a number of events below 2"),
         (encode_document, {"events": ["a"], "context": 0}, "one token has nothing to train"),
         (encode_preference, {"chosen": "2", "rejected": "3"}, "without a prompt it must be messages"),

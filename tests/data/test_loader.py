@@ -29,13 +29,21 @@ from tests.data.ledger import ledger
 LANES, ROWS, SEQ_LEN = 4, 8, 64
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
+def chat(name: str, i: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"{name}{i}."}, {"role": "assistant", "content": "x" * (i * i % 23)}]}
+
+
+def history(name: str, i: int) -> dict[str, Any]:
+    """Its baskets are read in another order each time."""
+    return {"events": [f"{name}{i}.", ["xy", "z", "vw"][: 1 + i % 3], "-", [*"abcdefghij"[: 1 + i * i % 10]]], "opening": 3}
+
+
+@pytest.fixture(scope="module", params=[chat, history])
+def sources(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, SourceSpec]:
     """61 + 29 rows; a at twice the share of b."""
     root = tmp_path_factory.mktemp("loader")
     for name, n in (("a", 61), ("b", 29)):
-        rows = [[{"role": "user", "content": f"{name}{i}."}, {"role": "assistant", "content": "x" * (i * i % 23)}] for i in range(n)]
-        (root / f"{name}.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in rows))
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(request.param(name, i)) + "\n" for i in range(n)))
     return {"a": SourceSpec(str(root / "a.jsonl"), 2.0), "b": SourceSpec(str(root / "b.jsonl"), 1.0)}
 
 
@@ -45,13 +53,14 @@ def once(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
 
 def repeated(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
     """One to three atoms, as of conversations that had to be split."""
-    return encode_document(row, tokenizer, name) * (1 + len(row["messages"][1]["content"]) % 3)
+    atoms = encode_document(row, tokenizer, name)
+    return atoms * (1 + len(row["messages"][1]["content"] if "messages" in row else row["events"][3]) % 3)
 
 
 def make(
     sources: dict[str, SourceSpec], tokenizer: Tokenizer, rank: int = 0, world: int = 1, micro_rows: int = 8, encode: Any = repeated, **kwargs: Any
 ) -> Loader:
-    options: dict[str, Any] = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6} | kwargs
+    options: dict[str, Any] = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6, "reorder": True} | kwargs
     made = Lanes(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
     return Loader(made, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2)
 
@@ -219,6 +228,7 @@ def test_the_state_is_of_what_was_consumed_not_of_what_was_packed(sources: Any, 
     other.close()
 
 
+@pytest.mark.parametrize("sources", [chat], indirect=True)
 def test_an_error_in_the_background_reaches_the_consumer(sources: Any, characters: Tokenizer, tmp_path: Path) -> None:
     good = Path(sources["b"].path).read_text()
     (tmp_path / "bad.jsonl").write_text(good + '{"messages": 1}\n')
@@ -247,6 +257,7 @@ def test_workers_must_divide_and_lanes_must_be_there(sources: Any, characters: T
         make(sources, characters, 1, 2).load_state_dict(half)
 
 
+@pytest.mark.parametrize("sources", [chat], indirect=True)
 def test_a_source_of_which_nothing_is_left_is_an_error(sources: Any, characters: Tokenizer) -> None:
     loader = make(sources, characters, seq_len=8, too_long="drop")
     with pytest.raises(UserError, match=r"no row of .*a\.jsonl left a sample"):

@@ -1,0 +1,76 @@
+"""Slates: items that are recommended together, and what a business makes of them.
+
+    reward = revenue of the slate's items that were bought / revenue of all that was bought
+             + diversity · (mean of 1 − cosine over the slate's pairs) + novelty · (mean of −log₂ popularity, as a share of the largest there is)
+
+The one idea: an item counts once, however often the slate has it, and a token sequence that names no item counts as an empty place. The slate has
+`size` places, and what is not filled brings nothing.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptf.data.catalogue import Catalogue
+from ptf.data.ranking import diversity as apart
+from ptf.rl.env import Turn
+
+
+@functools.cache
+def known(catalogue: str) -> tuple[Catalogue, np.ndarray, dict[str, int]]:
+    """The catalogue, its vectors [items, d], and each item's place."""
+    found = Catalogue.load(catalogue)
+    return found, np.load(Path(catalogue).with_name("vectors.npy")), {item.name: i for i, item in enumerate(found.items)}
+
+
+def worth(
+    text: str, bought: Sequence[str], *, catalogue: str, size: int = 10, diversity: float = 0.1, novelty: float = 0.1
+) -> dict[str, float]:  # fmt: skip
+    """Of a slate, told in tokens, beside what was bought: `reward` and the parts that it is made of."""
+    items, vectors, place = known(catalogue)
+    slate = list(dict.fromkeys(item.name for item in items.read(text) if item is not None))[:size]
+    value = {name: items.by_name[name].value for name in bought}
+    total = sum(value.values())
+    share = sum(value.get(name, 0.0) for name in slate) / total if total else 0.0
+    least = min((item.popularity for item in items.items if item.popularity > 0), default=1.0)
+    rare = [-math.log2(max(items.by_name[name].popularity, least)) / max(-math.log2(least), 1e-9) for name in slate]
+    spread = apart(vectors[[place[name] for name in slate]]) * len(slate) / size
+    fresh = sum(rare) / size
+    return {"reward": share + diversity * spread + novelty * fresh, "revenue": share, "diversity": spread, "novelty": fresh, "distinct": len(slate) / size}
+
+
+def revenue(row: Mapping[str, Any], text: str, **knobs: Any) -> float:
+    """A reward for `rollout.reward`: `worth` of the answer beside the first basket of the row's `future`; `catalogue` and other knobs as there."""
+    return worth(text, row["future"][0], **knobs)["reward"]
+
+
+class Future:
+    """An environment (`rollout.environment`) that plays what a user did: each turn asks for a slate, is worth what `worth` says beside the next basket
+    of the row's `future`, and then shows that basket; at most `turns` of them. What was recommended is not part of the history."""
+
+    def __init__(self, row: Mapping[str, Any], seed: int, *, catalogue: str, turns: int = 3, **knobs: Any) -> None:
+        self.row, self.left, self.catalogue, self.knobs = row, list(zip(row["future"], row["told"], strict=True))[:turns], catalogue, knobs
+
+    def begin(self) -> Sequence[Mapping[str, Any]]:
+        return self.row["messages"]
+
+    def act(self, text: str) -> Turn:
+        basket, told = self.left.pop(0)
+        reward = worth(text, basket, catalogue=self.catalogue, **self.knobs)["reward"]
+        return Turn([{"role": "user", "content": told}], reward) if self.left else Turn(reward=reward, done=True)
+
+
+def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **knobs: Any) -> float:
+    """For `evaluate.metrics`: the mean over greedy answers of one of the parts of `worth` (`revenue`, `diversity`, `novelty`, `distinct`)."""
+    return float(np.mean([worth(a["answer"], a["prompt"]["future"][0], catalogue=catalogue, **knobs)[of] for a in answers]))
+
+
+def invalid(answers: Sequence[Mapping[str, Any]], *, catalogue: str) -> float:
+    """For `evaluate.metrics`: share of what greedy answers name that is no item of the catalogue."""
+    items = known(catalogue)[0]
+    named = [item for a in answers for item in items.read(a["answer"])]
+    return sum(item is None for item in named) / max(1, len(named))
