@@ -8,12 +8,18 @@ from ptf.data import events
 from ptf.errors import UserError
 
 
+def files(data: str | None) -> tuple[Path, Path]:
+    """The events and the items. Raises UserError if they are not there."""
+    root = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / "events"
+    events, items = (root / f"online_retail_2009_2010_{kind}.csv.gz" for kind in ("events", "items"))
+    for name in (events, items):
+        if not name.is_file():
+            raise UserError(f"there is no {name}; set PTF_DATA to the directory that has events/")
+    return events, items
+
+
 def prepare(directory: str, *, data: str | None = None, **knobs: Any) -> None:
     """`ptf.data.events.prepare` with `knobs`, of the files in `events/` under `data` (default: $PTF_DATA, else ../shared/data)."""
-    root = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / "events"
-    names = [root / f"online_retail_2009_2010_{kind}.csv.gz" for kind in ("events", "items")]
-    if missing := [str(name) for name in names if not name.is_file()]:
-        raise UserError(f"there is no {missing[0]}; set PTF_DATA to the directory that has events/")
-    events.prepare(
-        directory, events=str(names[0]), items=str(names[1]), columns={"user": "customer", "time": "unix_ts"}, item_columns={"value": "median_price"}, **knobs
-    )
+    bought, items = files(data)
+    columns = {"columns": {"user": "customer", "time": "unix_ts"}, "item_columns": {"value": "median_price"}}
+    events.prepare(directory, events=str(bought), items=str(items), **columns, **knobs)

@@ -141,7 +141,7 @@ def test_a_users_measures_are_of_the_list_that_the_scores_make(place: Path, tmp_
 
 def test_nothing_later_is_seen(place: Path) -> None:
     """The model's scores after a history are the same whatever follows it in the row; planted in the history itself, it is seen."""
-    tokenizer, catalogue, prompts = asked(place)
+    tokenizer, _, prompts = asked(place)
     engine = engine_of(place)
     told = {p.row["user"]: (p.row["messages"][0]["content"], p.row["told"][0]) for p in prompts[:4]}
     both = [np.array(tokenizer.encode(before + after), np.int32) for before, after in told.values()]
