@@ -5,7 +5,7 @@ frequency, recency, item-kNN, co-occurrence and a SASRec-style transformer, on t
     python flows/grpo_flow.py run --config configs/events/grpo.yaml
     python benchmarks/events.py --sft runs/events/sft/LINEAGE --grpo runs/events/grpo/LINEAGE [--hold-out last] [--sasrec-minutes 10]
 
-The business reward is of slates of ten items (ptf.tasks.slates): those that the model says greedily, and what it says when it draws.
+The business reward is of the slates of ten items that a model says greedily (ptf.tasks.slates).
 """
 
 import argparse

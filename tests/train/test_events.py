@@ -1,0 +1,105 @@
+"""Training on events: what training on text promises, by the same tests; and that a model learns what comes next, and nothing from others' histories."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from ptf.compute.tracking import read_metrics
+from ptf.config import loads
+from ptf.config.load import ConfigError
+from ptf.data.events import generated
+from ptf.errors import UserError
+from ptf.eval import check, evaluate
+from ptf.run import run
+from tests.train.test_fit import test_a_resumed_run_ends_with_the_same_bits as test_a_resumed_run_ends_with_the_same_bits
+from tests.train.test_fit import test_another_seed_is_another_run as test_another_seed_is_another_run
+
+KNOBS: dict[str, Any] = {"users": 60, "items": 48, "kinds": 4, "window": 64, "model": {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}}
+
+
+def histories(directory: Path, **knobs: Any) -> dict[str, Any]:
+    """The raw job that trains on made-up histories in `directory`."""
+    made = directory / "made"
+    generated(str(made), **KNOBS | knobs)
+    held_out = {"path": str(made / "held_out.jsonl"), "kind": "prompt"}
+    return {
+        "recipe": "sft", "output": str(directory / "runs"), "seed": 1,
+        "model": {"path": str(made / "model"), "init": "random",
+                  "tokens": {"file": str(made / "tokens.jsonl"), "init": "vectors", "vectors": str(made / "tokens.safetensors")}},
+        "data": {"sources": {"h": {"path": str(made / "train.jsonl"), "kind": "events"}},
+                 "validation": {"next": {"path": str(made / "held_out_loss.jsonl"), "kind": "events"}},
+                 "lanes": 4, "seq_len": 64, "shuffle": 16, "lookahead": 8},
+        "train": {"steps": 12, "lr": 3e-3, "rows": 4, "micro_rows": 2, "precision": "fp32", "validate_every": 4},
+        "compute": {"launcher": "local", "device": "cpu", "threads": 1}, "checkpoint": {"every": 5}, "track": {"tensorboard": False},
+        "evaluate": {"ranking": {"sources": {"next": held_out}, "catalogue": str(made / "catalogue.json")}},
+    }  # fmt: skip
+
+
+@pytest.fixture(params=["items", {"levels": [6, 3]}], ids=["items", "semantic"])
+def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    return histories(tmp_path, ids=request.param)
+
+
+def trained(raw: dict[str, Any], lineage: str) -> tuple[dict[str, float], Path]:
+    job = loads(yaml.safe_dump(raw))
+    directory = run(job, lineage)
+    return evaluate(job, directory), directory
+
+
+@pytest.mark.parametrize("ids", ["items", {"levels": [6, 3]}], ids=["items", "semantic"])
+def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, ids: Any) -> None:
+    raw = histories(tmp_path, users=150, ids=ids)
+    raw["train"] |= {"steps": 80, "validate_every": 0, "rows": 8, "micro_rows": 8}
+    found, directory = trained(raw, "whole")
+    rows = [json.loads(line) for line in (directory / "ranked" / "next.jsonl").read_text().splitlines()]
+    assert found["next/all/ndcg@10"] == pytest.approx(np.mean([row["all/ndcg@10"] for row in rows]))
+    held = tmp_path / "made" / "held_out.jsonl"
+    prompts = [json.loads(line) for line in held.read_text().splitlines()]
+    histories_ = [{key: row[key] for key in ("messages", "history")} for row in prompts]
+    random.Random(0).shuffle(histories_)
+    held.write_text("".join(json.dumps(row | other) + "\n" for row, other in zip(prompts, histories_, strict=True)))
+    strangers = evaluate(loads(yaml.safe_dump(raw)), directory)
+    assert found["next/all/ndcg@10"] > strangers["next/all/ndcg@10"] + 0.2
+    assert found["next/new/ndcg@10"] > strangers["next/new/ndcg@10"] + 0.1
+    assert found["loss/next"] < read_metrics(directory / "metrics.jsonl")[0]["loss"]
+
+
+def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
+    raw = histories(tmp_path, users=100)
+    raw["train"] |= {"steps": 40, "validate_every": 0, "rows": 8, "micro_rows": 8}
+    _, start = trained(raw, "sft")
+    made = tmp_path / "made"
+    worth = {"use": "ptf.tasks.slates:revenue", "args": {"catalogue": str(made / "catalogue.json"), "size": 4}}
+    rl = {key: raw[key] for key in ("output", "seed", "compute", "checkpoint")} | {
+        "recipe": "grpo", "model": {"path": str(start / "model")}, "algo": {"kl": 0.01}, "track": {"tensorboard": False, "samples_every": 1},
+        "data": {"sources": {"p": {"path": str(made / "train_prompts.jsonl"), "kind": "prompt"}}, "seq_len": 80},
+        "rollout": {"engine": "native", "prompts": 16, "group": 8, "max_new_tokens": 5, "reward": worth,
+                    "allowed": {"path": str(made / "allowed.txt"), "repeat": 4}},
+        "train": {"steps": 25, "lr": 2e-3, "rows": 8, "micro_rows": 8, "precision": "fp32", "schedule": "constant"},
+        "evaluate": {"sources": {"slates": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}}, "samples": 1, "max_new_tokens": 5,
+                     "metrics": {"invalid": {"use": "ptf.tasks.slates:invalid", "args": {"catalogue": str(made / "catalogue.json")}}}},
+    }  # fmt: skip
+    found, directory = trained(rl, "grpo")
+    assert found["slates/invalid"] == found["start/slates/invalid"] == 0
+    assert found["slates/reward"] > found["start/slates/reward"] + 0.02
+    rows = read_metrics(directory / "metrics.jsonl")
+    assert max(row["logprob_diff"] for row in rows) <= 1e-4
+
+
+def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_path: Path) -> None:
+    raw = histories(tmp_path)
+    raw["train"] |= {"steps": 2, "validate_every": 0}
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "next/all/ndcg@10"}}))
+    check(job)
+    with pytest.raises(ConfigError, match="the evaluation will have no 'next/all/ndcg@5'"):
+        check(loads(yaml.safe_dump(raw | {"publish": {"metric": "next/all/ndcg@5"}})))
+    directory = run(job, "a")
+    other = tmp_path / "made" / "catalogue.json"
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"tokenizer": "0" * 64}))
+    with pytest.raises(UserError, match="the catalogue was made with another tokenizer than the model's"):
+        evaluate(job, directory)
