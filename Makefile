@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding bench-flows learning learning-spmd learning-rl reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-s3 test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding bench-flows bench-events learning learning-spmd learning-rl reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-s3 test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -45,6 +45,11 @@ bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ra
 
 bench-flows: setup                       ## seconds of `show` and of a resume that has nothing to do; writes benchmarks/results/flow_times.md
 	$(PY) benchmarks/flow_times.py
+
+bench-events: setup                      ## purchases of a shop (PTF_DATA): SFT, slates by GRPO, and both beside six baselines; writes benchmarks/results/events.md
+	$(PY) flows/sft_flow.py run --config configs/events/sft.yaml
+	$(PY) flows/grpo_flow.py run --config configs/events/grpo.yaml
+	$(PY) benchmarks/events.py
 
 learning: learning-spmd learning-rl       ## every recipe learns on five seeds, and does not where it must not; a core each with `make -j2 -k learning`
 

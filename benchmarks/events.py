@@ -3,7 +3,7 @@ frequency, recency, item-kNN, co-occurrence and a SASRec-style transformer, on t
 
     python flows/sft_flow.py run --config configs/events/sft.yaml
     python flows/grpo_flow.py run --config configs/events/grpo.yaml
-    python benchmarks/events.py --sft runs/events/sft/LINEAGE --grpo runs/events/grpo/LINEAGE [--hold-out last] [--sasrec-minutes 10]
+    python benchmarks/events.py [--sft RUN] [--grpo RUN] [--hold-out last] [--sasrec-minutes 10]
 
 The business reward is of the slates of ten items that a model says greedily (ptf.tasks.slates).
 """
@@ -176,12 +176,15 @@ def table_row(who: str, users: Users, coverages: Mapping[str, float]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sft", type=Path, required=True)
-    parser.add_argument("--grpo", type=Path)
+    parser.add_argument("--sft", type=Path, help="a run's directory; default: the newest in runs/events/sft")
+    parser.add_argument("--grpo", type=Path, help="a run's directory; default: the newest in runs/events/grpo, if there is one")
     parser.add_argument("--hold-out", default="last")
     parser.add_argument("--sasrec-minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    given.sft, given.grpo = given.sft or newest("sft"), given.grpo or newest("grpo")
+    if given.sft is None:
+        parser.error("there is no evaluated run in runs/events/sft: python flows/sft_flow.py run --config configs/events/sft.yaml makes one")
     events, listed = files(None)
     facts = catalogue_rows(str(listed), {"value": "median_price"})
     items, value = list(facts), {name: item.value for name, item in facts.items()}
@@ -204,7 +207,7 @@ def main() -> int:
     head = "| | " + " | ".join(f"{task} {name}@{K}" for task in ("all", "new") for name in ("NDCG", "HR", "recall", "MRR", "revenue recall")) + " | coverage |"
     text = [
         "# Next baskets of Online Retail II", "",
-        f"Command: `python benchmarks/events.py --sft … --grpo … --hold-out {given.hold_out} --sasrec-minutes {given.sasrec_minutes:g}` after the two flows  ",
+        f"Command: `python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes {given.sasrec_minutes:g}`, after the two flows  ",
         f"Hardware: {cpu()}, no GPU  ", f"Date: {time.strftime('%Y-%m-%d')}; seed {given.seed}; SASRec-style: {cost}", "",
         f"{len(held)} users have a basket held out, of whom {sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
         "new to them. `all`: the next basket; `new`: those of its items that the user had not had, among all that they had not.", "",
@@ -225,6 +228,12 @@ def main() -> int:
     plot({name: tuple(mean(users, f"{task}/ndcg@{K}") for task in ("all", "new")) for name, users in found.items()}, RESULTS.with_suffix(".svg"))
     print("\n".join(text), f"\nwrote {RESULTS.relative_to(ROOT)}")
     return 0
+
+
+def newest(kind: str) -> Path | None:
+    """The run that was evaluated last."""
+    runs = sorted((ROOT / "runs" / "events" / kind).glob("*/ranked/next.jsonl"), key=lambda file: file.stat().st_mtime)
+    return runs[-1].parents[1] if runs else None
 
 
 def business(run: Path, hold_out: str) -> list[str]:

@@ -12,6 +12,7 @@ import yaml
 from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.config.load import ConfigError
+from ptf.data.catalogue import Catalogue
 from ptf.data.events import generated
 from ptf.errors import UserError
 from ptf.eval import check, evaluate
@@ -69,26 +70,54 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
     assert found["loss/next"] < read_metrics(directory / "metrics.jsonl")[0]["loss"]
 
 
-def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
-    raw = histories(tmp_path, users=100)
+def slates(directory: Path, **knobs: Any) -> dict[str, Any]:
+    """The raw job of slates of four items, from a model that was trained on made-up histories."""
+    raw = histories(directory, users=100, **knobs)
     raw["train"] |= {"steps": 40, "validate_every": 0, "rows": 8, "micro_rows": 8}
     _, start = trained(raw, "sft")
-    made = tmp_path / "made"
+    made = directory / "made"
+    size = 4 * (1 if knobs.get("ids", "items") == "items" else 3) + 1
     worth = {"use": "ptf.tasks.slates:revenue", "args": {"catalogue": str(made / "catalogue.json"), "size": 4}}
-    rl = {key: raw[key] for key in ("output", "seed", "compute", "checkpoint")} | {
-        "recipe": "grpo", "model": {"path": str(start / "model")}, "algo": {"kl": 0.01}, "track": {"tensorboard": False, "samples_every": 1},
-        "data": {"sources": {"p": {"path": str(made / "train_prompts.jsonl"), "kind": "prompt"}}, "seq_len": 80},
-        "rollout": {"engine": "native", "prompts": 16, "group": 8, "max_new_tokens": 5, "reward": worth,
+    return {key: raw[key] for key in ("output", "seed", "compute", "checkpoint")} | {
+        "recipe": "grpo", "model": {"path": str(start / "model")}, "algo": {"kl": 0.01},
+        "track": {"tensorboard": False, "samples_every": 1, "samples": 100},
+        "data": {"sources": {"p": {"path": str(made / "train_prompts.jsonl"), "kind": "prompt"}}, "seq_len": 96},
+        "rollout": {"engine": "native", "prompts": 16, "group": 8, "max_new_tokens": size, "reward": worth,
                     "allowed": {"path": str(made / "allowed.txt"), "repeat": 4}},
         "train": {"steps": 25, "lr": 2e-3, "rows": 8, "micro_rows": 8, "precision": "fp32", "schedule": "constant"},
-        "evaluate": {"sources": {"slates": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}}, "samples": 1, "max_new_tokens": 5,
+        "evaluate": {"sources": {"slates": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}}, "samples": 1, "max_new_tokens": size,
                      "metrics": {"invalid": {"use": "ptf.tasks.slates:invalid", "args": {"catalogue": str(made / "catalogue.json")}}}},
     }  # fmt: skip
-    found, directory = trained(rl, "grpo")
+
+
+def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
+    found, directory = trained(slates(tmp_path), "grpo")
     assert found["slates/invalid"] == found["start/slates/invalid"] == 0
     assert found["slates/reward"] > found["start/slates/reward"] + 0.02
-    rows = read_metrics(directory / "metrics.jsonl")
-    assert max(row["logprob_diff"] for row in rows) <= 1e-4
+    assert agreed(directory, tmp_path) == 25 * 16 * 8
+
+
+def agreed(directory: Path, place: Path) -> int:
+    """Slates of a run that were looked at: each of four items, and as likely to the engine as to the trainer."""
+    catalogue = Catalogue.load(str(place / "made" / "catalogue.json"))
+    said = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    for one in said:
+        items = catalogue.read(one["answer"])
+        assert len(items) == 4
+        assert None not in items
+    assert max(row["logprob_diff"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
+    return len(said)
+
+
+@pytest.mark.ray
+@pytest.mark.cluster
+@pytest.mark.parametrize("ids", ["items", {"levels": [6, 3]}], ids=["items", "semantic"])
+def test_vllm_says_items_alone_and_finds_them_as_likely_as_the_trainer(tmp_path: Path, ray_cluster: Any, ids: Any) -> None:
+    raw = slates(tmp_path, ids=ids)
+    raw["rollout"] |= {"engine": "vllm"}
+    raw["train"] |= {"steps": 3}
+    raw["compute"] = {"launcher": "ray", "device": "cpu", "workers": 1, "threads": 1}
+    assert agreed(run(loads(yaml.safe_dump(raw)), "grpo"), tmp_path) == 3 * 16 * 8
 
 
 def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_path: Path) -> None:
