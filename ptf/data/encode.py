@@ -66,7 +66,7 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
     history has no end. What comes first in a basket counts `opening` (default 1) times. Rows with baskets carry the stream `baskets` [n, 2]: which one
     a token is in, from 1, and which of its events it belongs to, from 0; elsewhere it is 0 (ptf/data/baskets.py)."""
     events, context, opening = row["events"], row.get("context", 1), row.get("opening", 1.0)
-    flat = [event for entry in events for event in (entry if isinstance(entry, list) else [entry])] if isinstance(events, list) else [None]
+    flat: list[Any] = [event for entry in events for event in (entry if isinstance(entry, list) else [entry])] if isinstance(events, list) else [None]
     if not all(isinstance(event, str) and event for event in flat) or not all(entry for entry in events):
         raise UserError("`events` must be a list of strings and of lists of strings, none of them empty")
     if not isinstance(context, int) or not 0 <= context < len(events):

@@ -16,6 +16,7 @@ from ptf.data.sources import rows_once
 from ptf.errors import UserError
 
 COLUMNS = ("user", "time", "item")
+COUNTS = ("rows", "duplicates", "unknown", "single")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def read(
     `order: sort` are brought into it. The same item twice in a basket is one. Raises UserError naming the first row that is wrong."""
     names = {name: columns.get(name, name) for name in COLUMNS}
     events: dict[str, list[tuple[float, str]]] = {}
-    counts = dict.fromkeys(("rows", "duplicates", "unknown", "single"), 0)
+    counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
     for number, (where, row) in enumerate(rows, 1):
         counts["rows"] += 1
         here = f"{where}, event {number}"

@@ -9,6 +9,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class SemanticIds:
             raise UserError(f"levels must be 1 to {len(string.ascii_lowercase) - 1} numbers of codes from 2 to {len(vectors)} (the items), not {levels}")
         rest, centres = vectors.astype(np.float64), []
         for level, codes in enumerate(levels):
-            found = KMeans(codes, n_init=4, random_state=seed + level).fit(rest)
+            found = KMeans(codes, n_init=4, random_state=seed + level).fit(rest)  # type: ignore[arg-type]
             centres.append(found.cluster_centers_)
             rest = rest - found.cluster_centers_[found.labels_]
         made = SemanticIds(centres, 0)
@@ -72,7 +73,8 @@ class SemanticIds:
     def save(self, path: Path) -> None:
         """`load` is the inverse; who has given ids since saves again."""
         taken = np.array([[*codes, count] for codes, count in self.taken.items()], np.int64).reshape(len(self.taken), len(self.centres) + 1)
-        np.savez(path, last=self.last, taken=taken, **{f"centres_{level}": centres for level, centres in enumerate(self.centres)})
+        centres: Any = {f"centres_{level}": centres for level, centres in enumerate(self.centres)}
+        np.savez(path, last=self.last, taken=taken, **centres)
 
     @staticmethod
     def load(path: Path) -> "SemanticIds":
