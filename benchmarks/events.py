@@ -5,7 +5,7 @@ frequency, recency, item-kNN, co-occurrence and a SASRec-style transformer, on t
     python flows/grpo_flow.py run --config configs/events/grpo.yaml
     python benchmarks/events.py [--sft RUN] [--grpo RUN] [--hold-out last] [--sasrec-minutes 10]
 
-The business reward is of the slates of ten items that a model says greedily (ptf.tasks.slates).
+The business reward is of slates of ten items (ptf.tasks.slates), drawn as in training and said greedily.
 """
 
 import argparse
@@ -24,15 +24,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.flow_runs import cpu  # noqa: E402
+from ptf.config import load  # noqa: E402
 from ptf.data.catalogue import Catalogue  # noqa: E402
 from ptf.data.events import catalogue_rows  # noqa: E402
 from ptf.data.histories import Split, read, split, table  # noqa: E402
 from ptf.data.ranking import coverage, interval, measures  # noqa: E402
+from ptf.data.tokenizer import Tokenizer  # noqa: E402
+from ptf.rl.engine import Request, Sampling  # noqa: E402
+from ptf.rl.native_engine import NativeEngine  # noqa: E402
 from ptf.tasks.online_retail import files, prepare  # noqa: E402
 from ptf.tasks.slates import worth  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "events.md"
 K = 10
+DRAWN = 4  # slates of each user
 Scores = Callable[[Split], np.ndarray]  # of one user: a score for every item
 Users = dict[str, dict[str, float]]  # user → measures
 
@@ -223,7 +228,7 @@ def main() -> int:
         text.append(
             "| ptf GRPO − ptf SFT | " + " | ".join(told(apart(found["ptf GRPO"], found["ptf SFT"], f"{task}/ndcg@{K}")) for task in ("all", "new")) + " |"
         )
-        text += ["", *business(given.grpo, given.hold_out)]
+        text += ["", *business(given.sft, given.grpo, given.hold_out)]
     RESULTS.write_text("\n".join(text) + "\n")
     plot({name: tuple(mean(users, f"{task}/ndcg@{K}") for task in ("all", "new")) for name, users in found.items()}, RESULTS.with_suffix(".svg"))
     print("\n".join(text), f"\nwrote {RESULTS.relative_to(ROOT)}")
@@ -236,21 +241,44 @@ def newest(kind: str) -> Path | None:
     return runs[-1].parents[1] if runs else None
 
 
-def business(run: Path, hold_out: str) -> list[str]:
-    """Slates that the SFT model (the start of the run) and the trained one said greedily, and what they are worth."""
+def business(sft: Path, grpo: Path, hold_out: str) -> list[str]:
+    """What the two models' slates are worth: drawn as they were trained to be, and said greedily."""
+    job = load(str(grpo / "job.yaml"))
+    assert job.rollout is not None
+    assert job.rollout.allowed is not None
+    rows = []
     with tempfile.TemporaryDirectory() as directory:
         prepare(directory, hold_out=hold_out)
         catalogue = f"{directory}/catalogue.json"
-        assert Catalogue.load(catalogue).items
-        said = {who: lines_of(run / "answers" / part / "slates.jsonl") for who, part in (("SFT", "start"), ("GRPO", ""))}
-        parts = {who: [worth(a["answer"], a["prompt"]["future"][0], catalogue=catalogue) for a in answers] for who, answers in said.items()}
-    rows = ["## The business reward", "", "Greedy slates of ten, one a user (revenue recall + 0.1 diversity + 0.1 novelty).", "",
-            "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]  # fmt: skip
-    for name in ("reward", "revenue", "diversity", "novelty", "distinct"):
-        before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
-        x = interval(after - before)
-        rows.append(f"| {name} | {before.mean():.4f} | {after.mean():.4f} | {x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f}) |")
-    return rows
+        for how, temperature in ((f"drawn at temperature {job.rollout.temperature:g}, {DRAWN} a user", job.rollout.temperature), ("greedy", 0.0)):
+            parts = {
+                who: slates(run / "model", Path(directory), catalogue, job.rollout.allowed.repeat, temperature) for who, run in (("SFT", sft), ("GRPO", grpo))
+            }
+            rows += ["", f"Slates of ten, {how}:", "", "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]
+            for name in ("reward", "revenue", "diversity", "novelty", "distinct"):
+                before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
+                x = interval(after - before)
+                rows.append(f"| {name} | {before.mean():.4f} | {after.mean():.4f} | {x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f}) |")
+    return ["## The business reward", "", "Revenue recall + 0.1 diversity + 0.1 novelty (ptf.tasks.slates), of held-out baskets.", *rows]
+
+
+def slates(model: Path, made: Path, catalogue: str, size: int, temperature: float) -> list[dict[str, float]]:
+    """Of each user the mean of what their slates are worth."""
+    engine = NativeEngine(str(model), device=torch.device("cpu"), dtype=torch.float32, version=0)
+    tokenizer = Tokenizer.load(str(model))
+    trie = Catalogue.load(catalogue).trie(tokenizer, size)
+    sampling = Sampling(trie.longest, temperature, tokenizer.stop_ids, trie=trie)
+    rows = lines_of(made / "held_out.jsonl")
+    contexts = [np.array(tokenizer.render(row["messages"], True), np.int32) for row in rows]
+    order, times = sorted(range(len(rows)), key=lambda i: len(contexts[i])), DRAWN if temperature else 1
+    found: dict[int, dict[str, float]] = {}
+    for at in range(0, len(order), 128):
+        here = order[at : at + 128]
+        calls = engine.answer([Request(contexts[i], sampling, DRAWN * i + n) for i in here for n in range(times)])
+        for j, i in enumerate(here):
+            worths = [worth(tokenizer.decode(call.sampled), rows[i]["future"][0], catalogue=catalogue) for call in calls[times * j : times * (j + 1)]]
+            found[i] = {name: float(np.mean([w[name] for w in worths])) for name in worths[0]}
+    return [found[i] for i in range(len(rows))]
 
 
 def plot(bars: Mapping[str, tuple[float, ...]], path: Path) -> None:
