@@ -1,5 +1,7 @@
 """Loading a sharded model needs memory for the shards and one slice, never for the model."""
 
+import ctypes
+import gc
 import json
 import threading
 import time
@@ -35,6 +37,8 @@ def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
     world = World(rank, 2, mesh=make_mesh("cpu", 2, 1, tensor))
     model, family = bridge.build(directory)
     parallelize(model, world.mesh, "fp32")
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier model left to the allocator would hide what this one takes
     before, most, done = resident(), 0, threading.Event()
 
     def watch() -> None:
