@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.flow_runs import cpu  # noqa: E402
 from ptf.config import load  # noqa: E402
+from ptf.config.schema import AllowedConfig  # noqa: E402
 from ptf.data.catalogue import Catalogue  # noqa: E402
 from ptf.data.events import catalogue_rows  # noqa: E402
 from ptf.data.histories import Split, read, split, table  # noqa: E402
@@ -251,9 +252,7 @@ def business(sft: Path, grpo: Path, hold_out: str) -> list[str]:
         prepare(directory, hold_out=hold_out)
         catalogue = f"{directory}/catalogue.json"
         for how, temperature in ((f"drawn at temperature {job.rollout.temperature:g}, {DRAWN} a user", job.rollout.temperature), ("greedy", 0.0)):
-            parts = {
-                who: slates(run / "model", Path(directory), catalogue, job.rollout.allowed.repeat, temperature) for who, run in (("SFT", sft), ("GRPO", grpo))
-            }
+            parts = {who: slates(run / "model", Path(directory), catalogue, job.rollout.allowed, temperature) for who, run in (("SFT", sft), ("GRPO", grpo))}
             rows += ["", f"Slates of ten, {how}:", "", "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]
             for name in ("reward", "revenue", "diversity", "novelty", "distinct"):
                 before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
@@ -262,11 +261,11 @@ def business(sft: Path, grpo: Path, hold_out: str) -> list[str]:
     return ["## The business reward", "", "Revenue recall + 0.1 diversity + 0.1 novelty (ptf.tasks.slates), of held-out baskets.", *rows]
 
 
-def slates(model: Path, made: Path, catalogue: str, size: int, temperature: float) -> list[dict[str, float]]:
+def slates(model: Path, made: Path, catalogue: str, allowed: AllowedConfig, temperature: float) -> list[dict[str, float]]:
     """Of each user the mean of what their slates are worth."""
     engine = NativeEngine(str(model), device=torch.device("cpu"), dtype=torch.float32, version=0)
     tokenizer = Tokenizer.load(str(model))
-    trie = Catalogue.load(catalogue).trie(tokenizer, size)
+    trie = Catalogue.load(catalogue).trie(tokenizer, allowed.repeat, allowed.distinct)
     sampling = Sampling(trie.longest, temperature, tokenizer.stop_ids, trie=trie)
     rows = lines_of(made / "held_out.jsonl")
     contexts = [np.array(tokenizer.render(row["messages"], True), np.int32) for row in rows]

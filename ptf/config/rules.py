@@ -76,6 +76,8 @@ def broken(job: Job) -> list[str]:
             faults.append("data.too_long: a prompt cannot be cut; use error or drop")
         if job.rollout.top_p < 1 and mesh.tensor > 1:
             faults.append("rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, where no process has the whole distribution")
+        if job.rollout.allowed and job.rollout.allowed.distinct and job.rollout.allowed.repeat == 1:
+            faults.append("rollout.allowed.distinct: with repeat 1 there is nothing that could be there twice; give repeat")
         if job.rollout.lora == "adapter" and job.model.lora is None:
             faults.append("rollout.lora: adapter needs model.lora")
         if job.rollout.lora == "adapter" and job.rollout.engine not in ("native", "vllm"):

@@ -324,6 +324,8 @@ class AllowedConfig(Section):
     """A text file with an answer a line."""
     repeat: Positive = 1
     """How many of them an answer is made of, one right after the other."""
+    distinct: bool = False
+    """None of them twice in an answer; what was said is taken out of what may follow."""
 
 
 class RolloutConfig(Section):

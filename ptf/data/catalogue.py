@@ -65,10 +65,10 @@ class Catalogue:
                 found.setdefault("".join(tokens[:n]), (item.text,))
         return found
 
-    def trie(self, tokenizer: Tokenizer, repeat: int = 1) -> Trie:
-        """Of all items. Raises UserError for another tokenizer than the catalogue's."""
+    def trie(self, tokenizer: Tokenizer, repeat: int = 1, distinct: bool = False) -> Trie:
+        """Of all items; see Trie.of. Raises UserError for another tokenizer than the catalogue's."""
         self.refuse_other(tokenizer, "the tokenizer")
-        return Trie.of(tokenizer.encode_all([item.text for item in self.items]), tokenizer.stop_ids, repeat)
+        return Trie.of(tokenizer.encode_all([item.text for item in self.items]), tokenizer.stop_ids, repeat, distinct)
 
     def refuse_other(self, tokenizer: Tokenizer, what: str) -> None:
         if tokenizer.fingerprint() != self.tokenizer:

@@ -50,7 +50,7 @@ class Trajectory:
     calls: tuple[Call, ...]
     text: str  # the answer, or what both sides said, decoded for the reward and the log
     outcome: Reward | NoResult | None = None  # None: not scored yet
-    streams: Mapping[str, np.ndarray] = field(default_factory=dict)  # [n] each, aligned with the sampled tokens of all calls
+    streams: Mapping[str, np.ndarray] = field(default_factory=dict)  # [n, …] each, aligned with the sampled tokens of all calls
     complete: bool = True  # it ended by itself, and not at a limit of tokens or turns
 
     @property

@@ -187,7 +187,7 @@ def said(kept: Tensor, weights: Tensor, found: tuple[Tensor, ...]) -> Said:
 
 
 def of_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:
-    return None if values is None else values.reshape(-1)[kept].long()
+    return None if values is None else values.flatten(0, 1)[kept].long()
 
 
 def surrogate(
@@ -202,7 +202,7 @@ def surrogate(
 
 
 def token_logprobs(x: Tensor, head: Head, targets: Tensor, weights: Tensor, how: Processing = AS_IT_IS, states: Tensor | None = None) -> Said:
-    """Of each target where `weights` is not 0, from the distribution that was sampled from; `states` [B, T] are those of `how.edges`."""
+    """Of each target where `weights` is not 0, from the distribution that was sampled from; `states` [B, T, 1 + k] are of `how.edges`."""
     kept = trained(weights)
     found = _TokenLogprobs.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], how, of_kept(states, kept))  # type: ignore[misc]
     return said(kept, weights, found)

@@ -39,16 +39,20 @@ AS_IT_IS = Processing()
 
 
 def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Tensor:
-    """Logits [n, V] of the vocabulary from `first` on, in place: tokens that do not follow their row's state [n] are never drawn."""
-    begins = edges.starts[states]
-    counts = edges.starts[states + 1] - begins
+    """Logits [n, V] of the vocabulary from `first` on, in place. `states` [n, 1 + k] int64 (Trie.walked): tokens that do not follow their row's state, and
+    up to k that are taken out of it, are never drawn."""
+    begins = edges.starts[states[:, 0]]
+    counts = edges.starts[states[:, 0] + 1] - begins
     rows = torch.repeat_interleave(torch.arange(len(states), device=logits.device), counts)
     into = torch.arange(len(rows), device=logits.device) - (counts.cumsum(0) - counts)[rows]
     columns = edges.tokens[begins[rows] + into] - first
     here = (columns >= 0) & (columns < logits.shape[1])
     rows, columns = rows[here], columns[here]
     kept = logits[rows, columns]
-    return logits.fill_(NEVER).index_put_((rows, columns), kept)
+    logits.fill_(NEVER)[rows, columns] = kept
+    rows, column = torch.nonzero((states[:, 1:] >= first) & (states[:, 1:] < first + logits.shape[1]), as_tuple=True)
+    logits[rows, states[rows, column + 1] - first] = NEVER
+    return logits
 
 
 def nucleus(logprobs: Tensor, top_p: float | Tensor, drawn: Tensor | None = None, rounding: float = ROUNDING[torch.float32]) -> Tensor:

@@ -196,7 +196,7 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
 
 
 def placed(values: np.ndarray, where: np.ndarray, length: int, kind: type = np.float32) -> np.ndarray:
-    """[length]: the values there, 0 elsewhere."""
-    found = np.zeros(length, kind)
+    """[length, …]: the values there, 0 elsewhere."""
+    found = np.zeros((length, *values.shape[1:]), kind)
     found[where] = values
     return found

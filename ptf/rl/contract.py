@@ -3,6 +3,7 @@
 The one idea: the judge is our decoder's plain forward pass over what the engine says it sampled. It knows nothing of caches, batches or fused weights.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -152,13 +153,17 @@ class Contract:
     def allowed(self) -> None:
         """With a trie, only its answers are given, drawn or greedy, and log-probs are those among what may follow; or such a request is refused."""
         answers = [[7, 8], [7, 9, 10], [11], [12, 13, 14, 15], [12, 16]]
-        trie = Trie.of(answers, (STOP,))
+        trie, twice = Trie.of(answers, (STOP,)), Trie.of(answers, (STOP,), 2, distinct=True)
         if not self.serves(self.ask(trie=trie)):
             return
-        for temperature in (1.0, 0.7, 0.0):
-            for call in self.told(requests := self.ask(temperature=temperature, trie=trie)):
-                if call.sampled[:-1].tolist() not in answers or not call.finished:
-                    raise Broken(f"it answered {call.sampled.tolist()}, which is none of the allowed answers")
+        for temperature, given in itertools.product((1.0, 0.7, 0.0), (trie, twice)):
+            for call in self.told(requests := self.ask(temperature=temperature, trie=given, limit=given.longest)):
+                try:
+                    given.walked(call.sampled)
+                except ValueError as error:
+                    raise Broken(f"it answered {call.sampled.tolist()}, which is not allowed: {error}") from None
+                if not call.finished:
+                    raise Broken(f"it answered {call.sampled.tolist()}, and did not end it")
             self.compare(requests)
         self.compare([r for pair in zip(self.ask(6, trie=trie), self.ask(6, seed=300), strict=True) for r in pair])  # beside others
 

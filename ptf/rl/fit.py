@@ -149,7 +149,7 @@ def trie_of(knobs: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
     text = storage.read_text(knobs.allowed.path).replace("\r\n", "\n").removesuffix("\n")
     lines = text.split("\n") if text else []
     try:
-        return Trie.of((tokenizer.encode(line) for line in lines), tokenizer.stop_ids, knobs.allowed.repeat)
+        return Trie.of((tokenizer.encode(line) for line in lines), tokenizer.stop_ids, knobs.allowed.repeat, knobs.allowed.distinct)
     except UserError as error:
         raise UserError(f"rollout.allowed.path: {knobs.allowed.path}: {error}") from error
 

@@ -17,7 +17,7 @@ from ptf.compute.parking import Parking
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Call
-from ptf.data.trie import OVER, Trie
+from ptf.data.trie import OVER, Trie, Walk
 from ptf.model import bridge
 from ptf.model.attention import Attend
 from ptf.model.chunked import token_logprobs
@@ -122,7 +122,7 @@ class NativeEngine:
         lengths = np.array(list(map(len, contexts)))
         edges = edges_of(trie).to(self.device)
         for turn in range(trie.longest - 1):  # the last token ends the answer
-            logprobs = restrict(logits, torch.from_numpy(states).to(self.device), edges).log_softmax(-1).cpu().numpy()
+            logprobs = restrict(logits, torch.from_numpy(states)[:, None].to(self.device), edges).log_softmax(-1).cpu().numpy()
             counts = trie.starts[states + 1] - trie.starts[states]
             parents = np.repeat(np.arange(len(states)), counts)
             edge = np.arange(len(parents)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(trie.starts[states], counts)
@@ -202,21 +202,22 @@ class Allowed:
     def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
         self.tries = [r.sampling.trie for r in requests]
         self.edges = {trie: edges_of(trie).to(device) for trie in self.tries if trie is not None}
-        self.states = np.zeros(len(requests), np.int64)
+        self.walks = [None if trie is None else Walk(trie) for trie in self.tries]
 
     def restrict(self, logits: Tensor, live: np.ndarray) -> Tensor:
         """Logits [n, V] of these requests, in place."""
         for trie, edges in self.edges.items():
-            rows = np.array([i for i, request in enumerate(live) if self.tries[request] is trie], np.int64)
-            at, states = (torch.from_numpy(numbers).to(logits.device) for numbers in (rows, self.states[live[rows]]))
-            logits[at] = restrict(logits[at], states, edges)
+            rows = [i for i, request in enumerate(live) if self.tries[request] is trie]
+            if rows:
+                states = torch.tensor([self.walks[live[i]].place() for i in rows], device=logits.device)  # pyright: ignore[reportOptionalMemberAccess]
+                logits[rows] = restrict(logits[rows], states, edges)
         return logits
 
     def follow(self, live: np.ndarray, tokens: Tensor) -> None:
         if self.edges:
             for request, token in zip(live, tokens.tolist(), strict=True):
-                if (trie := self.tries[request]) is not None:
-                    self.states[request] = trie.follow(int(self.states[request]), token)
+                if (walk := self.walks[request]) is not None:
+                    walk.follow(token)
 
 
 def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,9 +127,9 @@ class Episode:
         return Trajectory(self.prompt, tuple(self.calls), self._told(), outcome, self._streams(), self.complete)
 
     def _streams(self) -> dict[str, np.ndarray]:
-        """Of all sampled tokens: where only some were allowed, in which state of the trie each was drawn."""
+        """Of all sampled tokens: where only some were allowed, what of the trie each was drawn from."""
         trie = self.limits.sampling.trie
-        return {} if trie is None else {"states": np.concatenate([np.zeros(0, np.int32), *(trie.walked(call.sampled) for call in self.calls)])}
+        return {} if trie is None else {"states": np.concatenate([np.zeros((0, trie.width), np.int32), *(trie.walked(c.sampled) for c in self.calls)])}
 
     def _told(self) -> str:
         """All that was said after the first context, by both sides."""

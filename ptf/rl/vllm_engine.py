@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ptf.data.trajectory import Call
-from ptf.data.trie import OVER, Trie
+from ptf.data.trie import OVER, Trie, Walk
 from ptf.errors import UserError
 from ptf.model.peft_format import save
 from ptf.rl.engine import Request
@@ -289,21 +289,21 @@ def room_for(rank: int, path: str, dtype: str) -> int:
     return next(room for room in LORA_RANKS if room >= rank)
 
 
-class Walk:
-    """One request's way through its trie: vLLM shows it the ids that are there so far, and the next one's logits [V]."""
+class Restriction:
+    """Of one request to its trie: vLLM shows it the ids that are there so far, and the next one's logits [V]."""
 
     def __init__(self, trie: Trie) -> None:
-        self.trie, self.state, self.seen = trie, 0, 0
+        self.walk, self.seen = Walk(trie), 0
 
     def __call__(self, sampled: list[int], logits: Tensor) -> Tensor:
         if len(sampled) < self.seen:  # it was interrupted, and begins again
-            self.state = self.seen = 0
+            self.walk, self.seen = Walk(self.walk.trie), 0
         for token in sampled[self.seen :]:
-            self.state = self.trie.follow(self.state, token)
+            self.walk.follow(token)
         self.seen = len(sampled)
-        if self.state == OVER:
+        if self.walk.state == OVER:
             return logits
-        allowed = self.trie.allowed(self.state)
+        allowed = self.walk.allowed()
         kept = logits[allowed]
         logits.fill_(-float("inf"))
         logits[allowed] = kept
@@ -323,9 +323,9 @@ def _only_allowed() -> type:
         def is_argmax_invariant(self) -> bool:
             return False
 
-        def new_req_logits_processor(self, params: Any) -> Walk | None:
+        def new_req_logits_processor(self, params: Any) -> Restriction | None:
             path = (params.extra_args or {}).get(TRIE)
-            return Walk(_trie(path)) if path else None
+            return Restriction(_trie(path)) if path else None
 
     return OnlyAllowed
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.trie import OVER, Trie
+from ptf.data.trie import OVER, Trie, Walk
 from ptf.errors import UserError
 
 STOP = (1, 2)
@@ -20,8 +20,9 @@ def takes(trie: Trie, tokens) -> bool:
     except ValueError:
         return False
     assert len(seen) == len(tokens)
-    assert seen[0] == 0
-    return trie.follow(int(seen[-1]), int(tokens[-1])) == OVER
+    assert seen.shape == (len(tokens), trie.width)
+    assert seen[0, 0] == 0
+    return trie.follow(int(seen[-1, 0]), int(tokens[-1])) == OVER
 
 
 def said(trie: Trie, state: int = 0, so_far: tuple = ()) -> list[tuple]:
@@ -52,12 +53,37 @@ def test_repeated_answers_are_counted(firsts, repeat):
     assert trie.longest == 3 * repeat + 1
 
 
+def ways(trie: Trie, tokens: tuple = ()) -> list[tuple]:
+    """Everything that may be said, found by walking."""
+    walk = Walk(trie)
+    for token in tokens:
+        walk.follow(token)
+    return [tokens] if walk.state == OVER else list(itertools.chain(*(ways(trie, (*tokens, t)) for t in walk.allowed().tolist())))
+
+
+@given(st.sets(st.sampled_from([(3,), (4, 3), (4, 5), (6, 3, 3), (6, 3, 4), (6, 4, 5), (5, 6)]), min_size=3, max_size=5), st.integers(2, 3))
+@settings(deadline=None, max_examples=30)
+def test_distinct_answers_are_said_once(given_, repeat):
+    trie = Trie.of(given_, (1,), repeat, distinct=True)
+    expected = sorted((*itertools.chain(*some), 1) for some in itertools.permutations(given_, repeat))
+    assert sorted(ways(trie)) == expected
+    for tokens in expected:
+        assert takes(trie, tokens)
+    for some in itertools.product(given_, repeat=repeat):
+        assert takes(trie, (*itertools.chain(*some), 1)) == (len(set(some)) == repeat)
+    places = trie.walked(expected[0])
+    walk = Walk(trie)
+    for token, (state, *taken) in zip(expected[0], places.tolist(), strict=True):
+        assert walk.allowed().tolist() == sorted(set(trie.allowed(state).tolist()) - set(taken))
+        walk.follow(token)
+
+
 def test_it_is_the_same_when_read_again(tmp_path):
-    trie = Trie.of([(3, 4), (3, 5, 6)], STOP)
+    trie = Trie.of([(3, 4), (3, 5, 6), (4,)], STOP, 2, distinct=True)
     trie.save(str(tmp_path / "t.npz"))
     again = Trie.load(str(tmp_path / "t.npz"))
-    assert all(np.array_equal(getattr(trie, name), getattr(again, name)) for name in ("starts", "tokens", "states", "longest"))
-    assert trie.fingerprint() == again.fingerprint() != Trie.of([(3, 4)], STOP).fingerprint()
+    assert all(np.array_equal(getattr(trie, name), getattr(again, name)) for name in ("starts", "tokens", "states", "longest", "repeat", "under", "width"))
+    assert trie.fingerprint() == again.fingerprint() != Trie.of([(3, 4), (3, 5, 6), (4,)], STOP, 2).fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -67,3 +93,8 @@ def test_it_is_the_same_when_read_again(tmp_path):
 def test_what_cannot_be_answers_is_refused(wrong, repeat, said):
     with pytest.raises(UserError, match=said):
         Trie.of(wrong, STOP, repeat)
+
+
+def test_too_few_answers_to_be_distinct_are_refused():
+    with pytest.raises(UserError, match="2 allowed answers, too few for 3"):
+        Trie.of([(3,), (4,)], STOP, 3, distinct=True)

@@ -23,11 +23,12 @@ EDGES = Edges(torch.tensor([0, *itertools.accumulate(map(len, ALLOWED))]), torch
 
 
 def drawn(problem: Problem, seed: int = 0) -> torch.Tensor:
-    """States [B, T]; the problem's targets become tokens that these allow."""
+    """States [B, T, 3]: of every other one, two tokens that are no targets are taken out; the problem's targets become tokens that these allow."""
     states = torch.randint(0, 3, problem.targets.shape, generator=torch.Generator().manual_seed(seed))
     chosen = [ALLOWED[s][t % len(ALLOWED[s])] for s, t in zip(states.flatten().tolist(), problem.targets.flatten().tolist(), strict=True)]
     problem.targets = torch.tensor(chosen).view_as(states)
-    return states
+    taken = [[t for t in ALLOWED[s] if t != target][-2:] if i % 2 else [] for i, (s, target) in enumerate(zip(states.flatten().tolist(), chosen, strict=True))]
+    return torch.tensor([[s, *t, *[-1] * (2 - len(t))] for s, t in zip(states.flatten().tolist(), taken, strict=True)]).view(*states.shape, 3)
 
 
 def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +40,8 @@ def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tup
         barred = torch.ones(3, head.vocab, dtype=torch.bool)
         for state, tokens in enumerate(ALLOWED):
             barred[state, tokens] = False
-        logits = logits.masked_fill(barred[states], -torch.inf)
+        out = barred[states[..., 0]] | (torch.nn.functional.one_hot(states[..., 1:] + 1, head.vocab + 1)[..., 1:].sum(-2) > 0)
+        logits = logits.masked_fill(out, -torch.inf)
     if how.top_p < 1:
         flat = TopPLogitsWarper(how.top_p)(None, logits.detach().flatten(0, 1)).view_as(logits)
         logits = logits.masked_fill(flat == -torch.inf, -torch.inf)
@@ -98,11 +100,19 @@ def test_each_row_has_a_nucleus_of_its_own():
 def test_only_what_is_allowed_keeps_its_logit():
     logits = torch.randn(7, 31)
     states = torch.tensor([0, 1, 2, 2, 1, 0, 0])
-    found = restrict(logits.clone(), states, EDGES)
+    found = restrict(logits.clone(), states[:, None], EDGES)
     for row, was, state in zip(found, logits, states.tolist(), strict=True):
         assert row.nonzero().numel()
         assert (row > NEVER).nonzero().squeeze(1).tolist() == ALLOWED[state]
         assert torch.equal(row[ALLOWED[state]], was[ALLOWED[state]])
+
+
+def test_what_is_taken_out_is_not_drawn():
+    logits = torch.randn(3, 31)
+    found = restrict(logits.clone(), torch.tensor([[0, 7, 30], [2, -1, -1], [2, 2, 15]]), EDGES)
+    assert [(row > NEVER).nonzero().squeeze(1).tolist() for row in found] == [[0, 3, 11, 20], ALLOWED[2], [30]]
+    half = restrict(logits[:, 10:20].clone(), torch.tensor([[0, 7, 11], [1, 3, 25], [2, -1, 15]]), EDGES, 10)  # of a vocabulary over ranks
+    assert [(row > NEVER).nonzero().squeeze(1).tolist() for row in half] == [[], [5], []]
 
 
 HOWS = {

@@ -57,7 +57,7 @@ def by_hand(engine: NativeEngine, catalogue: Catalogue, tokenizer: Tokenizer, co
     for item in catalogue.items:
         ids = tokenizer.encode(item.text)
         logits = engine._prefill([np.array([*context, *ids[:n]], np.int32) for n in range(len(ids))], _cache(engine, context, ids)).double()
-        states, total = trie.walked(ids), 0.0
+        states, total = trie.walked(ids)[:, 0], 0.0
         for n, token in enumerate(ids):
             allowed = torch.full_like(logits[n], NEVER)
             allowed[trie.allowed(int(states[n]))] = logits[n][trie.allowed(int(states[n]))]

@@ -1,6 +1,7 @@
 """Runs whose answers are restricted: to a file's lines, to a nucleus, to both."""
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def test_repeated_answers(short, tmp_path):
     run = train(allowed(short, tmp_path, lines, repeat=2))
     assert answers(run) <= {a + b for a in lines for b in lines}
     assert len(answers(run)) > 3
+
+
+@pytest.mark.parametrize("lines", [["12", "34", "56"], ["1", "23", "24", "255"]])
+def test_distinct_answers(short, tmp_path, lines):
+    """None is said twice, drawn or greedy, and the trainer's distribution is the engine's."""
+    short["rollout"]["max_new_tokens"] = 10
+    run = train(allowed(short, tmp_path, lines, repeat=3, distinct=True))
+    assert answers(run) <= {"".join(some) for some in itertools.permutations(lines, 3)}
+    assert len(answers(run)) > 3
+    assert all(row["logprob_diff"] <= 1e-5 for row in read_metrics(run / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize("with_trie", [False, True])
