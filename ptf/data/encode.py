@@ -4,6 +4,7 @@ The one idea: encoders are pure functions of a row, and a row says by its column
 there, and what happens to a sample that is too long, is the affair of `Encoder`, the same for every recipe.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -32,6 +33,7 @@ KINDS = {  # the columns that make a row what it is; a row that could be several
     "text": ("text",),
     "events": ("events",),
 }
+VALUE = "value/"  # begins the streams of `values` of events
 FORM = 3  # of what encoders make of a row: another one is tokenized anew
 HISTORY = ("messages", "prompt")  # what a preference or a prompt may be given after
 
@@ -64,7 +66,8 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
     """A row with `events`, a sequence of strings (tokens of the vocabulary, or texts that several make up) and of baskets, lists of such strings whose
     order means nothing. The first `context` (default 1) are given, the others are trained, each after all before it; nothing follows the last, for a
     history has no end. What comes first in a basket counts `opening` (default 1) times. Rows with baskets carry the stream `baskets` [n, 2]: which one
-    a token is in, from 1, and which of its events it belongs to, from 0; elsewhere it is 0 (ptf/data/baskets.py)."""
+    a token is in, from 1, and which of its events it belongs to, from 0; elsewhere it is 0 (ptf/data/baskets.py). `values`: {name: a number or null for
+    each entry}, which is the stream `value/name` [n] of all its tokens; NaN where there is none."""
     events, context, opening = row["events"], row.get("context", 1), row.get("opening", 1.0)
     flat: list[Any] = [event for entry in events for event in (entry if isinstance(entry, list) else [entry])] if isinstance(events, list) else [None]
     if not all(isinstance(event, str) and event for event in flat) or not all(entry for entry in events):
@@ -73,21 +76,30 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
         raise UserError(f"`context` must be a number of events below {len(events)}, all there are, not {context!r}")
     if not isinstance(opening, int | float) or not 0 < opening < float("inf"):
         raise UserError(f"`opening` must be a number above 0, not {opening!r}")
+    values = row.get("values") or {}
+    if not isinstance(values, dict) or not all(isinstance(v, list) and len(v) == len(events) and all(_number(x) for x in v) for v in values.values()):
+        raise UserError(f"`values` must be {{name: [a number or null for each of the {len(events)} events]}}, not {str(values)[:80]}")
     ids = iter(tokenizer.encode_all(flat))
-    tokens, weights, baskets = list[int](), list[float](), list[tuple[int, int]]()
+    tokens, weights, baskets, sizes = list[int](), list[float](), list[tuple[int, int]](), list[int]()
     basket = 0
     for place, entry in enumerate(events):
-        basket += isinstance(entry, list)
+        basket, before = basket + isinstance(entry, list), len(tokens)
         for number in range(len(entry)) if isinstance(entry, list) else (-1,):
             event = next(ids)
             tokens += event
             weights += [0.0 if place < context else opening if number == 0 else 1.0] * len(event)
             baskets += [(basket, number) if number >= 0 else (0, 0)] * len(event)
+        sizes.append(len(tokens) - before)
     weights[0] = 0.0
     if not any(weights):
         raise UserError("a sequence of one token has nothing to train")
     streams = {"baskets": np.array(baskets, np.int32)} if basket else {}
+    streams |= {VALUE + name: np.repeat(np.array([np.nan if x is None else x for x in v], np.float32), sizes) for name, v in values.items()}
     return [(Sample(np.array(tokens, np.int32), np.array(weights, np.float32), source, streams),)]
+
+
+def _number(x: Any) -> bool:
+    return x is None or (isinstance(x, int | float) and math.isfinite(x))
 
 
 def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:

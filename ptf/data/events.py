@@ -2,8 +2,8 @@
 
     data: {prepare: {use: "ptf.data.events:prepare", args: {events: events.csv.gz, items: items.csv.gz}}}
 
-The one idea: a history is told in the order of time, `<start> basket <gap> basket <gap> …`, where a gap's token stands behind the basket whose distance
-from the one before it says. So what follows the last gap is the next basket, and nothing in the text knows when that will be.
+The one idea: all that training, generation and evaluation need is written at once, from the same split, so that nothing of what is held out is in any of
+it but in the two files that say so.
 
 What it writes:
     train.jsonl                        histories to train on (kind events)
@@ -13,6 +13,7 @@ What it writes:
     catalogue.json, vectors.npy        the items, and a row of unit length for each
     allowed.txt                        the items' tokens, for `rollout.allowed`
     tokens.jsonl, tokens.safetensors   for `model.tokens`: those tokens, and rows that begin near each other where items are alike
+    items.safetensors                  for a head over the catalogue (ptf.recipes.next_item), where an item is one token: its id and its row
     model/                             a Qwen3 without weights, with a tokenizer of all other tokens
 A text model learns the same ids by the same `model.tokens`.
 """
@@ -20,7 +21,7 @@ A text model learns the same ids by the same `model.tokens`.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,13 @@ from safetensors.numpy import save_file
 from ptf.config.schema import TokensConfig
 from ptf.data.added import add
 from ptf.data.catalogue import Catalogue, Item
-from ptf.data.histories import History, Split, read, split, table
+from ptf.data.histories import Split, read, split, table
 from ptf.data.item_vectors import item_vectors, spread
 from ptf.data.semantic_ids import SemanticIds
-from ptf.data.tokenizer import START, event_tokenizer
+from ptf.data.telling import DAY, GAPS, Telling
+from ptf.data.tokenizer import event_tokenizer
 from ptf.errors import UserError
 
-DAY = 86400.0
-GAPS = 10  # tokens: less than a day, then twice as long each
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", "hidden_size": 128, "intermediate_size": 384,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "hidden_act": "silu", "attention_bias": False,
@@ -84,6 +84,9 @@ def prepare(
     (root / "tokens.jsonl").write_text("".join(json.dumps({"token": token}) + "\n" for token in tokens))
     save_file({"embed": spread(rows, width, seed)}, root / "tokens.safetensors")
     add(tokenizer, TokensConfig(file=str(root / "tokens.jsonl")))
+    if ids == "items":
+        places = np.array([id_ for (id_,) in tokenizer.encode_all(texts)], np.int64)
+        save_file({"ids": places, "rows": spread(rows, width, seed)}, root / "items.safetensors")
     found = [replace(facts[name], text=text, popularity=had[name] / len(trained)) for name, text in zip(names, texts, strict=True)]
     Catalogue(tuple(found), tokenizer.fingerprint()).save(str(root / "catalogue.json"))
     np.save(root / "vectors.npy", vectors.astype(np.float32))
@@ -119,82 +122,6 @@ def catalogue_rows(path: str, columns: Mapping[str, str]) -> dict[str, Item]:
     if not found:
         raise UserError(f"{path}: there are no items")
     return found
-
-
-class Telling:
-    """Histories as rows of data."""
-
-    def __init__(self, items: Mapping[str, Item], window: int, gaps: bool, opening: float) -> None:
-        self.items, self.window, self.gaps, self.opening = items, window, gaps, opening
-        self.size = max(item.text.count("<") for item in items.values())
-
-    def told(self, history: History) -> list[tuple[list[str], str]]:
-        """Of each basket its items, and the token that follows."""
-        found, before = [], None
-        for basket in history:
-            days = 0.0 if before is None else (basket.time - before) / DAY
-            gap = min(GAPS - 1, int(days >= 1) + int(math.log2(max(days, 1.0)))) if self.gaps else 0
-            found.append(([self.items[item].text for item in basket.items], f"<gap_{gap}>"))
-            before = basket.time
-        return found
-
-    def windows(self, history: History) -> Iterator[dict[str, Any]]:
-        """All baskets, each trained in one row, after as many of those before it as half a window holds."""
-        told = list(self._pieces(self.told(history)))
-        at = 0
-        while at < len(told):
-            first, size = at, 1
-            while first > 0 and size + self._tokens(told[first - 1]) <= self.window // 2:
-                first -= 1
-                size += self._tokens(told[first])
-            end = at
-            while end < len(told) and (size + self._tokens(told[end]) <= self.window or end == at):
-                size += self._tokens(told[end])
-                end += 1
-            entries: list[Any] = [START]
-            for items, gap in told[first:end]:
-                entries += [items, gap]
-            if end - first > 1 or len(told[at][0]) > 1 or self.size > 1:
-                yield {"events": entries, "context": 1 + 2 * (at - first), "opening": self.opening}
-            at = end
-
-    def prompt(self, user: str, s: Split) -> dict[str, Any]:
-        """A history to continue, what did (`future`), and that in tokens (`told`)."""
-        told = lambda baskets: "".join("".join(items) + gap for items, gap in baskets)  # noqa: E731
-        later = self.told((*s.before, *s.future))[len(s.before) :]
-        return {
-            "messages": [{"role": "user", "content": START + told(self._newest(s.before))}], "user": user,
-            "history": sorted({item for basket in s.before for item in basket.items}), "future": [list(basket.items) for basket in s.future],
-            "told": [told([basket]) for basket in later],
-        }  # fmt: skip
-
-    def continued(self, s: Split) -> dict[str, Any]:
-        """The held-out basket after its history, which is context."""
-        told = self._newest((*s.before, s.future[0]), least=2)
-        entries: list[Any] = [START, *(entry for items, gap in told[:-1] for entry in (items, gap)), told[-1][0]]
-        return {"events": entries, "context": len(entries) - 1, "opening": self.opening}
-
-    def _newest(self, history: History, least: int = 1) -> list[tuple[list[str], str]]:
-        """The newest baskets that fit the window, of the oldest of them what fits."""
-        kept: list[tuple[list[str], str]] = []
-        room = self.window - 1
-        for items, gap in reversed(self.told(history)):
-            share = max(1, (room - 1) // self.size if len(kept) + 1 >= least else (self.window // 2) // self.size)
-            if room < 1 + self.size and len(kept) >= least:
-                break
-            kept.insert(0, (items[:share], gap))
-            room -= self._tokens(kept[0])
-        return kept
-
-    def _pieces(self, told: Iterable[tuple[list[str], str]]) -> Iterator[tuple[list[str], str]]:
-        """Baskets of more than half a window, in parts."""
-        most = max(1, (self.window // 2 - 1) // self.size)
-        for items, gap in told:
-            for at in range(0, len(items), most):
-                yield items[at : at + most], gap
-
-    def _tokens(self, told: tuple[list[str], str]) -> int:
-        return len(told[0]) * self.size + 1
 
 
 def lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -33,6 +33,11 @@ def unadapted(spec: ModelConfig) -> ModelConfig:
     return spec.model_copy(update={"lora": None, "train": None})
 
 
+def headless(spec: ModelConfig) -> ModelConfig:
+    """The model without a head of the user's own, which is made for the vocabulary that the model will have."""
+    return spec.model_copy(update={"head": None, "replace": {pattern: own for pattern, own in spec.replace.items() if pattern != "head"}})
+
+
 def some(names: Sequence[str]) -> str:
     """The first of them, and how many more."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")

@@ -11,7 +11,7 @@ from ptf.data.added import add, wanted
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
 from ptf.model.vocabulary import NewRows, extend, read_vectors, refuse_larger_tokenizer, rows
-from ptf.train.parts import unadapted
+from ptf.train.parts import headless, unadapted
 from ptf.train.trainer import load_model
 
 
@@ -36,7 +36,7 @@ def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple
     there = run / "extended"
     if not there.is_dir():
         tokenizer = tokenizer_directory(model, directory, run)
-        base = start_directory(model, directory, run, tokenizer, seed)
+        base = start_directory(headless(model), directory, run, tokenizer, seed)
         larger = Tokenizer.load(tokenizer)
         refuse_larger_tokenizer(base, tokenizer, larger.vocab_size)
         new = rows_of(model.tokens, base, larger)

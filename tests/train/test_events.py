@@ -23,14 +23,15 @@ from tests.train.test_fit import test_another_seed_is_another_run as test_anothe
 KNOBS: dict[str, Any] = {"users": 60, "items": 48, "kinds": 4, "window": 64, "model": {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}}
 
 
-def histories(directory: Path, **knobs: Any) -> dict[str, Any]:
-    """The raw job that trains on made-up histories in `directory`."""
+def histories(directory: Path, head: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
+    """The raw job that trains on made-up histories in `directory`; `head`: with one over the catalogue."""
     made = directory / "made"
+    declared = {} if head is None else {"head": {"use": "ptf.recipes.next_item:NextItem", "args": {"items": str(made / "items.safetensors"), **head}}}
     generated(str(made), **KNOBS | knobs)
     held_out = {"path": str(made / "held_out.jsonl"), "kind": "prompt"}
     return {
         "recipe": "sft", "output": str(directory / "runs"), "seed": 1,
-        "model": {"path": str(made / "model"), "init": "random",
+        "model": {"path": str(made / "model"), "init": "random", **declared,
                   "tokens": {"file": str(made / "tokens.jsonl"), "init": "vectors", "vectors": str(made / "tokens.safetensors")}},
         "data": {"sources": {"h": {"path": str(made / "train.jsonl"), "kind": "events"}},
                  "validation": {"next": {"path": str(made / "held_out_loss.jsonl"), "kind": "events"}},
@@ -41,9 +42,15 @@ def histories(directory: Path, **knobs: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture(params=["items", {"levels": [6, 3]}], ids=["items", "semantic"])
+FORMS: dict[str, dict[str, Any]] = {
+    "items": {}, "semantic": {"ids": {"levels": [6, 3]}}, "head": {"head": {"set_wise": True, "values": {"days": 0.1, "spend": 0.1}}},
+    "sampled": {"head": {"sampled": 20}},
+}  # fmt: skip
+
+
+@pytest.fixture(params=["items", "semantic", "head"])
 def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    return histories(tmp_path, ids=request.param)
+    return histories(tmp_path, **FORMS[request.param])
 
 
 def trained(raw: dict[str, Any], lineage: str) -> tuple[dict[str, float], Path]:
@@ -52,9 +59,9 @@ def trained(raw: dict[str, Any], lineage: str) -> tuple[dict[str, float], Path]:
     return evaluate(job, directory), directory
 
 
-@pytest.mark.parametrize("ids", ["items", {"levels": [6, 3]}], ids=["items", "semantic"])
-def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, ids: Any) -> None:
-    raw = histories(tmp_path, users=150, ids=ids)
+@pytest.mark.parametrize("form", FORMS)
+def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, form: str) -> None:
+    raw = histories(tmp_path, users=150, **FORMS[form])
     raw["train"] |= {"steps": 80, "validate_every": 0, "rows": 8, "micro_rows": 8}
     found, directory = trained(raw, "whole")
     rows = [json.loads(line) for line in (directory / "ranked" / "next.jsonl").read_text().splitlines()]
