@@ -48,6 +48,7 @@ bench-flows: setup                       ## seconds of `show` and of a resume th
 
 bench-events: setup                      ## purchases of a shop (PTF_DATA): SFT, slates by GRPO, and both beside six baselines; writes benchmarks/results/events.md
 	$(PY) flows/sft_flow.py run --config configs/events/sft.yaml
+	$(PY) flows/sft_flow.py run --config configs/events/head.yaml
 	$(PY) flows/grpo_flow.py run --config configs/events/grpo.yaml
 	$(PY) benchmarks/events.py
 

@@ -1,9 +1,11 @@
-"""Next baskets of Online Retail II: a model trained by configs/events/sft.yaml, and what configs/events/grpo.yaml makes of it, beside popularity, personal
-frequency, recency, item-kNN, co-occurrence and a SASRec-style transformer, on the same split, user by user. Writes results/events.md and events.svg.
+"""Next baskets of Online Retail II: models trained by configs/events/sft.yaml and head.yaml, and what configs/events/grpo.yaml makes of the first, beside
+popularity, personal frequency, recency, item-kNN, co-occurrence and a SASRec-style transformer, on the same split, user by user. Writes results/events.md
+and events.svg.
 
     python flows/sft_flow.py run --config configs/events/sft.yaml
+    python flows/sft_flow.py run --config configs/events/head.yaml
     python flows/grpo_flow.py run --config configs/events/grpo.yaml
-    python benchmarks/events.py [--sft RUN] [--grpo RUN] [--hold-out last] [--sasrec-minutes 10]
+    python benchmarks/events.py [--sft RUN] [--head RUN] [--grpo RUN] [--hold-out last] [--sasrec-minutes 10]
 
 The business reward is of slates of ten items (ptf.tasks.slates), drawn as in training and said greedily.
 """
@@ -183,12 +185,13 @@ def table_row(who: str, users: Users, coverages: Mapping[str, float]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sft", type=Path, help="a run's directory; default: the newest in runs/events/sft")
-    parser.add_argument("--grpo", type=Path, help="a run's directory; default: the newest in runs/events/grpo, if there is one")
+    for name in ("head", "grpo"):
+        parser.add_argument(f"--{name}", type=Path, help=f"a run's directory; default: the newest in runs/events/{name}, if there is one")
     parser.add_argument("--hold-out", default="last")
     parser.add_argument("--sasrec-minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    given.sft, given.grpo = given.sft or newest("sft"), given.grpo or newest("grpo")
+    given.sft, given.head, given.grpo = (getattr(given, name) or newest(name) for name in ("sft", "head", "grpo"))
     if given.sft is None:
         parser.error("there is no evaluated run in runs/events/sft: python flows/sft_flow.py run --config configs/events/sft.yaml makes one")
     events, listed = files(None)
@@ -204,8 +207,8 @@ def main() -> int:
         print(f"{name}: {mean(found[name], f'all/ndcg@{K}'):.4f} {mean(found[name], f'new/ndcg@{K}'):.4f}", flush=True)
     scores, cost = sasrec(trained, items, given.sasrec_minutes, given.seed)
     found["SASRec-style"], coverages["SASRec-style"] = judged(scores, held, items, value)
-    runs = {"ptf SFT": given.sft} | ({"ptf GRPO": given.grpo} if given.grpo else {})
-    for name, run in runs.items():
+    runs = {"ptf SFT": given.sft, "ptf SFT, set-wise head": given.head, "ptf GRPO": given.grpo}
+    for name, run in ((name, run) for name, run in runs.items() if run):
         rows = lines_of(run / "ranked" / "next.jsonl")
         found[name] = {row["user"]: {key: x for key, x in row.items() if isinstance(x, float)} for row in rows}
         assert found[name].keys() == held.keys(), f"{run} was evaluated on other users than --hold-out {given.hold_out} holds out"
@@ -213,7 +216,7 @@ def main() -> int:
     head = "| | " + " | ".join(f"{task} {name}@{K}" for task in ("all", "new") for name in ("NDCG", "HR", "recall", "MRR", "revenue recall")) + " | coverage |"
     text = [
         "# Next baskets of Online Retail II", "",
-        f"Command: `python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes {given.sasrec_minutes:g}`, after the two flows  ",
+        f"Command: `python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes {given.sasrec_minutes:g}`, after the flows  ",
         f"Hardware: {cpu()}, no GPU  ", f"Date: {time.strftime('%Y-%m-%d')}; seed {given.seed}; SASRec-style: {cost}", "",
         f"{len(held)} users have a basket held out, of whom {sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
         "new to them. `all`: the next basket; `new`: those of its items that the user had not had, among all that they had not.", "",
@@ -229,7 +232,9 @@ def main() -> int:
         text.append(
             "| ptf GRPO − ptf SFT | " + " | ".join(told(apart(found["ptf GRPO"], found["ptf SFT"], f"{task}/ndcg@{K}")) for task in ("all", "new")) + " |"
         )
-        text += ["", *business(given.sft, given.grpo, given.hold_out)]
+        fell = mean(found["ptf GRPO"], f"all/ndcg@{K}") / mean(found["ptf SFT"], f"all/ndcg@{K}") - 1
+        text += ["", f"GRPO changes NDCG@{K} over all items by {fell:+.1%} of SFT's.", "", *business(given.sft, given.grpo, given.hold_out)]
+        curve(lines_of(given.grpo / "metrics.jsonl"), RESULTS.with_name("events_reward.svg"))
     RESULTS.write_text("\n".join(text) + "\n")
     plot({name: tuple(mean(users, f"{task}/ndcg@{K}") for task in ("all", "new")) for name, users in found.items()}, RESULTS.with_suffix(".svg"))
     print("\n".join(text), f"\nwrote {RESULTS.relative_to(ROOT)}")
@@ -249,12 +254,13 @@ def business(sft: Path, grpo: Path, hold_out: str) -> list[str]:
     assert job.rollout.allowed is not None
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        prepare(directory, hold_out=hold_out)
+        assert job.data.prepare is not None
+        prepare(directory, **{**job.data.prepare.args, "hold_out": hold_out})
         catalogue = f"{directory}/catalogue.json"
         for how, temperature in ((f"drawn at temperature {job.rollout.temperature:g}, {DRAWN} a user", job.rollout.temperature), ("greedy", 0.0)):
             parts = {who: slates(run / "model", Path(directory), catalogue, job.rollout.allowed, temperature) for who, run in (("SFT", sft), ("GRPO", grpo))}
             rows += ["", f"Slates of ten, {how}:", "", "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]
-            for name in ("reward", "revenue", "diversity", "novelty", "distinct"):
+            for name in ("reward", "revenue", "diversity", "novelty", "distinct", "invalid"):
                 before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
                 x = interval(after - before)
                 rows.append(f"| {name} | {before.mean():.4f} | {after.mean():.4f} | {x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f}) |")
@@ -265,7 +271,8 @@ def slates(model: Path, made: Path, catalogue: str, allowed: AllowedConfig, temp
     """Of each user the mean of what their slates are worth."""
     engine = NativeEngine(str(model), device=torch.device("cpu"), dtype=torch.float32, version=0)
     tokenizer = Tokenizer.load(str(model))
-    trie = Catalogue.load(catalogue).trie(tokenizer, allowed.repeat, allowed.distinct)
+    items = Catalogue.load(catalogue)
+    trie = items.trie(tokenizer, allowed.repeat, allowed.distinct)
     sampling = Sampling(trie.longest, temperature, tokenizer.stop_ids, trie=trie)
     rows = lines_of(made / "held_out.jsonl")
     contexts = [np.array(tokenizer.render(row["messages"], True), np.int32) for row in rows]
@@ -275,7 +282,8 @@ def slates(model: Path, made: Path, catalogue: str, allowed: AllowedConfig, temp
         here = order[at : at + 128]
         calls = engine.answer([Request(contexts[i], sampling, DRAWN * i + n) for i in here for n in range(times)])
         for j, i in enumerate(here):
-            worths = [worth(tokenizer.decode(call.sampled), rows[i]["future"][0], catalogue=catalogue) for call in calls[times * j : times * (j + 1)]]
+            said = [tokenizer.decode(call.sampled[:-1]) for call in calls[times * j : times * (j + 1)]]
+            worths = [worth(text, rows[i]["future"][0], catalogue=catalogue) | {"invalid": np.mean([x is None for x in items.read(text)])} for text in said]
             found[i] = {name: float(np.mean([w[name] for w in worths])) for name in worths[0]}
     return [found[i] for i in range(len(rows))]
 
@@ -292,6 +300,23 @@ def plot(bars: Mapping[str, tuple[float, ...]], path: Path) -> None:
             width = 400 * x / most
             shapes.append(f'<rect x="180" y="{y + 10 * j}" width="{width:.1f}" height="9" fill="{colour}"/>')
             shapes.append(f'<text x="{185 + width:.1f}" y="{y + 10 * j + 9}" font-size="9">{x:.3f}</text>')
+    path.write_text("\n".join([*shapes, "</svg>"]) + "\n")
+
+
+def curve(steps: Sequence[Mapping[str, float]], path: Path) -> None:
+    """The reward of GRPO's slates: a step's mean over what was drawn, and greedily for the customers held out."""
+    drawn = [(row["step"], row["reward"]) for row in steps]
+    held = [(row["step"], row["reward/slates"]) for row in steps if "reward/slates" in row]
+    last, (low, high) = drawn[-1][0], (min(y for _, y in drawn), max(y for _, y in drawn))
+    at = lambda x, y: f"{50 + 560 * x / last:.1f},{230 - 190 * (y - low) / (high - low):.1f}"  # noqa: E731
+    shapes = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="260" font-family="sans-serif" font-size="12">',
+        '<text x="10" y="16">Reward of a slate by step: drawn in training (line), greedy on held-out baskets (dots)</text>',
+        f'<polyline fill="none" stroke="#36648b" points="{" ".join(at(*point) for point in drawn)}"/>',
+        *(f'<circle r="4" fill="#c0504d" cx="{at(*p).split(",")[0]}" cy="{at(*p).split(",")[1]}"/>' for p in held),
+        *(f'<text x="5" y="{at(0, y).split(",")[1]}">{y:.2f}</text>' for y in (low, high)),
+        f'<text x="590" y="250">{last}</text>',
+    ]
     path.write_text("\n".join([*shapes, "</svg>"]) + "\n")
 
 
