@@ -283,7 +283,9 @@ def slates(model: Path, made: Path, catalogue: str, allowed: AllowedConfig, temp
         calls = engine.answer([Request(contexts[i], sampling, DRAWN * i + n) for i in here for n in range(times)])
         for j, i in enumerate(here):
             said = [tokenizer.decode(call.sampled[:-1]) for call in calls[times * j : times * (j + 1)]]
-            worths = [worth(text, rows[i]["future"][0], catalogue=catalogue) | {"invalid": np.mean([x is None for x in items.read(text)])} for text in said]
+            worths = [
+                worth(text, rows[i]["future"][0], catalogue=catalogue) | {"invalid": float(np.mean([x is None for x in items.read(text)]))} for text in said
+            ]
             found[i] = {name: float(np.mean([w[name] for w in worths])) for name in worths[0]}
     return [found[i] for i in range(len(rows))]
 
