@@ -15,7 +15,7 @@ What it writes:
     tokens.jsonl, tokens.safetensors   for `model.tokens`: those tokens, and rows that begin near each other where items are alike
     items.safetensors                  for a head over the catalogue (ptf.recipes.next_item), where an item is one token: its id and its row
     model/                             a Qwen3 without weights, with a tokenizer of all other tokens
-A text model learns the same ids by the same `model.tokens`.
+With `base`, a model of text: tokens.jsonl has descriptions and the tokens of gaps, the rows to train on are chats, and no model is written.
 """
 
 import json
@@ -36,7 +36,7 @@ from ptf.data.histories import Split, read, split, table
 from ptf.data.item_vectors import item_vectors, spread
 from ptf.data.semantic_ids import SemanticIds
 from ptf.data.telling import DAY, GAPS, Telling
-from ptf.data.tokenizer import event_tokenizer
+from ptf.data.tokenizer import START, Tokenizer, event_tokenizer
 from ptf.errors import UserError
 
 SIZES = {
@@ -50,12 +50,16 @@ SIZES = {
 def prepare(
     directory: str, *, events: str, items: str, columns: Mapping[str, str] = {}, item_columns: Mapping[str, str] = {}, unknown: str = "error",
     order: str = "error", hold_out: str | float = "last", ids: str | Mapping[str, Any] = "items", window: int = 512, gaps: bool = True,
-    opening: float = 20.0, prompts: int = 4, model: Mapping[str, Any] = {}, seed: int = 0,
+    opening: float = 20.0, prompts: int = 4, model: Mapping[str, Any] = {}, base: str | None = None, seed: int = 0,
 ) -> None:  # fmt: skip
     """`events`, `items`: csv, csv.gz, jsonl or parquet; `columns` of events: `user`, `time` (seconds), `item`; of items: `item`, `value`, `description`.
     `unknown`, `order`: see ptf.data.histories.read; `hold_out`: see its `split`. `ids`: `items`, a token for each, or `{levels: [64, 64]}`, semantic
     ids with so many codes a level. `window`: most tokens of a history. `opening`: what the first item of a basket counts, the others being 1.
-    `prompts`: of each user, how many of the newest baskets that may be trained on become prompts to train on. `model`: sizes of the Qwen3."""
+    `prompts`: of each user, how many of the newest baskets that may be trained on become prompts to train on. `model`: sizes of the Qwen3. `base`: a
+    model of text that is to learn the items beside what it knows; then `train.jsonl` and `held_out_loss.jsonl` are chats in which it answers a history with
+    the next basket, those of `prompts`, and no model is written."""
+    if base is not None and model:
+        raise UserError("model: with base, its sizes are what they are; give one of the two")
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     facts = catalogue_rows(items, item_columns)
@@ -79,12 +83,17 @@ def prepare(
     else:
         raise UserError(f"ids must be `items`, or `levels` with numbers of codes, not {ids!r}")
     had = Counter(item for history in trained for item in {item for basket in history for item in basket.items})
-    tokenizer = event_tokenizer([f"<gap_{n}>" for n in range(GAPS if gaps else 1)], root / "model")
-    write_model(root / "model", tokenizer, window, model)
-    (root / "tokens.jsonl").write_text("".join(json.dumps({"token": token}) + "\n" for token in tokens))
-    save_file({"embed": spread(rows, width, seed)}, root / "tokens.safetensors")
+    between = [f"<gap_{n}>" for n in range(GAPS if gaps else 1)]
+    if base is None:
+        tokenizer = event_tokenizer(between, root / "model")
+        write_model(root / "model", tokenizer, window, model)
+        save_file({"embed": spread(rows, width, seed)}, root / "tokens.safetensors")
+    else:
+        tokenizer, tokens = Tokenizer.load(base), [START, *between, *tokens]
+    described = {text: facts[name].description for name, text in zip(names, texts, strict=True)} if base else {}
+    lines(root / "tokens.jsonl", ({"token": token} | ({"description": described[token]} if described.get(token) else {}) for token in tokens))
     add(tokenizer, TokensConfig(file=str(root / "tokens.jsonl")))
-    if ids == "items":
+    if ids == "items" and base is None:
         places = np.array([id_ for (id_,) in tokenizer.encode_all(texts)], np.int64)
         save_file({"ids": places, "rows": spread(rows, width, seed)}, root / "items.safetensors")
     found = [replace(facts[name], text=text, popularity=had[name] / len(trained)) for name, text in zip(names, texts, strict=True)]
@@ -92,12 +101,17 @@ def prepare(
     np.save(root / "vectors.npy", vectors.astype(np.float32))
     (root / "allowed.txt").write_text("".join(text + "\n" for text in texts))
     told = Telling({item.name: item for item in found}, window, gaps, opening)
-    lines(root / "train.jsonl", (row for s in splits.values() for row in told.windows(s.before)))
     held = {user: s for user, s in splits.items() if s.before and s.future}
     lines(root / "held_out.jsonl", (told.prompt(user, s) for user, s in held.items()))
-    lines(root / "held_out_loss.jsonl", (told.continued(s) for s in held.values()))
-    earlier = ((user, Split(s.before[:n], s.before[n:])) for user, s in splits.items() for n in range(max(1, len(s.before) - prompts), len(s.before)))
+    earlier = [(user, Split(s.before[:n], s.before[n:])) for user, s in splits.items() for n in range(max(1, len(s.before) - prompts), len(s.before))]
     lines(root / "train_prompts.jsonl", (told.prompt(user, s) for user, s in earlier))
+    if base is None:
+        lines(root / "train.jsonl", (row for s in splits.values() for row in told.windows(s.before)))
+        lines(root / "held_out_loss.jsonl", (told.continued(s) for s in held.values()))
+    else:
+        rng = np.random.default_rng(seed)
+        lines(root / "train.jsonl", (told.chat(s, rng) for _, s in earlier))
+        lines(root / "held_out_loss.jsonl", (told.chat(s, rng) for s in held.values()))
     counts = histories.counts
     print(
         f"events: {counts['rows']} rows, {counts['duplicates']} twice in a basket, {counts['unknown']} of unknown items; {len(splits)} users, "

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ptf.data.catalogue import Item
 from ptf.data.histories import History, Split
 from ptf.data.tokenizer import START
@@ -78,6 +80,13 @@ class Telling:
             "history": sorted({item for basket in s.before for item in basket.items}), "future": [list(basket.items) for basket in s.future],
             "told": [told([basket]) for basket in later],
         }  # fmt: skip
+
+    def chat(self, s: Split, rng: np.random.Generator) -> dict[str, Any]:
+        """A history, answered with the next basket, in some order."""
+        (basket,) = self.told(s.future[:1])
+        said = "".join(basket.items[i] for i in rng.permutation(len(basket.items)))
+        history = START + "".join("".join(b.items) + b.gap for b in self._newest(s.before))
+        return {"messages": [{"role": "user", "content": history}, {"role": "assistant", "content": said}]}
 
     def continued(self, s: Split) -> dict[str, Any]:
         """The held-out basket after its history, which is context."""

@@ -7,6 +7,7 @@ rewrites what was said, the context is encoded from its text, and a new sample b
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -132,11 +133,15 @@ class Episode:
         return {} if trie is None else {"states": np.concatenate([np.zeros((0, trie.width), np.int32), *(trie.walked(c.sampled) for c in self.calls)])}
 
     def _told(self) -> str:
-        """All that was said after the first context, by both sides."""
-        if not self.calls:
-            return ""
-        last = self.calls[-1]
-        return self.tokenizer.decode([*last.context, *last.sampled][len(self.calls[0].context) :])
+        """All that was said after the first context, by both sides; where a template rewrites an answer later, also as it then stands."""
+        ids = list[int]()
+        for call, later in itertools.pairwise([*self.calls, None]):
+            assert call is not None
+            after = later.context if later else np.zeros(0, np.int32)
+            here = np.concatenate([call.context, call.sampled])[: len(after)]
+            apart = np.flatnonzero(here != after[: len(here)])
+            ids += [*call.sampled, *after[min(int(apart[0]), len(call.context)) if len(apart) else len(here) :]]
+        return self.tokenizer.decode(ids)
 
 
 async def played(engine: RolloutEngine, episodes: Sequence[Episode]) -> AsyncGenerator[tuple[int, Trajectory]]:

@@ -14,9 +14,12 @@ from ptf.config import loads
 from ptf.config.load import ConfigError
 from ptf.data.catalogue import Catalogue
 from ptf.data.events import generated
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.eval import check, evaluate
 from ptf.run import run
+from ptf.tasks.slates import worth
+from tests.tiny import arithmetic
 from tests.train.test_fit import test_a_resumed_run_ends_with_the_same_bits as test_a_resumed_run_ends_with_the_same_bits
 from tests.train.test_fit import test_another_seed_is_another_run as test_another_seed_is_another_run
 
@@ -139,3 +142,48 @@ def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_pat
     other.write_text(json.dumps(json.loads(other.read_text()) | {"tokenizer": "0" * 64}))
     with pytest.raises(UserError, match="the catalogue was made with another tokenizer than the model's"):
         evaluate(job, directory)
+
+
+def test_a_users_future_is_played_out(tmp_path: Path) -> None:
+    """Each turn shows what the user did, and not what was recommended; every slate is of items, and its reward is what it was worth beside its basket."""
+    raw = slates(tmp_path)
+    catalogue = str(tmp_path / "made" / "catalogue.json")
+    raw["rollout"] |= {"reward": None, "environment": {"use": "ptf.tasks.slates:Future", "args": {"catalogue": catalogue, "turns": 2, "size": 4}}}
+    raw["train"] |= {"steps": 3}
+    raw["evaluate"].pop("metrics")
+    found, directory = trained(raw, "played")
+    prompts = [json.loads(line) for line in (tmp_path / "made" / "train_prompts.jsonl").read_text().splitlines()]
+    futures = {row["messages"][0]["content"]: row for row in prompts}
+    said = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    items, turns = Catalogue.load(catalogue), []
+    for one in said:
+        row = futures[one["prompt"]["messages"][0]["content"]]
+        slates_ = one["answer"].split(row["told"][0])
+        turns.append(len(slates_))
+        assert len(slates_) == min(2, len(row["future"]))
+        worths = [worth(slate, basket, catalogue=catalogue, size=4)["reward"] for slate, basket in zip(slates_, row["future"], strict=False)]
+        assert all(len([item for item in items.read(slate.removesuffix("<end>")) if item]) == 4 for slate in slates_)
+        assert one["reward"] == pytest.approx(sum(worths), abs=1e-5)
+    assert set(turns) == {1, 2}
+    assert max(row["logprob_diff"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
+    assert found["slates/reward"] > 0
+
+
+def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
+    chats = arithmetic(tmp_path)
+    base = tmp_path / "model"
+    made = tmp_path / "made"
+    generated(str(made), users=120, items=48, kinds=4, window=48, base=str(base))
+    raw = histories(tmp_path / "own")
+    raw["model"] = {"path": str(base), "init": "random", "tokens": {"file": str(made / "tokens.jsonl"), "init": "mean"}}
+    raw["data"] |= {"seq_len": 128, "validation": {}, "sources": {
+        "chats": {**chats["data"]["sources"][next(iter(chats["data"]["sources"]))]}, "items": {"path": str(made / "train.jsonl"), "weight": 3.0}}}  # fmt: skip
+    raw["train"] |= {"steps": 120, "rows": 8, "micro_rows": 8, "validate_every": 0}
+    raw["evaluate"]["ranking"] = {"sources": {"next": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}}, "catalogue": str(made / "catalogue.json")}
+    found, directory = trained(raw, "both")
+    losses = [(row["loss/chats"], row["loss/items"]) for row in read_metrics(directory / "metrics.jsonl")]
+    assert all(after < before - 0.5 for before, after in zip(losses[0], losses[-1], strict=True))
+    assert found["next/all/ndcg@10"] > 0.3
+    tokenizer = Tokenizer.load(str(directory / "model"))
+    assert tokenizer.decode(tokenizer.encode("1+2=<i_3><gap_1><i_47>")) == "1+2=<i_3><gap_1><i_47>"
+    assert len(tokenizer.encode("<start><i_3><gap_1>")) == 3
