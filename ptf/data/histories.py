@@ -6,6 +6,7 @@ The one idea: what is held out is decided on baskets, before anything is written
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +45,14 @@ def table(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return
     with storage.open_read(path) as raw:
         lines = io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw, encoding="utf-8", newline="")
-        for row in csv.DictReader(lines):
-            number = row.pop(None, None)
-            if number is not None or None in row.values():
-                raise UserError(f"{path}: a row has {'more' if number else 'fewer'} fields than the header: {list(row.values())[:6]}")
-            yield path, row
+        try:
+            for row in csv.DictReader(lines):
+                number = row.pop(None, None)
+                if number is not None or None in row.values():
+                    raise UserError(f"{path}: a row has {'more' if number else 'fewer'} fields than the header: {list(row.values())[:6]}")
+                yield path, row
+        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{path} cannot be read as {'gzipped ' if path.endswith('.gz') else ''}csv of UTF-8: {error}") from None
 
 
 def read(
