@@ -80,3 +80,8 @@ def test_tables_are_csv_and_what_sources_are(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("user,time,item\nu,1\n")
     with pytest.raises(UserError, match="fewer fields than the header"):
         list(table(str(tmp_path / "x.csv")))
+    broken = {"cut.csv.gz": gzip.compress(text.encode())[:-6], "no.csv.gz": text.encode(), "latin.csv": "user,time,item\nü,1,a\n".encode("latin-1")}
+    for name, content in broken.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} cannot be read as .*csv of UTF-8"):
+            list(table(str(tmp_path / name)))
