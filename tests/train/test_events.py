@@ -123,7 +123,7 @@ def agreed(directory: Path, place: Path) -> int:
 @pytest.mark.cluster
 @pytest.mark.parametrize("ids", ["items", {"levels": [6, 3]}], ids=["items", "semantic"])
 def test_vllm_says_items_alone_and_finds_them_as_likely_as_the_trainer(tmp_path: Path, ray_cluster: Any, ids: Any) -> None:
-    raw = slates(tmp_path, ids=ids)
+    raw = slates(tmp_path, ids=ids, model={**KNOBS["model"], "head_dim": 32})  # of 16, vLLM on a CPU has none
     raw["rollout"] |= {"engine": "vllm"}
     raw["train"] |= {"steps": 3}
     raw["compute"] = {"launcher": "ray", "device": "cpu", "workers": 1, "threads": 1}
