@@ -11,6 +11,7 @@ The business reward is of slates of ten items (ptf.tasks.slates), drawn as in tr
 """
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from ptf.config.schema import AllowedConfig  # noqa: E402
 from ptf.data.catalogue import Catalogue  # noqa: E402
 from ptf.data.events import catalogue_rows  # noqa: E402
 from ptf.data.histories import Split, read, split, table  # noqa: E402
-from ptf.data.ranking import coverage, interval, measures  # noqa: E402
+from ptf.data.ranking import coverage, diversity, interval, measures  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from ptf.rl.engine import Request, Sampling  # noqa: E402
 from ptf.rl.native_engine import NativeEngine  # noqa: E402
@@ -45,7 +46,9 @@ Scores = Callable[[Split], np.ndarray]  # of one user: a score for every item
 Users = dict[str, dict[str, float]]  # user → measures
 
 
-def judged(scores: Scores, splits: Mapping[str, Split], items: Sequence[str], value: Mapping[str, float]) -> tuple[Users, dict[str, float]]:
+def judged(
+    scores: Scores, splits: Mapping[str, Split], items: Sequence[str], value: Mapping[str, float], vectors: np.ndarray
+) -> tuple[Users, dict[str, float]]:  # fmt: skip
     place = {item: i for i, item in enumerate(items)}
     found: Users = {}
     lists: dict[str, list[list[int]]] = {"all": [], "new": []}
@@ -61,6 +64,7 @@ def judged(scores: Scores, splits: Mapping[str, Split], items: Sequence[str], va
                 ranked = np.argsort(-ranked_by, kind="stable")[:K].tolist()
                 lists[task].append(ranked)
                 row |= {f"{task}/{name}": x for name, x in measures(ranked, {item: value[items[item]] for item in target}, K).items()}
+                row[f"{task}/diversity@{K}"] = diversity(vectors[ranked])
         found[user] = row
     return found, {f"{task}/coverage@{K}": coverage(lists[task], len(items)) for task in lists}
 
@@ -178,8 +182,9 @@ def apart(a: Users, b: Users, name: str) -> tuple[float, float, float]:
 
 
 def table_row(who: str, users: Users, coverages: Mapping[str, float]) -> str:
-    cells = [f"{mean(users, f'{task}/{name}@{K}'):.4f}" for task in ("all", "new") for name in ("ndcg", "hr", "recall", "mrr", "revenue_recall")]
-    return f"| {who} | " + " | ".join(cells) + f" | {coverages.get(f'all/coverage@{K}', float('nan')):.3f} |"
+    names = ("ndcg", "hr", "recall", "mrr", "revenue_recall", "diversity")
+    cells = [[*(f"{mean(users, f'{task}/{name}@{K}'):.4f}" for name in names), f"{coverages[f'{task}/coverage@{K}']:.3f}"] for task in ("all", "new")]
+    return f"| {who} | " + " | ".join(itertools.chain(*cells)) + " |"
 
 
 def main() -> int:
@@ -202,25 +207,32 @@ def main() -> int:
     held = {user: s for user, s in trained.items() if s.future}
     found: dict[str, Users] = {}
     coverages: dict[str, dict[str, float]] = {}
+    scratch = tempfile.TemporaryDirectory()
+    made = Path(scratch.name)
+    job = load(str(given.sft / "job.yaml"))
+    assert job.data.prepare is not None
+    prepare(str(made), **{**job.data.prepare.args, "hold_out": given.hold_out})
+    vectors = np.load(made / "vectors.npy")
     for name, scores in simple(trained, items).items():
-        found[name], coverages[name] = judged(scores, held, items, value)
+        found[name], coverages[name] = judged(scores, held, items, value, vectors)
         print(f"{name}: {mean(found[name], f'all/ndcg@{K}'):.4f} {mean(found[name], f'new/ndcg@{K}'):.4f}", flush=True)
     scores, cost = sasrec(trained, items, given.sasrec_minutes, given.seed)
-    found["SASRec-style"], coverages["SASRec-style"] = judged(scores, held, items, value)
+    found["SASRec-style"], coverages["SASRec-style"] = judged(scores, held, items, value, vectors)
     runs = {"ptf SFT": given.sft, "ptf SFT, set-wise head": given.head, "ptf GRPO": given.grpo}
     for name, run in ((name, run) for name, run in runs.items() if run):
         rows = lines_of(run / "ranked" / "next.jsonl")
         found[name] = {row["user"]: {key: x for key, x in row.items() if isinstance(x, float)} for row in rows}
         assert found[name].keys() == held.keys(), f"{run} was evaluated on other users than --hold-out {given.hold_out} holds out"
         coverages[name] = {f"{task}/coverage@{K}": len({item for row in rows for item in row.get(f"{task}/top", ())}) / len(items) for task in ("all", "new")}
-    head = "| | " + " | ".join(f"{task} {name}@{K}" for task in ("all", "new") for name in ("NDCG", "HR", "recall", "MRR", "revenue recall")) + " | coverage |"
+    columns = ("NDCG", "HR", "recall", "MRR", "revenue recall", "diversity", "coverage")
+    head = "| | " + " | ".join(f"{task} {name}" for task in ("all", "new") for name in columns) + " |"
     text = [
         "# Next baskets of Online Retail II", "",
         f"Command: `python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes {given.sasrec_minutes:g}`, after the flows  ",
         f"Hardware: {cpu()}, no GPU  ", f"Date: {time.strftime('%Y-%m-%d')}; seed {given.seed}; SASRec-style: {cost}", "",
         f"{len(held)} users have a basket held out, of whom {sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
-        "new to them. `all`: the next basket; `new`: those of its items that the user had not had, among all that they had not.", "",
-        head, "|---" * 12 + "|", *(table_row(name, found[name], coverages[name]) for name in found), "",
+        f"new to them. `all`: the next basket; `new`: those of its items that the user had not had, among all that they had not. All measures are at {K}.", "",
+        head, "|---" * 15 + "|", *(table_row(name, found[name], coverages[name]) for name in found), "",
         "## Beside each other, user by user", "", f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).", "",
         "| | all | new |", "|---|---|---|",
     ]  # fmt: skip
@@ -233,7 +245,7 @@ def main() -> int:
             "| ptf GRPO − ptf SFT | " + " | ".join(told(apart(found["ptf GRPO"], found["ptf SFT"], f"{task}/ndcg@{K}")) for task in ("all", "new")) + " |"
         )
         fell = mean(found["ptf GRPO"], f"all/ndcg@{K}") / mean(found["ptf SFT"], f"all/ndcg@{K}") - 1
-        text += ["", f"GRPO changes NDCG@{K} over all items by {fell:+.1%} of SFT's.", "", *business(given.sft, given.grpo, given.hold_out)]
+        text += ["", f"GRPO changes NDCG@{K} over all items by {fell:+.1%} of SFT's.", "", *business(given.sft, given.grpo, made)]
         curve(lines_of(given.grpo / "metrics.jsonl"), RESULTS.with_name("events_reward.svg"))
     RESULTS.write_text("\n".join(text) + "\n")
     plot({name: tuple(mean(users, f"{task}/ndcg@{K}") for task in ("all", "new")) for name, users in found.items()}, RESULTS.with_suffix(".svg"))
@@ -247,30 +259,27 @@ def newest(kind: str) -> Path | None:
     return runs[-1].parents[1] if runs else None
 
 
-def business(sft: Path, grpo: Path, hold_out: str) -> list[str]:
+def business(sft: Path, grpo: Path, made: Path) -> list[str]:
     """What the two models' slates are worth: drawn as they were trained to be, and said greedily."""
     job = load(str(grpo / "job.yaml"))
     assert job.rollout is not None
     assert job.rollout.allowed is not None
     rows = []
-    with tempfile.TemporaryDirectory() as directory:
-        assert job.data.prepare is not None
-        prepare(directory, **{**job.data.prepare.args, "hold_out": hold_out})
-        catalogue = f"{directory}/catalogue.json"
-        for how, temperature in ((f"drawn at temperature {job.rollout.temperature:g}, {DRAWN} a user", job.rollout.temperature), ("greedy", 0.0)):
-            parts = {who: slates(run / "model", Path(directory), catalogue, job.rollout.allowed, temperature) for who, run in (("SFT", sft), ("GRPO", grpo))}
-            rows += ["", f"Slates of ten, {how}:", "", "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]
-            for name in ("reward", "revenue", "diversity", "novelty", "distinct", "invalid"):
-                before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
-                x = interval(after - before)
-                rows.append(f"| {name} | {before.mean():.4f} | {after.mean():.4f} | {x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f}) |")
+    for how, temperature in ((f"drawn at temperature {job.rollout.temperature:g}, {DRAWN} a user", job.rollout.temperature), ("greedy", 0.0)):
+        parts = {who: slates(run / "model", made, job.rollout.allowed, temperature) for who, run in (("SFT", sft), ("GRPO", grpo))}
+        rows += ["", f"Slates of ten, {how}:", "", "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]
+        for name in ("reward", "revenue", "diversity", "novelty", "distinct", "invalid"):
+            before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
+            x = interval(after - before)
+            rows.append(f"| {name} | {before.mean():.4f} | {after.mean():.4f} | {x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f}) |")
     return ["## The business reward", "", "Revenue recall + 0.1 diversity + 0.1 novelty (ptf.tasks.slates), of held-out baskets.", *rows]
 
 
-def slates(model: Path, made: Path, catalogue: str, allowed: AllowedConfig, temperature: float) -> list[dict[str, float]]:
+def slates(model: Path, made: Path, allowed: AllowedConfig, temperature: float) -> list[dict[str, float]]:
     """Of each user the mean of what their slates are worth."""
     engine = NativeEngine(str(model), device=torch.device("cpu"), dtype=torch.float32, version=0)
     tokenizer = Tokenizer.load(str(model))
+    catalogue = str(made / "catalogue.json")
     items = Catalogue.load(catalogue)
     trie = items.trie(tokenizer, allowed.repeat, allowed.distinct)
     sampling = Sampling(trie.longest, temperature, tokenizer.stop_ids, trie=trie)
