@@ -3,11 +3,14 @@
 The one idea: a catalogue belongs to one tokenizer, whose fingerprint it keeps; with another one its names would be other tokens, and is refused.
 """
 
+import io
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+
+import numpy as np
 
 from ptf import storage
 from ptf.data.tokenizer import END, EVENT, PAD, Tokenizer
@@ -46,24 +49,23 @@ class Catalogue:
         for token in TOKEN.findall(text):
             if token in (END, PAD):
                 continue
+            if held and held + token not in self.by_text and held + token not in self._beginnings:
+                found.append(None)  # what was begun ends in nothing; this token may begin the next
+                held = ""
             held += token
             if item := self.by_text.get(held):
                 found.append(item)
                 held = ""
-            elif not any(known.startswith(held) for known in self._beginnings.get(held, ())):
+            elif held not in self._beginnings:
                 found.append(None)
                 held = ""
         return [*found, None] if held else found
 
     @cached_property
-    def _beginnings(self) -> Mapping[str, tuple[str, ...]]:
-        """What an item's text begins with → one such text."""
-        found: dict[str, tuple[str, ...]] = {}
-        for item in self.items:
-            tokens = TOKEN.findall(item.text)
-            for n in range(1, len(tokens)):
-                found.setdefault("".join(tokens[:n]), (item.text,))
-        return found
+    def _beginnings(self) -> frozenset[str]:
+        """What an item's text begins with."""
+        tokens = [TOKEN.findall(item.text) for item in self.items]
+        return frozenset("".join(of[:n]) for of in tokens for n in range(1, len(of)))
 
     def trie(self, tokenizer: Tokenizer, repeat: int = 1, distinct: bool = False) -> Trie:
         """Of all items; see Trie.of. Raises UserError for another tokenizer than the catalogue's."""
@@ -87,3 +89,10 @@ class Catalogue:
             return Catalogue(tuple(Item(**item) for item in found["items"]), found["tokenizer"])
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is not a catalogue (ptf.data.catalogue)") from None
+
+
+def items_vectors(catalogue: str) -> np.ndarray:
+    """[items, d] of unit length, which lie beside the catalogue (a path or URI)."""
+    place = f"{catalogue.rsplit('/', 1)[0]}/vectors.npy" if "/" in catalogue else "vectors.npy"
+    with storage.open_read(place) as file:
+        return np.load(io.BytesIO(file.read()))

@@ -67,7 +67,7 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
     order means nothing. The first `context` (default 1) are given, the others are trained, each after all before it; nothing follows the last, for a
     history has no end. What comes first in a basket counts `opening` (default 1) times. Rows with baskets carry the stream `baskets` [n, 2]: which one
     a token is in, from 1, and which of its events it belongs to, from 0; elsewhere it is 0 (ptf/data/baskets.py). `values`: {name: a number or null for
-    each entry}, which is the stream `value/name` [n] of all its tokens; NaN where there is none."""
+    each entry}, which is the stream `value/name` [n, 2] of all its tokens: the number, and 1 where there is one."""
     events, context, opening = row["events"], row.get("context", 1), row.get("opening", 1.0)
     flat: list[Any] = [event for entry in events for event in (entry if isinstance(entry, list) else [entry])] if isinstance(events, list) else [None]
     if not all(isinstance(event, str) and event for event in flat) or not all(entry for entry in events):
@@ -94,7 +94,7 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
     if not any(weights):
         raise UserError("a sequence of one token has nothing to train")
     streams = {"baskets": np.array(baskets, np.int32)} if basket else {}
-    streams |= {VALUE + name: np.repeat(np.array([np.nan if x is None else x for x in v], np.float32), sizes) for name, v in values.items()}
+    streams |= {VALUE + name: np.repeat(np.array([(x or 0.0, x is not None) for x in v], np.float32), sizes, 0) for name, v in values.items()}
     return [(Sample(np.array(tokens, np.int32), np.array(weights, np.float32), source, streams),)]
 
 

@@ -18,6 +18,7 @@ What it writes:
 With `base`, a model of text: tokens.jsonl has descriptions and the tokens of gaps, the rows to train on are chats, and no model is written.
 """
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -32,7 +33,7 @@ from safetensors.numpy import save_file
 from ptf.config.schema import TokensConfig
 from ptf.data.added import add
 from ptf.data.catalogue import Catalogue, Item
-from ptf.data.histories import Split, read, split, table
+from ptf.data.histories import Split, absent, read, split, table
 from ptf.data.item_vectors import item_vectors, spread
 from ptf.data.semantic_ids import SemanticIds
 from ptf.data.telling import DAY, GAPS, Telling
@@ -83,13 +84,14 @@ def prepare(
     else:
         raise UserError(f"ids must be `items`, or `levels` with numbers of codes, not {ids!r}")
     had = Counter(item for history in trained for item in {item for basket in history for item in basket.items})
+    stands_for = "items_" + hashlib.sha256(json.dumps([names, texts]).encode()).hexdigest()[:16]  # so that other items are another tokenizer
     between = [f"<gap_{n}>" for n in range(GAPS if gaps else 1)]
     if base is None:
-        tokenizer = event_tokenizer(between, root / "model")
+        tokenizer = event_tokenizer(between, root / "model", stands_for)
         write_model(root / "model", tokenizer, window, model)
         save_file({"embed": spread(rows, width, seed)}, root / "tokens.safetensors")
     else:
-        tokenizer, tokens = Tokenizer.load(base), [START, *between, *tokens]
+        tokenizer, tokens = Tokenizer.load(base), [START, *between, *tokens, f"<{stands_for}>"]
     described = {text: facts[name].description for name, text in zip(names, texts, strict=True)} if base else {}
     lines(root / "tokens.jsonl", ({"token": token} | ({"description": described[token]} if described.get(token) else {}) for token in tokens))
     add(tokenizer, TokensConfig(file=str(root / "tokens.jsonl")))
@@ -106,41 +108,58 @@ def prepare(
     earlier = [(user, Split(s.before[:n], s.before[n:])) for user, s in splits.items() for n in range(max(1, len(s.before) - prompts), len(s.before))]
     lines(root / "train_prompts.jsonl", (told.prompt(user, s) for user, s in earlier))
     if base is None:
-        lines(root / "train.jsonl", (row for s in splits.values() for row in told.windows(s.before)))
+        rows_written = lines(root / "train.jsonl", (row for s in splits.values() for row in told.windows(s.before)))
         lines(root / "held_out_loss.jsonl", (told.continued(s) for s in held.values()))
     else:
         rng = np.random.default_rng(seed)
-        lines(root / "train.jsonl", (told.chat(s, rng) for _, s in earlier))
+        rows_written = lines(root / "train.jsonl", (told.chat(s, rng) for _, s in earlier))
         lines(root / "held_out_loss.jsonl", (told.chat(s, rng) for s in held.values()))
+    if not rows_written:
+        raise UserError(f"{events}: with hold_out {hold_out!r} nothing is left to train on: no user has two baskets, or two items, before what is held out")
     counts = histories.counts
     print(
         f"events: {counts['rows']} rows, {counts['duplicates']} twice in a basket, {counts['unknown']} of unknown items; {len(splits)} users, "
-        f"{counts['single']} left out with one event; {len(names)} items; {len(held)} users have a basket held out", flush=True,
+        f"{counts['single']} left out with one event; {len(names)} items; {len(held)} users have a basket held out; {told.left_out} baskets of one item after "
+        "nothing are not trained", flush=True,
     )  # fmt: skip
 
 
 def catalogue_rows(path: str, columns: Mapping[str, str]) -> dict[str, Item]:
     """Item → what is known of it, in the file's order."""
     found: dict[str, Item] = {}
-    name, value, description = (columns.get(key, key) for key in ("item", "value", "description"))
+    known = ("item", "value", "description")
+    if unknown := columns.keys() - set(known):
+        raise UserError(f"item_columns: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    name, value, description = (columns.get(key, key) for key in known)
     for number, (where, row) in enumerate(table(path), 1):
+        here = f"{where}, item {number}"
+        if missing := [there for there in columns.values() if there not in row]:
+            raise UserError(f"{here}: there is no {', '.join(missing)}; this row has {sorted(row)}")
+        if absent(row.get(name)):
+            raise UserError(f"{here}: {name!r} names no item; this row has {dict(row)}")
         try:
-            item = Item(str(row[name]), "", float(row.get(value) or (1.0 if value not in row else "nan")), description=str(row.get(description) or ""))
-        except (KeyError, ValueError, TypeError):
-            raise UserError(f"{where}, item {number}: needs {name}, and a number {value} where there is one; this row has {dict(row)}") from None
-        if not 0 <= item.value < math.inf:
-            raise UserError(f"{where}, item {number}: {value} must be a number of at least 0, not {row.get(value)!r}")
-        if not item.name or item.name in found:
-            raise UserError(f"{where}, item {number}: {item.name!r} is {'there twice' if item.name else 'no name'}")
+            worth = float(row[value]) if value in row else 1.0
+        except (ValueError, TypeError):
+            worth = math.nan
+        if not 0 <= worth < math.inf:
+            raise UserError(f"{here}: {value} must be a number of at least 0, not {row[value]!r}")
+        item = Item(str(row[name]), "", worth, description="" if absent(row.get(description)) else str(row[description]))
+        if item.name in found:
+            raise UserError(f"{here}: {item.name!r} is there twice")
         found[item.name] = item
     if not found:
         raise UserError(f"{path}: there are no items")
     return found
 
 
-def lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write them; how many."""
+    count = 0
     with open(path, "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+            count += 1
+    return count
 
 
 def write_model(directory: Path, tokenizer: Any, window: int, sizes: Mapping[str, Any]) -> None:

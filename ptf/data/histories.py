@@ -61,13 +61,18 @@ def read(
     """Histories of rows (where, row). `columns`: `user`, `time` (a number of seconds) and `item` → what they are called there. `known`: the items of the
     catalogue; rows of another are an error, or with `unknown: drop` left out and counted. Rows of a user are in the order of time, or with
     `order: sort` are brought into it. The same item twice in a basket is one. Raises UserError naming the first row that is wrong."""
+    for key, given, choices in (("unknown", unknown, ("error", "drop")), ("order", order, ("error", "sort"))):
+        if given not in choices:
+            raise UserError(f"{key} must be {' or '.join(choices)}, not {given!r}")
+    if strange := columns.keys() - set(COLUMNS):
+        raise UserError(f"columns: {', '.join(sorted(strange))} is none of {', '.join(COLUMNS)}")
     names = {name: columns.get(name, name) for name in COLUMNS}
     events: dict[str, list[tuple[float, str]]] = {}
     counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
     for number, (where, row) in enumerate(rows, 1):
         counts["rows"] += 1
         here = f"{where}, event {number}"
-        if missing := [there for there in names.values() if row.get(there) in (None, "")]:
+        if missing := [there for there in names.values() if absent(row.get(there))]:
             raise UserError(f"{here}: there is no {', '.join(missing)}; this row has {sorted(row)}")
         user, item = str(row[names["user"]]), str(row[names["item"]])
         try:
@@ -94,6 +99,11 @@ def read(
         if kept > 1:
             found[user] = history
     return Histories(found, counts)
+
+
+def absent(value: Any) -> bool:
+    """Whether a cell is empty, in csv, jsonl or parquet."""
+    return value is None or value == "" or value != value  # NaN
 
 
 def _baskets(events: Sequence[tuple[float, str]]) -> Iterator[Basket]:

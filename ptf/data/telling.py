@@ -34,6 +34,7 @@ class Telling:
 
     def __init__(self, items: Mapping[str, Item], window: int, gaps: bool, opening: float) -> None:
         self.items, self.window, self.gaps, self.opening = items, window, gaps, opening
+        self.left_out = 0  # baskets of one item that nothing comes before
         self.size = max(item.text.count("<") for item in items.values())
 
     def told(self, history: History) -> list[Told]:
@@ -47,7 +48,7 @@ class Telling:
         return found
 
     def windows(self, history: History) -> Iterator[dict[str, Any]]:
-        """All baskets, each trained in one row, after as many of those before it as half a window holds."""
+        """Baskets, each trained in one row, after as many of those before it as half a window holds; one item after nothing is left out."""
         told = list(self._pieces(self.told(history)))
         at = 0
         while at < len(told):
@@ -61,6 +62,8 @@ class Telling:
                 end += 1
             if end - first > 1 or len(told[at].items) > 1 or self.size > 1:
                 yield self._row(told[first:end], 1 + 2 * (at - first))
+            else:
+                self.left_out += 1
             at = end
 
     def _row(self, told: Sequence[Told], context: int) -> dict[str, Any]:

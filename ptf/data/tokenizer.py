@@ -241,9 +241,10 @@ PAD, UNKNOWN, END, START = "<pad>", "<unk>", "<end>", "<start>"
 AS_IT_STANDS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"  # what was recommended is not what was done
 
 
-def event_tokenizer(tokens: Iterable[str], directory: str | Path) -> Tokenizer:
+def event_tokenizer(tokens: Iterable[str], directory: str | Path, of: str = "") -> Tokenizer:
     """Write a tokenizer of exactly these tokens (`<…>` each) as a directory for AutoTokenizer. Its chat template writes what users say as it stands,
-    and nothing else. Raises UserError for a token that is there twice or of another form."""
+    and nothing else; `of`, what the tokens stand for, is a comment in it, and so part of the fingerprint. Raises UserError for a token that is there
+    twice or of another form."""
     vocabulary: dict[str, int] = {}
     for token in (PAD, UNKNOWN, END, START, *tokens):
         if token in vocabulary or not re.fullmatch(EVENT, token):
@@ -253,6 +254,6 @@ def event_tokenizer(tokens: Iterable[str], directory: str | Path) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(EVENT), "isolated")
     backend.decoder = decoders.Fuse()
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, unk_token=UNKNOWN, eos_token=END, clean_up_tokenization_spaces=False)
-    hf.chat_template = AS_IT_STANDS
+    hf.chat_template = (f"{{# {of} #}}" if of else "") + AS_IT_STANDS
     hf.save_pretrained(directory)
     return Tokenizer.load(str(directory))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ptf.data.baskets import STREAM
@@ -32,8 +32,13 @@ class NextItem(nn.Module):
         values: Mapping[str, float] = {},
     ) -> None:  # fmt: skip
         super().__init__()
-        with safe_open(items, "pt") as stored:
-            ids, rows = stored.get_tensor("ids"), stored.get_tensor("rows")
+        try:
+            with safe_open(items, "pt") as stored:
+                ids, rows = stored.get_tensor("ids"), stored.get_tensor("rows")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"model.head: {items} has no `ids` and `rows` (ptf.data.events writes it, where `ids: items`): {error}") from None
+        if parts.lora is not None and parts.lora.adapts(f"{path}.items"):
+            raise UserError("model.lora.targets: an adapter of head.items would train nothing, for the head reads its rows; leave it out")
         if int(ids.max()) >= config.vocab or rows.shape[1] != config.dim:
             raise UserError(
                 f"model.head: {items} has rows of width {rows.shape[1]} and tokens up to {int(ids.max())}; the model is of width {config.dim}, with a "
@@ -63,7 +68,7 @@ class NextItem(nn.Module):
     def loss(self, x: Tensor, batch: Any) -> Tensor:
         place: Tensor = self.place  # type: ignore[assignment]
         classes, weight = place[batch.targets], self.items.weight
-        if self.sampled is None:
+        if self.sampled is None or not torch.is_grad_enabled():  # held-out losses are exact
             loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.weights)
         else:
             loss = self._sampled(x, weight, classes, batch, self.sampled)
@@ -75,7 +80,8 @@ class NextItem(nn.Module):
     def _sampled(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int) -> Tensor:
         """Cross-entropy whose normaliser is found from the target, the end, and some items alike for all places, drawn by the batch's own tokens."""
         kept = batch.weights != 0
-        generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
+        flat = batch.tokens.flatten().cpu()
+        generator = torch.Generator().manual_seed(int((flat * torch.arange(1, len(flat) + 1)).sum()))  # other rows, or their order: another draw
         drawn = torch.randperm(self.end, generator=generator)[:sampled].to(x.device)
         x, targets = x[kept], classes[kept]
         own = (x * weight[targets]).sum(-1, keepdim=True).float()
@@ -92,10 +98,13 @@ class NextItem(nn.Module):
             return x.new_zeros((), dtype=torch.float32) + (0.0 if self.numbers is None else 0.0 * self.numbers(x[:, :1]).sum())
         said, total = self.numbers(x[opens]).float(), x.new_zeros((), dtype=torch.float32)
         for i, (name, counts) in enumerate(self.values.items()):
-            if VALUE + name not in batch.streams:
-                raise UserError(f"model.head: rows say no {name!r} of their baskets; they have {', '.join(sorted(batch.streams))}")
-            wanted = batch.streams[VALUE + name][opens]
-            there = ~wanted.isnan()
+            known = [stream.removeprefix(VALUE) for stream in batch.streams if stream.startswith(VALUE)]
+            if name not in known:
+                if not known:  # rows of another source
+                    continue
+                raise UserError(f"model.head: rows say no {name!r} of their baskets; they have {', '.join(sorted(known))}")
+            wanted, there = batch.streams[VALUE + name][opens].unbind(-1)
+            there = there != 0
             apart = said[there, i] - wanted[there].clamp(min=0).log1p()
             total = total + counts / 2 * (apart.square() * batch.weights[opens][there]).sum()
         return total
@@ -106,7 +115,8 @@ def openings(batch: Any) -> Tensor:
     if STREAM not in batch.streams:
         return torch.zeros_like(batch.tokens, dtype=torch.bool)
     basket = batch.streams[STREAM][..., 0]  # of the token that follows
-    return (basket > 0) & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
+    first = batch.streams[STREAM][..., 1] == 0  # and not where a long row was cut
+    return (basket > 0) & first & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
 
 
 def of_the_rest(rows: Tensor, batch: Any) -> Tensor:

@@ -16,6 +16,7 @@ from ptf.compute.leave import Requests
 from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
 from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, RolloutConfig, Source
+from ptf.data.catalogue import Catalogue
 from ptf.data.pipeline import prompts_once, prompts_stream
 from ptf.data.sources import fingerprints
 from ptf.data.stream import Stream
@@ -279,6 +280,8 @@ def attempt(job: Job, run: Path) -> None:
         for name, spec in sources.items():
             for prompt in itertools.islice(prompts_once(spec, name, tokenizer), CHECKED):
                 refuse_too_long(prompt, room)
+    if job.evaluate.ranking is not None:  # rewards look items up in it, too
+        Catalogue.load(job.evaluate.ranking.catalogue).refuse_other(tokenizer, "the model's")
     trie = trie_of(knobs, tokenizer)
     recipe, how = drawing(recipe, knobs, trie)
     held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit) if job.train.validate_every else {}

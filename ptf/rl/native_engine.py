@@ -131,8 +131,8 @@ class NativeEngine:
             parents, edge, found = parents[going], edge[going], found[going]
             yield owner[parents], trie.states[edge], found
             ends = trie.states[trie.starts[trie.states[edge]]] == OVER
-            best = np.lexsort((-found, owner[parents]))
-            best = best[~ends[best]]
+            best = np.flatnonzero(~ends)
+            best = best[np.lexsort((-found[best], owner[parents[best]]))]
             rank = np.arange(len(best)) - np.searchsorted(owner[parents[best]], owner[parents[best]])
             best = best[rank < beam]
             if not len(best):

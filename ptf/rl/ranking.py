@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ptf import storage
-from ptf.data.catalogue import Catalogue
+from ptf.data.catalogue import Catalogue, items_vectors
 from ptf.data.ranking import coverage, diversity, measures
 from ptf.data.trajectory import Prompt
 from ptf.data.trie import Trie
@@ -43,14 +43,12 @@ class Ranker:
             item_of[state] = place
         return Ranker(engine, trie, item_of, beam)
 
-    def __call__(self, prompts: Sequence[Prompt]) -> Iterator[np.ndarray]:
-        """Of each prompt the scores of all items, [items] float64; −inf for those that the beam has lost."""
+    def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, np.ndarray]]:
+        """Which prompt, and its scores of all items, [items] float64, −inf for those that the beam has lost; as they are found."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-        found: dict[int, np.ndarray] = {}
         for at in range(0, len(order), self.histories):
             here = order[at : at + self.histories]
-            found |= dict(zip(here, self._scores([prompts[i].tokens for i in here]), strict=True))
-        return (found[i] for i in range(len(prompts)))
+            yield from zip(here, self._scores([prompts[i].tokens for i in here]), strict=True)
 
     def _scores(self, contexts: Sequence[np.ndarray]) -> np.ndarray:
         scores = np.full((len(contexts), int((self.item_of >= 0).sum())), -np.inf)
@@ -67,14 +65,15 @@ def top(scores: np.ndarray, k: int) -> list[int]:
 
 
 def judged(
-    score: Callable[[Sequence[Prompt]], Iterator[np.ndarray]], prompts: Sequence[Prompt], catalogue: Catalogue, vectors: np.ndarray, k: int
+    score: Callable[[Sequence[Prompt]], Iterator[tuple[int, np.ndarray]]], prompts: Sequence[Prompt], catalogue: Catalogue, vectors: np.ndarray, k: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:  # fmt: skip
     """Means over the users of all measures, of next baskets over all items (`all/…`) and over items that are new to the user (`new/…`, of users whose
     basket has one); and the measures of each user. Raises UserError for prompts without a future of this catalogue."""
     place = {item.name: i for i, item in enumerate(catalogue.items)}
-    rows: list[dict[str, Any]] = []
+    rows: dict[int, dict[str, Any]] = {}
     lists: dict[str, list[list[int]]] = {task: [] for task in TASKS}
-    for prompt, scores in zip(prompts, score(prompts), strict=True):
+    for number, scores in score(prompts):
+        prompt = prompts[number]
         try:
             basket = [place[name] for name in prompt.row["future"][0]]
             had = [place[name] for name in prompt.row["history"]]
@@ -93,10 +92,11 @@ def judged(
             lists[task].append(ranked)
             found = measures(ranked, {item: catalogue.items[item].value for item in wanted}, k) | {f"diversity@{k}": diversity(vectors[ranked])}
             row |= {f"{task}/{name}": value for name, value in found.items()} | {f"{task}/top": [catalogue.items[item].name for item in ranked]}
-        rows.append(row)
-    names = [name for row in rows for name, value in row.items() if isinstance(value, float)]
-    means = {name: float(np.mean([row[name] for row in rows if name in row])) for name in dict.fromkeys(names)}
-    return means | {f"{task}/coverage@{k}": coverage(lists[task], len(place)) for task in TASKS if lists[task]}, rows
+        rows[number] = row
+    found_rows = [rows[number] for number in range(len(prompts))]
+    names = [name for row in found_rows for name, value in row.items() if isinstance(value, float)]
+    means = {name: float(np.mean([row[name] for row in found_rows if name in row])) for name in dict.fromkeys(names)}
+    return means | {f"{task}/coverage@{k}": coverage(lists[task], len(place)) for task in TASKS if lists[task]}, found_rows
 
 
 def rank(
@@ -105,7 +105,7 @@ def rank(
     """The measures of one checkpoint, and of each user in `answers` (jsonl)."""
     items = Catalogue.load(catalogue)
     items.refuse_other(tokenizer, "the model's")
-    vectors = np.load(Path(catalogue).with_name("vectors.npy"))
+    vectors = items_vectors(catalogue)
     engine = NativeEngine(str(model), device=device, dtype=torch.float32, version=0, parts=parts)
     means, rows = judged(Ranker.of(engine, items, tokenizer, beam), prompts, items, vectors, k)
     storage.write_text(str(answers), "".join(json.dumps(row) + "\n" for row in rows))

@@ -10,33 +10,35 @@ The one idea: an item counts once, however often the slate has it, and a token s
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ptf.data.catalogue import Catalogue
+from ptf.data.catalogue import Catalogue, items_vectors
 from ptf.data.ranking import diversity as apart
+from ptf.errors import UserError
 from ptf.rl.env import Turn
 
 
 @functools.cache
-def known(catalogue: str) -> tuple[Catalogue, np.ndarray, dict[str, int]]:
-    """The catalogue, its vectors [items, d], and each item's place."""
+def known(catalogue: str) -> tuple[Catalogue, np.ndarray, dict[str, int], float]:
+    """The catalogue, its vectors [items, d], each item's place, and the least popularity that there is."""
     found = Catalogue.load(catalogue)
-    return found, np.load(Path(catalogue).with_name("vectors.npy")), {item.name: i for i, item in enumerate(found.items)}
+    least = min((item.popularity for item in found.items if item.popularity > 0), default=1.0)
+    return found, items_vectors(catalogue), {item.name: i for i, item in enumerate(found.items)}, least
 
 
 def worth(
     text: str, bought: Sequence[str], *, catalogue: str, size: int = 10, diversity: float = 0.1, novelty: float = 0.1
 ) -> dict[str, float]:  # fmt: skip
     """Of a slate, told in tokens, beside what was bought: `reward` and the parts that it is made of."""
-    items, vectors, place = known(catalogue)
-    slate = list(dict.fromkeys(item.name for item in items.read(text) if item is not None))[:size]
+    items, vectors, place, least = known(catalogue)
+    slate = list(dict.fromkeys(item.name for item in items.read(text)[:size] if item is not None))
+    if strange := [name for name in bought if name not in place]:
+        raise UserError(f"{strange[0]!r} was bought, and is not in {catalogue}: the prompts are of another catalogue")
     value = {name: items.by_name[name].value for name in bought}
     total = sum(value.values())
     share = sum(value.get(name, 0.0) for name in slate) / total if total else 0.0
-    least = min((item.popularity for item in items.items if item.popularity > 0), default=1.0)
     rare = [-math.log2(max(items.by_name[name].popularity, least)) / max(-math.log2(least), 1e-9) for name in slate]
     spread = apart(vectors[[place[name] for name in slate]]) * len(slate) / size
     fresh = sum(rare) / size

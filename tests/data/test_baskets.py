@@ -1,6 +1,5 @@
 """Baskets are read in another order each time; nothing else about them changes, and what they count stays with the place."""
 
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,8 @@ def test_every_order_comes_and_a_resumed_stream_goes_on_with_the_same(characters
     again = Reordered(Same(), "key")
     again.load_state_dict({**stream.state_dict()})
     assert [characters.decode(next(again)[0].tokens) for _ in range(20)] == [characters.decode(next(stream)[0].tokens) for _ in range(20)]
-    assert [characters.decode(next(Reordered(Same(), key))[0].tokens) for key, _ in zip("ab", repeat(0))] != seen[:2] or len(set(seen[:2])) == 1
+    other = Reordered(Same(), "another key")
+    assert [characters.decode(next(other)[0].tokens) for _ in range(20)] != seen[:20]
 
 
 @pytest.mark.parametrize(("most", "lengths"), [(4, [4, 3, 3]), (5, [4, 3, 3]), (7, [7, 3])])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ptf.data.catalogue import Catalogue
-from ptf.data.events import generated, prepare
+from ptf.data.events import catalogue_rows, generated, prepare
 from ptf.data.item_vectors import described, item_vectors, spread, together
 from ptf.data.semantic_ids import SemanticIds
 from ptf.data.tokenizer import Tokenizer, event_tokenizer
@@ -38,6 +38,9 @@ def test_a_slate_is_read_as_items_and_what_names_none_is_none(made: Path) -> Non
     assert catalogue.read(a.text + b.text + a.text + "<end>") == [a, b, a]
     assert catalogue.read("<gap_1>" + a.text) == [None, a]
     assert catalogue.read("") == []
+    if "<b_" in a.text:
+        begun = "".join(a.text.partition(">")[:2])
+        assert catalogue.read(begun + a.text + b.text) == [None, a, b], "what is begun and not ended hides nothing"
     assert len({item.text for item in catalogue.items}) == 30
     tokenizer = extended(made)
     assert tokenizer.decode(tokenizer.encode(a.text + b.text)) == a.text + b.text
@@ -54,6 +57,12 @@ def test_a_catalogue_of_another_tokenizer_is_refused(made: Path, tmp_path: Path)
         catalogue.refuse_other(other, "the model's")
     with pytest.raises(UserError, match="made with another tokenizer"):
         catalogue.trie(other)
+    turned = tmp_path / "items.jsonl"
+    turned.write_text("".join(reversed((made / "items.jsonl").read_text().splitlines(keepends=True))))
+    ids = "items" if catalogue.items[0].text.count("<") == 1 else {"levels": [6, 4]}
+    prepare(str(tmp_path / "turned"), events=str(made / "events.jsonl"), items=str(turned), ids=ids)
+    with pytest.raises(UserError, match="made with another tokenizer"):  # the same tokens stand for other items
+        catalogue.refuse_other(extended(tmp_path / "turned"), "the model's")
     (tmp_path / "c.json").write_text("[]")
     with pytest.raises(UserError, match="is not a catalogue"):
         Catalogue.load(str(tmp_path / "c.json"))
@@ -96,6 +105,27 @@ def test_every_basket_is_trained_once_and_no_row_is_longer_than_the_window(made:
     assert max(len(tokenizer.encode(row["messages"][0]["content"])) for row in prompts) <= window
 
 
+def test_items_may_be_worth_nothing_and_must_have_names(tmp_path: Path) -> None:
+    file = tmp_path / "items.jsonl"
+    file.write_text('{"item": "a", "value": 0, "description": null}\n{"item": "b", "value": 2}\n')
+    assert [(item.value, item.description) for item in catalogue_rows(str(file), {}).values()] == [(0.0, ""), (2.0, "")]
+    for line, message in {
+        '{"item": null}': "'item' names no item", '{"item": "a", "value": null}': "value must be a number of at least 0, not None",
+        '{"item": "a", "value": -1}': "must be a number of at least 0, not -1", '{"item": "a"}\n{"item": "a"}': "'a' is there twice",
+    }.items():  # fmt: skip
+        file.write_text(line + "\n")
+        with pytest.raises(UserError, match=message):
+            catalogue_rows(str(file), {})
+
+
+def test_users_with_nothing_to_learn_from_are_said(tmp_path: Path) -> None:
+    rows = [{"user": f"u{n}", "time": time, "item": f"i{(n + time) % 4}"} for n in range(6) for time in (1, 2)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps({"item": f"i{n}"}) + "\n" for n in range(4)))
+    with pytest.raises(UserError, match="nothing is left to train on: no user has two baskets, or two items"):
+        prepare(str(tmp_path / "made"), events=str(tmp_path / "events.jsonl"), items=str(tmp_path / "items.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
@@ -103,6 +133,12 @@ def test_every_basket_is_trained_once_and_no_row_is_longer_than_the_window(made:
         ({"ids": "names"}, "ids must be `items`, or `levels`"),
         ({"ids": {"levels": [500]}}, "numbers of codes from 2 to 30"),
         ({"model": {"hiden_size": 8}}, "hiden_size is no key of its config.json"),
+        ({"unknown": "eror"}, "unknown must be error or drop, not 'eror'"),
+        ({"order": "srot"}, "order must be error or sort, not 'srot'"),
+        ({"columns": {"usr": "user"}}, "columns: usr is none of user, time, item"),
+        ({"item_columns": {"value": "prcie"}}, "item 1: there is no prcie; this row has"),
+        ({"item_columns": {"valeu": "value"}}, "item_columns: valeu is none of item, value, description"),
+        ({"base": "a/model", "model": {"hidden_size": 8}}, "model: with base, its sizes are what they are"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(made: Path, tmp_path: Path, knobs: dict[str, Any], message: str) -> None:

@@ -30,9 +30,11 @@ def test_a_basket_is_what_has_one_time_and_has_each_item_once() -> None:
         ([("u", 2, "a"), ("u", 1, "b")], "f, event 2: the events of user 'u' are not in the order of time: 1 after 2"),
         ([("u", 1, "z")], "f, event 1: the item 'z' is not in the catalogue"),
         ([("u", "soon", "a")], "f, event 1: time must be a number of seconds, not 'soon'"),
-        ([("u", float("nan"), "a")], "time must be a number of seconds"),
+        ([("u", float("nan"), "a")], "there is no time; this row has"),
+        ([("u", float("inf"), "a")], "time must be a number of seconds, not inf"),
         ([("u", 1, "")], "there is no item; this row has"),
         ([(None, 1, "a")], "there is no user; this row has"),
+        ([(float("nan"), 1, "a")], "there is no user; this row has"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_named(events: Any, message: str) -> None:

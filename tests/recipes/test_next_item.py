@@ -16,7 +16,8 @@ from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.layers import Parts
-from ptf.recipes.next_item import NextItem
+from ptf.model.lora import Lora
+from ptf.recipes.next_item import NextItem, openings
 
 VOCAB, ITEMS, D = 40, 24, 16
 IDS = torch.arange(10, 10 + ITEMS)
@@ -42,7 +43,8 @@ def history(rng: np.random.Generator, baskets: int) -> Sample:
         weights += [float(basket > 1) * (3.0 if n == 0 else 1.0) for n in range(size + 1)]
         where += [*((basket, n) for n in range(size)), (0, 0)]
         days += [float(rng.integers(0, 50)) if basket != 3 else np.nan] * size + [np.nan]
-    streams = {"baskets": np.array(where, np.int32), VALUE + "days": np.array(days, np.float32)}
+    known = np.stack([np.nan_to_num(days), ~np.isnan(days)], 1).astype(np.float32)
+    streams = {"baskets": np.array(where, np.int32), VALUE + "days": known}
     return Sample(np.array(tokens, np.int32), np.array(weights, np.float32), "h", streams)
 
 
@@ -82,7 +84,7 @@ def test_loss_and_gradient_are_those_of_the_definition(tmp_path: Path, set_wise:
         torch.autograd.grad(loss, [mine, ours.items.weight]), torch.autograd.grad(expected, [other, theirs.items.weight]), strict=True
     ):  # fmt: skip
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
-    assert abs(float(expected - dense(theirs, other, batch, not set_wise))) > 0.1  # the control: the two are not the same
+    assert abs((expected - dense(theirs, other, batch, not set_wise)).item()) > 0.1  # the control: the two are not the same
 
 
 def test_some_items_stand_for_all(tmp_path: Path) -> None:
@@ -112,14 +114,17 @@ def test_values_are_said_where_a_basket_begins(tmp_path: Path) -> None:
     batch, x = packed(), torch.randn(2, 48, D, generator=torch.Generator().manual_seed(1))
     said, expected = both.numbers(x)[..., 0], 0.0  # type: ignore[misc]
     for b, t in torch.nonzero(batch.weights == 3.0).tolist():
-        if not math.isnan(days := float(batch.streams[VALUE + "days"][b, t])):
+        days, there = batch.streams[VALUE + "days"][b, t].tolist()
+        if there:
             expected += 0.5 / 2 * 3.0 * (float(said[b, t]) - math.log1p(days)) ** 2
     assert expected > 1
     assert float(both.loss(x, batch)) - float(plain.loss(x, batch)) == pytest.approx(expected, rel=1e-4)
     assert both(x).shape == (2, 48, ITEMS + 2)
     torch.testing.assert_close(both(x)[..., : ITEMS + 1].exp().sum(-1), torch.ones(2, 48))
     assert torch.equal(both.logits(x)[..., IDS], both.items(x)[..., :-1])
-    with pytest.raises(UserError, match=r"rows say no 'spend' of their baskets; they have baskets, value/days"):
+    others = {name: stream for name, stream in batch.streams.items() if name == "baskets"}
+    assert both.loss(x, Batch(**{**vars_of(batch), "streams": others})).item() == pytest.approx(plain.loss(x, batch).item())  # rows of another source
+    with pytest.raises(UserError, match=r"rows say no 'spend' of their baskets; they have days$"):
         head(tmp_path, values={"spend": 1.0}).loss(x, batch)
 
 
@@ -142,3 +147,19 @@ def test_what_cannot_be_is_refused(tmp_path: Path, knobs: dict[str, Any]) -> Non
     without = Batch(**{**vars_of(batch), "streams": {}})
     with pytest.raises(UserError, match="set_wise is for baskets"):
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
+    with pytest.raises(UserError, match=r"nowhere.* has no `ids` and `rows`"):
+        NextItem(config(), Parts(), "head", items=str(tmp_path / "nowhere.safetensors"))
+    adapted = Parts(lora=Lora(4, 8.0, False, ("*",)))
+    with pytest.raises(UserError, match="would train nothing"):
+        NextItem(config(), adapted, "head", items=str(tmp_path / "items.safetensors"))
+
+
+def test_held_out_losses_are_exact_and_a_cut_basket_opens_nothing(tmp_path: Path) -> None:
+    exact, sampled = head(tmp_path), head(tmp_path, sampled=6)
+    batch, x = packed(), torch.randn(2, 48, D)
+    with torch.no_grad():
+        assert sampled.loss(x, batch).item() == pytest.approx(exact.loss(x, batch).item(), rel=1e-6)
+    assert sampled.loss(x, batch).item() != pytest.approx(exact.loss(x, batch).item(), rel=1e-3)
+    where = np.array([(2, 3), (2, 4), (0, 0), (3, 0), (3, 1), (0, 0)], np.int32)
+    cut = Sample(np.array([10, 11, 2, 12, 13, 2], np.int32), np.ones(6, np.float32), "h", {"baskets": where})
+    assert openings(Batch.of([[(cut,)]], 8)).nonzero().tolist() == [[0, 2]]

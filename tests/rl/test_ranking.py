@@ -72,21 +72,27 @@ def _cache(engine: NativeEngine, context: np.ndarray, ids: list[int]) -> Any:
     return Cache(engine.model.config, [len(context) + n for n in range(len(ids))], 1, torch.device("cpu"), torch.float32)
 
 
+def scored(ranker: Ranker, prompts: list[Prompt]) -> list[np.ndarray]:
+    """In the order of the prompts."""
+    found = dict(ranker(prompts))
+    return [found[i] for i in range(len(prompts))]
+
+
 def test_scores_are_what_a_forward_pass_of_each_item_says(place: Path) -> None:
     tokenizer, catalogue, prompts = asked(place)
     engine = engine_of(place)
-    found = list(Ranker.of(engine, catalogue, tokenizer, beam=100)(prompts))
+    found = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts)
     for prompt, scores in list(zip(prompts, found, strict=True))[:3]:
         np.testing.assert_allclose(scores, by_hand(engine, catalogue, tokenizer, prompt.tokens), atol=1e-5)
         assert np.exp(scores).sum() == pytest.approx(1.0, abs=1e-5), "something of the catalogue is said"
-    (alone,) = Ranker.of(engine, catalogue, tokenizer, beam=100)(prompts[:1])
+    (alone,) = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts[:1])
     np.testing.assert_allclose(alone, found[0], atol=1e-5)
 
 
 def test_a_narrow_beam_loses_items_but_not_their_scores(place: Path) -> None:
     tokenizer, catalogue, prompts = asked(place)
     engine = engine_of(place)
-    wide, narrow = (list(Ranker.of(engine, catalogue, tokenizer, beam)(prompts[:5])) for beam in (100, 2))
+    wide, narrow = (scored(Ranker.of(engine, catalogue, tokenizer, beam), prompts[:5]) for beam in (100, 2))
     for a, b in zip(wide, narrow, strict=True):
         kept = np.isfinite(b)
         np.testing.assert_allclose(b[kept], a[kept], atol=1e-5)
@@ -102,7 +108,7 @@ def test_what_is_drawn_under_the_trie_is_always_an_item_and_as_likely_as_its_sco
     trie = catalogue.trie(tokenizer)
     sampling = Sampling(trie.longest, 1.0, tokenizer.stop_ids, trie=trie)
     calls = engine.answer([Request(p.tokens, sampling, seed) for p in prompts for seed in range(8)])
-    scores = list(Ranker.of(engine, catalogue, tokenizer, beam=100)(prompts))
+    scores = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts)
     names = {item.text: i for i, item in enumerate(catalogue.items)}
     for i, call in enumerate(calls):
         (item,) = catalogue.read(tokenizer.decode(call.sampled))
@@ -117,14 +123,14 @@ def test_a_users_measures_are_of_the_list_that_the_scores_make(place: Path, tmp_
 
     def oracle(prompts: Any) -> Any:
         """Scores that put the basket first."""
-        for prompt in prompts:
-            yield np.array([float(name in prompt.row["future"][0]) for name in names])
+        for number, prompt in reversed(list(enumerate(prompts))):
+            yield number, np.array([float(name in prompt.row["future"][0]) for name in names])
 
     means, rows = judged(oracle, prompts, catalogue, np.eye(len(names)), 10)
     assert means["all/ndcg@10"] == pytest.approx(1.0)
     assert means["new/ndcg@10"] == pytest.approx(1.0)
     assert len(rows) == len(prompts)
-    worst, _ = judged(lambda ps: (-scores for scores in oracle(ps)), prompts, catalogue, np.eye(len(names)), 5)
+    worst, _ = judged(lambda ps: ((number, -scores) for number, scores in oracle(ps)), prompts, catalogue, np.eye(len(names)), 5)
     assert worst["all/hr@5"] == 0
     for row, prompt in zip(rows, prompts, strict=True):
         assert not set(row.get("new/top", ())) & set(prompt.row["history"]), "what a user had is not new"

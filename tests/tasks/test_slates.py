@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ptf.data.catalogue import Catalogue, Item
+from ptf.errors import UserError
 from ptf.tasks.slates import Future, invalid, part, revenue, worth
 
 
@@ -25,6 +26,10 @@ def test_revenue_counts_what_was_bought_by_what_it_is_worth_once(catalogue: str)
     assert worth("<i_3><i_3><i_3>", ["n3", "n1"], **knobs)["reward"] == pytest.approx(4 / 6), "the same thing four times is one thing"
     assert worth("<i_9><i_3>", ["n3"], **knobs)["distinct"] == 0.25
     assert worth("", ["n3"], **knobs)["reward"] == 0
+    for first in ("<i_9><i_9>", "<i_0><i_0>"):  # what names nothing, or the same again, has its place
+        assert worth(f"{first}<i_3>", ["n3"], **{**knobs, "size": 2})["revenue"] == 0
+    with pytest.raises(UserError, match="'n9' was bought, and is not in"):
+        worth("<i_0>", ["n9"], **knobs)
     assert worth("<i_0><i_1><i_2><i_0><i_3>", ["n3"], **{**knobs, "size": 3})["reward"] == 0, "it is behind the last place"
 
 
