@@ -233,7 +233,7 @@ def main() -> int:
         f"{len(held)} users have a basket held out, of whom {sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
         f"new to them. `all`: the next basket; `new`: those of its items that the user had not had, among all that they had not. All measures are at {K}.", "",
         head, "|---" * 15 + "|", *(table_row(name, found[name], coverages[name]) for name in found), "",
-        "## Beside each other, user by user", "", f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).", "",
+        "![NDCG of all models](events.svg)", "", "## Beside each other, user by user", "", f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).", "",
         "| | all | new |", "|---|---|---|",
     ]  # fmt: skip
     told = lambda x: f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"  # noqa: E731
@@ -246,6 +246,7 @@ def main() -> int:
         )
         fell = mean(found["ptf GRPO"], f"all/ndcg@{K}") / mean(found["ptf SFT"], f"all/ndcg@{K}") - 1
         text += ["", f"GRPO changes NDCG@{K} over all items by {fell:+.1%} of SFT's.", "", *business(given.sft, given.grpo, made)]
+        text += ["", "![The reward of slates by step](events_reward.svg)"]
         curve(lines_of(given.grpo / "metrics.jsonl"), RESULTS.with_name("events_reward.svg"))
     RESULTS.write_text("\n".join(text) + "\n")
     plot({name: tuple(mean(users, f"{task}/ndcg@{K}") for task in ("all", "new")) for name, users in found.items()}, RESULTS.with_suffix(".svg"))
