@@ -233,7 +233,8 @@ def main() -> int:
         f"{len(held)} users have a basket held out, of whom {sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
         f"new to them. `all`: the next basket; `new`: those of its items that the user had not had, among all that they had not. All measures are at {K}.", "",
         head, "|---" * 15 + "|", *(table_row(name, found[name], coverages[name]) for name in found), "",
-        "![NDCG of all models](events.svg)", "", "## Beside each other, user by user", "", f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).", "",
+        "![NDCG of all models](events.svg)", "", "## Beside each other, user by user", "",
+        f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).", "",
         "| | all | new |", "|---|---|---|",
     ]  # fmt: skip
     told = lambda x: f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"  # noqa: E731
