@@ -80,10 +80,10 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
     assert found["loss/next"] < read_metrics(directory / "metrics.jsonl")[0]["loss"]
 
 
-def slates(directory: Path, **knobs: Any) -> dict[str, Any]:
-    """The raw job of slates of four items, from a model that was trained on made-up histories."""
-    raw = histories(directory, users=100, **knobs)
-    raw["train"] |= {"steps": 40, "validate_every": 0, "rows": 8, "micro_rows": 8}
+def slates(directory: Path, users: int = 100, steps: int = 40, **knobs: Any) -> dict[str, Any]:
+    """The raw job of slates of four items, from a model that was trained on made-up histories for so many steps."""
+    raw = histories(directory, users=users, **knobs)
+    raw["train"] |= {"steps": steps, "validate_every": 0, "rows": 8, "micro_rows": 8}
     _, start = trained(raw, "sft")
     made = directory / "made"
     size = 4 * (1 if knobs.get("ids", "items") == "items" else 3) + 1
@@ -146,10 +146,11 @@ def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_pat
 
 def test_a_users_future_is_played_out(tmp_path: Path) -> None:
     """Each turn shows what the user did, and not what was recommended; every slate is of items, and its reward is what it was worth beside its basket."""
-    raw = slates(tmp_path)
+    raw = slates(tmp_path, users=40, steps=2)
     catalogue = str(tmp_path / "made" / "catalogue.json")
     raw["rollout"] |= {"reward": None, "environment": {"use": "ptf.tasks.slates:Future", "args": {"catalogue": catalogue, "turns": 2, "size": 4}}}
-    raw["train"] |= {"steps": 3}
+    raw["rollout"] |= {"prompts": 8, "group": 4}
+    raw["train"] |= {"steps": 2}
     raw["evaluate"].pop("metrics")
     found, directory = trained(raw, "played")
     prompts = [json.loads(line) for line in (tmp_path / "made" / "train_prompts.jsonl").read_text().splitlines()]
