@@ -96,12 +96,11 @@ class NextItem(nn.Module):
         """½ (said − log(1 + value))², where a basket begins that has one."""
         if self.numbers is None or not (opens := openings(batch) & (batch.weights != 0)).any():
             return x.new_zeros((), dtype=torch.float32) + (0.0 if self.numbers is None else 0.0 * self.numbers(x[:, :1]).sum())
-        said, total = self.numbers(x[opens]).float(), x.new_zeros((), dtype=torch.float32)
-        for i, (name, counts) in enumerate(self.values.items()):
-            known = [stream.removeprefix(VALUE) for stream in batch.streams if stream.startswith(VALUE)]
+        said = self.numbers(x[opens]).float()
+        total = 0.0 * said.sum()  # on every rank a part of the loss, whatever its rows say
+        known = [stream.removeprefix(VALUE) for stream in batch.streams if stream.startswith(VALUE)]  # none in rows of another source
+        for i, (name, counts) in enumerate(self.values.items() if known else ()):
             if name not in known:
-                if not known:  # rows of another source
-                    continue
                 raise UserError(f"model.head: rows say no {name!r} of their baskets; they have {', '.join(sorted(known))}")
             wanted, there = batch.streams[VALUE + name][opens].unbind(-1)
             there = there != 0

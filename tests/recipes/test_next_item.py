@@ -134,6 +134,9 @@ def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path) -> None:
     loss = made.loss(x, Batch.of([[], []], 16))
     assert float(loss.detach()) == 0
     assert all(g is not None for g in torch.autograd.grad(loss, [x, *made.parameters()]))
+    batch, x = packed(), torch.randn(2, 48, D, requires_grad=True)
+    without = Batch(**{**vars_of(batch), "streams": {"baskets": batch.streams["baskets"]}})  # of a source that says no values
+    assert all(g is not None for g in torch.autograd.grad(made.loss(x, without), [x, *made.parameters()]))
 
 
 @pytest.mark.parametrize("knobs", [{"sampled": ITEMS}, {"sampled": 0}])
