@@ -180,6 +180,9 @@ def _epoch(job: "Job", found: "Survey") -> list[str]:
             f", {about}{found.steps:,.1f} steps of {job.train.rows} rows × {job.data.seq_len} tokens, "
             f"{found.fill:.2%} full with {found.documents:.1f} documents a row"
         )
+    if found.planned:
+        lines.append(f"the run as configured: {found.planned.said()}")
+    lines += [f"source {name} is read {order}" for name, order in found.orders.items() if "blocks" not in order]
     return lines
 
 

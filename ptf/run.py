@@ -3,8 +3,10 @@
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
+from ptf.data.passes import Planned, of_prompts, order_of, planned
+from ptf.data.pipeline import prompts_stream
 from ptf.data.prepare import prepare
 from ptf.data.sample import Atom, Sample
 from ptf.data.survey import Survey, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Retryable, UserError
 from ptf.model.bridge import locate
-from ptf.train.reading import specs
+from ptf.recipes import Recipe
+from ptf.train.reading import make_lanes, specs
 from ptf.train.resume import refuse_frozen_changes
 
 
@@ -163,7 +168,21 @@ def surveyed(job: Job, rows: int, examples: int) -> tuple[Survey, Tokenizer]:
         specs(data.sources), tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
         temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows, examples=examples,
     )  # fmt: skip
-    return found, tokenizer
+    if not any(source.counts["samples"] for source in found.sources):
+        return found, tokenizer
+    takes, orders = planned_of(job, recipe, tokenizer)
+    return replace(found, planned=takes, orders=orders), tokenizer
+
+
+def planned_of(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> tuple[Planned, dict[str, str]]:
+    """What the run takes of its data, and in which order it reads each source. Rows that are bad are left out."""
+    if job.rollout:
+        assert job.train.steps is not None, "online jobs have no train.epochs"
+        prompts = prompts_stream(specs(job.data.sources), tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle, temperature=job.data.mix.temperature)
+        return of_prompts(prompts, job.rollout.prompts, job.train.steps), {name: order_of(ordered) for name, ordered in prompts.orders.items()}
+    with tempfile.TemporaryDirectory() as aside:
+        lanes = replace(make_lanes(job, recipe, tokenizer), quarantine=aside, max_bad=1.0)
+        return planned(lanes, job.train.rows, job.train.steps), {name: order_of(lanes.opened(name)[0]) for name in lanes.sources}
 
 
 def main_train(job: Job, lineage: str | None) -> int:

@@ -215,8 +215,8 @@ class _JsonlGz:
 
 
 class _Parquet:
-    def __init__(self, uri: str, made: Callable[[pa.Table], Block], footer: pq.FileMetaData | None = None) -> None:
-        self._uri, self._made = uri, made
+    def __init__(self, uri: str, made: Callable[[pa.Table], Block], footer: pq.FileMetaData | None = None, columns: list[str] | None = None) -> None:
+        self._uri, self._made, self._columns = uri, made, columns
         self._raw = storage.open_read(uri)
         self._file = self._readable(lambda: pq.ParquetFile(self._raw, metadata=footer))
         self.share = 0.0
@@ -225,7 +225,7 @@ class _Parquet:
         if number >= self._file.num_row_groups:
             return None
         self.share = (number + 1) / self._file.num_row_groups
-        return self._made(self._readable(partial(self._file.read_row_group, number)).combine_chunks())
+        return self._made(self._readable(partial(self._file.read_row_group, number, columns=self._columns)).combine_chunks())
 
     def counts(self) -> list[tuple[int, int]] | None:
         """Rows of every row group, twice, as its footer says."""
@@ -249,9 +249,9 @@ class _Parquet:
 class Reader:
     """The blocks of some files, by file and number. Blocks of a remote file are fetched one ahead of the newest asked for."""
 
-    def __init__(self, path: str, of_table: Callable[[pa.Table], Block] = RowGroup) -> None:
-        """`of_table` makes the block of a row group of parquet."""
-        self.path, self.uris, self._of_table = path, list(data_files(path)), of_table
+    def __init__(self, path: str, of_table: Callable[[pa.Table], Block] = RowGroup, columns: list[str] | None = None) -> None:
+        """`of_table` makes the block of a row group of parquet, of which only some `columns` may be read."""
+        self.path, self.uris, self._of_table, self._columns = path, list(data_files(path)), of_table, columns
         self.sizes = [storage.size(uri) for uri in self.uris]
         self._remote = not storage.is_local(path)
         self._kept: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
@@ -338,7 +338,7 @@ class Reader:
     def _opened(self, file: int) -> _Jsonl | _JsonlGz | _Parquet:
         uri = self.uris[file]
         if uri.endswith(".parquet"):
-            opened = _Parquet(uri, self._of_table, self._footers.get(file))
+            opened = _Parquet(uri, self._of_table, self._footers.get(file), self._columns)
             self._footers[file] = opened.footer
             return opened
         return _JsonlGz(uri) if uri.endswith(".gz") else _Jsonl(uri)

@@ -5,14 +5,15 @@ The one idea: the first rows of each source go through the very encoder and pack
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
 from ptf.data.encode import Encode, TooLong
 from ptf.data.packing import pack_all
-from ptf.data.pipeline import encoder_of, opened
+from ptf.data.passes import Planned
+from ptf.data.pipeline import Mixture, encoder_of, opened
 from ptf.data.quarantine import BadRow
 from ptf.data.sample import Atom, length
 from ptf.data.sources import SourceSpec, rows_once
@@ -60,6 +61,8 @@ class Survey:
     shares: Mapping[str, tuple[float, float]]  # of the mixture: samples, tokens
     tokens: float  # in an epoch of all sources
     steps: float  # in it
+    planned: Planned | None = None  # the run as it is configured
+    orders: Mapping[str, str] = field(default_factory=dict)  # in which each source is read
 
 
 def survey(
@@ -76,11 +79,14 @@ def survey(
     used = sum(length(atom) for row in full for atom in row)
     fill = used / (seq_len * len(full)) if packed else 0.0
     tokens = sum(source.tokens for source in found)
-    weights = {name: spec.weight ** (1 / temperature) for name, spec in sources.items()}
+    mixture = Mixture(sources, 0, temperature, "tokens" if by_tokens else "samples")
+    weights = mixture.shares({source.name: sources[source.name].rows or max(1, round(source.rows)) for source in found})
     mean = {source.name: source.tokens / max(1.0, source.samples) for source in found}
     samples = {name: weight / (mean[name] or 1.0) if by_tokens else weight for name, weight in weights.items()}
+    if not mixture.weighted:  # shares of rows
+        samples = {source.name: weights[source.name] * source.samples / max(1.0, source.rows) for source in found}
     counted = {name: n * mean[name] for name, n in samples.items()}
-    shares = {name: (samples[name] / sum(samples.values()), counted[name] / (sum(counted.values()) or 1.0)) for name in sources}
+    shares = {name: (samples[name] / (sum(samples.values()) or 1.0), counted[name] / (sum(counted.values()) or 1.0)) for name in sources}
     documents = sum(len(atom) for row in full for atom in row) / max(1, len(full))
     return Survey(tuple(found), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * rows))
 
