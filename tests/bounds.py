@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 ROUNDINGS = 2  # XX
-UNDERFLOW = 1e-24  # of an absolute distance: probabilities below e⁻⁶⁴ are raised to it (ptf.model.projection.FLOOR)
+UNDERFLOW = 1e-17  # of any distance: ptf raises log-probs to −64 (projection.FLOOR), also of tokens that are barred by a logit of −1e9
 
 aten = torch.ops.aten
 
