@@ -2,14 +2,17 @@
 them go one after the other where there are several processes (`pytest -n 2`)."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("ptf", deadline=None)  # no test asserts a time
-settings.load_profile("ptf")
+# no test asserts a time; `make test` draws the same examples every time, `make test-random` others
+settings.register_profile("fixed", deadline=None, database=None, derandomize=True)
+settings.register_profile("random", deadline=None, database=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
 SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
@@ -21,6 +24,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             assert isinstance(item, pytest.Function)
             ray = item.get_closest_marker("ray") or "ray_cluster" in item.fixturenames or "e2e" in item.path.parts
             item.add_marker(pytest.mark.xdist_group("ray" if ray else str(item.path)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws from torch's own generator does not depend on the tests that this process ran before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")
