@@ -17,7 +17,7 @@ run: setup                               ## the main job: SFT, then GRPO, and a 
 	$(PY) benchmarks/main_job.py
 
 test: setup                              ## the suite, in two processes
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest -n 2
 
 test-random: setup                       ## every property test on random examples, with 20 fresh seeds (SEEDS=n), for the night
 	$(PY) -m tests.random_examples $(or $(SEEDS),20)

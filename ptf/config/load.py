@@ -92,7 +92,7 @@ def resolve(job: Job, *, prepared: str | None = None, models: Mapping[str, str] 
             reduce(dict.__getitem__, sections, values)[last] = models[path]
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
-            sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, "limit": None}
+            sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, "limit": None, "rows": None}
     return type(job).model_validate_json(json.dumps(values), strict=True)
 
 

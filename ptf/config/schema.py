@@ -110,10 +110,13 @@ class Source(Section):
     its pair or its score more or less."""
     columns: dict[str, str] = {}
     """ptf's name of a column → its name in the files (`{messages: conversation}`)."""
-    weight: PositiveFloat = 1.0
-    """Share in the mixture, relative to the other sources."""
+    weight: PositiveFloat | None = None
+    """Share in the mixture, relative to the other sources (1 for those that have none). Where no source has a weight, every row comes once an epoch:
+    sources are interleaved by their numbers of rows, and each ends when it is done."""
+    rows: Positive | None = None
+    """How many rows its files have, about, where they do not tell without being read (compressed files, lines in an object store) and it matters."""
     limit: Positive | None = None
-    """Rows of it that count, the first ones."""
+    """Rows of it that count, the first ones in the order of the files."""
     epochs: Positive | None = None
     """Passes over it after which it is exhausted; default: `train.epochs`, without which it goes on forever."""
 
@@ -124,10 +127,10 @@ class MixConfig(Section):
     by: Literal["samples", "tokens"] = "samples"
     """What the sources' weights are shares of."""
     temperature: PositiveFloat = 1.0
-    """Shares are proportional to weight^(1 / temperature): above 1 they come nearer to each other."""
+    """Shares are proportional to weight^(1 / temperature), without weights to rows^(1 / temperature): above 1 they come nearer to each other."""
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
-    """What happens when a source has had its epochs. `repeat`: it begins anew, until all have had theirs. `drop`: the others go on without it.
-    `stop`: the run ends with the first."""
+    """With weights: what happens when a source has had its epochs. `repeat`: it begins anew, until all have had theirs. `drop`: the others go on
+    without it. `stop`: the run ends with the first. Without weights it is `drop`."""
 
 
 class DataConfig(Section):
@@ -144,7 +147,8 @@ class DataConfig(Section):
     seq_len: Positive = 2048
     """Tokens in one packed row; no sample may be longer."""
     shuffle: Count = 1024
-    """Samples in each lane's shuffle window; 0 keeps the order of the files."""
+    """Samples in each lane's shuffle window. What enters it is read from blocks (row groups of parquet, 1 MiB of lines) that are permuted each epoch;
+    compressed files are permuted whole. 0 keeps the order of the files."""
     baskets: Literal["shuffle", "keep"] = "shuffle"
     """The order of the events inside a basket (`kind: events`), which means nothing: drawn anew each time they are read, or kept."""
     lookahead: Positive = 64

@@ -9,6 +9,7 @@ import gzip
 import json
 import posixpath
 import threading
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,9 +27,9 @@ from ptf.errors import UserError
 T = TypeVar("T")
 Row = dict[str, Any]
 FORMATS = (".jsonl", ".jsonl.gz", ".parquet")
-LINES_BYTES = 4 << 20
+LINES_BYTES = 1 << 20
 KEEP_BYTES = 64 << 20  # of blocks that some lane may still be in
-KEEP_FILES = 4  # open at a time
+KEEP_FILES = 16  # open at a time
 
 
 def data_files(path: str) -> dict[str, str]:
@@ -65,7 +66,7 @@ class Block(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Lines:
     """Lines of JSON, not parsed before they are asked for."""
 
@@ -103,12 +104,11 @@ def plain_row(group: pa.Table, i: int) -> Row:
     return group.slice(i, 1).to_pylist()[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class RowGroup:
     """Rows of parquet, made into Python objects when they are asked for."""
 
     table: pa.Table
-    read: Callable[[pa.Table, int], Row]
     first: int = 0
 
     @property
@@ -126,14 +126,15 @@ class RowGroup:
         return self.first + i
 
     def row(self, i: int) -> Row:
-        return self.read(self.table, i)
+        return plain_row(self.table, i)
 
     def part(self, start: int, end: int) -> "RowGroup":
-        return RowGroup(self.table.slice(start, end - start), self.read, self.first + start)
+        return RowGroup(self.table.slice(start, end - start), self.first + start)
 
 
 class _Jsonl:
     def __init__(self, uri: str) -> None:
+        self._local = storage.is_local(uri)
         self._file = storage.open_read(uri, LINES_BYTES + (64 << 10))  # a block is one request, but for a last line that is long
         self._size = self._file.seek(0, 2)
 
@@ -150,6 +151,13 @@ class _Jsonl:
             text += file.readline()
         return Lines.of(text.split(b"\n")[: -1 if text.endswith(b"\n") else None] if text else [])
 
+    def counts(self) -> list[tuple[int, int]] | None:
+        """Rows and lines of every block. A file on disk is read once for that; a remote one is not, and None."""
+        if not self._local:
+            return None
+        blocks = (self.block(number) for number in range(-(-self._size // LINES_BYTES)))
+        return [(len(block), block.lines) for block in blocks if block is not None]
+
     @property
     def share(self) -> float:
         return self._file.tell() / max(1, self._size)
@@ -160,6 +168,10 @@ class _Jsonl:
 
 class _JsonlGz:
     """Blocks of what it decompresses to; going back begins anew."""
+
+    def counts(self) -> list[tuple[int, int]] | None:
+        """None: only decompressing all of it would tell."""
+        return None
 
     def __init__(self, uri: str) -> None:
         self._uri, self._size = uri, storage.size(uri)
@@ -203,17 +215,26 @@ class _JsonlGz:
 
 
 class _Parquet:
-    def __init__(self, uri: str, read: Callable[[pa.Table, int], Row]) -> None:
-        self._uri, self._read = uri, read
+    def __init__(self, uri: str, made: Callable[[pa.Table], Block], footer: pq.FileMetaData | None = None) -> None:
+        self._uri, self._made = uri, made
         self._raw = storage.open_read(uri)
-        self._file = self._readable(lambda: pq.ParquetFile(self._raw))
+        self._file = self._readable(lambda: pq.ParquetFile(self._raw, metadata=footer))
         self.share = 0.0
 
-    def block(self, number: int) -> RowGroup | None:
+    def block(self, number: int) -> Block | None:
         if number >= self._file.num_row_groups:
             return None
         self.share = (number + 1) / self._file.num_row_groups
-        return RowGroup(self._readable(partial(self._file.read_row_group, number)).combine_chunks(), self._read)
+        return self._made(self._readable(partial(self._file.read_row_group, number)).combine_chunks())
+
+    def counts(self) -> list[tuple[int, int]] | None:
+        """Rows of every row group, twice, as its footer says."""
+        rows = [self.footer.row_group(number).num_rows for number in range(self.footer.num_row_groups)]
+        return list(zip(rows, rows, strict=True))
+
+    @property
+    def footer(self) -> pq.FileMetaData:
+        return self._file.metadata
 
     def _readable(self, read: Callable[[], T]) -> T:
         try:
@@ -228,31 +249,42 @@ class _Parquet:
 class Reader:
     """The blocks of some files, by file and number. Blocks of a remote file are fetched one ahead of the newest asked for."""
 
-    def __init__(self, path: str, parquet_row: Callable[[pa.Table, int], Row] = plain_row) -> None:
-        self.path, self.uris, self._parquet_row = path, list(data_files(path)), parquet_row
+    def __init__(self, path: str, of_table: Callable[[pa.Table], Block] = RowGroup) -> None:
+        """`of_table` makes the block of a row group of parquet."""
+        self.path, self.uris, self._of_table = path, list(data_files(path)), of_table
         self.sizes = [storage.size(uri) for uri in self.uris]
         self._remote = not storage.is_local(path)
         self._kept: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
+        self._held: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()  # by some lane, kept or not
+        self._footers: dict[int, pq.FileMetaData] = {}
+        self.reads = 0  # of blocks, from the files
         self._files: OrderedDict[int, _Jsonl | _JsonlGz | _Parquet] = OrderedDict()
         self._lengths: dict[tuple[int, int], int] = {}  # rows of every block that was asked for, kept or not
         self._reading = threading.Lock()
         self._ahead: dict[tuple[int, int], Future[Block | None]] = {}  # at most one
 
-    def block(self, file: int, number: int) -> Block | None:
-        """None behind the last. Raises UserError for a file that cannot be read."""
+    def block(self, file: int, number: int, following: tuple[int, int] | None = None) -> Block | None:
+        """None behind the last. `following` is what will be asked for next, by default the next of the files. Raises UserError for a file that
+        cannot be read."""
         key = file, number
         if key not in self._kept:
-            block = self._kept[key] = self._fetched(key) if self._remote else self._read(key)
+            block = self._held.get(key)
+            if block is None:
+                block = self._fetched(key, following) if self._remote else self._read(key)
+                self.reads += block is not None
+                if block is not None:
+                    self._held[key] = block
+            self._kept[key] = block
             self._lengths[key] = len(block) if block is not None else 0
             while len(self._kept) > 2 and sum(block.nbytes for block in self._kept.values() if block is not None) > KEEP_BYTES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def _fetched(self, key: tuple[int, int]) -> Block | None:
+    def _fetched(self, key: tuple[int, int], following: tuple[int, int] | None) -> Block | None:
         waiting = self._ahead.pop(key, None)
         found = self._read(key) if waiting is None else waiting.result()
-        following = (key[0], key[1] + 1) if found is not None else (key[0] + 1, 0)
+        following = following or ((key[0], key[1] + 1) if found is not None else (key[0] + 1, 0))
         if following[0] < len(self.uris) and following not in self._kept and following not in self._ahead:
             self._ahead = {following: Future()}  # in a thread that does not keep a process from ending
             threading.Thread(target=self._read_ahead, args=(following, self._ahead[following]), name="ptf-read-ahead", daemon=True).start()
@@ -268,13 +300,27 @@ class Reader:
         with self._reading:
             return self._from_file(*key)
 
+    def counts(self) -> list[list[tuple[int, int]]] | None:
+        """Of every file, the rows and lines of every block; None where some file does not tell without being read from afar or decompressed."""
+        found: list[list[tuple[int, int]]] = []
+        for file in range(len(self.uris)):
+            with self._reading:
+                counted = self._file(file).counts()
+            if counted is None:
+                return None
+            found.append(counted)
+        return found
+
     def _from_file(self, file: int, number: int) -> Block | None:
+        return self._file(file).block(number)
+
+    def _file(self, file: int) -> _Jsonl | _JsonlGz | _Parquet:
         if file not in self._files:
-            self._files[file] = self._opened(self.uris[file])
+            self._files[file] = self._opened(file)
             if len(self._files) > KEEP_FILES:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(file)
-        return self._files[file].block(number)
+        return self._files[file]
 
     @property
     def rows(self) -> float:
@@ -289,7 +335,10 @@ class Reader:
         file, newest = next(reversed(self._files.items()))
         return (sum(self.sizes[:file]) + newest.share * self.sizes[file]) / max(1, sum(self.sizes))
 
-    def _opened(self, uri: str) -> _Jsonl | _JsonlGz | _Parquet:
+    def _opened(self, file: int) -> _Jsonl | _JsonlGz | _Parquet:
+        uri = self.uris[file]
         if uri.endswith(".parquet"):
-            return _Parquet(uri, self._parquet_row)
+            opened = _Parquet(uri, self._of_table, self._footers.get(file))
+            self._footers[file] = opened.footer
+            return opened
         return _JsonlGz(uri) if uri.endswith(".gz") else _Jsonl(uri)
