@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ptf.data import tokenized
 from ptf.data.baskets import Reordered
-from ptf.data.blocks import Reader, plain_row
+from ptf.data.blocks import Location, Reader, plain_row
 from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt, found_out, shaped
 from ptf.data.mixer import Mixer
 from ptf.data.packing import Packer
@@ -118,7 +118,7 @@ class Lanes:
 def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, SourceSpec]:
     """Its rows, and what they are."""
     if spec.kind != "tokenized":
-        reader = Reader(spec.path, plain_row)
+        reader = Reader(Location.of(spec), plain_row)
         return reader, found_out(spec, reader)
     assert tokenizer is not None, "a tokenized source is read with the tokenizer that it must have been written with"
     return tokenized.reader(spec.path, tokenizer), spec
@@ -144,7 +144,7 @@ def atoms_once(
 
 def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Every prompt of a source once, in file order; its place is its index."""
-    for index, place in enumerate(rows_once(Reader(spec.path), spec.limit)):
+    for index, place in enumerate(rows_once(Reader(Location.of(spec)), spec.limit)):
         yield _prompt(place, name, spec, tokenizer, index)
 
 
@@ -165,7 +165,7 @@ class Prompts:
 
     @staticmethod
     def _source(name: str, spec: SourceSpec, seed: int, shuffle: int) -> Shuffle[str]:
-        source = Source(Reader(spec.path), limit=spec.limit)
+        source = Source(Reader(Location.of(spec)), limit=spec.limit)
         return Shuffle(Map(source, partial(_text, name)), shuffle, f"prompts/{seed}/{name}", lambda: source.epoch, list, list)
 
     def __next__(self) -> Prompt:
