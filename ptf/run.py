@@ -7,9 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ptf import published, recipes, storage
 from ptf.compute import launch, leave
@@ -17,16 +14,9 @@ from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, sources_of
 from ptf.config.schema import Source
 from ptf.data import hub
-from ptf.data.added import tokenizer_of
-from ptf.data.encode import encode_prompt
 from ptf.data.files import Location, repo_of
 from ptf.data.prepare import prepare
-from ptf.data.sample import Atom, Sample
-from ptf.data.survey import Survey, survey
-from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Retryable, UserError
-from ptf.model.bridge import locate
-from ptf.train.reading import specs
 from ptf.train.resume import refuse_frozen_changes
 
 
@@ -171,26 +161,6 @@ def world_of(job: Job):
     compute = job.compute
     threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor)
-
-
-def surveyed(job: Job, rows: int, examples: int) -> tuple[Survey, Tokenizer]:
-    """What the job's data looks like, by its first rows, and the tokenizer that reads it. Runs `data.prepare` where it has not run."""
-    recipe, job = recipes.build(job), resolved(job)
-    path = job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tokenizer, data = tokenizer_of(path, job.model.tokens), job.data
-
-    def encode(row: Mapping[str, Any], source: str) -> list[Atom]:
-        if not recipe.online:
-            return recipe.encode(row, tokenizer, source)
-        tokens = encode_prompt(row, tokenizer, source, 0).tokens
-        return [(Sample(tokens, np.zeros(len(tokens), np.float32), source),)]
-
-    room = data.seq_len - (job.rollout.max_new_tokens if job.rollout else 0)
-    found = survey(
-        specs(data.sources), tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
-        temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows, examples=examples,
-    )  # fmt: skip
-    return found, tokenizer
 
 
 def main_train(job: Job, lineage: str | None) -> int:

@@ -7,7 +7,7 @@ each with the line to mend.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -22,7 +22,18 @@ from ptf.errors import UserError
 
 
 class ConfigError(UserError):
-    """Everything that is wrong with a config; its text has one line for each problem."""
+    """Something in a config is wrong."""
+
+
+class Problems(ConfigError):
+    """Everything that is wrong with a config; its text has one line for each problem, in the order of the files."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = sorted(problems, key=lambda p: (p.place, p.key))
+        super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self) -> tuple:  # an exception is made again from its arguments where it comes from another process
+        return Problems, (self.problems,)
 
 
 def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
@@ -151,7 +162,7 @@ def _checked(tree: Tree) -> Job:
         what = f"no such recipe: {given(recipe)}; there are {', '.join(JOBS)}, or `use: module:name` for your own{near(str(recipe), JOBS)}"
         problems.append(Problem(tree.root.nearest(["recipe"]), "recipe", what))
     if job is None or problems:
-        raise ConfigError("\n".join(str(problem) for problem in sorted(problems, key=lambda p: (p.place, p.key))))
+        raise Problems(problems)
     return job
 
 

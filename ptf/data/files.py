@@ -149,7 +149,7 @@ def choose(
     for name in chosen:
         formats.setdefault(str(format_of(name)), []).append(name)
     if len(formats) > 1:
-        held = "; ".join(f"{len(found)} {suffix} ({_shown(found)})" for suffix, found in sorted(formats.items()))
+        held = "; ".join(f"{len(found)} {suffix} ({shown(found)})" for suffix, found in sorted(formats.items()))
         raise UserError(f"{where} has files of several formats: {held}. Choose one by a glob, such as {_glob(where, chosen[0])}")
     return chosen
 
@@ -198,7 +198,7 @@ def _listed(data: list[str], names: Sequence[str], read: Callable[[str], str], w
         except (ValueError, KeyError, TypeError):
             continue  # another program's
         if missing := sorted(files - beside):
-            raise UserError(f"{where}: {state} lists {_shown(missing)}, which is not there: the copy is not complete")
+            raise UserError(f"{where}: {state} lists {shown(missing)}, which is not there: the copy is not complete")
         data = [name for name in data if name not in beside - files]
     return data
 
@@ -268,7 +268,7 @@ def _saved_splits(dictionaries: Sequence[str], data: Sequence[str], read: Callab
     """Split → names, of a DatasetDict that was saved to disk."""
     if len(dictionaries) > 1:
         folders = [posixpath.dirname(name) for name in dictionaries]
-        raise UserError(f"{where} holds several saved datasets: {_shown(folders)}. Give the path of one")
+        raise UserError(f"{where} holds several saved datasets: {shown(folders)}. Give the path of one")
     for dictionary in dictionaries:
         try:
             splits = [str(split) for split in json.loads(read(dictionary))["splits"]]
@@ -289,7 +289,7 @@ def _of_split(splits: Mapping[str, list[str]], data: list[str], split: str | Non
         chosen = {name for one in wanted for name in splits[one]}
         return [name for name in data if name in chosen]
     if len(splits) > 1:
-        held = "; ".join(f"{name} ({_shown(found)})" for name, found in splits.items())
+        held = "; ".join(f"{name} ({shown(found)})" for name, found in splits.items())
         raise UserError(f"{where} has several splits: {held}. Choose one by the source's key `split` (`a+b` takes two), or give a glob as its path")
     return next(iter(splits.values()), []) if named else data
 
@@ -308,7 +308,8 @@ def _glob(where: str, example: str) -> str:
     return posixpath.join(re.split(r"[*?\[]", where)[0].rstrip("/"), folder, f"*{format_of(example)}")
 
 
-def _shown(names: Sequence[str]) -> str:
+def shown(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -320,4 +321,4 @@ def described(name: str, location: Location, found: DataFiles) -> list[str]:
     )  # fmt: skip
     chosen = "".join(f", {key} {value}" for key, value in (("config", location.config), ("split", location.split)) if value)
     lines = [f"data: {name}: {where}{chosen}: {len(found.stamps)} file{'s' * (len(found.stamps) != 1)}, {sum(found.sizes) / 2**20:,.1f} MiB"]
-    return lines + ([f"data: {name}: not read: {_shown(found.not_read)}"] if found.not_read else [])
+    return lines + ([f"data: {name}: not read: {shown(found.not_read)}"] if found.not_read else [])

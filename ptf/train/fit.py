@@ -158,9 +158,10 @@ class Fit:
         """What is known of a step on all ranks together."""
         job, world = self.job, self.world
         lengths = [n for batch in micro for n in batch.lengths]
+        begins = [n for batch in micro for n in batch.begins]
         targets = sum(int((batch.weights != 0).sum()) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)
-        tokens, work, slots = world.sum([sum(lengths), sum(flops.step(lengths, targets) for flops in self.flops), slots]).tolist()
+        tokens, work, slots = world.sum([sum(lengths), sum(flops.step(lengths, targets, begins) for flops in self.flops), slots]).tolist()
         metrics |= {"tokens": tokens, "fill": tokens / slots}
         for name in job.data.sources:
             if share := metrics.get(f"share/{name}"):
