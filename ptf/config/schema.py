@@ -98,10 +98,17 @@ class ModelConfig(Section):
 
 
 class Source(Section):
-    """One data set: jsonl, jsonl.gz or parquet files."""
+    """One dataset: jsonl (plain, `.gz`, `.zst`), json, csv, parquet, arrow or feather files, or what `datasets` saved to disk."""
 
     path: str
-    """File, directory, glob or URI; `prepare:NAME`."""
+    """File, directory, glob or URI; `prepare:NAME`; or a dataset of the Hugging Face Hub: `owner/name`, `owner/name:config:split`, or
+    `hf://datasets/owner/name` where a directory of that name is here too."""
+    config: str | None = None
+    """Config of a dataset that has several: a name in the header of its README, else a folder."""
+    split: str | None = None
+    """Split of a dataset that has several (`train`, `test`, …); `a+b` takes two."""
+    revision: str | None = None
+    """Branch, tag or commit of a dataset of the Hub. A run keeps the commit that it began with."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = "auto"
     """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
     `prompt` and `completion`. `scored`: those and a number `reward`, or `messages` of which some of the assistant's have a `reward`. `text`. `events`:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ptf.data import tokenized
 from ptf.data.baskets import redrawn
-from ptf.data.blocks import Reader
+from ptf.data.blocks import Location, Reader
 from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt, found_out, shaped
 from ptf.data.mixer import Mixer
 from ptf.data.order import ORDER, LaneSource, Ordered
@@ -287,7 +287,7 @@ class Lanes:
 def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, SourceSpec]:
     """Its rows, and what they are."""
     if spec.kind != "tokenized":
-        reader = Reader(spec.path)
+        reader = Reader(Location.of(spec))
         return reader, found_out(spec, reader)
     assert tokenizer is not None, "a tokenized source is read with the tokenizer that it must have been written with"
     return tokenized.reader(spec.path, tokenizer), spec
@@ -313,7 +313,7 @@ def atoms_once(
 
 def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Every prompt of a source once, in file order; its place is its index."""
-    for index, place in enumerate(rows_once(Reader(spec.path), spec.limit)):
+    for index, place in enumerate(rows_once(Reader(Location.of(spec)), spec.limit)):
         yield _prompt(place.read, place.where, name, spec, tokenizer, index)
 
 
@@ -375,7 +375,7 @@ class Prompts:
 
     def __init__(self, sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0):
         self._tokenizer, self._sources, self._index = tokenizer, sources, 0
-        self._orders = {name: Ordered(Reader(spec.path), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0) for name, spec in sources.items()}
+        self._orders = {name: Ordered(Reader(Location.of(spec)), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0) for name, spec in sources.items()}
         streams: dict[str, Shuffle[Any]] = {}
         for name, ordered in self._orders.items():
             texts = _Texts(name, ordered.lane(0, shuffle))

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ptf import storage
-from ptf.data.blocks import Block, Reader, Row
+from ptf.data.blocks import Block, Location, Reader, Row
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, found_out
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import Atom, Sample, dump_atoms
@@ -94,7 +94,7 @@ def write(
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
-        reader = Reader(spec.path)
+        reader = Reader(Location.of(spec))
         work = _Work(encode, name, seq_len, too_long, found_out(spec, reader), max_bad is not None)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
@@ -102,6 +102,7 @@ def write(
                 for row in bad:
                     aside.add(row, counts)
                 file.write(columns)
+        made_with |= {"commit": reader.commit} if reader.commit else {}  # of a dataset of the Hub
         manifest = storage.commit(part / "new", {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])})
         if root.exists():
             os.replace(root, part / "old")  # from another tokenizer or config, under the same name

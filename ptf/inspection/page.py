@@ -7,6 +7,7 @@ from html import escape
 import numpy as np
 
 from ptf.data.encode import KINDS
+from ptf.data.files import shown
 from ptf.data.sample import Sample
 from ptf.data.survey import Survey, Surveyed
 from ptf.inspection.report import Report, advice, outlook, spans
@@ -104,6 +105,9 @@ def _packing(found: Report, colours: dict[str, str]) -> Iterator[str]:
 def _left_out(survey: Survey) -> Iterator[str]:
     rows = [(escape(s.name), escape(reason), f"{count:,}") for s in survey.sources for reason, count in s.left_out.items()]
     yield _table(("source", "reason", "how many"), rows, "text") if rows else "<p>Nothing of what was looked at.</p>"
+    for source in survey.sources:
+        if source.not_read:
+            yield f"<p>Not read of {escape(source.name)}: {escape(shown(source.not_read))}</p>"
     bad = [(escape(s.name), escape(row.where), escape(row.reason)) for s in survey.sources for row in s.bad]
     if bad:
         yield "<h3>The first bad rows</h3>" + _table(("source", "place", "reason"), bad, "text")

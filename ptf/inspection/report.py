@@ -98,7 +98,7 @@ def advice(found: Report) -> list[str]:
 
 def _source(source: Surveyed) -> dict[str, Any]:
     return {
-        "rows": round(source.rows), "samples": round(source.samples), "left_out": dict(source.left_out),
+        "rows": round(source.rows), "samples": round(source.samples), "left_out": dict(source.left_out), "not_read": list(source.not_read),
     }  # fmt: skip
 
 

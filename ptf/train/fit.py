@@ -19,7 +19,7 @@ from ptf.compute.world import World, alone, random_state, set_random_state
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
-from ptf.data.sources import fingerprints
+from ptf.data.sources import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Left, UserError
 from ptf.model import bridge
@@ -89,6 +89,8 @@ class Fit:
         self.held_out = held_out_rows(reading, self.recipe, self.tokenizer)
         self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
+        if world.leads:
+            print("\n".join(first_lines(specs(reading.data.sources))), flush=True)
         found = fingerprints(specs(job.data.sources)) if world.leads else {}
         self.made_with: dict[str, Any] = world.share(provenance.made_with(world.device, found, self.tokenizer.fingerprint()))  # type: ignore[assignment]
         self.flops = [Flops.of(self.model), *map(forward_flops, self.companions.values())]
