@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from ptf.data import tokenized
 from ptf.data.baskets import Reordered
-from ptf.data.blocks import Reader, plain_row
-from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt, found_out, shaped
+from ptf.data.blocks import Reader, Row, plain_row
+from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt
+from ptf.data.kinds import found_out, shaped
 from ptf.data.mixer import Mixer
 from ptf.data.packing import Packer
-from ptf.data.quarantine import Quarantine
+from ptf.data.quarantine import FAULTS, Quarantine, reason_of
 from ptf.data.sample import Atom, dump_atoms, length, load_atoms
 from ptf.data.sources import Place, Source, SourceSpec, rows_once
 from ptf.data.stream import Later, Map, Shuffle, Stream, settle
@@ -132,12 +133,14 @@ def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_lo
 
 
 def atoms_once(
-    sources: Mapping[str, SourceSpec], *, encode: Encode, seq_len: int, too_long: TooLong = "error", tokenizer: Tokenizer | None = None
-) -> Iterator[Atom]:
-    """Every atom of every source once, in file order: held-out data. Tokenized sources need `tokenizer`, to check that they were written with it."""
+    sources: Mapping[str, SourceSpec], *, encode: Encode, seq_len: int, too_long: TooLong = "error", tokenizer: Tokenizer | None = None,
+    set_aside: SetAside | None = None,
+) -> Iterator[Atom]:  # fmt: skip
+    """Every atom of every source once, in file order: held-out data. Tokenized sources need `tokenizer`, to check that they were written with it. A bad
+    row is an error, unless there is somewhere to set it aside."""
     for name, spec in sources.items():
         reader, spec = opened(spec, tokenizer)
-        encoder = encoder_of(name, spec, encode, seq_len, too_long)
+        encoder = encoder_of(name, spec, encode, seq_len, too_long, set_aside)
         for place in rows_once(reader, spec.limit):
             yield from encoder(place)
 
@@ -149,10 +152,12 @@ def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[
 
 
 def _prompt(place: Place, name: str, spec: SourceSpec, tokenizer: Tokenizer, index: int) -> Prompt:
+    row: Row = {}
     try:
-        return encode_prompt(shaped(place.read(), spec.columns), tokenizer, name, index)
-    except UserError as e:
-        raise UserError(f"{place.where} (source {name}): {e}") from None
+        row = place.read()
+        return encode_prompt(shaped(row, spec.columns, "prompt", place.columnar), tokenizer, name, index)
+    except FAULTS as e:
+        raise UserError(f"{place.where} (source {name}): {reason_of(e, row)}") from (None if isinstance(e, UserError) else e)
 
 
 class Prompts:
@@ -169,9 +174,9 @@ class Prompts:
         return Shuffle(Map(source, partial(_text, name)), shuffle, f"prompts/{seed}/{name}", lambda: source.epoch, list, list)
 
     def __next__(self) -> Prompt:
-        row, where, name = json.loads(next(self._mixer))
+        row, where, name, columnar = json.loads(next(self._mixer))
         self._index += 1
-        return _prompt(Place(lambda: row, where), name, self._sources[name], self._tokenizer, self._index - 1)
+        return _prompt(Place(lambda: row, where, columnar), name, self._sources[name], self._tokenizer, self._index - 1)
 
     def state_dict(self) -> dict[str, Any]:
         return settle({"index": self._index, "tokenizer": self._tokenizer.identity, "mixer": self._mixer.state_dict()})
@@ -184,9 +189,9 @@ class Prompts:
 
 def _text(name: str, place: Place) -> str:
     try:
-        return json.dumps([place.read(), place.where, name], default=str)
-    except UserError as e:
-        raise UserError(f"{place.where} (source {name}): {e}") from None
+        return json.dumps([place.read(), place.where, name, place.columnar], default=str)
+    except FAULTS as e:
+        raise UserError(f"{place.where} (source {name}): {reason_of(e, {})}") from (None if isinstance(e, UserError) else e)
 
 
 def prompts_stream(sources: Mapping[str, SourceSpec], *, tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0) -> Prompts:

@@ -22,7 +22,7 @@ class SourceSpec:
     path: str
     weight: float = 1.0
     kind: str = "auto"
-    columns: Mapping[str, str] = field(default_factory=dict)  # ptf's name → the name there
+    columns: Mapping[str, str | None] = field(default_factory=dict)  # ptf's name → the name there; None: that column is not used
     limit: int | None = None  # rows
     epochs: int | None = None  # passes; endless without
 
@@ -33,11 +33,12 @@ class Place:
 
     read: Callable[[], Row]  # raises UserError for what is no row
     where: str  # "file:line"
+    columnar: bool = False  # see Block
 
 
 def place(block: Block, i: int, uri: str, before: int) -> Place:
     """Row i of a block, `before` lines of whose file come before it."""
-    return Place(lambda: block.row(i), f"{uri}:{before + block.line(i) + 1}")
+    return Place(lambda: block.row(i), f"{uri}:{before + block.line(i) + 1}", block.columnar)
 
 
 def rows_once(reader: Reader, limit: int | None = None) -> Iterator[Place]:

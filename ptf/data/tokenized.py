@@ -25,7 +25,8 @@ import pyarrow.parquet as pq
 
 from ptf import storage
 from ptf.data.blocks import Block, Reader, Row
-from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, found_out
+from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
+from ptf.data.kinds import found_out
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import Atom, dump_atoms, load_atoms
 from ptf.data.sources import SourceSpec, blocks_once, place
