@@ -104,8 +104,8 @@ class Source(Section):
     """File, directory, glob or URI; `prepare:NAME`."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = "auto"
     """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
-    `prompt` and `completion`. `scored`: those and a number `reward` (or a `label`), or `messages` of which some of the assistant's have a `reward`. `text`. `events`:
-    a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
+    `prompt` and `completion`. `scored`: those and a number `reward` (or a `label`), or `messages` of which some of the assistant's have a `reward`. `text`.
+    `events`: a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
     end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight` counts its tokens,
     its pair or its score more or less."""
     columns: dict[str, str | None] = {}

@@ -103,6 +103,10 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
         if _says_nothing(row[name]):
             raise UserError(f"`{name}` is empty")
     history = history_of(row)
+    if history is None and not all(is_conversation(row[name]) for name in names):
+        raise UserError(
+            f"without a `prompt`, `chosen` and `rejected` must be whole conversations; this row has {sorted(row)} ({advice(row | {'rejected': None})})"
+        )
     if any(is_conversation(row[name]) for name in names) and differ(*(conversation(history, row[name], name) for name in names)):
         raise UserError("`chosen` and `rejected` answer different prompts")
     for name in names:
@@ -162,8 +166,8 @@ def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, f
 
 
 def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None, name: str = "completion") -> Sample:
-    """An answer to a prompt, of which only the answer is trained, its last message. A string prompt is one user message, as it will be in a chat; with a tokenizer
-    that has no chat template, prompt and answer are plain text, and end-of-text follows."""
+    """An answer to a prompt, of which only the answer is trained, its last message. A string prompt is one user message, as it will be in a chat; with
+    a tokenizer that has no chat template, prompt and answer are plain text, and end-of-text follows."""
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
         if not (history and answer):
             raise UserError(f"`{'completion' if history else 'prompt'}` is empty")

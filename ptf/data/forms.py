@@ -14,10 +14,11 @@ Row = Mapping[str, Any]
 Columns = Mapping[str, str | None]  # ptf's name → the name there; None: the column of that name is not used
 COLUMNS = "data.sources.NAME.columns"
 ADVICE = (  # columns of forms that are not recognised, since others have them too, and what to do
-    (("question", "chosen", "rejected"), f"{COLUMNS}: {{prompt: question}} says that it is asked"),
+    (("question", "chosen"), f"{COLUMNS}: {{prompt: question}} says that it is asked"),
     (("question", "answer"), f"{COLUMNS}: {{prompt: question, completion: answer}} trains the answers; for online recipes, {{prompt: question}}"),
     (("problem", "solution"), f"{COLUMNS}: {{prompt: problem, completion: solution}} trains the solutions; for online recipes, {{prompt: problem}}"),
     (("prompt", "response"), f"{COLUMNS}: {{completion: response}} trains the responses; kind: scored learns a score, with {{reward: its column}} too"),
+    (("definition", "inputs", "targets"), f"{COLUMNS}: {{instruction: definition, input: inputs, output: targets}} trains the targets"),
     (("inputs", "targets"), f"{COLUMNS}: {{prompt: inputs, completion: targets}} trains the targets"),
     (("prompt", "canonical_solution"), f"{COLUMNS}: {{completion: canonical_solution}} trains the solutions; online recipes read `prompt`"),
     (("text", "code"), f"{COLUMNS}: {{prompt: text, completion: code}} trains the code; kind: text trains `text` alone"),
@@ -25,6 +26,7 @@ ADVICE = (  # columns of forms that are not recognised, since others have them t
     (("question", "input_output"), f"for online recipes, {COLUMNS}: {{prompt: question}}; solutions to imitate are written with data.prepare"),
     (("problem_statement", "patch"), f"an environment plays it: online recipes, {COLUMNS}: {{prompt: problem_statement}} and rollout.environment"),
     (("prompt", "answers"), "several answers to one prompt: write `chosen` and `rejected`, or `completion`, with data.prepare"),
+    (("chosen", "rejected"), f"recipes dpo and rm learn from pairs; {COLUMNS}: {{completion: chosen}}, or {{messages: chosen}}, trains what was chosen"),
     (("chat",), "a conversation that is one text: write `messages` with data.prepare"),
     (("prompt", "reward_model"), "rows to answer, for online recipes"),
 )  # fmt: skip

@@ -46,24 +46,28 @@ def _half_character(value: Any) -> str | None:
 
 
 class Quarantine:
-    def __init__(self, file: str | Path, max_bad: float) -> None:
-        """`max_bad` is the largest share of a source's rows that may be bad."""
-        self.file, self._max_bad = Path(file), max_bad
+    def __init__(self, file: str | Path | None, max_bad: float) -> None:
+        """`max_bad` is the largest share of a source's rows that may be bad. Without a file they are only counted: another process writes them."""
+        self.file, self._max_bad = Path(file) if file else None, max_bad
         self._seen: set[str] | None = None
 
     def add(self, row: BadRow, counts: Mapping[str, int]) -> None:
         """Set a row aside; `counts` are the `rows` so far, and how many of them were `bad`. Raises UserError when those are too many."""
-        if self._seen is None:
-            self._seen = {old.where for old in rows_in(self.file)}
-        if row.where not in self._seen:
-            self._seen.add(row.where)
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab+") as out:
-                out.write(b"\n" * _torn(self.file) + json.dumps(asdict(row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+        if self.file is not None:
+            self._write(row, self.file)
         if counts["bad"] > self._max_bad * max(counts["rows"], FEW):
             raise UserError(
                 f"{counts['bad']} of {counts['rows']} rows are bad, more than data.max_bad ({self._max_bad:g}) allows; the last is {row.where}: {row.reason}"
             )
+
+    def _write(self, row: BadRow, file: Path) -> None:
+        if self._seen is None:
+            self._seen = {old.where for old in rows_in(file)}
+        if row.where not in self._seen:
+            self._seen.add(row.where)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("ab+") as out:
+                out.write(b"\n" * _torn(file) + json.dumps(asdict(row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
 
 
 def rows_in(file: Path) -> list[BadRow]:
