@@ -11,7 +11,7 @@ import numpy as np
 
 from ptf.data.answers import as_history, conversation, differ, history_of, is_conversation
 from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, served_turns, trained_turns
-from ptf.data.forms import Columns, advice
+from ptf.data.forms import COLUMNS, Columns, advice
 from ptf.data.kinds import KINDS, refuse_unwanted, shaped
 from ptf.data.messages import finite
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
@@ -139,6 +139,8 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
             raise UserError("no message of the assistant's has a `reward`: nothing to learn scores from")
         said, counted = trained_turns([{key: value for key, value in m.items() if key != "reward"} for m in messages], "assistant")
         counted = {i: weight for i, weight in counted.items() if i in rewards}
+        if not counted:
+            raise UserError("every answer that has a `reward` has a `weight` of 0: nothing to learn scores from")
         judged = iter([rewards[i] for i in counted])
         documents = served_turns(said, counted, tokenizer, row.get("tools"))
         return [(_scored(ids, [(turn.start, len(turn.ids), next(judged), turn.weight) for turn in turns], source),) for ids, turns in documents]
@@ -266,7 +268,7 @@ def row_weight(row: Row) -> float:
     if weight is None:
         return 1.0
     if not finite(weight) or not np.float32(weight) > 0:
-        raise UserError(f"the row's `weight` must be a number above 0, not {str(weight)[:60]!r}")
+        raise UserError(f"the row's `weight` must be a number above 0, not {repr(weight)[:60]}; {COLUMNS}: {{weight: null}} if it says something else")
     return float(weight)
 
 

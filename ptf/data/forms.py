@@ -42,7 +42,7 @@ def renamed(row: Row, columns: Columns) -> dict[str, Any]:
 
 def recognised(row: dict[str, Any], kind: str) -> dict[str, Any]:
     """With the columns of known forms under ptf's names."""
-    if kind in ("text", "events", "tokenized"):
+    if kind in ("text", "events"):
         return row
     _adopt(row, "system", "system_prompt")
     if kind != "completion":

@@ -12,6 +12,7 @@ from typing import Any
 from ptf.data.blocks import Reader
 from ptf.data.forms import COLUMNS, Columns, Row, advice, recognised, refuse_other_texts, renamed
 from ptf.data.messages import MEDIA, Message, conversation, tools_of, without_nulls
+from ptf.data.quarantine import FAULTS
 from ptf.data.sources import SourceSpec, rows_once
 from ptf.errors import UserError
 
@@ -33,6 +34,13 @@ READS = {  # what a kind looks at beside its own columns; of other kinds nothing
     "text": ("weight",),
     "events": ("weight", "context", "opening", "values"),
 }
+SAID = {  # the columns that hold messages
+    "preference": (*HISTORY, *KINDS["preference"]),
+    "chat": ("messages",),
+    "completion": KINDS["completion"],
+    "scored": (*HISTORY, "completion"),
+    "prompt": HISTORY,
+}
 UNREAD_ROWS = 100  # that are asked for their columns
 
 
@@ -40,6 +48,8 @@ def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = Fals
     """The row under ptf's names: columns renamed, a known form as its plain one, messages as {role, content}, `system` as the first of them; of an
     explicit kind, without the columns that make it another. `columnar`: as in `conversation`. Raises UserError for a column that is not there, for a
     row that could be several things, and for what cannot be trained."""
+    if kind == "tokenized":
+        return dict(row)
     found = renamed(row, columns)
     if columnar:
         found |= {name: without_nulls(found[name]) for name in ("tools", "answers") if found.get(name) is not None}
@@ -65,7 +75,7 @@ def found_out(spec: SourceSpec, reader: Reader) -> SourceSpec:
     for place in rows_once(reader, 1000):  # of which some may be bad
         try:
             return replace(spec, kind=kind_of(shaped(place.read(), spec.columns, columnar=place.columnar)))
-        except UserError:
+        except FAULTS:
             continue
     return spec
 
@@ -80,7 +90,7 @@ def unread(spec: SourceSpec, reader: Reader) -> tuple[str, ...]:
     for place in rows_once(reader, UNREAD_ROWS):
         try:
             row = recognised(renamed(place.read(), spec.columns), spec.kind)
-        except UserError:
+        except FAULTS:
             continue
         found |= dict.fromkeys(name for name in row if name not in known)
     return tuple(found)
@@ -103,11 +113,9 @@ def _labelled(row: Row) -> float | None:
 
 def _cleaned(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any]:
     """With every message as {role, content}, `tools` as a list, `system` in its place, and a `label` as a reward."""
-    names = {"chat": ("messages",), "prompt": HISTORY, "scored": (*HISTORY, "completion"), "completion": KINDS["completion"]}
-    names |= {"preference": (*HISTORY, *KINDS["preference"])}
-    if kind not in names:
+    if kind not in SAID:
         return row
-    held = [name for name in names[kind] if row.get(name) is not None]
+    held = [name for name in SAID[kind] if row.get(name) is not None]
     row = row | {name: conversation(row[name], name, columnar) for name in held}
     if row.get("tools") is not None:
         row["tools"] = tools_of(row["tools"])

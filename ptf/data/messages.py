@@ -21,6 +21,7 @@ ROLES = {  # of messages {from, value}
     "observation": "tool", "tool": "tool",
 }  # fmt: skip
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+LOOKED_AT = frozenset((*MEDIA, "tool_calls", "reasoning_content", "thinking"))
 TURN = re.compile(r"\n\n(Human|Assistant):")
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -42,7 +43,12 @@ def conversation(value: Any, name: str, columnar: bool = False) -> Any:
         return value
     if value and all(isinstance(m, dict) and "role" not in m and {"input", "output"} <= m.keys() for m in value):
         return _pairs(value, name)
-    return [_message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
+    return [m if _is_plain(m) else _message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether it is {role, content} and nothing that has to be looked at: most are."""
+    return isinstance(message, dict) and "role" in message and isinstance(message.get("content"), str) and LOOKED_AT.isdisjoint(message)
 
 
 def _message(message: Any, where: str, columnar: bool) -> Message:

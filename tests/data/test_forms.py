@@ -118,6 +118,14 @@ def test_a_prompt_is_what_comes_before_the_answer(printable: Tokenizer, tmp_path
     assert prompt.row.keys() >= row.keys(), "the reward sees what the row said"
 
 
+def test_a_prompts_weight_is_its_rows(printable: Tokenizer, tmp_path: Path) -> None:
+    write([{"prompt": "1", "weight": 0.5}, {"prompt": "1"}, {"prompt": "1", "weight": "heavy"}], tmp_path / "a.jsonl")
+    prompts = prompts_once(SourceSpec(str(tmp_path / "a.jsonl")), "a", printable)
+    assert [next(prompts).weight, next(prompts).weight] == [0.5, 1.0]
+    with pytest.raises(UserError, match=r"a\.jsonl:3 .* `weight` must be a number above 0, not 'heavy'; .*\{weight: null\}"):
+        next(prompts)
+
+
 DEEP = {"city": None, "day": {"from": None, "to": 3, "at": [{"hour": None, "min": 5}, {"hour": 4, "min": None}]}}
 STRIPPED = {"day": {"to": 3, "at": [{"min": 5}, {"hour": 4}]}}
 SCHEMA = {"name": "f", "parameters": {"x": {"type": "str", "default": None}, "y": {"type": None, "default": 1}}}

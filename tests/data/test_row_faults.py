@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from ptf.errors import UserError
 from tests.data import read_form
 from tests.data.dataset_forms import ANSWER, ASK, FORMS, TOOL
 from tests.data.read_form import RECIPES
+from tests.tiny import arithmetic
 
 ASKED, SAID = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
 GOOD = {"messages": [ASKED, SAID]}
@@ -73,6 +75,24 @@ def test_what_is_a_rows_fault_is_named_and_set_aside(name: str, printable: Token
     assert "<tool>" in printable.decode(atoms[2][0].tokens)
     (bad,) = rows_in(tmp_path / "bad.jsonl")
     assert bad.where.endswith("a.jsonl:2")
+
+
+def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
+    from ptf.config import loads
+    from ptf.recipes.sft import SFT
+    from ptf.train.reading import held_out_rows, unread_columns
+
+    characters = read_form.tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text("\n".join([line(note=1), BAD["tools that are numbers"][0], line(other=1)]))
+    job = arithmetic(tmp_path)
+    job["data"] |= {"validation": {"held": {"path": str(tmp_path / "a.jsonl")}}, "seq_len": 99}
+    with pytest.raises(UserError, match=r"a\.jsonl:2 \(source held\): `tools`"):
+        held_out_rows(loads(yaml.safe_dump(job)), SFT(), characters)
+    job["data"] |= {"on_bad_row": "skip", "max_bad": 0.1}
+    rows = held_out_rows(loads(yaml.safe_dump(job)), SFT(), characters, tmp_path / "quarantine")
+    assert len([atom for row in rows["held"] for atom in row]) == 2
+    assert [bad.where[-9:] for bad in rows_in(tmp_path / "quarantine" / "validation-held.jsonl")] == ["a.jsonl:2"]
+    assert unread_columns({"held": SourceSpec(str(tmp_path / "a.jsonl"))}) == ["source held: columns that nothing reads: note, other"]
 
 
 def test_a_bad_prompt_has_a_place(printable: Tokenizer, tmp_path: Path) -> None:
