@@ -70,7 +70,7 @@ def compare(text: str, directory: str) -> None:
     base = bridge.locate(job.model.path, job.model.revision)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(spec, base, run)
-    sets = held_out_rows(job, recipe, Tokenizer.load(tokenizer_path))
+    sets = held_out_rows(job, recipe, Tokenizer.load(tokenizer_path), run / "quarantine" if int(os.environ.get("RANK", 0)) == 0 else None)
     metrics: dict[str, float] = {}
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor)

@@ -111,12 +111,12 @@ class Source(Section):
     """Branch, tag or commit of a dataset of the Hub. A run keeps the commit that it began with."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = "auto"
     """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
-    `prompt` and `completion`. `scored`: those and a number `reward`, or `messages` of which some of the assistant's have a `reward`. `text`. `events`:
-    a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
+    `prompt` and `completion`. `scored`: those and a number `reward` (or a `label`), or `messages` of which some of the assistant's have a `reward`. `text`.
+    `events`: a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
     end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight` counts its tokens,
     its pair or its score more or less."""
-    columns: dict[str, str] = {}
-    """ptf's name of a column → its name in the files (`{messages: conversation}`)."""
+    columns: dict[str, str | None] = {}
+    """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null: the column of that name is not used (`{label: null}`)."""
     weight: PositiveFloat | None = None
     """Share in the mixture, relative to the other sources (1 for those that have none). Where no source has a weight, every row comes once an epoch:
     sources are interleaved by their numbers of rows, and each ends when it is done."""

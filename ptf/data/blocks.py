@@ -28,6 +28,8 @@ Tables = Callable[[pa.Table], "Block"]
 LINES_BYTES = 1 << 20
 KEEP_BYTES = 64 << 20  # of blocks that some lane may still be in
 KEEP_FILES = 16  # open at a time
+DEEPEST = 200  # objects and lists inside each other
+NESTED = f"more than {DEEPEST} objects and lists inside each other"
 
 
 class Block(Protocol):
@@ -40,6 +42,11 @@ class Block(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def columnar(self) -> bool:
+        """Whether its format writes a null for every key of an object that another row has."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -65,6 +72,10 @@ class Lines:
     lines: int
     nbytes: int
 
+    @property
+    def columnar(self) -> bool:
+        return False
+
     @staticmethod
     def of(texts: Sequence[bytes]) -> "Lines":
         full = [i for i, text in enumerate(texts) if text.strip()]
@@ -82,12 +93,27 @@ class Lines:
             row = json.loads(self.texts[i])
         except ValueError as e:  # of JSON, or of UTF-8
             raise UserError(f"not JSON: {e}") from None
+        except RecursionError:
+            raise UserError(NESTED) from None
         if not isinstance(row, dict):
             raise UserError(f"a row must be a JSON object, this is a {type(row).__name__}")
+        refuse_nested(row, self.texts[i])
         return row
 
     def part(self, start: int, end: int) -> "Lines":
         return Lines(self.texts[start:end], self.numbers[start:end], self.lines, self.nbytes)
+
+
+def refuse_nested(row: Row, text: bytes) -> None:
+    """Raises UserError for a row of which the parser might run out of stack elsewhere: how much there is differs from thread to thread."""
+    if text.count(b"[") + text.count(b"{") <= DEEPEST:
+        return
+    level: list[Any] = [row]
+    for _ in range(DEEPEST):
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v) if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise UserError(NESTED)
 
 
 def plain_row(group: pa.Table, i: int) -> Row:
@@ -109,6 +135,10 @@ class RowGroup:
     def nbytes(self) -> int:
         return self.table.nbytes
 
+    @property
+    def columnar(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return self.table.num_rows
 
@@ -116,7 +146,10 @@ class RowGroup:
         return self.first + i
 
     def row(self, i: int) -> Row:
-        return plain_row(self.table, i)
+        try:
+            return plain_row(self.table, i)
+        except (pa.ArrowException, ValueError, OverflowError) as e:  # text that is no UTF-8, a date that Python does not have
+            raise UserError(f"a value cannot be read: {e}") from None
 
     def part(self, start: int, end: int) -> "RowGroup":
         return RowGroup(self.table.slice(start, end - start), self.first + start)

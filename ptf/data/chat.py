@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from ptf.data.growing import encode_growing
+from ptf.data.messages import LARGEST
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 TrainOn = str  # "assistant", "last", "all", or "field:NAME"
 FIELD = "field:"
+WEIGHT = "weight"  # of a message: how much its turn counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +68,38 @@ def served_turns(messages: Sequence[Mapping[str, Any]], counted: Mapping[int, fl
 
 
 def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[list[dict[str, Any]], dict[int, float]]:
-    """The messages as the template shall see them, and the assistant's turns that count, with their weights. Raises UserError where none does."""
+    """The messages as the template shall see them, and the assistant's turns that count, with their weights: a message's own `weight`, times what
+    `train_on` says. Raises UserError where none does."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise UserError("the conversation has no assistant turn: nothing to train on")
-    if not train_on.startswith(FIELD):
-        return messages, dict.fromkeys(turns[-1:] if train_on == "last" else turns, 1.0)
-    name = train_on.removeprefix(FIELD)
-    marks = {i: message.get(name) for i, message in enumerate(messages)}
-    for i, mark in marks.items():
-        if i in turns and not (isinstance(mark, bool | int | float) and 0 <= mark < float("inf")):
-            raise UserError(f"message {i} (assistant): `{name}`, by which data.train_on counts it, must be true, false or a number from 0, not {mark!r}")
-        if i not in turns and mark:
-            raise UserError(f"message {i} ({messages[i]['role']}): only what the assistant says can be trained, yet its `{name}` is {mark!r}")
-    counted = {i: float(marks[i]) for i in turns if marks[i]}  # type: ignore[arg-type]
+    messages, own = _marked(messages, WEIGHT, turns, 1.0) if train_on != FIELD + WEIGHT else (messages, dict.fromkeys(turns, 1.0))
+    if train_on.startswith(FIELD):
+        messages, marks = _marked(messages, train_on.removeprefix(FIELD), turns)
+    elif train_on == "all" and any(weight != 1 for weight in own.values()):
+        raise UserError("data.train_on: all trains every token, yet a message has a `weight` of its own")
+    else:
+        marks = dict.fromkeys(turns[-1:] if train_on == "last" else turns, 1.0)
+    counted = {i: mark * own[i] for i, mark in marks.items() if mark * own[i]}
+    if any(weight > LARGEST for weight in counted.values()):
+        raise UserError("the weights of a message are too large when they are multiplied")
     if not counted:
-        raise UserError(f"no turn of the conversation counts: `{name}` is 0 or false on every one")
-    return [{key: value for key, value in message.items() if key != name} for message in messages], counted
+        what = f"`{train_on.removeprefix(FIELD)}`" if train_on.startswith(FIELD) and any(own.values()) else f"`{WEIGHT}`"
+        raise UserError(f"no turn of the conversation counts: {what} is 0 or false on every one")
+    return messages, counted
+
+
+def _marked(messages: list[dict[str, Any]], name: str, turns: Sequence[int], default: float | None = None) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """The messages without their key `name`, and what it says of each of the assistant's turns; `default` where it is not there."""
+    if default is not None and not any(name in message for message in messages):
+        return messages, dict.fromkeys(turns, default)
+    marks = {i: message.get(name, default if i in turns else None) for i, message in enumerate(messages)}
+    for i, mark in marks.items():
+        if i in turns and not (isinstance(mark, bool | int | float) and 0 <= mark <= LARGEST):
+            raise UserError(f"message {i} (assistant): `{name}`, which says how much it counts, must be true, false or a number from 0, not {repr(mark)[:60]}")
+        if i not in turns and mark:
+            raise UserError(f"message {i} ({messages[i]['role']}): only what the assistant says can be trained, yet its `{name}` is {repr(mark)[:60]}")
+    return [{key: value for key, value in message.items() if key != name} for message in messages], {i: float(marks[i]) for i in turns}  # type: ignore[arg-type]
 
 
 def _sample(ids: list[int], spans: Sequence[Turn], source: str) -> Sample:

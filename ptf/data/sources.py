@@ -21,7 +21,7 @@ class SourceSpec:
     path: str
     weight: float | None = None  # share in a mixture
     kind: str = "auto"
-    columns: Mapping[str, str] = field(default_factory=dict)  # ptf's name → the name there
+    columns: Mapping[str, str | None] = field(default_factory=dict)  # ptf's name → the name there; None: that column is not used
     limit: int | None = None  # rows
     epochs: int | None = None  # passes; endless without
     rows: int | None = None  # how many there are, where the files do not tell
@@ -43,6 +43,11 @@ class Place:
     def read(self) -> Row:
         """Raises UserError for what is no row."""
         return self._block.row(self.row)
+
+    @property
+    def columnar(self) -> bool:
+        """As of its block."""
+        return self._block.columnar
 
     @property
     def where(self) -> str:

@@ -25,7 +25,8 @@ import pyarrow.parquet as pq
 
 from ptf import storage
 from ptf.data.blocks import Block, Location, Reader, Row
-from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, found_out
+from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
+from ptf.data.kinds import found_out
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import Atom, Sample, dump_atoms
 from ptf.data.sources import SourceSpec, blocks_once, place
@@ -286,6 +287,11 @@ class TokenRows:
         self._ends = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]  # tokens before each sample
         self._tokens, self._weights, self._sources = columns["tokens"][1], columns["weights"][1], columns["sources"][1]
         self._streams = {name.removeprefix(STREAM): values for name, (_, values) in columns.items() if name.startswith(STREAM)}
+
+    @property
+    def columnar(self) -> bool:
+        """Of no meaning here: a row is its samples."""
+        return False
 
     def __len__(self) -> int:
         return self.lines

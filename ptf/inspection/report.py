@@ -5,7 +5,7 @@ The one idea: rows go through the very encoder, mixer and packer that training u
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -58,8 +58,11 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         return [(Sample(tokens, np.zeros(len(tokens), np.float32), source),)]
 
     room = data.seq_len - (job.rollout.max_new_tokens if job.rollout else 0)
+    sources = specs(data.sources)
+    if recipe.online:
+        sources = {name: replace(spec, kind="prompt") for name, spec in sources.items()}
     found = survey(
-        specs(data.sources), tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
+        sources, tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
         temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows or FEW_ROWS, examples=samples,
     )  # fmt: skip
     return Report(job, found, tokenizer)

@@ -86,7 +86,7 @@ class Fit:
         self.trainer = trainer_of(job.train, self.model, world, self.companions)
         self.trainer.refuse_large(job.train.rows)
         self.loader = make_loader(reading, self.recipe, self.tokenizer, world, run)
-        self.held_out = held_out_rows(reading, self.recipe, self.tokenizer)
+        self.held_out = held_out_rows(reading, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None)
         self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
         if world.leads:

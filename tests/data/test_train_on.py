@@ -47,7 +47,7 @@ def test_a_field_says_how_much_a_turn_counts(characters: Tokenizer) -> None:
     ("messages", "what"),
     [
         (chat(0, False), "no turn of the conversation counts: `w` is 0 or false on every one"),
-        (chat(1, None), r"message 3 \(assistant\): `w`, by which data\.train_on counts it, must be true, false or a number from 0, not None"),
+        (chat(1, None), r"message 3 \(assistant\): `w`, which says how much it counts, must be true, false or a number from 0, not None"),
         (chat(1, -1), "not -1"),
         (chat(1, "yes"), "not 'yes'"),
         ([{"role": "user", "content": "q", "w": 1}, {"role": "assistant", "content": "a", "w": 1}], r"message 0 \(user\): only what the assistant says"),
