@@ -65,7 +65,7 @@ def command_of(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
     except OSError:
-        return "?"
+        return ""
     return " ".join(Path(word).name if word.startswith("/") else word for word in words)[:90]
 
 
@@ -95,7 +95,7 @@ def watch(arguments: list[str], times: Path, interval: float) -> tuple[int, list
     commands: dict[int, str] = {}
     while (status := reap(main)) is None:
         found = {pid: size for pid in descendants(os.getpid()) if (size := pss(pid))}
-        commands |= {pid: command_of(pid) for pid in found if pid not in commands or commands[pid] == "?"}
+        commands |= {pid: command for pid in found if (command := command_of(pid))}  # Ray's workers change theirs
         samples.append((time.monotonic(), found))
         time.sleep(interval)
     return status, samples, commands
