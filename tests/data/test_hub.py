@@ -44,7 +44,8 @@ def parquet(*numbers: int) -> bytes:
 
 def gsm(first: int = 0) -> dict[str, bytes]:
     return {
-        "README.md": README, ".gitattributes": b"", "main/train-00000-of-00002.parquet": parquet(first, 1, 2), "main/train-00001-of-00002.parquet": parquet(3, 4),
+        "README.md": README, ".gitattributes": b"",
+        "main/train-00000-of-00002.parquet": parquet(first, 1, 2), "main/train-00001-of-00002.parquet": parquet(3, 4),
         "main/test-00000-of-00001.parquet": parquet(5), "socratic/train-00000-of-00001.parquet": parquet(6),
     }  # fmt: skip
 
@@ -192,14 +193,18 @@ def test_a_job_is_resolved_to_commits_once_and_keeps_them(stub: HubStub, tmp_pat
 )
 def test_without_a_network_it_is_one_sentence_at_once(environment: dict[str, str], why: str, tmp_path: Path) -> None:
     """In a process of its own, for the client reads its environment once."""
-    script = "import sys; from ptf.cli import main; sys.exit(main(sys.argv[1:]))"
-    (tmp_path / "job.yaml").write_text(JOB.replace("OUT", str(tmp_path / "runs")))
+    script = """
+from ptf.data.blocks import Reader
+from ptf.errors import UserError
+try:
+    Reader("open/gsm:main:train")
+except UserError as error:
+    print(error)
+"""
     done = subprocess.run(
-        [sys.executable, "-c", script, "train", str(tmp_path / "job.yaml")], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "HF_HOME": str(tmp_path / "home"), **environment},
-    )  # fmt: skip
-    assert done.returncode == 2
-    (sentence,) = done.stderr.strip().splitlines()
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={**os.environ, "HF_HOME": str(tmp_path / "home"), **environment}
+    )
+    (sentence,) = done.stdout.strip().splitlines()
     assert "there is no file or directory open/gsm here" in sentence
     assert "run this once where there is a network, with HF_HOME on a disk that this machine sees, or give a directory" in sentence
     assert why in sentence
