@@ -11,7 +11,7 @@ from typing import IO
 from ptf.data.blocks import Lines, open_bytes, size_of
 from ptf.errors import UserError
 
-TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{}]', re.DOTALL)  # a lone " begins a string of which the end is not read yet
+TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)  # a lone " begins a string of which the end is not read yet
 DEPTH = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
 READ = 1 << 20
 LONGEST = 1 << 28  # bytes of one element

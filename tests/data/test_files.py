@@ -98,9 +98,9 @@ def test_the_readme_names_configs_and_splits() -> None:
     assert chosen(CONFIGS, README % "true", split="train") == ["socratic/train-00000-of-00001.parquet"]
     with pytest.raises(UserError, match="several configs: give `config`, one of main, socratic"):
         chosen(CONFIGS, README % "false", split="train")
-    with pytest.raises(UserError, match="no config 'other'.*main, socratic"):
+    with pytest.raises(UserError, match=r"no config 'other'.*main, socratic"):
         chosen(CONFIGS, README % "false", config="other")
-    with pytest.raises(UserError, match="several splits: train .*; test "):
+    with pytest.raises(UserError, match=r"several splits: train .*; test "):
         chosen(CONFIGS, README % "false", config="main")
     assert chosen(["a/x.jsonl", "b/y.jsonl"], "configs:\n- {config_name: default, data_files: 'a/**'}") == ["a/x.jsonl"]
     assert chosen(["train.jsonl", "test.jsonl"], "tags: [x]", split="train") == ["train.jsonl"]  # a header without data files
@@ -108,7 +108,7 @@ def test_the_readme_names_configs_and_splits() -> None:
 
 def test_folders_are_configs_where_no_readme_says_otherwise() -> None:
     assert chosen(CONFIGS, config="main", split="train") == ["main/train-00000-of-00001.parquet"]
-    with pytest.raises(UserError, match="no config 'x'.*: main, socratic"):
+    with pytest.raises(UserError, match=r"no config 'x'.*: main, socratic"):
         chosen(CONFIGS, config="x")
     with pytest.raises(UserError, match="several configs"):
         choose(CONFIGS, str, "here", split="train", folders_are_configs=True)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ptf.data import blocks
 from ptf.data.blocks import Reader
 from ptf.data.order import Ordered
-from ptf.data.sources import rows_once
+from ptf.data.sources import Place, rows_once
 from ptf.errors import UserError
 
 SUFFIXES = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "csv", "parquet", "arrow", "feather"]
@@ -158,11 +158,14 @@ def test_forms_of_json(text: str, rows: list[int], tmp_path: Path) -> None:
 def test_what_is_no_table_is_named(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match=message):
-        for place in rows_once(Reader(str(tmp_path / name))):
-            try:
-                place.read()
-            except UserError as error:
-                raise UserError(f"{place.where}: {error}") from None
+        print([read(place) for place in rows_once(Reader(str(tmp_path / name)))])
+
+
+def read(place: Place) -> dict[str, Any]:
+    try:
+        return place.read()
+    except UserError as error:
+        raise UserError(f"{place.where}: {error}") from None
 
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
