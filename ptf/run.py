@@ -23,6 +23,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Retryable, UserError
 from ptf.model.bridge import locate
 from ptf.train.reading import specs
+from ptf.train.rendered import rendered
 from ptf.train.resume import refuse_frozen_changes
 
 
@@ -150,7 +151,7 @@ def surveyed(job: Job, rows: int, examples: int) -> tuple[Survey, Tokenizer]:
     """What the job's data looks like, by its first rows, and the tokenizer that reads it. Runs `data.prepare` where it has not run."""
     recipe, job = recipes.build(job), resolved(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tokenizer, data = tokenizer_of(path, job.model.tokens), job.data
+    tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
 
     def encode(row: Mapping[str, Any], source: str) -> list[Atom]:
         if not recipe.online:

@@ -13,7 +13,9 @@ import numpy as np
 
 from ptf.data.blocks import Reader
 from ptf.data.chat import TrainOn, chat_samples, clean, served_turns
+from ptf.data.context import refuse_unseen
 from ptf.data.quarantine import BadRow
+from ptf.data.rendering import row_arguments
 from ptf.data.sample import Atom, Sample, length
 from ptf.data.sources import Place, SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
@@ -42,9 +44,9 @@ def encode_document(row: Row, tokenizer: Tokenizer, source: str = "", train_on: 
     """A row with `messages` (and `tools`), `prompt` and `completion`, `text`, or `events`: one atom, or several where a template cannot show all
     turns of a conversation at once. Raises UserError for any other."""
     if "messages" in row:
-        return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"))]
+        return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"), row_arguments(row))]
     if "prompt" in row and "completion" in row:
-        return [(answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools")),)]
+        return [(answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"), row_arguments(row)),)]
     if "text" in row:
         return encode_text(row, tokenizer, source)
     if "events" in row:
@@ -112,7 +114,7 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
         history = next((row[key] for key in HISTORY if row.get(key) is not None), None)
         if _says_nothing(row[name]):
             raise UserError(f"`{name}` is empty")
-        pair.append(answered(history, row[name], tokenizer, source, row.get("tools")))
+        pair.append(answered(history, row[name], tokenizer, source, row.get("tools"), row_arguments(row)))
     if history is None and _asked(row["chosen"]) != _asked(row["rejected"]):
         raise UserError("`chosen` and `rejected` answer different prompts")
     if np.array_equal(pair[0].tokens, pair[1].tokens):
@@ -145,13 +147,13 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
             raise UserError("no message of the assistant's has a `reward`: nothing to learn scores from")
         said = [{key: value for key, value in message.items() if key != "reward"} for message in messages]
         judged = iter(rewards.values())
-        documents = served_turns(said, dict.fromkeys(rewards, 1.0), tokenizer, row.get("tools"))
+        documents = served_turns(said, dict.fromkeys(rewards, 1.0), tokenizer, row.get("tools"), row_arguments(row))
         return [(_scored(ids, [(turn.start, len(turn.ids), next(judged)) for turn in turns], source),) for ids, turns in documents]
     if any(row.get(name) is None for name in KINDS["scored"]):
         there = sorted(name for name in row if row[name] is not None)
         raise UserError(f"a scored row needs `prompt`, `completion` and `reward`, or `messages` with rewards; this row has {there}")
     reward = _reward(row["reward"], "`reward`")
-    sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"))
+    sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"), row_arguments(row))
     trained = np.flatnonzero(sample.weights)
     return [(_scored(sample.tokens, [(int(trained[0]), int(trained[-1]) + 1, reward)], source),)]
 
@@ -170,7 +172,9 @@ def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, f
     return Sample(np.asarray(ids, np.int32), weights, source, {"score": scores, "answer_length": lengths})
 
 
-def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None) -> Sample:
+def answered(
+    history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None, arguments: Mapping[str, Any] | None = None
+) -> Sample:
     """An answer to a prompt, of which only the answer is trained. A string prompt is one user message, as it will be in a chat; with a tokenizer
     that has no chat template, prompt and answer are plain text, and end-of-text follows."""
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
@@ -186,7 +190,7 @@ def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools
     messages = [*_messages(history), *said()]
     if not isinstance(messages[-1], dict) or messages[-1].get("role") != "assistant":
         raise UserError("an answer must end with a message of the assistant's")
-    (sample,) = chat_samples(messages, tokenizer, source, "last", tools)
+    (sample,) = chat_samples(messages, tokenizer, source, "last", tools, arguments)
     return sample
 
 
@@ -218,7 +222,10 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Pr
     messages = clean(_messages(history))
     if messages[-1]["role"] == "assistant":
         raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
-    return Prompt(np.array(tokenizer.render(messages, True, row.get("tools") or None), np.int32), dict(row), source, index)
+    tools, arguments = row.get("tools") or None, row_arguments(row)
+    text = tokenizer.render_text(messages, True, tools, arguments)
+    refuse_unseen(messages, text, tokenizer, tools, arguments)
+    return Prompt(np.array(tokenizer.encode(text), np.int32), dict(row), source, index)
 
 
 def shaped(row: dict[str, Any], columns: Mapping[str, str], kind: str = "auto") -> dict[str, Any]:
