@@ -151,8 +151,9 @@ def served_turn(
         except UserError:
             if not tokenizer.rendering.served:
                 raise
-        thinking, answer, bare = completed(messages[:i], messages[i], prompt, tokenizer, tools, arguments or {}, fail)
-        _verify(messages[:i], bare, answer, None, tokenizer, tools, arguments, fail)
+        thinking, answer, shows = completed(messages[:i], messages[i], prompt, tokenizer, tools, arguments or {}, fail)
+        if shows is not None:
+            _verify(messages[:i], shows, answer, None, tokenizer, tools, arguments, fail)
         return prompt, thinking + answer + closing
     except Refused:
         raise

@@ -32,16 +32,17 @@ def without_thinking(message: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 def completed(
     before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], prompt: str, tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any],
     fail: Callable[[str], Exception],
-) -> tuple[str, str, dict[str, Any]]:  # fmt: skip
-    """All that follows the prompt: the thinking with its tags, the answer, and the turn that the answer must show. Raises what `fail` makes of a reason."""
+) -> tuple[str, str, dict[str, Any] | None]:  # fmt: skip
+    """All that follows the prompt: the thinking with its tags, and the answer; and the turn that the answer must show, None where it is the content as it
+    stands, since the template would not show that. Raises what `fail` makes of a reason."""
     thought, bare = without_thinking(message)
     opened = OPENED.search(prompt)
     if thought and CLOSED.search(prompt):
         raise fail(f"the generation prompt ends the thinking before it begins, yet the turn thinks {thought[:60]!r}; model.template_args can open it")
     if thought and not opened and "<think>" not in str(tokenizer.hf.chat_template):
         raise fail("it has no tags for thinking; write the thinking into `content` as the model shall say it, its tags included")
-    head, start, end = _frame([*before], prompt, tokenizer, tools, arguments)
-    answer = ""
+    head, start, end = _frame([*before], prompt[: opened.start()] if opened else prompt, tokenizer, tools, arguments)
+    answer, shows = "", bare
     if head is not None:
         through = tokenizer.render_text([*before, bare], False, tools, arguments)
         answer = through[len(head) :] if through.startswith(head) else ""
@@ -50,14 +51,15 @@ def completed(
         if not answer:
             raise fail("what it writes before a tool call is never served, so the call cannot be put behind the served prompt; give model.chat_template")
     elif bare["content"].strip() not in answer or not answer:
-        answer = start + bare["content"] + end
+        answer, shows = start + bare["content"] + end, None
     if opened:
-        return f"{thought}{opened[1]}</think>{opened[1] * 2}", answer, bare
-    return f"<think>\n{thought}\n</think>\n\n" if thought else "", answer, bare
+        return f"{thought}{opened[1]}</think>{opened[1] * 2}", answer, shows
+    return f"<think>\n{thought}\n</think>\n\n" if thought else "", answer, shows
 
 
 def _frame(before: list[Any], prompt: str, tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any]) -> tuple[str | None, str, str]:
-    """Up to where the template writes a turn as it has served it (None where it shows what came before otherwise), and what it writes around an answer."""
+    """How far `prompt`, up to thinking that it opens, is how the template begins the turn (None where it shows what came before otherwise), and what it writes
+    around an answer."""
     word = "QX0XQ"
     shown = tokenizer.render_text(before, False, tools, arguments)
     told = tokenizer.render_text([*before, {"role": "assistant", "content": word}], False, tools, arguments)

@@ -186,17 +186,23 @@ class Tokenizer:
             if own or not borrowed:
                 found[kind] = _Closing(own, last)
                 continue
-            told, more, stop = self.render_text(build("1"), False), self.render_text([*build("1"), then], False), self.decode(borrowed)
+            told, more, stop = self._probe(build("1")), self._probe([*build("1"), then]), self.decode(borrowed)
             start = len(told) if more.startswith(told) else more.rindex(stop)
             found[kind] = _Closing(borrowed, last, more[start : more.index(stop, start) + len(stop)])
         return found
+
+    def _probe(self, messages: Sequence[Message]) -> str:
+        try:
+            return self.render_text(messages, False)
+        except UserError:  # some templates want a system message
+            return self.render_text([{"role": "system", "content": "0"}, *messages], False)
 
     def _ending(self, build: Any) -> list[int]:
         """The ids that follow a turn whatever it says: two turns that differ, and what both end in."""
         if not self.hf.chat_template:
             return []
         try:
-            a, b = (self.hf(self.render_text(build(word), False), add_special_tokens=False)["input_ids"] for word in ("1", "2"))
+            a, b = (self.hf(self._probe(build(word)), add_special_tokens=False)["input_ids"] for word in ("1", "2"))
         except UserError:  # this template knows no such turn
             return []
         n = 0
