@@ -5,11 +5,11 @@ and then drop it from the turn (R1-distill, QwQ), or show no thinking at all. So
 the prompt began or the template knows, and behind it the answer without thinking as the template writes it.
 """
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ptf.data.growing import common_length
 from ptf.data.tokenizer import Tokenizer
 
 OPENED = re.compile(r"<think>(\s*)\Z")
@@ -63,11 +63,11 @@ def _frame(before: list[Any], prompt: str, tokenizer: Tokenizer, tools: Any, arg
     word = "QX0XQ"
     shown = tokenizer.render_text(before, False, tools, arguments)
     told = tokenizer.render_text([*before, {"role": "assistant", "content": word}], False, tools, arguments)
-    common = os.path.commonprefix([prompt, told])
+    common = prompt[: common_length(prompt, told)]
     if prompt.startswith(shown) and len(common) >= len(shown):
         start, _, end = told[len(common) :].partition(word)
         return common, start[len(empty[0]) :] if (empty := EMPTY.match(start)) else start, end
     asked = [{"role": "user", "content": "1"}]  # how it writes an answer where it does not
     prompt = tokenizer.render_text(asked, True, None, arguments)
     start, _, end = tokenizer.render_text([*asked, {"role": "assistant", "content": word}], False, None, arguments).partition(word)
-    return None, start[len(os.path.commonprefix([prompt, start])) :], end
+    return None, start[common_length(prompt, start) :], end

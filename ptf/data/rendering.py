@@ -16,10 +16,10 @@ from ptf.errors import UserError
 
 FILE = "rendering.json"  # beside a tokenizer of a run; never exported (ptf.model.bridge.save_hf)
 ROW_KEYS = ("template_args", "chat_template_kwargs")  # columns of a row that hold arguments of its own
-RESERVED = frozenset(
-    "messages conversation tools documents chat_template add_generation_prompt continue_final_message tokenize padding truncation max_length "
-    "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs strftime_now raise_exception".split()
-)
+RESERVED = {
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception",
+}  # fmt: skip
 WAYS_OUT = (
     "give model.chat_template a template that does, the template's own arguments in model.template_args (enable_thinking, …), "
     "or set data.render: served, which trains what the model shall say behind the served prompt"

@@ -80,7 +80,7 @@ class Tokenizer:
         self._forget()
 
     def _forget(self) -> None:
-        for name in ("_unknown", "_closings", "stop_ids", "cuts", "identity"):
+        for name in ("_unknown", "_closings", "_text_arguments", "stop_ids", "cuts", "identity"):
             self.__dict__.pop(name, None)
 
     @property
@@ -137,11 +137,25 @@ class Tokenizer:
         and come before the defaults that it may have."""
         if not self.hf.chat_template:
             raise UserError(f"the tokenizer {self.template_name.split('#')[0]} has no chat template: give model.tokenizer one that has, or model.chat_template")
-        given = {**self.rendering.arguments, **(arguments or {})}
         try:
-            return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **given)
+            return self._rendered(_with_text(messages) if self._text_arguments else list(messages), generation_prompt, tools, arguments or {})
         except (TemplateError, TypeError, KeyError, IndexError) as e:
-            raise UserError(f"chat template {self.template_name} refuses the messages: {e}") from None
+            raise UserError(f"chat template {self.template_name} refuses the messages: {e} (model.chat_template can name another template)") from None
+
+    def _rendered(self, messages: Sequence[Message], prompt: bool, tools: Any, arguments: Mapping[str, Any]) -> str:
+        given = {**self.rendering.arguments, **arguments}
+        return self.hf.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=False, **given)
+
+    @cached_property
+    def _text_arguments(self) -> bool:
+        """Whether the template wants the arguments of calls as JSON text, which is what it is asked: it refuses them as objects only (DeepSeek-V3)."""
+        for call in (_tool_call("1"), _with_text(_tool_call("1"))):
+            try:
+                self._rendered(call, False, None, {})
+                return isinstance(call[-1]["tool_calls"][0]["function"]["arguments"], str)
+            except (TemplateError, TypeError, KeyError, IndexError):
+                continue
+        return False
 
     def render(
         self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] | None = None, arguments: Mapping[str, Any] | None = None
@@ -290,6 +304,16 @@ def _answer(word: str) -> list[Message]:
 def _tool_call(word: str) -> list[Message]:
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": word}}}
     return [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def _with_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the arguments of their calls as JSON text."""
+
+    def written(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)}}
+
+    return [{**m, "tool_calls": [written(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
 
 
 _USER = {"role": "user", "content": "3"}

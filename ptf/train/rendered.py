@@ -4,6 +4,7 @@ The one idea: a template that renders today's date makes other ids tomorrow, so 
 reads that.
 """
 
+import contextlib
 import datetime
 import os
 from pathlib import Path
@@ -54,9 +55,7 @@ def pinned_date(run: Path) -> str:
         run.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{DATE}.{os.getpid()}")
         part.write_text(datetime.date.today().isoformat() + "\n")
-        try:
+        with contextlib.suppress(FileExistsError):
             os.link(part, file)  # whoever is first
-        except FileExistsError:
-            pass
         part.unlink()
     return file.read_text().strip()

@@ -31,6 +31,7 @@ class Known(Protocol):
     behind: str
     headers: tuple[str, ...]
     before_answer: str
+    text_arguments: bool
     served: bool
     allow_unseen: bool
 
@@ -78,6 +79,9 @@ class Oracle:
         return [sample for group in groups for sample in self._samples(group)]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False, tools: Any = None) -> str:
+        if self.known.text_arguments:
+            written = lambda call: with_function(call, {**function(call), "arguments": json.dumps(arguments(call), ensure_ascii=False)})  # noqa: E731
+            messages = [{**m, "tool_calls": list(map(written, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
         return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False, **self.given)
 
     def _span(self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tools: Any) -> Span:
@@ -135,7 +139,8 @@ class Oracle:
             echo = self._render([*before, other], False, tools)
         except Exception as e:
             raise Refusal(turn, "template refuses", str(e)) from None
-        differ = next((n for n, (a, b) in enumerate(zip(plain, self._render([*before, {**ANSWER, "content": "w"}], False, tools), strict=False)) if a != b), len(plain))
+        plain_too = self._render([*before, {**ANSWER, "content": "w"}], False, tools)
+        differ = next((n for n, (a, b) in enumerate(zip(plain, plain_too, strict=False)) if a != b), len(plain))
         heads = [at + len(header) for header in self.known.headers if (at := plain.rfind(header, 0, differ)) >= 0]
         head = max([*heads, *([len(shown)] if plain.startswith(shown) else []), 0])
         served = asked.startswith(shown) and asked.startswith(plain[:head]) and head >= len(shown)

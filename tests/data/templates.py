@@ -36,6 +36,7 @@ class Case:
     before_answer: str = ""  # what an answer begins with
     eos: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    text_arguments: bool = False  # it wants the arguments of calls as JSON text
     served: bool = False
     allow_unseen: bool = False
 
@@ -99,7 +100,7 @@ OURS = {
     "end_of_document": Case("end_of_document", "the end of the document follows the last turn", "<|end|>", headers=("<|assistant|>\n",), eos="</s>"),
     "only_end_of_document": Case("only_end_of_document", "the only stop is the end of the document", "</s>", eos="</s>"),
     "return_or_end": Case("return_or_end", "the last answer, earlier ones and calls end otherwise", "<|return|>", "<|call|>", eos="<|return|>"),
-    "text_arguments": Case("text_arguments", "arguments of calls as text; no generation prompt behind results", "</s>", eos="</s>"),
+    "text_arguments": Case("text_arguments", "arguments of calls as text; no generation prompt behind results", "</s>", eos="</s>", text_arguments=True),
 }  # fmt: skip
 ONE_SAMPLE = ("granite-3.3", "minimind", "mistral-nemo", "phi-3.5", "qwen2.5", "qwen3-coder", "qwen3-instruct-2507", "smollm3")
 SPLIT = ("gpt-oss", "qwen3", "qwen3.5-think")  # they rewrite earlier turns
@@ -115,13 +116,18 @@ REAL |= {
     "deepseek-r1-distill-qwen, render: served": Case(
         "deepseek-r1-distill-qwen", answer=R1_END, eos=R1_END, headers=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"), served=True
     ),
+    "deepseek-r1-distill-qwen, render: served, enable_thinking: true": Case(
+        "deepseek-r1-distill-qwen", answer=R1_END, eos=R1_END, headers=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"), served=True,
+        arguments={"enable_thinking": True},
+    ),
     "qwq-32b, render: served": Case("qwq-32b", served=True),
-}
+    "qwq-32b, render: served, enable_thinking: true": Case("qwq-32b", served=True, arguments={"enable_thinking": True}),
+}  # fmt: skip
 CASES = {**OURS, **REAL}
 DATED = ("date", "gpt-oss", "smollm3", "granite-3.3")  # they render the day
 REFUSED = {  # model → the behaviours of ours that it has, as they train: what is refused and by which key it trains
     "GLM-4.5 to 4.7": ("next_role_stop",),
-    "Apertus": ("closed_by_next", "closed_by_next, render: served", "date"),
+    "Apertus": ("closed_by_next", "closed_by_next, render: served"),
     "Gemma 4": ("empty_thought_prompt", "empty_thought_prompt, enable_thinking: true", "empty_thought_prompt, render: served"),
     "R1-distill, QwQ": ("thinking_opened", "thinking_opened, render: served"),
     "DeepSeek-V3.x": ("text_arguments",),
