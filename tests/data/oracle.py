@@ -19,6 +19,7 @@ Reason = Literal[
 ]  # fmt: skip
 
 
+LONG = 3000  # characters
 ANSWER = {"role": "assistant", "content": "v"}
 
 
@@ -197,7 +198,7 @@ class Oracle:
         Where they do not the text is cut and the sample ends; for the turns after it the ids before have changed."""
         while spans:
             ids, places = self._tokens(spans[-1].text)
-            cut = next((n for n, span in enumerate(spans) if self._tokens(spans[-1].text[: span.start])[0] != ids[: first(places, span.start)]), None)
+            cut = next((n for n, span in enumerate(spans) if not self._continues(spans[-1].text, span.start, ids, places)), None)
             group, spans = (spans, ()) if cut is None else (spans[: cut + 1], spans[cut + 1 :])
             if cut is not None:
                 text, start = group[-1].text, group[-1].start
@@ -208,6 +209,12 @@ class Oracle:
                 for n in range(first(places, span.start), first(places, len(span.text))):
                     mask[n] = True
             yield ids, mask
+
+    def _continues(self, text: str, start: int, ids: list[int], places: list[tuple[int, int]]) -> bool:
+        """Whether the ids of the text up to a character are its first ids. Of a long one, only what stands behind its last added token is encoded again."""
+        end = first(places, start)
+        begin = next((n for n in range(end - 1, -1, -1) if ids[n] in self.added), 0) if start > LONG else 0
+        return self._tokens(text[places[begin][0] if begin else 0 : start])[0] == ids[begin:end]
 
     def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids and the characters of each. Some added tokens swallow white space beside them, which is not theirs."""
