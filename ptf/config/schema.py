@@ -81,6 +81,11 @@ class ModelConfig(Section):
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: str | None = None
     """Tokenizer directory, where it is not beside the model."""
+    chat_template: str | None = None
+    """File of a chat template (Jinja) in the place of the tokenizer's own; it is published with the model."""
+    template_args: dict[str, Any] = {}
+    """Arguments of the chat template (`enable_thinking: false`): defaults wherever it renders, also in what is published. A row's own
+    (`template_args` or `chat_template_kwargs`) come before them."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only config.json and draws the weights from `seed`."""
     backend: Literal["ptf", "hf"] = "ptf"
@@ -167,6 +172,13 @@ class DataConfig(Section):
     train_on: Annotated[str, Field(pattern=r"^(assistant|last|all|field:.+)$")] = "assistant"
     """What of a chat is trained: `assistant`, all of its turns; `last` of them; `all` tokens; `field:NAME`, each of the assistant's turns as much as
     its key NAME says (true, false, or a number)."""
+    render: Literal["template", "served"] = "template"
+    """`template`: an answer is trained as the chat template writes it, and refused where it does not write it behind the served prompt. `served`: there
+    the answer and its thinking are put behind that prompt, as a server's model would say them."""
+    unseen_context: Literal["error", "allow"] = "error"
+    """Whether a chat template may leave out context: tools, their results, developer and system messages, earlier answers."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
+    """The day (YYYY-MM-DD) that chat templates which render today's date are given. Default: the day on which the run began."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with a row that cannot be encoded. `skip` sets it aside in `quarantine`, with its reason, and counts it."""
     max_bad: Fraction = 0.01

@@ -65,7 +65,7 @@ class Fit:
         self.job, self.world, self.run, self.recipe = job, world, run, recipes.build(job)
         directory = bridge.locate(job.model.path, job.model.revision)
         spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
-        self.tokenizer_path = str(world.share(tokenizer_directory(spec, directory, run) if world.leads else None))
+        self.tokenizer_path = str(world.share(tokenizer_directory(job, spec, directory, run) if world.leads else None))
         self.tokenizer = Tokenizer.load(self.tokenizer_path)
         if world.leads and (trap := self.tokenizer.class_trap()):
             print(f"train: {trap}", flush=True)
