@@ -90,7 +90,8 @@ def watch(arguments: list[str], times: Path, interval: float) -> tuple[int, list
     line = [sys.executable, "-m", "pytest", "-p", "benchmarks.suite_memory", *arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     main = os.posix_spawn(sys.executable, line, {**os.environ, TIMES: str(times), "PYTHONPATH": path})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest has it too, and ends by itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest has it too, ends by itself, and what was seen is still reported
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(main, signal.SIGINT))
     samples: list[Sample] = []
     commands: dict[int, str] = {}
     while (status := reap(main)) is None:
