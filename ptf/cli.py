@@ -1,17 +1,18 @@
-"""The console script `ptf`: check a config, train, verify a model. No torch until something needs it; rich lives here only.
+"""The console script `ptf`: check a config, train, verify a model. No torch until something needs it; rich lives here and in ptf/inspection/terminal.py only.
 
 The one idea: what the user can mend (`UserError`) is one message and exit status 2; everything else is a bug of ours and keeps its traceback.
 """
 
 import argparse
+import contextlib
+import json
 import math
+import os
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -21,16 +22,11 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from ptf import storage
 from ptf.config import dump, load
 from ptf.errors import UserError
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from ptf.config import Job
-    from ptf.data.sample import Sample
-    from ptf.data.survey import Survey
-    from ptf.data.tokenizer import Tokenizer
     from ptf.model.verify import Report
     from ptf.train.budget import Budget
 
@@ -122,79 +118,47 @@ def _judged(found: "Budget") -> list[str]:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    job = load(*options.config, overrides=options.set)
-    from ptf.run import surveyed
+    """Exit status: 0, or 1 where rows are bad and data.on_bad_row is error: training would stop there."""
+    with only_ours(options.json) as out:
+        try:
+            job = load(*options.config, overrides=options.set)
+            from ptf.inspection import page, report, terminal
 
-    found, tokenizer = surveyed(job, options.rows, options.samples)
-    width = None if sys.stdout.isatty() else 180
-    console = Console(width=width, highlight=False)
-    console.print(_sources(found), *_histogram(found), *_epoch(job, found), sep="\n", markup=False)
-    for source in found.sources:
-        for bad in source.bad:
-            console.print(f"bad row: {bad.where} (source {source.name}): {bad.reason}", style="red", markup=False)
-        for where, atom in source.examples:
-            console.print(f"\n{source.name}, {where}: {sum(map(len, atom))} tokens; trained is {'green' if console.is_terminal else 'in ⟦ ⟧'}", style="bold")
-            for sample in atom:
-                console.print(_coloured(sample, tokenizer, console.is_terminal), soft_wrap=True)
-    return 1 if any(source.bad for source in found.sources) and job.data.on_bad_row == "error" else 0
+            found = report.report(job, options.rows, options.samples)
+        except UserError as error:
+            if not options.json:
+                raise
+            from ptf.inspection.report import errors_as_json
 
-
-def _sources(found: "Survey") -> Table:
-    columns = "rows looked at", "samples", "tokens", "trained", "expansion", "p50", "p99", "max", "dropped", "cut", "bad", "share of samples", "of tokens"
-    table = Table("source", "kind", *columns, box=SIMPLE)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for s in found.sources:
-        p50, p99, most = _percentiles(s.lengths)
-        c = s.counts
-        rows = f"{c['rows']:,}" if s.whole else f"{c['rows']:,} of about {s.rows:,.0f}"
-        samples, tokens = found.shares[s.name]
-        cells = [rows, f"{c['samples']:,}", f"{c['tokens']:,}", f"{c['trained'] / max(1, c['tokens']):.0%}", f"×{s.expansion:.3g}", p50, p99, most]
-        table.add_row(s.name, s.kind, *cells, *(f"{c[name]:,}" for name in ("dropped", "truncated", "bad")), f"{samples:.1%}", f"{tokens:.1%}")
-    return table
+            out.write(errors_as_json(error) + "\n")
+            return 2
+        if options.html:
+            storage.write_text(options.html, page.page(found))
+        if options.json:
+            out.write(json.dumps(report.as_dict(found), ensure_ascii=False) + "\n")
+        elif options.html:
+            print(f"inspect: written to {options.html}")
+        else:
+            terminal.show(found, Console(width=None if sys.stdout.isatty() else 180, highlight=False))
+    return 1 if any(source.bad for source in found.survey.sources) and job.data.on_bad_row == "error" else 0
 
 
-def _percentiles(lengths: "np.ndarray") -> list[str]:
-    """Median, 99th percentile and largest, as text."""
-    import numpy as np
-
-    return [f"{n:,.0f}" for n in np.percentile(lengths, [50, 99, 100])] if len(lengths) else ["–"] * 3
-
-
-def _histogram(found: "Survey") -> list[str]:
-    """Samples by length, in powers of two."""
-    bins = Counter(int(n).bit_length() for s in found.sources for n in s.lengths)
-    if not bins:
-        return ["no sample to train on"]
-    most = max(bins.values())
-    lines = [f"{2 ** (b - 1):>9,} – {2**b - 1:>9,} {bins[b]:>8,} {'█' * max(bins[b] > 0, round(50 * bins[b] / most))}" for b in range(min(bins), max(bins) + 1)]
-    longest = sorted(((n, where, s.name) for s in found.sources for n, where in s.longest), reverse=True)[:3]
-    return ["tokens in a sample", *lines, *(f"longest: {n:,} tokens, {where} (source {name})" for n, where, name in longest), ""]
-
-
-def _epoch(job: "Job", found: "Survey") -> list[str]:
-    about = "" if all(s.whole for s in found.sources) else "about "
-    lines = [f"an epoch of all sources: {about}{found.tokens:,.0f} tokens"]
-    if not job.rollout:
-        lines[0] += (
-            f", {about}{found.steps:,.1f} steps of {job.train.rows} rows × {job.data.seq_len} tokens, "
-            f"{found.fill:.2%} full with {found.documents:.1f} documents a row"
-        )
-    if found.planned:
-        lines.append(f"the run as configured: {found.planned.said()}")
-    lines += [f"source {name} is read {order}" for name, order in found.orders.items() if "blocks" not in order]
-    return lines
-
-
-def _coloured(sample: "Sample", tokenizer: "Tokenizer", colours: bool) -> Text:
-    """The text of a sample, with what is trained marked."""
-    out = Text()
-    on = sample.weights > 0
-    changes = ((on[1:] != on[:-1]).nonzero()[0] + 1).tolist()
-    for start, end in pairwise([0, *changes, len(sample)]):
-        text = tokenizer.decode(sample.tokens[start:end])
-        out.append(text if colours or not on[start] else f"⟦{text}⟧", style="black on green" if on[start] else "dim")
-    return out
+@contextlib.contextmanager
+def only_ours(alone: bool) -> Iterator[TextIO]:
+    """Standard output, and where it must hold one object `alone`, everything else that this process and its children write there goes to standard
+    error instead."""
+    if not alone:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with os.fdopen(os.dup(kept), "w", encoding="utf-8") as out, contextlib.redirect_stdout(sys.stderr):
+            yield out
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -289,6 +253,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
 def _number(low: float, high: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
@@ -326,8 +296,12 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--gpu", default="H100", help="whose peak (default: H100)")
     one.set_defaults(run=plan)
     one = commands.add_parser("inspect", parents=[config], help="look at the data as training will see it: samples, lengths, packing, mixture, what is bad")
-    one.add_argument("--rows", type=_positive, default=2000, metavar="N", help="rows of each source to look at (default: 2000)")
-    one.add_argument("--samples", type=int, default=1, metavar="K", help="samples of each source to print (default: 1)")
+    one.add_argument(
+        "--rows", type=_positive, metavar="N", help="rows of each source to look at (default: all up to 100,000 of all sources, else 2,000 of each)"
+    )
+    one.add_argument("--samples", type=_whole, default=1, metavar="N", help="show the first N samples of each source (default: 1)")
+    one.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    one.add_argument("--html", metavar="FILE", help="write one self-contained page")
     one.set_defaults(run=inspect)
     one = commands.add_parser("verify", help="compare a model family, or a checkpoint, with transformers: logits, gradients, tensors")
     one.add_argument("model", metavar="FAMILY_OR_DIR", help="a model_type (random configs of it), or a directory with config.json and safetensors")

@@ -1,33 +1,22 @@
 """Running a job: the hybrid of SPMD and single controller in one `if`. Also `python -m ptf.run CONFIG` under torchrun."""
 
 import argparse
+import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ptf import published, recipes, storage
 from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
-from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve
-from ptf.data.added import tokenizer_of
-from ptf.data.encode import encode_prompt
-from ptf.data.passes import Planned, of_prompts, order_of, planned
-from ptf.data.pipeline import prompts_stream
+from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, sources_of
+from ptf.config.schema import Source
+from ptf.data import hub
+from ptf.data.files import Location, repo_of
 from ptf.data.prepare import prepare
-from ptf.data.sample import Atom, Sample
-from ptf.data.survey import Survey, survey
-from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Retryable, UserError
-from ptf.model.bridge import locate
-from ptf.recipes import Recipe
-from ptf.train.reading import make_lanes, specs
 from ptf.train.resume import refuse_frozen_changes
 
 
@@ -62,13 +51,36 @@ def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
     return {key: path.removeprefix("job:") for key, path in model_paths(job).items() if path.startswith("job:") and path not in models}
 
 
-def resolved(job: Job, models: Mapping[str, str] = {}) -> Job:
-    """The job with `prepare:` and `job:` replaced by what they point at. Raises UserError if a `job:` has published nothing."""
+def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
+    """Key of a source → the commit of its dataset of the Hub, so that every later stage and resume reads the same one. Where the config names no
+    revision, an earlier attempt at the lineage has said which."""
+    file = Path(job.output) / (lineage or "") / "job.yaml"
+    before = sources_of(loads(file.read_text())) if lineage and file.exists() else {}
+    found = {}
+    for key, source in sources_of(job).items():
+        repo = None if source.kind == "tokenized" or source.path.startswith("prepare:") else repo_of(Location.of(source))
+        if repo is not None and not (repo.revision and hub.COMMIT.fullmatch(repo.revision)):
+            then = before.get(key) if repo.revision is None else None
+            found[key] = (then and _commit_read(then)) or hub.commit_of(repo.id, repo.revision)
+    return found
+
+
+def _commit_read(source: Source) -> str | None:
+    """The commit that a recorded job read, ahead of training or while it trained."""
+    if source.kind != "tokenized":
+        return source.revision
+    manifest = f"{source.path.rstrip('/')}/{storage.MANIFEST}"
+    return json.loads(storage.read_text(manifest)).get("commit") if storage.exists(manifest) else None
+
+
+def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = None) -> Job:
+    """The job with `prepare:` and `job:` replaced by what they point at, and with the commits of its datasets of the Hub (those that an earlier
+    attempt at `lineage` read). Raises UserError if a `job:` has published nothing."""
     models = {**published_models(job), **models}
     for key, config in unpublished(job, models).items():
         flow = f"flows/{load(config).recipe}_flow.py"
         raise UserError(f"{key}: {config} has published no model yet; make it first: python {flow} run --config {config}")
-    return resolve(job, prepared=prepared_directory(job), models=models)
+    return resolve(job, prepared=prepared_directory(job), models=models, commits=dataset_commits(job, lineage))
 
 
 def run(job: Job, lineage: str) -> Path:
@@ -151,45 +163,11 @@ def world_of(job: Job):
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor)
 
 
-def surveyed(job: Job, rows: int, examples: int) -> tuple[Survey, Tokenizer]:
-    """What the job's data looks like, by its first rows, and the tokenizer that reads it. Runs `data.prepare` where it has not run."""
-    recipe, job = recipes.build(job), resolved(job)
-    path = job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tokenizer, data = tokenizer_of(path, job.model.tokens), job.data
-
-    def encode(row: Mapping[str, Any], source: str) -> list[Atom]:
-        if not recipe.online:
-            return recipe.encode(row, tokenizer, source)
-        tokens = encode_prompt(row, tokenizer, source, 0).tokens
-        return [(Sample(tokens, np.zeros(len(tokens), np.float32), source),)]
-
-    room = data.seq_len - (job.rollout.max_new_tokens if job.rollout else 0)
-    found = survey(
-        specs(data.sources), tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
-        temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows, examples=examples,
-    )  # fmt: skip
-    if not any(source.counts["samples"] for source in found.sources):
-        return found, tokenizer
-    takes, orders = planned_of(job, recipe, tokenizer)
-    return replace(found, planned=takes, orders=orders), tokenizer
-
-
-def planned_of(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> tuple[Planned, dict[str, str]]:
-    """What the run takes of its data, and in which order it reads each source. Rows that are bad are left out."""
-    if job.rollout:
-        assert job.train.steps is not None, "online jobs have no train.epochs"
-        prompts = prompts_stream(specs(job.data.sources), tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle, temperature=job.data.mix.temperature)
-        return of_prompts(prompts, job.rollout.prompts, job.train.steps), {name: order_of(ordered) for name, ordered in prompts.orders.items()}
-    with tempfile.TemporaryDirectory() as aside:
-        lanes = replace(make_lanes(job, recipe, tokenizer), quarantine=aside, max_bad=1.0)
-        return planned(lanes, job.train.rows, job.train.steps), {name: order_of(lanes.opened(name)[0]) for name in lanes.sources}
-
-
 def main_train(job: Job, lineage: str | None) -> int:
     """`ptf train`: a whole training run without an orchestrator."""
     lineage = lineage or mint(job.recipe if isinstance(job.recipe, str) else "plug")
     print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
-    directory = run(resolved(job, begun(job, lineage)), lineage)
+    directory = run(resolved(job, begun(job, lineage), lineage), lineage)
     print(f"trained: {directory / 'model'}   metrics: {directory / 'metrics.jsonl'}", flush=True)
     return 0
 
@@ -212,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         from ptf.train.fit import fit
 
         with world_of(job) as world:
-            text = together(world, lambda: dump(resolved(job, begun(job, given.lineage))) if world.leads else "")
+            text = together(world, lambda: dump(resolved(job, begun(job, given.lineage), given.lineage)) if world.leads else "")
             job = loads(str(text))
             lineage = str(world.share(given.lineage or mint("sft")))
             directory = Path(job.output) / lineage

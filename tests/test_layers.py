@@ -33,7 +33,8 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "rehearse": TRAIN | {"train", "run"},
     "chat": DATA | {"rl"},
     "doctor": set(),
-    "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor", "published", "chat"},
+    "inspection": DATA | {"recipes", "train", "run"},
+    "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor", "published", "chat", "inspection"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors"}
 FLOWS = {"config", "errors"}
@@ -44,11 +45,11 @@ PACKAGES = {
     "verl": ["ptf/compute/gang.py", "ptf/rl/verl_cluster.py"],
     "vllm": ["ptf/rl/vllm_engine.py"],
     "transformers": ["ptf/data/tokenizer.py", "ptf/model/bridge.py", "ptf/model/verify.py", "ptf/model/hf_backend.py"],
-    "pyarrow": ["ptf/data/blocks.py", "ptf/data/tokenized.py"],
+    "pyarrow": ["ptf/data/blocks.py", "ptf/data/columnar.py", "ptf/data/jsonl.py", "ptf/data/tokenized.py"],
     "fsspec": ["ptf/storage.py"],
     "s3fs": ["ptf/storage.py"],
     "pydantic": ["ptf/config/*"],
-    "rich": ["ptf/cli.py"],
+    "rich": ["ptf/cli.py", "ptf/inspection/terminal.py"],
 }
 TORCH_FREE = ["ptf/config/*", "ptf/storage.py", "ptf/errors.py", "ptf/cli.py", "ptf/data/*"]
 TORCH_ANYWAY = ["ptf/data/batch.py"]

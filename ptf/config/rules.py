@@ -39,6 +39,7 @@ def broken(job: Job) -> list[str]:
     if job.compute.launcher == "local" and workers > 1:
         faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
     faults += length(job)
+    faults += places(job)
     if job.train.steps and job.train.warmup + (job.train.decay or 0) > job.train.steps:
         faults.append("train.warmup and train.decay together are longer than train.steps")
     if job.train.decay_at and not (job.train.decay and job.train.validate_every and job.data.validation):
@@ -104,6 +105,20 @@ def broken(job: Job) -> list[str]:
             for key, e in engines.items()
             if e == "vllm"
         ]
+    return faults
+
+
+def places(job: Job) -> list[str]:
+    """What goes with the path of a source. (Whether it is a dataset of the Hub, where a directory may have its name, is known when it is read.)"""
+    sections = {"data.sources": job.data.sources, "data.validation": job.data.validation, "evaluate.sources": job.evaluate.sources}
+    faults = []
+    for key, source in ((f"{section}.{name}", source) for section, sources in sections.items() for name, source in sources.items()):
+        chosen = [name for name in ("config", "split", "revision") if getattr(source, name) is not None]
+        if source.kind == "tokenized" and chosen:
+            faults.append(f"{key}.{chosen[0]} is of data that are not tokenized yet; remove it")
+        elsewhere = "://" in source.path and not source.path.startswith("hf://")
+        if source.revision is not None and (elsewhere or source.path.startswith(("/", ".", "~", "prepare:"))):
+            faults.append(f"{key}.revision is for a dataset of the Hugging Face Hub, which {source.path} is not; remove it")
     return faults
 
 

@@ -81,6 +81,11 @@ class ModelConfig(Section):
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: str | None = None
     """Tokenizer directory, where it is not beside the model."""
+    chat_template: str | None = None
+    """File of a chat template (Jinja) in the place of the tokenizer's own; it is published with the model."""
+    template_args: dict[str, Any] = {}
+    """Arguments of the chat template (`enable_thinking: false`): defaults wherever it renders, also in what is published. A row's own
+    (`template_args` or `chat_template_kwargs`) come before them."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only config.json and draws the weights from `seed`."""
     backend: Literal["ptf", "hf"] = "ptf"
@@ -98,18 +103,25 @@ class ModelConfig(Section):
 
 
 class Source(Section):
-    """One data set: jsonl, jsonl.gz or parquet files."""
+    """One dataset: jsonl (plain, `.gz`, `.zst`), json, csv, parquet, arrow or feather files, or what `datasets` saved to disk."""
 
     path: str
-    """File, directory, glob or URI; `prepare:NAME`."""
+    """File, directory, glob or URI; `prepare:NAME`; or a dataset of the Hugging Face Hub: `owner/name`, `owner/name:config:split`, or
+    `hf://datasets/owner/name` where a directory of that name is here too."""
+    config: str | None = None
+    """Config of a dataset that has several: a name in the header of its README, else a folder."""
+    split: str | None = None
+    """Split of a dataset that has several (`train`, `test`, …); `a+b` takes two."""
+    revision: str | None = None
+    """Branch, tag or commit of a dataset of the Hub. A run keeps the commit that it began with."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = "auto"
     """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
-    `prompt` and `completion`. `scored`: those and a number `reward`, or `messages` of which some of the assistant's have a `reward`. `text`. `events`:
-    a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
+    `prompt` and `completion`. `scored`: those and a number `reward` (or a `label`), or `messages` of which some of the assistant's have a `reward`. `text`.
+    `events`: a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
     end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight` counts its tokens,
     its pair or its score more or less."""
-    columns: dict[str, str] = {}
-    """ptf's name of a column → its name in the files (`{messages: conversation}`)."""
+    columns: dict[str, str | None] = {}
+    """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null: the column of that name is not used (`{label: null}`)."""
     weight: PositiveFloat | None = None
     """Share in the mixture, relative to the other sources (1 for those that have none). Where no source has a weight, every row comes once an epoch:
     sources are interleaved by their numbers of rows, and each ends when it is done."""
@@ -160,6 +172,13 @@ class DataConfig(Section):
     train_on: Annotated[str, Field(pattern=r"^(assistant|last|all|field:.+)$")] = "assistant"
     """What of a chat is trained: `assistant`, all of its turns; `last` of them; `all` tokens; `field:NAME`, each of the assistant's turns as much as
     its key NAME says (true, false, or a number)."""
+    render: Literal["template", "served"] = "template"
+    """`template`: an answer is trained as the chat template writes it, and refused where it does not write it behind the served prompt. `served`: there
+    the answer and its thinking are put behind that prompt, as a server's model would say them."""
+    unseen_context: Literal["error", "allow"] = "error"
+    """Whether a chat template may leave out context: tools, their results, developer and system messages, earlier answers."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
+    """The day (YYYY-MM-DD) that chat templates which render today's date are given. Default: the day on which the run began."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with a row that cannot be encoded. `skip` sets it aside in `quarantine`, with its reason, and counts it."""
     max_bad: Fraction = 0.01

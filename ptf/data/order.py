@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ptf.data.blocks import Block, Reader
-from ptf.data.sources import Place, fingerprint
+from ptf.data.sources import Place, fingerprint, refuse_other_files
 from ptf.data.stream import Draws, permutation
 from ptf.errors import UserError
 
@@ -156,8 +156,7 @@ class _Lane:
         return Place(block, row, uri, lines, epoch, file, number)
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        if state["files"] != self._ordered.fingerprint:
-            raise UserError(f"the data files in {self.path} are not those of the checkpoint (names or sizes): training cannot continue where it stopped")
+        refuse_other_files(self._reader, state["files"])
 
 
 def changed(reader: Reader, file: int) -> UserError:

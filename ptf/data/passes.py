@@ -23,6 +23,7 @@ from ptf.data.sources import Place, rows_once
 FEW_ROWS = 100_000  # that are not tokenized and are encoded for an exact number
 FEW_SAMPLES = 2_000_000  # of a run that are packed for one
 SAMPLED = 1000  # rows of each source, where an interval must do
+BLOCKS = "in blocks that are permuted each epoch, several at a time"
 LEAST = 0.05  # of an interval on each side: the first rows of a source are like the others only so far
 
 
@@ -33,6 +34,10 @@ class Planned:
     steps: tuple[int, int]
     passes: Mapping[str, tuple[float, float] | None]  # over each source; None where its number of rows is not known
     exact: bool
+
+    @property
+    def steps_exact(self) -> bool:
+        return self.steps[0] == self.steps[1]
 
     def said(self) -> str:
         """In a line."""
@@ -155,7 +160,7 @@ def order_of(ordered: Ordered) -> str:
     if not ordered.shuffled:
         return "in the order of the files (data.shuffle: 0)"
     if ordered.by_block:
-        return "blocks permuted each epoch"
+        return BLOCKS
     return "files permuted whole each epoch, each read from its beginning to its end: they are compressed, or lines in a store"
 
 

@@ -16,12 +16,13 @@ import numpy as np
 
 from ptf.data import tokenized
 from ptf.data.baskets import redrawn
-from ptf.data.blocks import Reader
-from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt, found_out, shaped
+from ptf.data.blocks import Location, Reader, Row
+from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt
+from ptf.data.kinds import found_out, shaped
 from ptf.data.mixer import Mixer
 from ptf.data.order import ORDER, LaneSource, Ordered
 from ptf.data.packing import Packer
-from ptf.data.quarantine import Quarantine
+from ptf.data.quarantine import FAULTS, Quarantine, reason_of
 from ptf.data.sample import Atom, length
 from ptf.data.sources import Place, SourceSpec, rows_once
 from ptf.data.stream import Later, Shuffle, Stream, randint, settle
@@ -292,7 +293,7 @@ class Lanes:
 def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, SourceSpec]:
     """Its rows, and what they are."""
     if spec.kind != "tokenized":
-        reader = Reader(spec.path)
+        reader = Reader(Location.of(spec))
         return reader, found_out(spec, reader)
     assert tokenizer is not None, "a tokenized source is read with the tokenizer that it must have been written with"
     return tokenized.reader(spec.path, tokenizer), spec
@@ -301,32 +302,36 @@ def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, Sourc
 def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_long: TooLong, set_aside: SetAside | None = None) -> Encoder:
     """What makes atoms of a source's rows."""
     if spec.kind == "tokenized":
-        return Encoder(tokenized.decode, name, seq_len, too_long)
+        return Encoder(tokenized.decode, name, seq_len, too_long, kind=spec.kind)
     return Encoder(encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside)
 
 
 def atoms_once(
-    sources: Mapping[str, SourceSpec], *, encode: Encode, seq_len: int, too_long: TooLong = "error", tokenizer: Tokenizer | None = None
-) -> Iterator[Atom]:
-    """Every atom of every source once, in file order: held-out data. Tokenized sources need `tokenizer`, to check that they were written with it."""
+    sources: Mapping[str, SourceSpec], *, encode: Encode, seq_len: int, too_long: TooLong = "error", tokenizer: Tokenizer | None = None,
+    set_aside: SetAside | None = None,
+) -> Iterator[Atom]:  # fmt: skip
+    """Every atom of every source once, in file order: held-out data. Tokenized sources need `tokenizer`, to check that they were written with it. A bad
+    row is an error, unless there is somewhere to set it aside."""
     for name, spec in sources.items():
         reader, spec = opened(spec, tokenizer)
-        encoder = encoder_of(name, spec, encode, seq_len, too_long)
+        encoder = encoder_of(name, spec, encode, seq_len, too_long, set_aside)
         for place in rows_once(reader, spec.limit):
             yield from encoder(place)
 
 
 def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Every prompt of a source once, in file order; its place is its index."""
-    for index, place in enumerate(rows_once(Reader(spec.path), spec.limit)):
-        yield _prompt(place.read, place.where, name, spec, tokenizer, index)
+    for index, place in enumerate(rows_once(Reader(Location.of(spec)), spec.limit)):
+        yield _prompt(place.read, place.where, place.columnar, name, spec, tokenizer, index)
 
 
-def _prompt(read: Callable[[], Any], where: str, name: str, spec: SourceSpec, tokenizer: Tokenizer, index: int) -> Prompt:
+def _prompt(read: Callable[[], Any], where: str, columnar: bool, name: str, spec: SourceSpec, tokenizer: Tokenizer, index: int) -> Prompt:
+    row: Row = {}
     try:
-        return encode_prompt(shaped(read(), spec.columns), tokenizer, name, index)
-    except UserError as e:
-        raise UserError(f"{where} (source {name}): {e}") from None
+        row = read()
+        return encode_prompt(shaped(row, spec.columns, "prompt", columnar), tokenizer, name, index)
+    except FAULTS as e:
+        raise UserError(f"{where} (source {name}): {reason_of(e, row)}") from (None if isinstance(e, UserError) else e)
 
 
 class _Text(NamedTuple):
@@ -335,6 +340,7 @@ class _Text(NamedTuple):
     text: str
     where: str
     source: str
+    columnar: bool  # see Block
     place: tuple[int, int, int, int]  # epoch, file, block, row
     epoch: int
     rows: float = 1.0
@@ -350,10 +356,11 @@ class _Texts:
         return self._text(next(self._source))
 
     def _text(self, row: Place) -> _Text:
+        place = row.epoch, row.file, row.number, row.row
         try:
-            return _Text(json.dumps(row.read(), default=str), row.where, self._name, (row.epoch, row.file, row.number, row.row), row.epoch)
-        except UserError as e:
-            raise UserError(f"{row.where} (source {self._name}): {e}") from None
+            return _Text(json.dumps(row.read(), default=str), row.where, self._name, row.columnar, place, row.epoch)
+        except FAULTS as e:
+            raise UserError(f"{row.where} (source {self._name}): {reason_of(e, {})}") from (None if isinstance(e, UserError) else e)
 
     def dump(self, rows: Sequence[_Text]) -> np.ndarray:
         """Places and checksums. [rows, 5] int32"""
@@ -380,7 +387,7 @@ class Prompts:
 
     def __init__(self, sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0):
         self._tokenizer, self._sources, self._index = tokenizer, sources, 0
-        self.orders = {name: Ordered(Reader(spec.path), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0) for name, spec in sources.items()}
+        self.orders = {name: Ordered(Reader(Location.of(spec)), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0) for name, spec in sources.items()}
         streams: dict[str, Shuffle[Any]] = {}
         for name, ordered in self.orders.items():
             texts = _Texts(name, ordered.lane(0, shuffle))
@@ -397,7 +404,7 @@ class Prompts:
     def __next__(self) -> Prompt:
         row: Any = next(self._mixer)
         self._index += 1
-        return _prompt(lambda: json.loads(row.text), row.where, row.source, self._sources[row.source], self._tokenizer, self._index - 1)
+        return _prompt(lambda: json.loads(row.text), row.where, row.columnar, row.source, self._sources[row.source], self._tokenizer, self._index - 1)
 
     def state_dict(self) -> dict[str, Any]:
         return settle({"order": ORDER, "index": self._index, "tokenizer": self._tokenizer.identity, "mixer": self._mixer.state_dict()})

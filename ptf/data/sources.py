@@ -1,4 +1,4 @@
-"""Rows of a data set: a file, a directory, a glob or a URI. Where they are, one pass over them, and what says which files they were.
+"""Rows of a data set, of the files that ptf.data.files chooses: one pass over them, and what says which files they were.
 
 Which rows a lane reads, and in which order, is in ptf/data/order.py.
 """
@@ -9,7 +9,8 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ptf.data.blocks import Block, Reader, Row, data_files
+from ptf.data.blocks import Block, Location, Reader, Row, data_files, found_files
+from ptf.data.files import described
 from ptf.errors import UserError
 
 
@@ -20,10 +21,13 @@ class SourceSpec:
     path: str
     weight: float | None = None  # share in a mixture
     kind: str = "auto"
-    columns: Mapping[str, str] = field(default_factory=dict)  # ptf's name → the name there
+    columns: Mapping[str, str | None] = field(default_factory=dict)  # ptf's name → the name there; None: that column is not used
     limit: int | None = None  # rows
     epochs: int | None = None  # passes; endless without
     rows: int | None = None  # how many there are, where the files do not tell
+    config: str | None = None  # of a dataset with several
+    split: str | None = None
+    revision: str | None = None  # of a dataset of the Hub
 
 
 class Place:
@@ -39,6 +43,11 @@ class Place:
     def read(self) -> Row:
         """Raises UserError for what is no row."""
         return self._block.row(self.row)
+
+    @property
+    def columnar(self) -> bool:
+        """As of its block."""
+        return self._block.columnar
 
     @property
     def where(self) -> str:
@@ -76,21 +85,36 @@ def blocks_once(reader: Reader) -> Iterator[tuple[Block, str, int]]:
 
 
 def fingerprint(reader: Reader) -> str:
-    """Of the files' names and sizes, wherever they lie."""
+    """Of the files' names and sizes, wherever they lie; of files of the Hub, with their commit."""
     names = "\n".join(f"{posixpath.basename(uri)} {size}" for uri, size in zip(reader.uris, reader.sizes, strict=True))
-    return hashlib.sha256(names.encode()).hexdigest()[:16]
+    return hashlib.sha256(names.encode()).hexdigest()[:16] + (f"@{reader.commit}" if reader.commit else "")
+
+
+def refuse_other_files(reader: Reader, held: str) -> None:
+    """Raises UserError where a checkpoint, whose fingerprint of a source is `held`, was made with other files than the reader's."""
+    if held == fingerprint(reader):
+        return
+    commit = held.partition("@")[2]
+    if commit and commit != reader.commit:
+        raise UserError(f"{reader.path} is at commit {reader.commit}, the checkpoint's data were of commit {commit}: set the source's `revision: {commit}`")
+    raise UserError(f"the data files in {reader.path} are not those of the checkpoint (names or sizes): training cannot continue where it stopped")
+
+
+def first_lines(sources: Mapping[str, SourceSpec]) -> list[str]:
+    """What is read of each source and what lies beside it and is not: the first lines of a run."""
+    return [line for name, spec in sources.items() for line in described(name, Location.of(spec), found_files(Location.of(spec)))]
 
 
 def fingerprints(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
     """By name."""
-    return {name: fingerprint(Reader(spec.path)) for name, spec in sources.items()}
+    return {name: fingerprint(Reader(Location.of(spec))) for name, spec in sources.items()}
 
 
 def stamps(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
     """By name: of the files' names, sizes and times or entity tags, so that what was written over is another, too."""
     digests = {}
     for name, spec in sources.items():
-        files = data_files(spec.path)
+        files = data_files(Location.of(spec))
         above = len(posixpath.dirname(posixpath.commonprefix(list(files))))  # wherever they lie, and below that every file by its whole name
         digests[name] = hashlib.sha256(json.dumps([(uri[above:], stamp) for uri, stamp in files.items()]).encode()).hexdigest()[:16]
     return digests

@@ -4,15 +4,17 @@ The one idea: the first rows of each source go through the very encoder and pack
 """
 
 import heapq
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
 from ptf.data.encode import Encode, TooLong
+from ptf.data.kinds import unread
 from ptf.data.packing import pack_all
-from ptf.data.passes import Planned
 from ptf.data.pipeline import Mixture, encoder_of, opened
 from ptf.data.quarantine import BadRow
 from ptf.data.sample import Atom, length
@@ -21,6 +23,8 @@ from ptf.data.tokenizer import Tokenizer
 
 LONGEST = 3
 WORST = 5  # bad rows that are shown
+REASONS = 20  # for which rows are left out, told apart; all others are counted together
+ROWS_SHOWN = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,10 @@ class Surveyed:
     lengths: np.ndarray  # [atoms]
     longest: tuple[tuple[int, str], ...]  # tokens and place, the longest first
     bad: tuple[BadRow, ...]  # the first ones
+    left_out: Mapping[str, int]  # reason → of the rows that were looked at, how many are not trained for it
     examples: tuple[tuple[str, Atom], ...]  # place and atom, the first ones
+    unread: tuple[str, ...] = ()  # columns that nothing reads
+    not_read: tuple[str, ...] = ()  # names of files beside those that are data
 
     @property
     def samples(self) -> float:
@@ -61,8 +68,7 @@ class Survey:
     shares: Mapping[str, tuple[float, float]]  # of the mixture: samples, tokens
     tokens: float  # in an epoch of all sources
     steps: float  # in it
-    planned: Planned | None = None  # the run as it is configured
-    orders: Mapping[str, str] = field(default_factory=dict)  # in which each source is read
+    packing: tuple[tuple[tuple[str, int], ...], ...]  # of the first packed rows, the documents in order: source, tokens
 
 
 def survey(
@@ -88,7 +94,8 @@ def survey(
     counted = {name: n * mean[name] for name, n in samples.items()}
     shares = {name: (samples[name] / (sum(samples.values()) or 1.0), counted[name] / (sum(counted.values()) or 1.0)) for name in sources}
     documents = sum(len(atom) for row in full for atom in row) / max(1, len(full))
-    return Survey(tuple(found), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * rows))
+    shown = tuple(tuple((sample.source, len(sample)) for atom in row for sample in atom) for row in packed[:ROWS_SHOWN])
+    return Survey(tuple(found), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * rows), shown)
 
 
 def _look(
@@ -115,8 +122,19 @@ def _look(
     rows = float(seen) if whole else max(reader.rows, float(seen))
     lengths = np.array([length(atom) for atom in atoms], np.int64)
     return Surveyed(
-        name, spec.kind, encoder.counts, min(rows, spec.limit or rows), whole, lengths, tuple(sorted(longest, reverse=True)), tuple(bad[:WORST]), tuple(shown)
-    ), atoms
+        name, spec.kind, encoder.counts, min(rows, spec.limit or rows), whole, lengths, tuple(sorted(longest, reverse=True)), tuple(bad[:WORST]),
+        left_out(bad, encoder.counts["dropped"], seq_len), tuple(shown), unread(spec, reader), reader.not_read,
+    ), atoms  # fmt: skip
+
+
+def left_out(bad: Sequence[BadRow], dropped: int, seq_len: int) -> dict[str, int]:
+    """Reason → how many rows or samples are not trained for it. Bad rows go by their message, in which every number stands as N, so that those of
+    one kind are counted together; the commonest `REASONS` are told apart."""
+    found = Counter(re.sub(r"\d+", "N", row.reason) for row in bad)
+    common = dict(found.most_common(REASONS))
+    others = {"other reasons": found.total() - sum(common.values())}
+    long = {f"does not fit data.seq_len ({seq_len}), or nothing in it is trained": dropped}
+    return {reason: n for reason, n in (long | common | others).items() if n}
 
 
 def _mixed(atoms: Mapping[str, Sequence[Atom]]) -> list[Atom]:

@@ -24,8 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ptf import storage
-from ptf.data.blocks import Block, Reader, Row
-from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, found_out
+from ptf.data.blocks import Block, Location, Reader, Row
+from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
+from ptf.data.kinds import found_out
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import Atom, Sample, dump_atoms
 from ptf.data.sources import SourceSpec, blocks_once, place
@@ -94,7 +95,7 @@ def write(
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
-        reader = Reader(spec.path)
+        reader = Reader(Location.of(spec))
         work = _Work(encode, name, seq_len, too_long, found_out(spec, reader), max_bad is not None)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
@@ -102,6 +103,7 @@ def write(
                 for row in bad:
                     aside.add(row, counts)
                 file.write(columns)
+        made_with |= {"commit": reader.commit} if reader.commit else {}  # of a dataset of the Hub
         manifest = storage.commit(part / "new", {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])})
         if root.exists():
             os.replace(root, part / "old")  # from another tokenizer or config, under the same name
@@ -285,6 +287,11 @@ class TokenRows:
         self._ends = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]  # tokens before each sample
         self._tokens, self._weights, self._sources = columns["tokens"][1], columns["weights"][1], columns["sources"][1]
         self._streams = {name.removeprefix(STREAM): values for name, (_, values) in columns.items() if name.startswith(STREAM)}
+
+    @property
+    def columnar(self) -> bool:
+        """Of no meaning here: a row is its samples."""
+        return False
 
     def __len__(self) -> int:
         return self.lines

@@ -88,7 +88,7 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"nowhere|\*\.jsonl"):
             Reader(str(tmp_path / path))
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(UserError, match=r"no \.jsonl, \.jsonl\.gz, \.parquet file in"):
+    with pytest.raises(UserError, match=r"no \.jsonl, \.jsonl\.gz, .*\.feather file in"):
         Reader(str(tmp_path))
 
 

@@ -1,0 +1,96 @@
+"""The report of `ptf inspect` as text: a table of sources, lengths, packing, what was left out, and samples with what is trained marked."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ptf.data.files import shown
+from ptf.data.sample import Sample
+from ptf.data.survey import Survey, Surveyed
+from ptf.inspection.report import Report, advice, outlook, spans
+
+BAR = 50  # characters of the longest bar
+
+
+def show(found: Report, console: Console) -> None:
+    survey = found.survey
+    console.print(_sources(survey), *_histogram(survey), *_packing(found), sep="\n", markup=False)
+    for line in (*outlook(found), *advice(found)):
+        console.print(line, markup=False)
+    for source in survey.sources:
+        _left_out(source, console)
+        for place, atom in source.examples:
+            mark = "green" if console.is_terminal else "in ⟦ ⟧"
+            console.print(f"\n{source.name}, {place}: {sum(map(len, atom))} tokens; trained is {mark}", style="bold", markup=False)
+            for sample in atom:
+                console.print(_marked(sample, found, console.is_terminal), soft_wrap=True)
+
+
+def _sources(survey: Survey) -> Table:
+    columns = ("rows looked at", "samples", "tokens", "trained", "expansion", "p50", "p99", "max", "dropped", "cut", "bad", "share of samples", "of tokens")
+    table = Table("source", "kind", *columns, box=SIMPLE)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for s in survey.sources:
+        c, (samples, tokens) = s.counts, survey.shares[s.name]
+        rows = f"{c['rows']:,}" if s.whole else f"{c['rows']:,} of about {s.rows:,.0f}"
+        trained = f"{c['trained'] / max(1, c['tokens']):.0%}"
+        left = (f"{c[name]:,}" for name in ("dropped", "truncated", "bad"))
+        cells = [rows, f"{c['samples']:,}", f"{c['tokens']:,}", trained, f"×{s.expansion:.3g}", *_percentiles(s.lengths)]
+        table.add_row(s.name, s.kind, *cells, *left, f"{samples:.1%}", f"{tokens:.1%}")
+    return table
+
+
+def _percentiles(lengths: np.ndarray) -> list[str]:
+    """Median, 99th percentile and largest, as text."""
+    return [f"{n:,.0f}" for n in np.percentile(lengths, [50, 99, 100])] if len(lengths) else ["–"] * 3
+
+
+def _histogram(survey: Survey) -> Iterator[str]:
+    """Samples by length, in powers of two."""
+    bins = Counter(int(n).bit_length() for s in survey.sources for n in s.lengths)
+    if not bins:
+        yield "no sample to train on"
+        return
+    most = max(bins.values())
+    yield "tokens in a sample"
+    for b in range(min(bins), max(bins) + 1):
+        yield f"{2 ** (b - 1):>9,} – {2**b - 1:>9,} {bins[b]:>8,} {'█' * max(bins[b] > 0, round(BAR * bins[b] / most))}"
+    longest = sorted(((n, place, s.name) for s in survey.sources for n, place in s.longest), reverse=True)[:3]
+    for n, place, name in longest:
+        yield f"longest: {n:,} tokens, {place} (source {name})"
+    yield ""
+
+
+def _packing(found: Report) -> Iterator[str]:
+    survey, job = found.survey, found.job
+    about = "" if all(s.whole for s in survey.sources) else "about "
+    line = f"an epoch of all sources: {about}{survey.tokens:,.0f} tokens"
+    if not job.rollout:
+        line += f", {about}{survey.steps:,.1f} steps of {job.train.rows} rows × {job.data.seq_len} tokens, "
+        line += f"{survey.fill:.2%} full with {survey.documents:.1f} documents a row"
+    yield line
+
+
+def _left_out(source: Surveyed, console: Console) -> None:
+    if source.not_read:
+        console.print(f"not read of {source.name}: {shown(source.not_read)}", style="yellow", markup=False)
+    if source.unread:
+        console.print(f"columns of {source.name} that nothing reads: {', '.join(source.unread)}", markup=False)
+    for reason, count in source.left_out.items():
+        console.print(f"left out of {source.name}: {count:,} × {reason}", style="yellow", markup=False)
+    for bad in source.bad:
+        console.print(f"bad row: {bad.where} (source {source.name}): {bad.reason}", style="red", markup=False)
+
+
+def _marked(sample: Sample, found: Report, colours: bool) -> Text:
+    """The text of a sample, with what is trained marked."""
+    out = Text()
+    for text, weight in spans(sample, found.tokenizer):
+        out.append(text if colours or not weight else f"⟦{text}⟧", style="black on green" if weight else "dim")
+    return out
