@@ -117,16 +117,16 @@ def _cleaned(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any]:
         return row
     held = [name for name in SAID[kind] if row.get(name) is not None]
     row = row | {name: conversation(row[name], name, columnar) for name in held}
-    if row.get("tools") is not None:
-        row["tools"] = tools_of(row["tools"])
+    tools = tools_of(row.get("tools"))
+    if "tools" in row:
+        row["tools"] = tools
     for given in ("input", "context") if kind in ("completion", "scored", "preference") else ():
         if isinstance(row.get(given), str) and row[given].strip():
             raise UserError(f"`{given}` is not read, though the answer may depend on it: map `instruction` too, or {COLUMNS}: {{{given}: null}} leaves it out")
     if row.get("system"):
         _with_system(row, kind, held)
-    if row.get("tools"):
-        for name in held:
-            _refuse_tools_twice(row["tools"], row[name])
+    for name in held if tools else ():
+        _refuse_tools_twice(tools or [], row[name])
     if kind in ("completion", "scored") and row.get("reward") is None and (reward := _labelled(row)) is not None:
         row["reward"] = reward
     return row
@@ -142,10 +142,7 @@ def _with_system(row: dict[str, Any], kind: str, held: Sequence[str]) -> None:
     for name in held:
         value = row[name]
         if name == "prompt" and isinstance(value, str):
-            if kind != "prompt":
-                row[name] = [{"role": "system", "content": system}, {"role": "user", "content": value}]
-            elif "messages" not in held:
-                row["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": value}]
+            row["messages" if kind == "prompt" and "messages" not in held else name] = _led([{"role": "user", "content": value}], system, name)
         elif isinstance(value, list) and (name in HISTORY or any(m.get("role") == "user" for m in value)):
             row[name] = _led(value, system, name)
 

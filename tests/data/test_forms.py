@@ -108,6 +108,8 @@ def test_histories_that_differ_are_refused(printable: Tokenizer, row: dict[str, 
         ({"prompt": "1+1?", "messages": [ASK, ANSWER, MORE]}, [ASK, ANSWER, MORE]),
         ({"prompt": "\n\nHuman: 1+1?\n\nAssistant:"}, [ASK]),
         ({"system": "Be brief.", "prompt": "1+1?"}, [{"role": "system", "content": "Be brief."}, ASK]),
+        ({"system": "Be brief.", "prompt": "1+1?", "messages": [ASK, ANSWER]}, [{"role": "system", "content": "Be brief."}, ASK]),
+        ({"system": "Be brief.", "prompt": "1+1?", "messages": [ASK]}, [{"role": "system", "content": "Be brief."}, ASK]),
         ({"instruction": "Add.", "input": "1 1", "output": "2"}, [{"role": "user", "content": "Add.\n\n1 1"}]),
     ],
 )
