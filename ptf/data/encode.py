@@ -11,10 +11,12 @@ import numpy as np
 
 from ptf.data.answers import as_history, conversation, differ, history_of, is_conversation
 from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, served_turns, trained_turns
+from ptf.data.context import refuse_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
 from ptf.data.kinds import KINDS, refuse_unwanted, shaped
 from ptf.data.messages import finite
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
+from ptf.data.rendering import row_arguments
 from ptf.data.sample import Atom, Sample, length
 from ptf.data.sources import Place
 from ptf.data.tokenizer import Tokenizer
@@ -36,9 +38,9 @@ def encode_document(row: Row, tokenizer: Tokenizer, source: str = "", train_on: 
     if "messages" in row or "completion" in row:
         refuse_unwanted(row)
     if "messages" in row:
-        return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"))]
+        return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"), row_arguments(row))]
     if "prompt" in row and "completion" in row:
-        return [(answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools")),)]
+        return [(answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row)),)]
     if "text" in row:
         return encode_text(row, tokenizer, source)
     if "events" in row:
@@ -113,7 +115,7 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
         last = row[name][-1] if isinstance(row[name], list) else row[name]
         if isinstance(last, dict) and last.get(WEIGHT) not in (None, 1):
             raise UserError(f"the last message of `{name}` has a `weight`, but a pair counts as a whole: give the row a `weight`")
-    chosen, rejected = (answered(history, row[name], tokenizer, source, row.get("tools"), name) for name in names)
+    chosen, rejected = (answered(history, row[name], tokenizer, source, row.get("tools"), name, row_arguments(row)) for name in names)
     if np.array_equal(chosen.tokens, rejected.tokens):
         raise UserError("`chosen` and `rejected` are the same")
     return [(chosen, rejected)]
@@ -142,13 +144,13 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
         if not counted:
             raise UserError("every answer that has a `reward` has a `weight` of 0: nothing to learn scores from")
         judged = iter([rewards[i] for i in counted])
-        documents = served_turns(said, counted, tokenizer, row.get("tools"))
+        documents = served_turns(said, counted, tokenizer, row.get("tools"), row_arguments(row))
         return [(_scored(ids, [(turn.start, len(turn.ids), next(judged), turn.weight) for turn in turns], source),) for ids, turns in documents]
     if any(row.get(name) is None for name in KINDS["scored"]):
         there = sorted(name for name in row if row[name] is not None)
         raise UserError(f"a scored row needs `prompt`, `completion` and `reward`, or `messages` with rewards; this row has {there} ({advice(row)})")
     reward = _reward(row["reward"], "`reward`")
-    sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"))
+    sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row))
     trained = np.flatnonzero(sample.weights)
     return [(_scored(sample.tokens, [(int(trained[0]), int(trained[-1]) + 1, reward, float(sample.weights[trained[-1]]))], source),)]
 
@@ -167,9 +169,11 @@ def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, f
     return Sample(np.asarray(ids, np.int32), weights, source, {"score": scores, "answer_length": lengths})
 
 
-def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None, name: str = "completion") -> Sample:
+def answered(
+    history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None, name: str = "completion", arguments: Mapping[str, Any] | None = None
+) -> Sample:
     """An answer to a prompt, of which only the answer is trained, its last message. A string prompt is one user message, as it will be in a chat; with
-    a tokenizer that has no chat template, prompt and answer are plain text, and end-of-text follows."""
+    a tokenizer that has no chat template, prompt and answer are plain text, and end-of-text follows. `arguments`: of the chat template, the row's own."""
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
         if not (history and answer):
             raise UserError(f"`{'completion' if history else 'prompt'}` is empty")
@@ -177,7 +181,7 @@ def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools
         if ids[: len(context)] != context:  # a token spans the two; a prompt is served by itself
             ids = context + tokenizer.encode(answer)
         return _trained_behind(len(context), ids, tokenizer, source)
-    (sample,) = chat_samples(conversation(history, answer, name), tokenizer, source, "last", tools)
+    (sample,) = chat_samples(conversation(history, answer, name), tokenizer, source, "last", tools, arguments)
     return sample
 
 
@@ -203,8 +207,10 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Pr
     messages = clean(as_history(history))
     if messages[-1]["role"] == "assistant":
         raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
-    ids = tokenizer.render(messages, True, row.get("tools") or None)
-    return Prompt(np.array(ids, np.int32), dict(row), source, index, row_weight(row))
+    tools, arguments = row.get("tools") or None, row_arguments(row)
+    text = tokenizer.render_text(messages, True, tools, arguments)
+    refuse_unseen(messages, text, tokenizer, tools, arguments)
+    return Prompt(np.array(tokenizer.encode(text), np.int32), dict(row), source, index, row_weight(row))
 
 
 def fit(atom: Atom, seq_len: int, too_long: TooLong) -> list[Atom]:

@@ -25,7 +25,7 @@ KINDS = {  # the columns that make a row what it is; a row that could be several
     "events": ("events",),
 }
 HISTORY = ("messages", "prompt")  # what a preference or a prompt may be given after
-CHAT_READS = ("system", "tools", "weight")
+CHAT_READS = ("system", "tools", "weight", "template_args", "chat_template_kwargs")
 READS = {  # what a kind looks at beside its own columns; of other kinds nothing is passed over
     "preference": (*HISTORY, *CHAT_READS, "margin"),
     "chat": (*CHAT_READS, "label"),

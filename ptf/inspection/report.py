@@ -23,6 +23,7 @@ from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.run import resolved
 from ptf.train.reading import specs
+from ptf.train.rendered import rendered
 
 FEW_ROWS = 2000  # of each source that are looked at where all sources have more than `ALL_ROWS` together
 ALL_ROWS = 100_000
@@ -49,7 +50,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     and keep the first `samples` atoms of each. Runs `data.prepare` where it has not run. Raises UserError for data that cannot be read."""
     recipe, job = recipes.build(job), resolved(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tokenizer, data = tokenizer_of(path, job.model.tokens), job.data
+    tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
 
     def encode(row: Mapping[str, Any], source: str) -> list[Atom]:
         if not recipe.online:
@@ -101,7 +102,7 @@ def advice(found: Report) -> list[str]:
 
 def _source(source: Surveyed) -> dict[str, Any]:
     return {
-        "rows": round(source.rows), "samples": round(source.samples), "left_out": dict(source.left_out),
+        "rows": round(source.rows), "samples": round(source.samples), "left_out": dict(source.left_out), "not_read": list(source.not_read),
     }  # fmt: skip
 
 

@@ -20,7 +20,9 @@ from ptf.recipes import Recipe
 
 def specs(sources: Any, epochs: int | None = None) -> dict[str, SourceSpec]:
     """The config's sources as plain values; `epochs` is for those that have none of their own."""
-    return {name: SourceSpec(s.path, s.weight, s.kind, s.columns, s.limit, s.epochs or epochs) for name, s in sources.items()}
+    return {
+        name: SourceSpec(s.path, s.weight, s.kind, s.columns, s.limit, s.epochs or epochs, s.rows, s.config, s.split, s.revision) for name, s in sources.items()
+    }
 
 
 def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World, run: Path) -> Loader:

@@ -6,8 +6,9 @@ import time
 from ptf import recipes
 from ptf.config import Job, fingerprint
 from ptf.data import tokenized
-from ptf.data.blocks import data_files
+from ptf.data.blocks import Location, found_files
 from ptf.data.encode import FORM
+from ptf.data.files import described
 from ptf.data.tokenizer import Tokenizer
 from ptf.train.reading import specs, unread_columns
 
@@ -23,7 +24,9 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue
-        files = list(data_files(source.path).items())
+        found = found_files(Location.of(source))
+        print("\n".join(described(name, Location.of(source), found)), flush=True)
+        files = list(found.stamps.items())
         shape = source.kind, sorted(source.columns.items()), source.limit
         key = hashlib.sha256(repr((files, made_by, shape)).encode()).hexdigest()[:16]
         made[name] = f"{job.output}/tokenized/{name}-{key}"

@@ -48,6 +48,7 @@ def test_real_conversations(shared: Path, name: str) -> None:
     assert spans or name in UNSERVED
 
 
+@pytest.mark.hypothesis  # the property is inside
 @pytest.mark.parametrize("name", [*SERVED, *UNSERVED])
 def test_fuzzed_conversations(shared: Path, name: str) -> None:
     tokenizer = templated(shared, name)

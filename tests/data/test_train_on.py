@@ -63,9 +63,9 @@ def test_every_token_once_where_a_template_splits(characters: Tokenizer, tmp_pat
     characters.save(tmp_path)
     tokenizer = Tokenizer.load(str(tmp_path))
     tokenizer.hf.chat_template = (
-        "{% for m in messages %}<|im_start|><|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}old{% else %}{{ m.content }}{% endif %}<|im_end|>"
+        "{% for m in messages %}<|im_start|><|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}old {% endif %}{{ m.content }}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|><|assistant|>{% endif %}"
     )
     first, second = chat_samples(chat(1, 1), tokenizer, train_on="all")
     assert tokenizer.decode(first.tokens[first.weights > 0]) == f"<|user|>q0<|im_end|>{HEAD}a0<|im_end|>"
-    assert tokenizer.decode(second.tokens[second.weights > 0]) == f"old<|im_end|><|im_start|><|user|>q1<|im_end|>{HEAD}a1<|im_end|>"
+    assert tokenizer.decode(second.tokens[second.weights > 0]) == f"old a0<|im_end|><|im_start|><|user|>q1<|im_end|>{HEAD}a1<|im_end|>"
