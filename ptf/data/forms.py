@@ -44,6 +44,9 @@ def recognised(row: dict[str, Any], kind: str) -> dict[str, Any]:
     """With the columns of known forms under ptf's names."""
     if kind in ("text", "events"):
         return row
+    for name in ("messages", "conversations", "conversation"):
+        if isinstance(row.get(name), str) and row[name].lstrip().startswith("["):
+            row[name] = parsed(row[name], f"`{name}`")
     _adopt(row, "system", "system_prompt")
     if kind != "completion":
         for name in ("conversations", "conversation"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptf.data.blocks import Reader
 from ptf.data.forms import COLUMNS, Columns, Row, advice, recognised, refuse_other_texts, renamed
-from ptf.data.messages import MEDIA, Message, conversation, tools_of, without_nulls
+from ptf.data.messages import MEDIA, Message, as_number, conversation, tools_of, without_nulls
 from ptf.data.quarantine import FAULTS
 from ptf.data.sources import SourceSpec, rows_once
 from ptf.errors import UserError
@@ -41,6 +41,7 @@ SAID = {  # the columns that hold messages
     "scored": (*HISTORY, "completion"),
     "prompt": HISTORY,
 }
+NUMBERS = ("weight", "reward", "margin", "label")  # that a format of texts (CSV) writes as text
 UNREAD_ROWS = 100  # that are asked for their columns
 
 
@@ -55,6 +56,9 @@ def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = Fals
         found |= {name: without_nulls(found[name]) for name in ("tools", "answers") if found.get(name) is not None}
     found = recognised(found, kind)
     of = kind_of(found) if kind == "auto" else kind
+    if of != "auto":
+        numbers = NUMBERS[:1] if of == "prompt" else NUMBERS  # of a prompt the others are the reward's
+        found |= {name: as_number(found[name]) for name in numbers if isinstance(found.get(name), str)}
     if kind == "auto" and of == "text":
         refuse_other_texts(found)
     if of not in ("auto", "events"):
@@ -108,7 +112,7 @@ def refuse_unwanted(row: Row) -> None:
 def _labelled(row: Row) -> float | None:
     """What `label` says of an answer: 1 or 0; None where it says something else."""
     label = row.get("label")
-    return float(label) if isinstance(label, int) and label in (0, 1) else None
+    return float(label) if isinstance(label, int | float) and label in (0, 1) else None
 
 
 def _cleaned(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any]:
