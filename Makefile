@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test test-random test-memory check bench bench-verify bench-masks bench-formats bench-ids bench-sharding bench-flows bench-events learning learning-spmd learning-rl reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-s3 test-gpu bench-gpu docs clean
+.PHONY: $(shell grep -oE '^[a-z0-9-]+:' $(firstword $(MAKEFILE_LIST)) | tr -d ':')  # all of them
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -29,6 +29,9 @@ check: setup                             ## lint and types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
+
+data: setup                              ## fetch the public sets, templates and tokenizers that tests and benchmarks read, by checksum, to PTF_DATA or data/
+	$(PY) benchmarks/fetch_data.py
 
 docs: setup                              ## regenerate docs/config.md and configs/schema.json
 	$(PY) -m ptf.config.reference

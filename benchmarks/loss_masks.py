@@ -1,7 +1,7 @@
 """Made-up conversations, and the real ones of PTF_DATA, under every chat template, ours and real: ptf's loss masks beside an oracle that shares no code with
 them. Writes benchmarks/results/loss_masks.md; a run that was interrupted goes on where it stopped.
 
-    python benchmarks/loss_masks.py [--fuzz 1800] [--rows 200] [--seed 1] [--jobs 2] [--templates qwen3 …]
+    python benchmarks/loss_masks.py [--fuzz 1900] [--rows 100] [--seed 1] [--jobs 2] [--templates qwen3 …]
 """
 
 import argparse
@@ -134,8 +134,8 @@ def judged(chunk: Chunk) -> tuple[Chunk, Tally]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="ptf's loss masks beside an oracle, on conversations of PTF_DATA and made-up ones")
-    parser.add_argument("--fuzz", type=int, default=1800, help="made-up conversations for each template")
-    parser.add_argument("--rows", type=int, default=200, help="real conversations for each template; 0: none")
+    parser.add_argument("--fuzz", type=int, default=1900, help="made-up conversations for each template")
+    parser.add_argument("--rows", type=int, default=100, help="real conversations for each template; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--templates", nargs="+", default=NAMES, choices=NAMES, help="no page is written unless all are run")

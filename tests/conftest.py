@@ -58,8 +58,18 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+class RealData(type(Path())):
+    """A directory of which a part may be missing: a test that asks for such a file is skipped there."""
+
+    def __truediv__(self, name: str) -> "RealData":
+        found = super().__truediv__(name)
+        if not found.exists():
+            pytest.skip(f"needs {name} of the real data: `make data`, or point PTF_DATA at it")
+        return found
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     if not (SHARED / "templates").is_dir():
-        pytest.skip("needs the real data: point PTF_DATA at it")
-    return SHARED
+        pytest.skip("needs the real data: `make data`, or point PTF_DATA at it")
+    return RealData(SHARED)

@@ -14,7 +14,7 @@ from ptf.data.tokenizer import Tokenizer
 
 OPENED = re.compile(r"<think>(\s*)\Z")
 CLOSED = re.compile(r"</think>\s*\Z")
-EMPTY = re.compile(r"\s*<think>\s*</think>\s*")
+EMPTY = re.compile(r"\s*(?:<think>\s*)?</think>\s*")  # how templates begin a turn without thinking
 INSIDE = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*(.*)", re.DOTALL)  # thinking that stands in the content
 THOUGHTS = ("reasoning_content", "thinking")
 

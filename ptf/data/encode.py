@@ -107,7 +107,7 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
     history = history_of(row)
     if history is None and not all(is_conversation(row[name]) for name in names):
         raise UserError(
-            f"without a `prompt`, `chosen` and `rejected` must be whole conversations; this row has {sorted(row)} ({advice(row | {'rejected': None})})"
+            f"without a `prompt`, `chosen` and `rejected` must be whole conversations; this row has {sorted(row)} ({advice({**row, 'rejected': None})})"
         )
     if any(is_conversation(row[name]) for name in names) and differ(*(conversation(history, row[name], name) for name in names)):
         raise UserError("`chosen` and `rejected` answer different prompts")

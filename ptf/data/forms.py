@@ -44,6 +44,9 @@ def recognised(row: dict[str, Any], kind: str) -> dict[str, Any]:
     """With the columns of known forms under ptf's names."""
     if kind in ("text", "events"):
         return row
+    for name in ("messages", "conversations", "conversation"):
+        if isinstance(row.get(name), str) and row[name].lstrip().startswith("["):
+            row[name] = parsed(row[name], f"`{name}`")
     _adopt(row, "system", "system_prompt")
     if kind != "completion":
         for name in ("conversations", "conversation"):
@@ -94,13 +97,14 @@ def _called(row: dict[str, Any], kind: str) -> None:
         return
     tools = tools_of(row["tools"]) or []
     row["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-    row["messages"] = [{"role": "user", "content": query}]
+    asked = {"role": "user", "content": query}
     if kind == "prompt":
+        row["messages"] = [asked]
         return
     calls = parsed(row.pop("answers"), "`answers`")
     if not isinstance(calls, list) or not calls:
         raise UserError("`answers` must be a list of tool calls, or the JSON of one, and not empty")
-    row["messages"].append({"role": "assistant", "content": "", "tool_calls": calls})
+    row["messages"] = [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
     del row["query"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptf.data.blocks import Reader
 from ptf.data.forms import COLUMNS, Columns, Row, advice, recognised, refuse_other_texts, renamed
-from ptf.data.messages import MEDIA, Message, conversation, tools_of, without_nulls
+from ptf.data.messages import MEDIA, Message, as_number, conversation, tools_of, without_nulls
 from ptf.data.quarantine import FAULTS
 from ptf.data.sources import SourceSpec, rows_once
 from ptf.errors import UserError
@@ -41,6 +41,7 @@ SAID = {  # the columns that hold messages
     "scored": (*HISTORY, "completion"),
     "prompt": HISTORY,
 }
+NUMBERS = ("weight", "reward", "margin", "label")  # that a format of texts (CSV) writes as text
 UNREAD_ROWS = 100  # that are asked for their columns
 
 
@@ -55,6 +56,9 @@ def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = Fals
         found |= {name: without_nulls(found[name]) for name in ("tools", "answers") if found.get(name) is not None}
     found = recognised(found, kind)
     of = kind_of(found) if kind == "auto" else kind
+    if of != "auto":
+        numbers = NUMBERS[:1] if of == "prompt" else NUMBERS  # of a prompt the others are the reward's
+        found |= {name: as_number(found[name]) for name in numbers if isinstance(found.get(name), str)}
     if kind == "auto" and of == "text":
         refuse_other_texts(found)
     if of not in ("auto", "events"):
@@ -108,7 +112,7 @@ def refuse_unwanted(row: Row) -> None:
 def _labelled(row: Row) -> float | None:
     """What `label` says of an answer: 1 or 0; None where it says something else."""
     label = row.get("label")
-    return float(label) if isinstance(label, int) and label in (0, 1) else None
+    return float(label) if isinstance(label, int | float) and label in (0, 1) else None
 
 
 def _cleaned(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any]:
@@ -117,16 +121,16 @@ def _cleaned(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any]:
         return row
     held = [name for name in SAID[kind] if row.get(name) is not None]
     row = row | {name: conversation(row[name], name, columnar) for name in held}
-    if row.get("tools") is not None:
-        row["tools"] = tools_of(row["tools"])
+    tools = tools_of(row.get("tools"))
+    if "tools" in row:
+        row["tools"] = tools
     for given in ("input", "context") if kind in ("completion", "scored", "preference") else ():
         if isinstance(row.get(given), str) and row[given].strip():
             raise UserError(f"`{given}` is not read, though the answer may depend on it: map `instruction` too, or {COLUMNS}: {{{given}: null}} leaves it out")
     if row.get("system"):
         _with_system(row, kind, held)
-    if row.get("tools"):
-        for name in held:
-            _refuse_tools_twice(row["tools"], row[name])
+    for name in held if tools else ():
+        _refuse_tools_twice(tools or [], row[name])
     if kind in ("completion", "scored") and row.get("reward") is None and (reward := _labelled(row)) is not None:
         row["reward"] = reward
     return row
@@ -142,10 +146,7 @@ def _with_system(row: dict[str, Any], kind: str, held: Sequence[str]) -> None:
     for name in held:
         value = row[name]
         if name == "prompt" and isinstance(value, str):
-            if kind != "prompt":
-                row[name] = [{"role": "system", "content": system}, {"role": "user", "content": value}]
-            elif "messages" not in held:
-                row["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": value}]
+            row["messages" if kind == "prompt" and "messages" not in held else name] = _led([{"role": "user", "content": value}], system, name)
         elif isinstance(value, list) and (name in HISTORY or any(m.get("role") == "user" for m in value)):
             row[name] = _led(value, system, name)
 

@@ -31,6 +31,17 @@ def finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= LARGEST
 
 
+def as_number(text: str) -> Any:
+    """The number, or the truth, that a text is; none where it is empty, and any other text as it is."""
+    text = text.strip()
+    if not text or text.lower() in ("true", "false"):
+        return text.lower() == "true" if text else None
+    try:
+        return int(text) if text.lstrip("+-").isdecimal() and len(text) < 20 else float(text)
+    except ValueError:
+        return text
+
+
 def conversation(value: Any, name: str, columnar: bool = False) -> Any:
     """The value of the column `name` with every message in it as {role, content, …}; a string stays one, unless it holds turns. `columnar`: the row is
     of a format that writes a null for every key that another row has; then tool calls lose their nulls. Raises UserError for a message in a form that

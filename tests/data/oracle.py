@@ -145,7 +145,7 @@ class Oracle:
         heads = [at + len(header) for header in self.known.headers if (at := plain.rfind(header, 0, differ)) >= 0]
         head = max([*heads, *([len(shown)] if plain.startswith(shown) else []), 0])
         served = asked.startswith(shown) and asked.startswith(plain[:head]) and head >= len(shown)
-        body = re.sub(r"\A\s*<think>\s*</think>\s*", "", told[head:]) if served and told.startswith(plain[:head]) else ""
+        body = re.sub(r"\A\s*(<think>)?\s*</think>\s*", "", told[head:]) if served and told.startswith(plain[:head]) else ""
         if bare.get("tool_calls"):
             if not body:
                 raise Refusal(turn, "call not served")

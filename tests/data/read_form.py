@@ -3,7 +3,7 @@
 import json
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ptf.data.encode import encode_prompt
 from ptf.data.kinds import unread
 from ptf.data.pipeline import atoms_once, opened, prompts_once
 from ptf.data.sample import Atom
-from ptf.data.sources import SourceSpec
+from ptf.data.sources import Place, SourceSpec
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.recipes.dpo import DPO
@@ -30,6 +30,36 @@ TEMPLATE = (  # it shows tools, calls and all that anybody says
 )
 RECIPES: Mapping[str, Any] = {"sft": SFT(), "dpo": DPO(), "rm": RM(), "rm binary": RM("binary"), "rm regression": RM("regression")}
 SUFFIXES = ("jsonl", "parquet")
+
+
+@dataclass
+class Rows:
+    """A block of rows that no file could hold."""
+
+    rows: list[Any]
+    columnar: bool = False
+    nbytes: int = 0
+
+    @property
+    def lines(self) -> int:
+        return len(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def line(self, i: int) -> int:
+        return i
+
+    def row(self, i: int) -> Any:
+        return self.rows[i]
+
+    def part(self, start: int, end: int) -> "Rows":
+        return Rows(self.rows[start:end], self.columnar)
+
+
+def at(row: Any, line: int = 1, columnar: bool = False) -> Place:
+    """The row, said to be on a line of a.jsonl."""
+    return Place(Rows([row], columnar), 0, "a.jsonl", line - 1)
 
 
 def tokenizer(directory: Path) -> Tokenizer:

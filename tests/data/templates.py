@@ -101,6 +101,10 @@ OURS = {
     "only_end_of_document": Case("only_end_of_document", "the only stop is the end of the document", "</s>", eos="</s>"),
     "return_or_end": Case("return_or_end", "the last answer, earlier ones and calls end otherwise", "<|return|>", "<|call|>", eos="<|return|>"),
     "text_arguments": Case("text_arguments", "arguments of calls as text; no generation prompt behind results", "</s>", eos="</s>", text_arguments=True),
+    "text_arguments, render: served, enable_thinking: true": Case(
+        "text_arguments", "the same, behind a served prompt that opens the thinking", "</s>", headers=("<|Assistant|>",), eos="</s>", text_arguments=True,
+        served=True, arguments={"enable_thinking": True},
+    ),
 }  # fmt: skip
 ONE_SAMPLE = ("granite-3.3", "minimind", "mistral-nemo", "phi-3.5", "qwen2.5", "qwen3-coder", "qwen3-instruct-2507", "smollm3")
 SPLIT = ("gpt-oss", "qwen3", "qwen3.5-think")  # they rewrite earlier turns
@@ -130,7 +134,7 @@ REFUSED = {  # model → the behaviours of ours that it has, as they train: what
     "Apertus": ("closed_by_next", "closed_by_next, render: served"),
     "Gemma 4": ("empty_thought_prompt", "empty_thought_prompt, enable_thinking: true", "empty_thought_prompt, render: served"),
     "R1-distill, QwQ": ("thinking_opened", "thinking_opened, render: served"),
-    "DeepSeek-V3.x": ("text_arguments",),
+    "DeepSeek-V3.x": ("text_arguments", "text_arguments, render: served, enable_thinking: true"),
     "Command-R7B": ("two_stops",),
     "Nemotron-3": ("thinking_switch", "thinking_switch, enable_thinking: false", "thinking_switch, render: served"),
 }

@@ -7,9 +7,9 @@ import pytest
 from ptf.data.encode import Encoder, encode_document, encode_preference, encode_prompt, encode_scored, fit, shaped
 from ptf.data.quarantine import Quarantine, rows_in
 from ptf.data.sample import Sample
-from ptf.data.sources import Place
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from tests.data.read_form import at
 
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 
@@ -60,10 +60,6 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
     assert [s.tokens.tolist() for (s,) in pieces] == [[6, 7, 8]]
     with pytest.raises(UserError, match="2 samples that belong together cannot be split"):
         fit((sample(10, 8), sample(4, 3)), 8, "split")
-
-
-def at(row: dict[str, Any], line: int) -> Place:
-    return Place(lambda: row, f"a.jsonl:{line}")
 
 
 def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import formats
 from ptf.data.kinds import shaped
 from ptf.data.pipeline import atoms_once, prompts_once
+from ptf.data.quarantine import BadRow
 from ptf.data.sources import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
@@ -108,6 +109,8 @@ def test_histories_that_differ_are_refused(printable: Tokenizer, row: dict[str, 
         ({"prompt": "1+1?", "messages": [ASK, ANSWER, MORE]}, [ASK, ANSWER, MORE]),
         ({"prompt": "\n\nHuman: 1+1?\n\nAssistant:"}, [ASK]),
         ({"system": "Be brief.", "prompt": "1+1?"}, [{"role": "system", "content": "Be brief."}, ASK]),
+        ({"system": "Be brief.", "prompt": "1+1?", "messages": [ASK, ANSWER]}, [{"role": "system", "content": "Be brief."}, ASK]),
+        ({"system": "Be brief.", "prompt": "1+1?", "messages": [ASK]}, [{"role": "system", "content": "Be brief."}, ASK]),
         ({"instruction": "Add.", "input": "1 1", "output": "2"}, [{"role": "user", "content": "Add.\n\n1 1"}]),
     ],
 )
@@ -188,6 +191,18 @@ def test_a_message_counts_as_its_weight_says(printable: Tokenizer, weights: tupl
 def test_columns_that_mean_something_are_refused_by_name(printable: Tokenizer, row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         RECIPES["sft"].encode(shaped(row, {}), printable, "")
+
+
+def test_what_csv_writes_as_text_is_what_it_says(printable: Tokenizer, tmp_path: Path) -> None:
+    """Every value of CSV is text, an empty one the empty text."""
+    messages = json.dumps([ASK, ANSWER]).replace('"', '""')
+    (tmp_path / "a.csv").write_text(f'messages,weight,label,tools,system\n"{messages}",0.5,True,,Be brief.\n"{messages}",,,,\n"{messages}",,false,,\n')
+    source = {"a": SourceSpec(str(tmp_path / "a.csv"))}
+    aside: list[BadRow] = []
+    read = atoms_once(source, encode=lambda r, n: RECIPES["sft"].encode(r, printable, n), seq_len=999, set_aside=lambda bad, counts: aside.append(bad))
+    plain = [{"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER | {"weight": 0.5}]}, {"messages": [ASK, ANSWER]}]
+    assert all(same(ours, RECIPES["sft"].encode(row, printable, "")[0]) for ours, row in zip(list(read), plain, strict=True))
+    assert [(bad.where[-7:], "not to be imitated" in bad.reason) for bad in aside] == [("a.csv:4", True)]
 
 
 def test_columns_are_left_out_by_name(printable: Tokenizer) -> None:

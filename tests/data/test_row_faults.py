@@ -17,12 +17,12 @@ from ptf.data.kinds import KINDS
 from ptf.data.pipeline import atoms_once, prompts_once
 from ptf.data.quarantine import BadRow, Quarantine, rows_in
 from ptf.data.sample import Atom, Sample
-from ptf.data.sources import Place, SourceSpec
+from ptf.data.sources import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data import read_form
 from tests.data.dataset_forms import ANSWER, ASK, FORMS, TOOL
-from tests.data.read_form import RECIPES
+from tests.data.read_form import RECIPES, at
 from tests.tiny import arithmetic
 
 ASKED, SAID = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
@@ -110,11 +110,11 @@ def test_an_error_of_an_encoder_says_where_it_was_raised_and_others_stop_the_run
 
         return Encoder(encode, "set", 99, "error", set_aside=lambda bad, counts: aside.append(bad))
 
-    assert broken(KeyError("x"))(Place(lambda: dict(GOOD), "a.jsonl:1")) == []
+    assert broken(KeyError("x"))(at(dict(GOOD))) == []
     assert aside[0].reason.startswith("KeyError: 'x' (test_row_faults.py:")
     for error in (OSError("disk"), MemoryError(), AssertionError(), NotImplementedError()):
         with pytest.raises(type(error)):
-            broken(error)(Place(lambda: dict(GOOD), "a.jsonl:1"))
+            broken(error)(at(dict(GOOD)))
 
 
 VALUES: tuple[Any, ...] = (
@@ -166,7 +166,7 @@ def test_any_row_becomes_atoms_or_is_bad_for_a_reason_of_ours(printable: Tokeniz
 
     kind = "prompt" if recipe == "grpo" else random.choice([kind, kind, kind, *KINDS])
     encoder = Encoder(encode, "set", 999, "truncate", columns=columns, kind=kind, set_aside=lambda bad, counts: aside.append(bad))
-    atoms = encoder(Place(lambda: row, "a.jsonl:1", random.random() < 0.5))
+    atoms = encoder(at(row, columnar=random.random() < 0.5))
     assert bool(atoms) != bool(aside), "it is trained, or it is said why not"
     for bad in aside:
         assert not re.match(r"\w+(Error|Exception|Panic)", bad.reason), bad.reason
