@@ -108,7 +108,8 @@ def resolve(
         values[section][part][name]["revision"] = commit
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
-            sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, "limit": None, "config": None, "split": None, "revision": None}
+            read = dict.fromkeys(("config", "split", "revision", "limit", "rows"))  # what said which rows are meant: those are in the files now
+            sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, **read}
     return type(job).model_validate_json(json.dumps(values), strict=True)
 
 

@@ -167,6 +167,12 @@ def length(job: Job) -> list[str]:
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
+    if len(job.data.sources) > 1 and all(source.weight is None for source in job.data.sources.values()):
+        without = "without a `weight` of some source every row comes once an epoch, and each source ends when it is done"
+        if job.data.mix.exhausted == "stop":
+            faults.append(f"data.mix.exhausted: stop needs weights: {without}")
+        if job.data.mix.by == "tokens":
+            faults.append(f"data.mix.by: tokens needs weights, which are then shares of tokens: {without}")
     return faults
 
 

@@ -7,6 +7,7 @@ however large the files.
 
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,10 +24,12 @@ from ptf.errors import UserError
 __all__ = ["FORMATS", "Block", "DataFile", "Lines", "Location", "Reader", "Row", "RowGroup", "data_files", "found_files", "open_bytes", "plain_row"]
 
 Row = dict[str, Any]
-RowReader = Callable[[pa.Table, int], Row]
-LINES_BYTES = 4 << 20
+Tables = Callable[[pa.Table], "Block"]
+LINES_BYTES = 1 << 20
 KEEP_BYTES = 64 << 20  # of blocks that some lane may still be in
-KEEP_FILES = 4  # open at a time
+KEEP_FILES = 16  # open at a time
+DEEPEST = 200  # objects and lists inside each other
+NESTED = f"more than {DEEPEST} objects and lists inside each other"
 
 
 class Block(Protocol):
@@ -39,6 +42,11 @@ class Block(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def columnar(self) -> bool:
+        """Whether its format writes a null for every key of an object that another row has."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -55,7 +63,7 @@ class Block(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Lines:
     """Lines of JSON, not parsed before they are asked for."""
 
@@ -63,6 +71,10 @@ class Lines:
     numbers: Sequence[int]  # of each among the block's lines
     lines: int
     nbytes: int
+
+    @property
+    def columnar(self) -> bool:
+        return False
 
     @staticmethod
     def of(texts: Sequence[bytes]) -> "Lines":
@@ -81,24 +93,38 @@ class Lines:
             row = json.loads(self.texts[i])
         except ValueError as e:  # of JSON, or of UTF-8
             raise UserError(f"not JSON: {e}") from None
+        except RecursionError:
+            raise UserError(NESTED) from None
         if not isinstance(row, dict):
             raise UserError(f"a row must be a JSON object, this is a {type(row).__name__}")
+        refuse_nested(row, self.texts[i])
         return row
 
     def part(self, start: int, end: int) -> "Lines":
         return Lines(self.texts[start:end], self.numbers[start:end], self.lines, self.nbytes)
 
 
+def refuse_nested(row: Row, text: bytes) -> None:
+    """Raises UserError for a row of which the parser might run out of stack elsewhere: how much there is differs from thread to thread."""
+    if text.count(b"[") + text.count(b"{") <= DEEPEST:
+        return
+    level: list[Any] = [row]
+    for _ in range(DEEPEST):
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v) if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise UserError(NESTED)
+
+
 def plain_row(group: pa.Table, i: int) -> Row:
     return group.slice(i, 1).to_pylist()[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class RowGroup:
     """Rows of parquet, made into Python objects when they are asked for."""
 
     table: pa.Table
-    read: RowReader
     first: int = 0
 
     @property
@@ -109,6 +135,10 @@ class RowGroup:
     def nbytes(self) -> int:
         return self.table.nbytes
 
+    @property
+    def columnar(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return self.table.num_rows
 
@@ -116,23 +146,20 @@ class RowGroup:
         return self.first + i
 
     def row(self, i: int) -> Row:
-        return self.read(self.table, i)
+        try:
+            return plain_row(self.table, i)
+        except (pa.ArrowException, ValueError, OverflowError) as e:  # text that is no UTF-8, a date that Python does not have
+            raise UserError(f"a value cannot be read: {e}") from None
 
     def part(self, start: int, end: int) -> "RowGroup":
-        return RowGroup(self.table.slice(start, end - start), self.read, self.first + start)
+        return RowGroup(self.table.slice(start, end - start), self.first + start)
 
 
 class DataFile(Protocol):
     """An open file. Its blocks are numbered from 0; a format that is read from the beginning to the end reads over those before."""
 
-    @property
-    def blocks(self) -> int | None:
-        """How many there are; None where only reading to the end tells, and any block but the next costs all before it."""
-        ...
-
-    @property
-    def block_rows(self) -> Sequence[int] | None:
-        """Rows of each, where the file says so."""
+    def counts(self) -> list[tuple[int, int]] | None:
+        """Rows and lines of every block; None where only reading it to its end from afar, or decompressing it, would tell."""
         ...
 
     @property
@@ -156,35 +183,51 @@ def size_of(uri: str) -> int:
         return file.seek(0, 2)
 
 
+def local_path(uri: str) -> str | None:
+    """The path of a file on this machine."""
+    return uri.removeprefix("file://") if not uri.startswith(hub.PREFIX) and storage.is_local(uri) else None
+
+
 class Reader:
     """The blocks of some files, by file and number. Blocks of a remote file are fetched one ahead of the newest asked for."""
 
-    def __init__(self, location: str | Location, parquet_row: RowReader = plain_row) -> None:
+    def __init__(self, location: str | Location, of_table: Tables | None = None) -> None:
+        """`of_table` makes the block of a row group of parquet; rows as they are by default."""
         found = found_files(location)
-        self.path, self.uris, self._parquet_row = str(location), list(found.stamps), parquet_row
+        self.path, self.uris, self._of_table = str(location), list(found.stamps), of_table or RowGroup
         self.sizes, self.commit, self.not_read = found.sizes, found.commit, found.not_read
         self._remote = found.commit is not None or not storage.is_local(self.uris[0])
         self._kept: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
+        self._held: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()  # by some lane, kept or not
+        self._footers: dict[str, Any] = {}  # of parquet files that were opened
+        self.reads = 0  # of blocks, from the files
         self._files: OrderedDict[int, DataFile] = OrderedDict()
         self._lengths: dict[tuple[int, int], int] = {}  # rows of every block that was asked for, kept or not
         self._reading = threading.Lock()
         self._ahead: dict[tuple[int, int], Future[Block | None]] = {}  # at most one
 
-    def block(self, file: int, number: int) -> Block | None:
-        """None behind the last. Raises UserError for a file that cannot be read."""
+    def block(self, file: int, number: int, following: tuple[int, int] | None = None) -> Block | None:
+        """None behind the last. `following` is what will be asked for next, by default the next of the files. Raises UserError for a file that
+        cannot be read."""
         key = file, number
         if key not in self._kept:
-            block = self._kept[key] = self._fetched(key) if self._remote else self._read(key)
+            block = self._held.get(key)
+            if block is None:
+                block = self._fetched(key, following) if self._remote else self._read(key)
+                self.reads += block is not None
+                if block is not None:
+                    self._held[key] = block
+            self._kept[key] = block
             self._lengths[key] = len(block) if block is not None else 0
             while len(self._kept) > 2 and sum(block.nbytes for block in self._kept.values() if block is not None) > KEEP_BYTES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def _fetched(self, key: tuple[int, int]) -> Block | None:
+    def _fetched(self, key: tuple[int, int], following: tuple[int, int] | None) -> Block | None:
         waiting = self._ahead.pop(key, None)
         found = self._read(key) if waiting is None else waiting.result()
-        following = (key[0], key[1] + 1) if found is not None else (key[0] + 1, 0)
+        following = following or ((key[0], key[1] + 1) if found is not None else (key[0] + 1, 0))
         if following[0] < len(self.uris) and following not in self._kept and following not in self._ahead:
             self._ahead = {following: Future()}  # in a thread that does not keep a process from ending
             threading.Thread(target=self._read_ahead, args=(following, self._ahead[following]), name="ptf-read-ahead", daemon=True).start()
@@ -200,24 +243,25 @@ class Reader:
         with self._reading:
             return self._from_file(*key)
 
-    def blocks(self, file: int) -> int | None:
-        """Of a file; None where only reading it to its end tells."""
-        with self._reading:
-            return self._open(file).blocks
-
-    def block_rows(self, file: int) -> Sequence[int] | None:
-        """Rows of each of its blocks, where the file says so."""
-        with self._reading:
-            return self._open(file).block_rows
+    def counts(self) -> list[list[tuple[int, int]]] | None:
+        """Of every file, the rows and lines of every block; None where some file does not tell without being read from afar or decompressed."""
+        found: list[list[tuple[int, int]]] = []
+        for file in range(len(self.uris)):
+            with self._reading:
+                counted = self._file(file).counts()
+            if counted is None:
+                return None
+            found.append(counted)
+        return found
 
     def _from_file(self, file: int, number: int) -> Block | None:
-        return self._open(file).block(number)
+        return self._file(file).block(number)
 
-    def _open(self, file: int) -> DataFile:
+    def _file(self, file: int) -> DataFile:
         from ptf.data.formats import open_file  # formats are made of this module's blocks
 
         if file not in self._files:
-            self._files[file] = open_file(self.uris[file], LINES_BYTES, self._parquet_row)
+            self._files[file] = open_file(self.uris[file], LINES_BYTES, self._of_table, self._footers)
             if len(self._files) > KEEP_FILES:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(file)

@@ -1,14 +1,13 @@
 """Parquet, and Arrow's two formats: the file format (also feather), and the stream format that `datasets.save_to_disk` writes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ptf import storage
-from ptf.data.blocks import RowGroup, RowReader, open_bytes, plain_row, size_of
+from ptf.data.blocks import Block, RowGroup, Tables, local_path, open_bytes, size_of
 from ptf.errors import UserError
 
 T = TypeVar("T")
@@ -18,21 +17,23 @@ END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 class Parquet:
     """A block is a row group."""
 
-    def __init__(self, uri: str, read: RowReader) -> None:
-        self._uri, self._read = uri, read
+    def __init__(self, uri: str, of_table: Tables, footers: dict[str, pq.FileMetaData]) -> None:
+        self._uri, self._of_table = uri, of_table
         self._raw = open_bytes(uri)
-        self._file = readable(uri, "parquet", lambda: pq.ParquetFile(self._raw))
-        about = self._file.metadata
-        self.blocks = about.num_row_groups
-        self.block_rows = tuple(about.row_group(number).num_rows for number in range(self.blocks))
+        self._file = readable(uri, "parquet", lambda: pq.ParquetFile(self._raw, metadata=footers.get(uri)))
+        self._footer = footers[uri] = self._file.metadata
         self.share = 0.0
 
-    def block(self, number: int) -> RowGroup | None:
-        if number >= self.blocks:
+    def block(self, number: int) -> Block | None:
+        if number >= self._footer.num_row_groups:
             return None
-        self.share = (number + 1) / self.blocks
+        self.share = (number + 1) / self._footer.num_row_groups
         table = readable(f"{self._uri}: row group {number}", "parquet", partial(self._file.read_row_group, number))
-        return RowGroup(table.combine_chunks(), self._read)
+        return self._of_table(table.combine_chunks())
+
+    def counts(self) -> list[tuple[int, int]]:
+        """As the footer says."""
+        return twice(self._footer.row_group(number).num_rows for number in range(self._footer.num_row_groups))
 
     def close(self) -> None:
         self._raw.close()
@@ -45,16 +46,18 @@ class ArrowFile:
         self._uri = uri
         self._raw = pa.memory_map(local) if (local := local_path(uri)) else open_bytes(uri)
         self._file = readable(uri, "arrow", lambda: pa.ipc.open_file(self._raw))
-        self.blocks: int = self._file.num_record_batches
-        # A batch's rows are said where it lies, which on this machine is mapped memory, and elsewhere a request for each.
-        self.block_rows = tuple(self._batch(number).num_rows for number in range(self.blocks)) if local else None
+        self._local, self._blocks = local is not None, self._file.num_record_batches
         self.share = 0.0
 
+    def counts(self) -> list[tuple[int, int]] | None:
+        """A batch's rows are said where it lies, which on this machine is mapped memory, and elsewhere a request for each."""
+        return twice(self._batch(number).num_rows for number in range(self._blocks)) if self._local else None
+
     def block(self, number: int) -> RowGroup | None:
-        if number >= self.blocks:
+        if number >= self._blocks:
             return None
-        self.share = (number + 1) / self.blocks
-        return RowGroup(pa.Table.from_batches([self._batch(number)]), plain_row)
+        self.share = (number + 1) / self._blocks
+        return RowGroup(pa.Table.from_batches([self._batch(number)]))
 
     def _batch(self, number: int) -> pa.RecordBatch:
         return readable(f"{self._uri}: record batch {number}", "arrow", partial(self._file.get_batch, number))
@@ -69,8 +72,6 @@ class ArrowStream:
 
     def __init__(self, uri: str) -> None:
         self._uri, self._size, local = uri, size_of(uri), local_path(uri)
-        self.blocks: int | None = None
-        self.block_rows: tuple[int, ...] | None = None
         self._batches: list[pa.RecordBatch] | None = None
         self._raw: Any = pa.memory_map(local) if local else None
         self.share = 0.0
@@ -80,8 +81,9 @@ class ArrowStream:
         self._stream, self._batches = readable(uri, "arrow", lambda: pa.ipc.open_stream(self._raw)), []
         while (batch := self._next_batch()) is not None:
             self._batches.append(batch)
-        self.blocks = len(self._batches)
-        self.block_rows = tuple(batch.num_rows for batch in self._batches)
+
+    def counts(self) -> list[tuple[int, int]] | None:
+        return None if self._batches is None else twice(batch.num_rows for batch in self._batches)
 
     def _open(self) -> None:
         self._raw = open_bytes(self._uri)
@@ -106,7 +108,7 @@ class ArrowStream:
             if number >= len(self._batches):
                 return None
             self.share = (number + 1) / len(self._batches)
-            return RowGroup(pa.Table.from_batches([self._batches[number]]), plain_row)
+            return RowGroup(pa.Table.from_batches([self._batches[number]]))
         if number < self._number:
             self.close()
             self._open()
@@ -114,11 +116,16 @@ class ArrowStream:
             self._number += 1
             if self._number > number:
                 self.share = self._raw.tell() / max(1, self._size)
-                return RowGroup(pa.Table.from_batches([batch]), plain_row)
+                return RowGroup(pa.Table.from_batches([batch]))
         return None
 
     def close(self) -> None:
         self._raw.close()
+
+
+def twice(rows: Iterable[int]) -> list[tuple[int, int]]:
+    """Rows and lines of blocks, of which every row counts as a line."""
+    return [(n, n) for n in rows]
 
 
 def readable(what: str, form: str, read: Callable[[], T]) -> T:
@@ -129,8 +136,3 @@ def readable(what: str, form: str, read: Callable[[], T]) -> T:
         if isinstance(e, UserError):
             raise
         raise UserError(f"{what}: not readable as {form}: {e}") from None
-
-
-def local_path(uri: str) -> str | None:
-    """The path of a file on this machine."""
-    return uri.removeprefix("file://") if not uri.startswith("hf://") and storage.is_local(uri) else None

@@ -13,13 +13,13 @@ LONGEST = 1 << 30  # characters of one value
 class Csv:
     """Block n holds the rows that begin in the n-th `lines_bytes` of the file; rows are handed on as JSON. Going back begins anew."""
 
-    blocks = None
-    block_rows = None
-
     def __init__(self, uri: str, lines_bytes: int) -> None:
         self._uri, self._lines_bytes, self._size = uri, lines_bytes, size_of(uri)
         csv.field_size_limit(LONGEST)  # for all readers of the process; the default of 131,072 refuses long documents
         self._open()
+
+    def counts(self) -> None:
+        """Not known: only reading it to its end would tell."""
 
     @property
     def share(self) -> float:

@@ -96,13 +96,13 @@ class Scanner:
 class JsonArray:
     """Block n holds the elements that end in the n-th `lines_bytes` of the file. Going back begins anew."""
 
-    blocks = None
-    block_rows = None
-
     def __init__(self, uri: str, lines_bytes: int) -> None:
         self._uri, self._lines_bytes, self._size = uri, lines_bytes, size_of(uri)
         self._key = _list_of_objects(uri)
         self._open()
+
+    def counts(self) -> None:
+        """Not known: only reading it to its end would tell."""
 
     @property
     def share(self) -> float:

@@ -7,19 +7,24 @@ from typing import IO
 
 import pyarrow as pa
 
-from ptf.data.blocks import Lines, open_bytes, size_of
+from ptf.data.blocks import Lines, local_path, open_bytes, size_of
 from ptf.errors import UserError
 
 
 class Jsonl:
     """Block n holds the lines that begin in the n-th `lines_bytes` of the file."""
 
-    block_rows = None
-
     def __init__(self, uri: str, lines_bytes: int) -> None:
+        self._local = local_path(uri) is not None
         self._file = open_bytes(uri, lines_bytes + (64 << 10))  # a block is one request, but for a last line that is long
         self._lines_bytes, self._size = lines_bytes, self._file.seek(0, 2)
-        self.blocks = -(-self._size // lines_bytes)
+
+    def counts(self) -> list[tuple[int, int]] | None:
+        """A file on this machine is read once for that; a remote one is not."""
+        if not self._local:
+            return None
+        blocks = (self.block(number) for number in range(-(-self._size // self._lines_bytes)))
+        return [(len(block), block.lines) for block in blocks if block is not None]
 
     def block(self, number: int) -> Lines | None:
         start, file = number * self._lines_bytes, self._file
@@ -45,12 +50,12 @@ class Jsonl:
 class Compressed:
     """Blocks of the text that a file (`.gz`, `.zst`) decompresses to. Going back begins anew."""
 
-    blocks = None
-    block_rows = None
-
     def __init__(self, uri: str, lines_bytes: int) -> None:
         self._uri, self._lines_bytes, self._size = uri, lines_bytes, size_of(uri)
         self._open()
+
+    def counts(self) -> None:
+        """Not known: only decompressing all of it would tell."""
 
     @property
     def share(self) -> float:

@@ -80,6 +80,8 @@ def _packing(found: Report) -> Iterator[str]:
 def _left_out(source: Surveyed, console: Console) -> None:
     if source.not_read:
         console.print(f"not read of {source.name}: {shown(source.not_read)}", style="yellow", markup=False)
+    if source.unread:
+        console.print(f"columns of {source.name} that nothing reads: {', '.join(source.unread)}", markup=False)
     for reason, count in source.left_out.items():
         console.print(f"left out of {source.name}: {count:,} × {reason}", style="yellow", markup=False)
     for bad in source.bad:

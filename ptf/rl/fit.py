@@ -268,7 +268,7 @@ def attempt(job: Job, run: Path) -> None:
     evaluation = job.evaluate.reward
     directory = bridge.locate(job.model.path, job.model.revision)
     model, directory = extended(job.model, directory, run, job.seed)
-    tokenizer_path = tokenizer_directory(model, directory, run)
+    tokenizer_path = tokenizer_directory(job, model, directory, run)
     tokenizer = Tokenizer.load(tokenizer_path)
     refuse_larger_tokenizer(directory, tokenizer_path, tokenizer.vocab_size)
     room = job.data.seq_len - knobs.max_new_tokens

@@ -65,7 +65,7 @@ class Fit:
         self.job, self.world, self.run, self.recipe = job, world, run, recipes.build(job)
         directory = bridge.locate(job.model.path, job.model.revision)
         spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
-        self.tokenizer_path = str(world.share(tokenizer_directory(spec, directory, run) if world.leads else None))
+        self.tokenizer_path = str(world.share(tokenizer_directory(job, spec, directory, run) if world.leads else None))
         self.tokenizer = Tokenizer.load(self.tokenizer_path)
         if world.leads and (trap := self.tokenizer.class_trap()):
             print(f"train: {trap}", flush=True)
@@ -86,7 +86,7 @@ class Fit:
         self.trainer = trainer_of(job.train, self.model, world, self.companions)
         self.trainer.refuse_large(job.train.rows)
         self.loader = make_loader(reading, self.recipe, self.tokenizer, world, run)
-        self.held_out = held_out_rows(reading, self.recipe, self.tokenizer)
+        self.held_out = held_out_rows(reading, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None)
         self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
         if world.leads:

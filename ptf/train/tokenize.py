@@ -10,7 +10,7 @@ from ptf.data.blocks import Location, found_files
 from ptf.data.encode import FORM
 from ptf.data.files import described
 from ptf.data.tokenizer import Tokenizer
-from ptf.train.reading import specs
+from ptf.train.reading import specs, unread_columns
 
 SETTINGS = ("recipe", "algo", "data.seq_len", "data.too_long", "data.train_on", "data.on_bad_row", "data.max_bad")
 
@@ -37,6 +37,8 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
             max_bad=data.max_bad if data.on_bad_row == "skip" else None, processes=processes,
         )  # fmt: skip
         spent = time.perf_counter() - began
+        for line in unread_columns(specs({name: source})):
+            print(f"tokenize: {line}", flush=True)
         print(
             f"tokenize: {name}: {counts['rows']} rows, {counts['samples']} samples, {counts['tokens']} tokens ({counts['trained']} trained), "
             f"expansion ×{counts['expansion']:.3g}, {counts['dropped']} dropped, {counts['truncated']} cut, {counts['bad']} bad, {spent:.1f} s → "

@@ -371,7 +371,7 @@ def test_resolve_puts_paths_in_place():
     assert resolve(job) == job
     done = resolve(job, prepared="s3://p", models={"job:sft.yaml": "/ckpt"}, tokenized={"chat": "/tok/chat", "other": "x"})
     assert (done.model.path, done.model.tokenizer, done.output) == ("/ckpt", "s3://p/tok", "prepare:kept")
-    chosen = dict.fromkeys(("config", "split", "revision"))
+    chosen = dict.fromkeys(("config", "split", "revision", "rows"))
     done_chat = {"path": "/tok/chat", **chosen, "kind": "tokenized", "weight": 2.0, "columns": {}, "limit": None, "epochs": 3}
     assert done.data.sources["chat"].model_dump() == done_chat
     pinned = resolve(loads(SFT.replace("a.jsonl", "open/gsm")), commits={"data.sources.chat": "c0ffee"})
