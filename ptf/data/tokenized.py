@@ -208,6 +208,7 @@ class Progress:
 
 def columns_of(atoms: Sequence[Atom]) -> dict[str, Any]:
     """Of one row. `streams`: name → the values of all its samples, one after the other."""
+    assert not any(sample.begins for atom in atoms for sample in atom), "beginnings are shared where rows are read; what is written down is whole"
     columns = dump_atoms(atoms)
     for name, stream in columns["streams"].items():
         if len(stream["samples"]) != len(columns["lengths"]):
