@@ -35,5 +35,5 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared() -> Path:
     if not (SHARED / "templates").is_dir():
-        pytest.skip("needs the real data: point PTF_DATA at it")
+        pytest.skip("needs the real data: `make data` fetches it, or point PTF_DATA at it")
     return SHARED
