@@ -111,6 +111,17 @@ def test_data_that_is_not_there_is_an_error(job, tmp_path, capfd):
     assert "absent.jsonl" in found["errors"][0]["message"]
 
 
+def test_files_that_are_not_read_are_named(job, tmp_path, capfd):
+    chats = [json.loads(line) for line in Path(job()).with_name("train.jsonl").read_text().splitlines()]
+    for name in ("train.jsonl", "test.jsonl", "dataset_infos.json"):
+        write_jsonl(tmp_path / "set" / name, chats[:3])
+    both = {"path": str(tmp_path / "set")}
+    (error,) = inspected(capfd, job(data={"sources": {"sums": both}}), status=2)["errors"]
+    assert "several splits: test (test.jsonl); train (train.jsonl)" in error["message"]
+    source = inspected(capfd, job(data={"sources": {"sums": {**both, "split": "train"}}}))["sources"]["sums"]
+    assert (source["rows"], source["not_read"]) == (3, ["dataset_infos.json", "test.jsonl"])
+
+
 def test_the_page_is_whole_and_fetches_nothing(job, tmp_path, capfd):
     config = job()
     page = tmp_path / "page.html"
