@@ -46,8 +46,6 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
             tell(f"{key}: {place} can be written")
     if job.compute.device != "cpu" and job.model.backend == "ptf":
         tell(memory(job))
-    recipe, path = recipes.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].said())
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         source = locate(job.model.path, job.model.revision)
@@ -56,6 +54,8 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         tell(f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, {ROWS} rows of each source:")
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
+    recipe, path = recipes.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
+    tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].said())
     tell(f"all of it works ({time.monotonic() - began:.0f} s)")
 
 
