@@ -103,9 +103,9 @@ def test_without_a_template_a_prompt_is_plain_text() -> None:
     plain = Tokenizer(bytes_tokenizer())
     ((sample,),) = encode_document({"prompt": "The capital of France is", "completion": " Paris"}, plain)
     assert said(plain, sample) == ("The capital of France is Paris<|endoftext|>", " Paris<|endoftext|>")
-    assert len(plain.encode("weather")) == 1
-    ((sample,),) = encode_document({"prompt": "wea", "completion": "ther"}, plain)  # "weather" is one token, but "wea" is what is served
-    assert sample.tokens.tolist() == [*plain.encode("wea"), *plain.encode("ther"), plain.hf.eos_token_id]
+    assert len(plain.encode("name")) == 1
+    ((sample,),) = encode_document({"prompt": "na", "completion": "me"}, plain)  # "name" is one token, but "na" is what is served
+    assert sample.tokens.tolist() == [*plain.encode("na"), *plain.encode("me"), plain.hf.eos_token_id]
 
 
 def test_a_preference_is_a_pair(characters: Tokenizer) -> None:

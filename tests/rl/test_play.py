@@ -86,7 +86,7 @@ def test_recorded_conversations_are_replayed_with_the_ids_that_are_trained():
     """Through environment and engine come the samples that the same conversation has as training data: tokens and masks."""
     for name in ("plain", "drops_thinking", "next_role_stop", "date", "two_stops"):
         split = replayed([turns_with_tools(n) for n in (1, 3)], templated(name))
-        assert (split > 0) == (name in ("drops_thinking", "next_role_stop"))
+        assert (split > 0) == (name == "drops_thinking")
 
 
 def test_real_conversations_are_replayed_with_the_ids_that_are_trained(shared):
