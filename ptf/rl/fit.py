@@ -17,6 +17,7 @@ from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
 from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, RolloutConfig, Source
 from ptf.data.catalogue import Catalogue
+from ptf.data.passes import of_prompts
 from ptf.data.pipeline import prompts_once, prompts_stream
 from ptf.data.sources import fingerprints, first_lines
 from ptf.data.stream import Stream
@@ -275,6 +276,9 @@ def attempt(job: Job, run: Path) -> None:
     drop = job.data.too_long == "drop"
     sources = specs(job.data.sources)
     drawn = prompts_stream(sources, tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle, temperature=job.data.mix.temperature)
+    assert job.train.steps is not None, "online jobs have no train.epochs"
+    mixing = "shares of their weights" if drawn.mixture.weighted else "every prompt once before any comes again"
+    print(f"prompts: {mixing}; {of_prompts(drawn, knobs.prompts, job.train.steps).said()}", flush=True)
     prompts = Fitting(drawn, room, drop)
     if not drop:  # better now than in the middle of the night
         for name, spec in sources.items():
