@@ -22,10 +22,7 @@ def card(job: Job, artifact: Artifact, made: Mapping[str, Any], before: Mapping[
     if job.publish.license:
         header["license"] = job.publish.license
     packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items())
-    sources = [
-        f"| {name} | {_where(s, artifact.commits.get(f'data.sources.{name}'))} | {s.kind} | {'by rows' if s.weight is None else f'{s.weight:g}'} | {artifact.data.get(name, '')} |"
-        for name, s in job.data.sources.items()
-    ]
+    sources = [_source(name, source, artifact) for name, source in job.data.sources.items()]
     parts = {
         "": [f"Trained by ptf, recipe {recipe}, from `{began}`{random}. Licence: {job.publish.license or 'not stated'}.", "",
              "```", SERVE[head].format(place=f"{job.versions}/{artifact.lineage}"), "```"],
@@ -37,6 +34,13 @@ def card(job: Job, artifact: Artifact, made: Mapping[str, Any], before: Mapping[
     for title, said in parts.items():
         lines += ["", *([f"## {title}", ""] if title else []), *said]
     return "\n".join(lines) + "\n"
+
+
+def _source(name: str, source: Source, artifact: Artifact) -> str:
+    """A row of the table of sources."""
+    weight = "by rows" if source.weight is None else f"{source.weight:g}"
+    where = _where(source, artifact.commits.get(f"data.sources.{name}"))
+    return f"| {name} | {where} | {source.kind} | {weight} | {artifact.data.get(name, '')} |"
 
 
 def _where(source: Source, commit: str | None) -> str:
