@@ -172,9 +172,7 @@ def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, f
     return Sample(np.asarray(ids, np.int32), weights, source, {"score": scores, "answer_length": lengths})
 
 
-def answered(
-    history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None, arguments: Mapping[str, Any] | None = None
-) -> Sample:
+def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None, arguments: Mapping[str, Any] | None = None) -> Sample:
     """An answer to a prompt, of which only the answer is trained. A string prompt is one user message, as it will be in a chat; with a tokenizer
     that has no chat template, prompt and answer are plain text, and end-of-text follows."""
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:

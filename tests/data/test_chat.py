@@ -20,7 +20,16 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.templates import ONE_SAMPLE, SPLIT, UNSERVED, templated
 
-WHOLE = ("plain", "generation_markers", "first_system_only", "developer", "system_folded", "next_role_stop", "date", "end_of_document")  # one sample, whatever is said
+WHOLE = (
+    "plain",
+    "generation_markers",
+    "first_system_only",
+    "developer",
+    "system_folded",
+    "next_role_stop",
+    "date",
+    "end_of_document",
+)  # one sample, whatever is said
 REWRITTEN = ("drops_thinking", "return_or_end")  # a sample for each turn
 
 
