@@ -1,7 +1,7 @@
 """Encoded rows as parquet: tokenize once, then train as if on the fly.
 
-The one idea: one row of parquet is one row of the source with its atoms (none, where it was dropped or bad). It is then dealt to lanes as the row of
-the source would be, so the batches are the same, and whatever reads parquet reads it.
+The one idea: one row of parquet is one row of the source with its atoms (none, where it was dropped or bad), so an epoch has the same samples (in the
+order of its own blocks), and whatever reads parquet reads it.
 """
 
 import contextlib
