@@ -43,13 +43,13 @@ def main() -> None:
             wrong.update(differences=found.differences, not_once=found.not_once, not_said=found.not_said)
             if found.differences or found.not_once or found.not_said:
                 print(f"trial {i}: {found} {trial}", flush=True)
-            elif i % 50 == 49:
+            elif i % 10 == 9:
                 print(f"{i + 1} trials, {time.perf_counter() - began:.0f} s", flush=True)
     RESULTS.write_text(
         "# Resume trials\n\n"
         f"Command: `python benchmarks/resume_trials.py {' '.join(sys.argv[1:])}`  \nHardware: {cpu()}  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{given.trials} random trials, {steps:,} steps, {time.perf_counter() - began:,.0f} s. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, 4 and 8 ranks that\n"
-        "change at every stop.\n\n| what | found |\n|---|---|\n"
+        f"{given.trials} random trials, {steps:,} steps, {time.perf_counter() - began:,.0f} s. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, 4 and 8\n"
+        "ranks that change at every stop.\n\n| what | found |\n|---|---|\n"
         f"| steps that differ from the run that never stopped | {wrong['differences']} |\n"
         f"| samples that did not come once an epoch, without weights or with `drop` | {wrong['not_once']} |\n"
         f"| passes or steps other than announced (a row a lane) | {wrong['not_said']} |\n"

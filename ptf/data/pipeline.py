@@ -303,7 +303,7 @@ def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, Sourc
 def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_long: TooLong, set_aside: SetAside | None = None, share: bool = False) -> Encoder:
     """What makes atoms of a source's rows."""
     if spec.kind == "tokenized":
-        return Encoder(tokenized.decode, name, seq_len, too_long, kind=spec.kind, share=share)
+        return tokenized.Decoder(name, seq_len, too_long, share)
     return Encoder(encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside, share=share)
 
 

@@ -33,26 +33,26 @@ class SourceSpec:
 class Place:
     """A row that has not been parsed yet, and where it is."""
 
-    __slots__ = ("_before", "_block", "_uri", "epoch", "file", "number", "row")
+    __slots__ = ("_before", "_uri", "block", "epoch", "file", "number", "row")
 
     def __init__(self, block: Block, row: int, uri: str, before: int, epoch: int = 0, file: int = 0, number: int = 0):
         """Row `row` of a block, `before` lines of whose file come before it; the block is `number` of `file`."""
-        self._block, self._uri, self._before = block, uri, before
+        self.block, self._uri, self._before = block, uri, before
         self.epoch, self.file, self.number, self.row = epoch, file, number, row
 
     def read(self) -> Row:
         """Raises UserError for what is no row."""
-        return self._block.row(self.row)
+        return self.block.row(self.row)
 
     @property
     def columnar(self) -> bool:
         """As of its block."""
-        return self._block.columnar
+        return self.block.columnar
 
     @property
     def where(self) -> str:
         """file:line"""
-        return f"{self._uri}:{self._before + self._block.line(self.row) + 1}"
+        return f"{self._uri}:{self._before + self.block.line(self.row) + 1}"
 
 
 def place(block: Block, i: int, uri: str, before: int) -> Place:

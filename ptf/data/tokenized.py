@@ -1,7 +1,7 @@
 """Encoded rows as parquet: tokenize once, then train as if on the fly.
 
-The one idea: one row of parquet is one row of the source with its atoms (none, where it was dropped or bad). It is then dealt to lanes as the row of
-the source would be, so the batches are the same, and whatever reads parquet reads it.
+The one idea: one row of parquet is one row of the source with its atoms (none, where it was dropped or bad), so an epoch has the same samples (in the
+order of its own blocks), and whatever reads parquet reads it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import found_out
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import Atom, Sample, dump_atoms
-from ptf.data.sources import SourceSpec, blocks_once, place
+from ptf.data.sources import Place, SourceSpec, blocks_once, place
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -276,6 +276,9 @@ def _lists(rows: Sequence[Any], kind: pa.DataType, k: int = 0) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, k) if k else values)
 
 
+NO_STREAMS: dict[str, np.ndarray] = {}
+
+
 class TokenRows:
     """Rows of a group of such a file: its columns as long arrays, of which a row's samples are slices."""
 
@@ -288,6 +291,21 @@ class TokenRows:
         self._ends = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]  # tokens before each sample
         self._tokens, self._weights, self._sources = columns["tokens"][1], columns["weights"][1], columns["sources"][1]
         self._streams = {name.removeprefix(STREAM): values for name, (_, values) in columns.items() if name.startswith(STREAM)}
+        self.told = self._told()
+
+    def _told(self) -> list[tuple[int, int, int, int]]:
+        """Of every row: atoms, tokens, those that are trained, tokens of the longest atom."""
+        ends = np.array(self._ends)
+        samples = np.concatenate([[0], np.cumsum(self._atoms, dtype=np.int64)])
+        of_rows, of_atoms = ends[self._first_sample], np.diff(ends[samples])
+        trained = np.concatenate([[0], np.cumsum(self._weights != 0, dtype=np.int32)])[of_rows]
+        first = np.array(self._first_atom)
+        longest = np.zeros(self.lines, np.int64)
+        some = np.flatnonzero(np.diff(first))
+        if len(some):
+            longest[some] = np.maximum.reduceat(of_atoms, first[some])
+        columns = np.diff(first), np.diff(of_rows), np.diff(trained), longest
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
     @property
     def columnar(self) -> bool:
@@ -306,14 +324,17 @@ class TokenRows:
     def atoms(self, i: int) -> list[Atom]:
         """Row i's."""
         at, made = self._first_sample[i], []
-        for n in self._atoms[self._first_atom[i] : self._first_atom[i + 1]]:
+        first, end = self._first_atom[i], self._first_atom[i + 1]
+        if end - first == 1 and self._atoms[first] == 1:
+            return [(self._sample(at),)]
+        for n in self._atoms[first:end]:
             made.append(tuple([self._sample(k) for k in range(at, at + n)]))
             at += n
         return made
 
     def _sample(self, k: int) -> Sample:
         start, end = self._ends[k], self._ends[k + 1]
-        streams = {name: values[start:end] for name, values in self._streams.items()}
+        streams = {name: values[start:end] for name, values in self._streams.items()} if self._streams else NO_STREAMS
         return Sample(self._tokens[start:end], self._weights[start:end], self._sources[k], streams)
 
     def part(self, start: int, end: int) -> Block:
@@ -337,6 +358,7 @@ class LengthRows(TokenRows):
         ends = np.concatenate([[0], np.cumsum(_column(table.column("lengths"))[1], dtype=np.int64)])
         at = np.concatenate([[0], np.cumsum(atoms, dtype=np.int64)])
         self._of_atoms = np.diff(ends[at]).tolist()  # tokens of each atom
+        self.told = None
 
     def atoms(self, i: int) -> list[Atom]:
         return [hollow(n) for n in self._of_atoms[self._first_atom[i] : self._first_atom[i + 1]]]
@@ -365,6 +387,29 @@ def _values(found: pa.Array) -> np.ndarray:
 def decode(row: Row, name: str) -> list[Atom]:
     """The atoms of a row read here; takes the encoder's place."""
     return row["atoms"]
+
+
+class Decoder(Encoder):
+    """The encoder of rows read here. What a row counts is known of its whole block, so a row whose atoms fit costs little more than their slices."""
+
+    def __init__(self, name: str, seq_len: int, too_long: TooLong, share: bool = False) -> None:
+        super().__init__(decode, name, seq_len, too_long, kind="tokenized", share=share)
+        self._longest = -1 if share else seq_len  # what is shared follows from the tokens
+
+    def __call__(self, place: Place) -> list[Atom]:
+        block = place.block
+        if not isinstance(block, TokenRows) or block.told is None:
+            return super().__call__(place)
+        atoms, tokens, trained, longest = block.told[place.row]
+        if longest > self._longest:
+            return super().__call__(place)
+        counts = self.counts
+        counts["rows"] += 1
+        counts["samples"] += atoms
+        counts["tokens"] += tokens
+        counts["trained"] += trained
+        counts["whole"] += longest
+        return block.atoms(place.row)
 
 
 def reader(path: str, tokenizer: Tokenizer) -> Reader:
