@@ -43,7 +43,7 @@ class Span:
 
 class Oracle:
     def __init__(self, hf: Any, known: Any, **options: Any):
-        """`known`: what a person reads off the template, a Case of tests/data/templates.py. `options`: what the template is handed besides messages and tools."""
+        """`known`: what a person knows, a Case of templates.py. `options`: what the template is handed besides messages and tools."""
         self.hf, self.known, self.options = hf, known, options
         self.added = {i: token.content for i, token in hf.added_tokens_decoder.items()}
         self.stops = either({known.answer, known.call or known.answer, hf.eos_token} - {None})
