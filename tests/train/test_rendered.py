@@ -20,11 +20,11 @@ DATED = "{{ strftime_now('%d-%m-%Y') }}{% for m in messages %}<|im_start|><|{{ m
 
 
 class Clock(datetime.date):
-    day = "2026-02-03"
+    now = "2026-02-03"
 
     @classmethod
     def today(cls) -> "Clock":
-        return cls.fromisoformat(cls.day)
+        return cls.fromisoformat(cls.now)
 
 
 def tokenizer_of(job: Job, run: Path) -> Tokenizer:
@@ -44,7 +44,7 @@ def test_the_date_is_that_of_the_day_on_which_the_run_began(tmp_path: Path, monk
     monkeypatch.setattr(module.datetime, "date", Clock)
     job = job_of(tmp_path, model={"chat_template": str(tmp_path / "dated.jinja")})
     ahead = rendered(job, Tokenizer.load(job.model.path), tmp_path / "run")  # as a flow tokenizes, before there is a run
-    monkeypatch.setattr(Clock, "day", "2026-02-04")
+    monkeypatch.setattr(Clock, "now", "2026-02-04")
     one, again = tokenizer_of(job, tmp_path / "run"), tokenizer_of(job, tmp_path / "run")
     assert one.render_text(CHAT, False) == again.render_text(CHAT, False) == ahead.render_text(CHAT, False)
     assert one.render_text(CHAT, False).startswith("03-02-2026<|im_start|>")
