@@ -88,7 +88,7 @@ def last_block(text: str) -> str:
             blocks[-1][1].append(line)
         elif mark:
             fence = mark[1]
-            blocks.append((re.split(r"[\s{:,]", mark[2].strip().lstrip("{."))[0].lower(), []))
+            blocks.append((re.split(r"[\s{}:,]", mark[2].strip().lstrip("{."))[0].lower(), []))
     for tags in (("python", "py", "python3", "py3"), ("",)):
         if found := [lines for tag, lines in blocks if tag in tags]:
             return textwrap.dedent("\n".join(found[-1]))

@@ -74,6 +74,7 @@ def start(cell: Cell, serve: Callable[..., None], sockets: Sequence[socket.socke
         if os.getppid() != parent:
             os._exit(1)
         kept = [s.fileno() for s in sockets]
+        keep_only([*kept, trouble])  # another's end, held here, would hide that the other is gone
         if cell.mode == "bubblewrap":
             _bubblewrap(cell, [*kept, trouble], serve)
         if cell.mounts:
@@ -153,14 +154,19 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _check(LIBC.mount(*given, ctypes.c_ulong(flags), options and options.encode()), f"mount {target}")
 
 
-def confine(cell: Cell, held: Sequence[int]) -> None:
-    """This process, from now on. Of its files it keeps those that it `held`."""
-    os.setsid()
+def keep_only(held: Sequence[int]) -> None:
+    """Close every other file but 0, 1 and 2."""
     first = 3
     for fd in sorted(held):
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def confine(cell: Cell, held: Sequence[int]) -> None:
+    """This process, from now on. Of its files it keeps those that it `held`."""
+    os.setsid()
+    keep_only(held)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -169,7 +175,6 @@ def confine(cell: Cell, held: Sequence[int]) -> None:
     os.environ.clear()
     os.environ |= {"PATH": os.defpath, "HOME": cell.directory, "TMPDIR": cell.directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     sys.path[:] = cell.path
-    sys.executable = os.path.realpath(sys.executable)
     limits = {
         resource.RLIMIT_CPU: ceil(cell.seconds),
         resource.RLIMIT_AS: cell.memory_mib << 20,

@@ -31,6 +31,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     place, wall_s = given.pop("place"), given.pop("wall_s")
     cell = Cell(**given)
+    sys.executable = os.path.realpath(sys.executable)  # where cells see it
     LIBC.prctl(36, 1)  # orphans of either cell become this process's children
     cells, made = [cell, cell], list[str]()
     try:

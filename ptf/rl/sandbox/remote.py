@@ -107,9 +107,9 @@ class Link:
         except Exception:  # some want arguments of certain types
             return next(e for e in kind.__mro__ if e in (ValueError, LookupError, OSError, Exception))(*arguments)
 
-    def _called_back(self, number: int, given: Any) -> None:
+    def _called_back(self, number: int, positional: Any, by_name: Any) -> None:
         """The answer calls a function that the tests gave it."""
-        args, named = (decode(v, self.received) for v in given)
+        args, named = decode(positional, self.received), decode(by_name, self.received)
         try:
             result = ["called", "value", encode(self.functions[number](*args, **named), self.sent)]
         except AssertionError:

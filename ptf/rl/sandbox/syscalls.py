@@ -19,9 +19,10 @@ NUMBERS = {  # name: (x86_64, aarch64), from the kernel's tables; None: there is
     "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "memfd_create": (319, 279), "mq_open": (240, 180),
     "setpriority": (141, 140), "sched_setaffinity": (203, 122),
 }  # fmt: skip
-SIGNALS = {
+ALONE = {  # where files and processes are this user's own
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "fork": (57, None), "vfork": (58, None),
+    "fork": (57, None), "vfork": (58, None), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
 }  # fmt: skip
 CLONE, CLONE3, PRLIMIT = (56, 220), (435, 435), (302, 261)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
@@ -36,12 +37,12 @@ def known() -> bool:
 
 
 def forbid(alone: bool) -> None:
-    """Refuse the calls above, for ever: sockets, other processes' memory, mounts, memory that no limit counts. `alone`: signals and new processes too."""
+    """Refuse the calls above, for ever: sockets, other processes' memory, mounts, memory that no limit counts. `alone`: signals, new processes and files' rights too."""
     column, architecture = MACHINES[platform.machine()]
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if column == 0:
         program += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the x32 calls
-    for numbers in [*NUMBERS.values(), *(SIGNALS.values() if alone else [])]:
+    for numbers in [*NUMBERS.values(), *(ALONE.values() if alone else [])]:
         if numbers[column] is not None:
             program += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, EPERM)]
     program += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, ENOSYS)]  # its flags lie in memory; libraries then use clone

@@ -1,0 +1,48 @@
+"""`python -m tests.rl.as_user UID COMMAND…`: as root, run a command as a user without rights, who can read the interpreter and this tree even where they lie in
+root's home. `UID` 0 stays root, without the capabilities that namespaces need, as in most containers. Nothing of the machine changes: it is a mount namespace."""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+CAP_SYS_ADMIN = 21
+
+
+def readable(path: Path) -> None:
+    """Let everybody reach it in this mount namespace: of directories on the way that only root may enter, another stands in their place."""
+    from ptf.rl.sandbox.cells import BIND, RECURSIVE, _mount
+
+    for above in reversed(path.parents):
+        if not above.stat().st_mode & 0o001:
+            place = os.open(path, os.O_PATH)
+            _mount("tmpfs", str(above), "tmpfs", 0, "mode=755")
+            path.mkdir(parents=True)
+            _mount(f"/proc/self/fd/{place}", str(path), None, BIND | RECURSIVE)
+            os.close(place)
+
+
+def main() -> None:
+    from ptf.rl.sandbox.cells import LIBC, PRIVATE, RECURSIVE, _check, _mount
+
+    uid, *command = sys.argv[1:]
+    _check(LIBC.unshare(0x20000), "unshare")
+    _mount(None, "/", None, RECURSIVE | PRIVATE)
+    for path in (sys.base_prefix, sys.prefix, str(Path(__file__).parents[2])):
+        readable(Path(os.path.realpath(path)))
+    os.environ |= {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
+    if int(uid):
+        os.setgroups([])
+        os.setresgid(*[int(uid)] * 3)
+        os.setresuid(*[int(uid)] * 3)
+    else:
+        held = (1 << 64) - 1 & ~(1 << CAP_SYS_ADMIN)
+        _check(LIBC.prctl(24, CAP_SYS_ADMIN, 0, 0, 0), "drop a capability")
+        low, high = held & 0xFFFFFFFF, int(Path("/proc/self/status").read_text().split("CapPrm:\t")[1].split()[0], 16) >> 32
+        low &= int(Path("/proc/self/status").read_text().split("CapPrm:\t")[1].split()[0], 16) & 0xFFFFFFFF
+        _check(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)), "capset")
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()
