@@ -1,6 +1,6 @@
 """Rewards of which many may run at once in one process: an `async def`, or a function that has one beside it.
 
-The one idea: a process answers its questions in order, but works on as many as it has cores; a reward that waits holds up none.
+The one idea: a process answers its questions in order, but has many in flight: of a reward that waits for others 256, of one that computes a core each.
 """
 
 import asyncio
@@ -12,15 +12,18 @@ from typing import Any
 
 from ptf.config import Plug, plug
 
+IN_FLIGHT = 256  # of a reward that says nothing
+
 
 def many_at_once(
     coroutine: Callable[..., Coroutine[Any, Any, float]], lines: Callable[..., Iterable[str]], *, where: Callable[..., bool] = lambda **_: True
 ) -> Callable[[Callable], Callable]:
-    """Mark a reward as one that `coroutine` computes too, for arguments where `where` holds; `lines` makes of its arguments what a run's first lines say
-    of it, or refuses them."""
+    """Mark a reward as one that `coroutine` computes too, as many at once as this process has cores, for arguments where `where` holds; `lines` makes of
+    its arguments what a run's first lines say of it, or refuses them."""
 
     def mark(function: Callable) -> Callable:
         function.asynchronous, function.first_lines, function.where = coroutine, lines, where  # type: ignore[attr-defined]
+        coroutine.in_flight = len(os.sched_getaffinity(0))  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -40,9 +43,14 @@ def first_lines(what: Plug) -> list[str]:
     return list(say(**what.args)) if say else []
 
 
-async def in_order(answer: Callable[[Any], Any], questions: Sequence[Any]) -> AsyncIterator[Any]:
-    """What a coroutine function answers to each, in order; as many run as there are cores for this process."""
-    free = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+def in_flight(function: Callable) -> int:
+    """How many calls of it may run at once."""
+    return getattr(function.func if isinstance(function, functools.partial) else function, "in_flight", IN_FLIGHT)
+
+
+async def in_order(answer: Callable[[Any], Any], questions: Sequence[Any], most: int) -> AsyncIterator[Any]:
+    """What a coroutine function answers to each, in order; at most so many run at once."""
+    free = asyncio.Semaphore(most)
 
     async def one(question: Any) -> Any:
         async with free:

@@ -131,6 +131,7 @@ def reward_of(what: Plug) -> Callable[[Any], Any]:
     def answer(question: tuple[Mapping[str, Any], str]) -> float | Fault:
         return checked(function(*question))
 
+    answer_later.in_flight = at_once.in_flight(function)  # type: ignore[attr-defined]
     return answer_later if at_once.is_asynchronous(function) else answer
 
 
@@ -184,7 +185,7 @@ async def _many(pipe: mpc.Connection, answer: Callable[[Any], Any], questions: S
         except Exception as error:
             return Fault(f"{type(error).__name__}: {error}")
 
-    async for reply in at_once.in_order(guarded, questions):
+    async for reply in at_once.in_order(guarded, questions, at_once.in_flight(answer)):
         pipe.send(reply)
 
 

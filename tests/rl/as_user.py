@@ -1,5 +1,5 @@
-"""`python -m tests.rl.as_user UID COMMAND…`: as root, run a command as a user without rights, who can read the interpreter and this tree even where they lie in
-root's home. `UID` 0 stays root, without the capabilities that namespaces need, as in most containers. Nothing of the machine changes: it is a mount namespace."""
+"""`python -m tests.rl.as_user UID COMMAND…`: as root, run a command as a user without rights, who can read the interpreter and this tree even where they
+lie in root's home. `UID` 0 stays root, without the capability that namespaces need, as in most containers. Nothing of the machine changes."""
 
 import ctypes
 import os
@@ -36,10 +36,9 @@ def main() -> None:
         os.setresgid(*[int(uid)] * 3)
         os.setresuid(*[int(uid)] * 3)
     else:
-        held = (1 << 64) - 1 & ~(1 << CAP_SYS_ADMIN)
+        held = int(Path("/proc/self/status").read_text().split("CapPrm:")[1].split()[0], 16) & ~(1 << CAP_SYS_ADMIN)
+        low, high = held & 0xFFFFFFFF, held >> 32
         _check(LIBC.prctl(24, CAP_SYS_ADMIN, 0, 0, 0), "drop a capability")
-        low, high = held & 0xFFFFFFFF, int(Path("/proc/self/status").read_text().split("CapPrm:\t")[1].split()[0], 16) >> 32
-        low &= int(Path("/proc/self/status").read_text().split("CapPrm:\t")[1].split()[0], 16) & 0xFFFFFFFF
         _check(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)), "capset")
     os.execv(command[0], command)
 

@@ -41,6 +41,7 @@ class Cell(NamedTuple):
     path: Sequence[str]  # sys.path
     directory: str = "/tmp"  # in which it may write
     uid: int = -1
+    bubblewrap: str = ""  # its program
     filtered: bool = True  # seccomp and Landlock where they are; tests turn them off
 
     @property
@@ -219,9 +220,9 @@ def _process_limit(cell: Cell) -> int:
 
 def _bubblewrap(cell: Cell, held: Sequence[int], serve: Callable[..., None]) -> None:
     """The same by bwrap, which may make namespaces where its callers may not. It starts Python anew."""
-    import shutil
-
-    command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+    if not cell.bubblewrap:
+        raise OSError("bubblewrap (bwrap) is not installed")
+    command = [cell.bubblewrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
     command += ["--perms", "1777", "--size", str(cell.files_mib << 20), "--tmpfs", "/tmp"]
     for path in cell.readable:
         command += ["--ro-bind", path, path]
@@ -230,7 +231,7 @@ def _bubblewrap(cell: Cell, held: Sequence[int], serve: Callable[..., None]) -> 
             command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
     for name in DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    command += ["--ro-bind", os.path.dirname(__file__), "/sandbox/ptf/rl/sandbox", "--chdir", "/tmp", "--setenv", "PYTHONHASHSEED", "0"]
+    command += ["--ro-bind", os.path.dirname(__file__), "/sandbox/ptf/rl/sandbox", "--remount-ro", "/", "--chdir", "/tmp", "--setenv", "PYTHONHASHSEED", "0"]
     started = "import sys; sys.path.insert(0, '/sandbox'); from ptf.rl.sandbox.cells import in_bubblewrap; in_bubblewrap()"
     for fd in held:
         os.set_inheritable(fd, True)

@@ -71,8 +71,12 @@ def judged(cells: list[Cell], wall_s: float) -> dict[str, Any]:
         for end in (link, theirs, told):
             end.close()
         os.close(trouble)
-        control.sendall(line_of(0))
-        verdict = awaited(control, answering, pids, wall_s)
+        job = line_of(0)
+        try:
+            control.sendall(job)
+            verdict = awaited(control, answering, pids, wall_s)
+        except ConnectionError as error:  # a cell that could not be made
+            verdict = {"error": f"the tests' cell ended: {error}"}
     finally:
         control.close()
         if left := sweep(pids):

@@ -8,6 +8,7 @@ import asyncio
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -53,7 +54,7 @@ def directories() -> tuple[list[str], list[str]]:
 
 def command(mode: str, seconds: float, memory_mib: int, wall_s: float, **more: Any) -> list[str]:
     readable, path = directories()
-    cell = Cell(mode, seconds, memory_mib, PROCESSES, FILES_MIB, readable, path, **more)
+    cell = Cell(mode, seconds, memory_mib, PROCESSES, FILES_MIB, readable, path, bubblewrap=shutil.which("bwrap") or "", **more)
     return [*COMMAND, json.dumps({**cell._asdict(), "place": tempfile.gettempdir(), "wall_s": wall_s})]
 
 

@@ -37,7 +37,8 @@ def known() -> bool:
 
 
 def forbid(alone: bool) -> None:
-    """Refuse the calls above, for ever: sockets, other processes' memory, mounts, memory that no limit counts. `alone`: signals, new processes and files' rights too."""
+    """Refuse the calls above, for ever: sockets, other processes' memory, mounts, memory that no limit counts. `alone`: signals, new processes and files'
+    rights too."""
     column, architecture = MACHINES[platform.machine()]
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if column == 0:
