@@ -3,10 +3,28 @@ lie in root's home. `UID` 0 stays root, without the capability that namespaces n
 
 import ctypes
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+from ptf.rl.sandbox.judge import find_mode
+
 CAP_SYS_ADMIN = 21
+USER = "54321"
+
+
+def in_mode(mode: str, *command: str) -> list[str]:
+    """The command, as a user for whom that is the mode."""
+    if os.getuid() or mode == "uid+namespaces":
+        return [sys.executable, *command]
+    return [sys.executable, "-m", "tests.rl.as_user", "0" if mode == "uid" else USER, sys.executable, *command]
+
+
+def works(mode: str) -> bool:
+    if (mode.startswith("uid") and os.getuid()) or (mode != "uid" and not os.getuid() and find_mode() != "uid+namespaces"):
+        return False
+    tried = f"from ptf.rl.sandbox.judge import tried\nassert tried({mode!r}).value == 1.0"
+    return subprocess.run(in_mode(mode, "-c", tried), capture_output=True, check=False).returncode == 0
 
 
 def readable(path: Path) -> None:

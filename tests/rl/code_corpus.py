@@ -26,7 +26,8 @@ SQUARES = ["assert f(3) == 9", "assert f(-4) == 16"]
 TESTS = "\n".join(SQUARES)
 RIGHT = "def f(x):\n    return x * x\n"
 WRONG = "def f(x):\n    return None\n"
-SLEEPER = "600.0731"  # seconds: marks processes that a cheat leaves behind
+SLEEPER = "600.0731"  # seconds
+SLEEPING = f"sleep\0{SLEEPER}"  # the command line of a process that a cheat leaves behind
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,7 @@ def judged(mode: str) -> dict[str, Any]:
         tempfile.tempdir = place
         try:
             cheats, forms = asyncio.run(both(honest, mode))
-            left = [*left_behind(SLEEPER, place), *map(str, Path(place).iterdir())]
+            left = [*left_behind(SLEEPING, place), *map(str, Path(place).iterdir())]
         finally:
             tempfile.tempdir = None
     return {

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -17,10 +16,10 @@ from ptf.errors import UserError
 from ptf.rl.rewards import Rewards, brevity, code, exact, mathematics, weighted
 from ptf.rl.sandbox.cells import MODES
 from ptf.rl.sandbox.judge import announced, find_mode
-from tests.rl.code_corpus import CHEATS, HONEST, NUMPY, SLEEPER, left_behind
+from tests.rl.as_user import in_mode, works
+from tests.rl.code_corpus import CHEATS, HONEST, NUMPY, SLEEPER, SLEEPING, left_behind
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
-USER = "54321"
 DOUBLE_FORK = f"import os\nif not os.fork():\n    os.setsid()\n    if not os.fork(): os.execv('/bin/sleep', ['sleep', '{SLEEPER}'])\n    os._exit(0)\n"
 
 
@@ -56,20 +55,6 @@ def test_tests_that_judge_nothing_are_errors_and_no_pass(tests):
         code({"tests": tests}, SQUARE)
 
 
-def in_mode(mode: str, *command: str) -> list[str]:
-    """The command, as a user for whom that is the mode."""
-    if os.getuid() or mode == "uid+namespaces":
-        return [sys.executable, *command]
-    return [sys.executable, "-m", "tests.rl.as_user", "0" if mode == "uid" else USER, sys.executable, *command]
-
-
-def works(mode: str) -> bool:
-    if (mode.startswith("uid") and os.getuid()) or (mode != "uid" and not os.getuid() and find_mode() != "uid+namespaces"):
-        return False
-    tried = f"from ptf.rl.sandbox.judge import tried\nassert tried({mode!r}).value == 1.0"
-    return subprocess.run(in_mode(mode, "-c", tried), capture_output=True, check=False).returncode == 0
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_no_cheat_is_paid_and_every_honest_form_is(mode):
     if not works(mode):
@@ -85,6 +70,10 @@ def test_no_cheat_is_paid_and_every_honest_form_is(mode):
     assert len(found["honest"]) >= len([one for one in [*HONEST, *NUMPY] if not one.processes]) >= 20
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def gone(what: str) -> bool:
     """Whether no process has `what` in its command line, soon."""
     for _ in range(600):
@@ -96,7 +85,7 @@ def gone(what: str) -> bool:
 
 def test_a_process_that_is_left_would_be_found():
     with subprocess.Popen(["sleep", SLEEPER]) as process:
-        assert left_behind(SLEEPER)
+        assert left_behind(SLEEPING)
         process.kill()
 
 
@@ -109,7 +98,7 @@ def test_without_any_filter_what_is_left_is_swept(tmp_path):
     """
     done = subprocess.run(in_mode("subreaper", "-c", textwrap.dedent(script)), capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1.0"]
-    assert gone(SLEEPER)
+    assert gone(SLEEPING)
 
 
 @pytest.mark.parametrize("mode", [*(["uid+namespaces", "uid"] if os.getuid() == 0 else []), "namespaces", "subreaper"])
@@ -127,21 +116,21 @@ def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
         asyncio.run(judge({DOUBLE_FORK + "import time; time.sleep(600)"!r}, "assert f(3) == 9", mode={mode!r}, seconds=100.0, filtered={mode != "subreaper"}))
     """
     caller = subprocess.Popen(in_mode(mode, "-c", textwrap.dedent(script)), stderr=subprocess.DEVNULL)
-    while not left_behind(SLEEPER):
+    while not left_behind(SLEEPING):
         assert caller.poll() is None
         time.sleep(0.02)
     if who == "caller":
         caller.kill()
         caller.wait()
     else:
-        for pid in Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
+        (harness,) = [pid for pid in left_behind(str(tmp_path)) if parent(pid) == caller.pid]
+        os.kill(harness, signal.SIGKILL)
         caller.wait()
     if who == "caller" or "namespaces" in mode:  # without them nothing outlives the harness to end what has left it
         assert gone(str(tmp_path))
-        assert gone(SLEEPER)
+        assert gone(SLEEPING)
         assert list(tmp_path.iterdir()) == []
-    for pid in left_behind(SLEEPER):
+    for pid in left_behind(SLEEPING):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -150,7 +139,8 @@ def test_strict_refuses_a_machine_without_namespaces():
         from ptf.errors import UserError
         from ptf.rl.sandbox import syscalls
         from ptf.rl.sandbox.judge import announced
-        syscalls.forbid(alone=False)  # unshare, as where a container's profile forbids it
+        syscalls.NUMBERS = {"unshare": syscalls.NUMBERS["unshare"]}
+        syscalls.forbid(alone=False)  # as where a container's profile forbids it
         print(announced("auto"))
         try:
             announced("strict")
