@@ -290,14 +290,14 @@ def outside() -> Iterator[dict[str, str]]:
             process.wait()
 
 
-async def paid(one: Case, mode: str, names: dict[str, str], free: asyncio.Semaphore) -> float | str | None:
+async def paid(one: Case, mode: str, names: dict[str, str], free: asyncio.Semaphore, filtered: bool) -> float | str | None:
     """1.0, 0.0, None for no result, or what failed."""
     text = one.answer
     for name, value in names.items():
         text = text.replace(name, value)
     async with free:
         try:
-            verdict = await judge(last_block(text), one.tests, mode=mode, seconds=1.0 if one.hangs else 15.0, **one.options)
+            verdict = await judge(last_block(text), one.tests, mode=mode, seconds=1.0 if one.hangs else 15.0, filtered=filtered, **one.options)
         except SandboxFault as fault:
             return f"{type(fault).__name__}: {fault}"
     if one in HONEST and verdict.value != 1.0:
@@ -305,11 +305,11 @@ async def paid(one: Case, mode: str, names: dict[str, str], free: asyncio.Semaph
     return verdict.value
 
 
-async def all_paid(cases: list[Case], mode: str) -> list[float | str | None]:
+async def all_paid(cases: list[Case], mode: str, filtered: bool = True) -> list[float | str | None]:
     free = asyncio.Semaphore(8)
     with outside() as names:
         ordered = sorted(cases, key=lambda one: not one.hangs)  # those that wait first
-        found = await asyncio.gather(*(paid(one, mode, names, free) for one in ordered))
+        found = await asyncio.gather(*(paid(one, mode, names, free, filtered) for one in ordered))
         by_name = dict(zip([one.name for one in ordered], found, strict=True))
         assert len(by_name) == len(cases)
         assert Path(names["PLACE"], "secret").read_text() == TESTS
@@ -349,5 +349,11 @@ async def both(honest: list[Case], mode: str) -> tuple[list, list]:
     return found[: len(CHEATS)], found[len(CHEATS) :]
 
 
+def unfiltered(names: list[str]) -> dict[str, Any]:
+    """The control: some cheats where only the subreaper is left."""
+    cases = [one for one in CHEATS if one.name in names]
+    return dict(zip([one.name for one in cases], asyncio.run(all_paid(cases, "subreaper", filtered=False)), strict=True))
+
+
 if __name__ == "__main__":
-    print(json.dumps(judged(sys.argv[1])))
+    print(json.dumps(unfiltered(sys.argv[2:]) if sys.argv[1] == "unfiltered" else judged(sys.argv[1])))

@@ -44,9 +44,15 @@ def test_code(text, value):
 
 
 def test_a_secret_in_a_frame_pays_nothing():
-    """Where answer and tests shared a process, the word that a pass had to say stood in the program's own text."""
-    answer = "import os, re, sys\ndef f(x):\n    place, word = re.findall(r\"open\\('(.*?)', 'w'\\).write\\('(.*?)'\\)\", open('/proc/self/fd/0').read())[-1]\n"
-    assert code({"tests": "assert f(3) == 9"}, answer + "    open(place, 'w').write(word)\n    os._exit(0)\n") == 0
+    """A pass that is a word which the program says at its end can be said by the answer, which finds it in the caller's frame."""
+    answer = """
+        import os, sys
+        def f(x):
+            strings = [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, str)]
+            open([c for c in strings if c.endswith('said')][0], 'w').write([c for c in strings if len(c) == 32][0])
+            os._exit(0)
+    """
+    assert code({"tests": "assert f(3) == 9"}, textwrap.dedent(answer)) == 0
 
 
 @pytest.mark.parametrize("tests", [[], "", "# none", None, {"f": 9}, [9], "f(3)", "assert True", "f(", "import no_such_module\nassert f(3) == 9"])
@@ -68,6 +74,13 @@ def test_no_cheat_is_paid_and_every_honest_form_is(mode):
     assert found["left"] == []
     assert len(found["cheats"]) == len(CHEATS) >= 40
     assert len(found["honest"]) >= len([one for one in [*HONEST, *NUMPY] if not one.processes]) >= 20
+
+
+def test_escapes_are_paid_where_they_succeed():
+    """The control: without seccomp and Landlock the subreaper's cells leak."""
+    names = ["reads the data set", "writes outside", "connects by TCP", "connects by a socket of Unix", "signals a process outside", "limits another process"]
+    done = subprocess.run(in_mode("uid+namespaces", "-m", "tests.rl.code_corpus", "unfiltered", *names), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == dict.fromkeys(names, 1.0)
 
 
 def parent(pid: int) -> int:

@@ -99,7 +99,7 @@ class Answer:
         thing = self.objects[rest[0]]
         if kind == "plain":
             return ["value", encode(thing, _refused, base=True)]
-        given = [decode(v, self.received) for v in (rest[2] if len(rest) > 2 else [])]
+        given = [decode(v, self.received) for values in rest[2:3] for v in values]
         if kind == "get":
             return ["value", encode(getattr(thing, rest[1]), self.reference)]
         if kind == "set":

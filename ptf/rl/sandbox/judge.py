@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.rl.sandbox.cells import MODES, Cell
+from ptf.rl.sandbox.cells import MODES, Cell, spare_uid
 
 PROCESSES, FILES_MIB = 32, 16
 STARTS_WITHIN_S = 60.0
@@ -89,7 +89,13 @@ def verdict_of(said: bytes) -> Verdict:
 
 def candidates() -> Iterable[str]:
     """The modes that may be possible for this user, best first."""
-    return ("uid+namespaces", "uid") if os.getuid() == 0 else ("namespaces", "bubblewrap", "subreaper")
+    if os.getuid():
+        return ("namespaces", "bubblewrap", "subreaper")
+    try:
+        spare_uid(0)
+    except OSError:  # root of a user namespace that is really one user
+        return ("namespaces", "bubblewrap")
+    return ("uid+namespaces", "uid")
 
 
 @functools.cache
