@@ -58,7 +58,7 @@ def main() -> None:
         f"Command: `python benchmarks/code_reward.py`  \nHardware: {cpu()}  \nDate: {date.today()}",
         "",
         "Each answer is judged as `ptf.rl.rewards:code` does, with the tests of its row. A cheat must get 0 or no result, an honest form 1.0. Many",
-        "cheats return the right value exactly where an escape succeeds. The corpus is `tests/rl/code_corpus.py`; `tests/rl/test_sandbox.py` runs it in every mode.",
+        "cheats return the right value exactly where an escape succeeds. `tests/rl/code_corpus.py` has them all, `tests/rl/test_sandbox.py` runs them.",
         "As root, the modes of other users are tried as such a user (`tests/rl/as_user.py`). What is promised: [SECURITY.md](../../SECURITY.md).",
         "",
         "| mode | confined by | cheats paid | 0, no result | honest forms paid | processes and directories left | seconds |",

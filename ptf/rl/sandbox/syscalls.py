@@ -5,7 +5,6 @@ The one idea: both bind a process and all that it starts, need no privilege, and
 
 import ctypes
 import os
-import platform
 import struct
 from collections.abc import Sequence
 
@@ -33,13 +32,13 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 def known() -> bool:
     """Whether this machine's numbers are known; without them there is no filter."""
-    return platform.machine() in MACHINES and struct.calcsize("P") == 8
+    return os.uname().machine in MACHINES and struct.calcsize("P") == 8
 
 
 def forbid(alone: bool) -> None:
     """Refuse the calls above, for ever: sockets, other processes' memory, mounts, memory that no limit counts. `alone`: signals, new processes and files'
     rights too."""
-    column, architecture = MACHINES[platform.machine()]
+    column, architecture = MACHINES[os.uname().machine]
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if column == 0:
         program += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the x32 calls
