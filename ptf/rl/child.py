@@ -121,6 +121,7 @@ class Child:
 def reward_of(what: Plug) -> Callable[[Any], Any]:
     """Questions are (row, text); the reply is a number, or a Fault. A coroutine function where the reward is one."""
     function = at_once.asynchronous(what)
+    at_once.first_lines(what)  # what it finds out of this machine is known before the first question, which has a deadline
 
     def checked(value: Any) -> float | Fault:
         return float(value) if math.isfinite(float(value)) else Fault(f"the reward is {value}")

@@ -71,7 +71,7 @@ def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
 
     `setup`: a column of code that runs before the tests. `entry`: a column with the name of the function that is asked for. `seconds` of the processor's
     and `memory_mib` for each process; `sandbox: strict` refuses machines without namespaces. The tests' side and the answer's are processes apart from
-    each other and from this one (ptf.rl.sandbox)."""
+    each other and from this one (ptf.rl.sandbox). A coroutine awaits `judged_code` instead."""
     return asyncio.run(judged_code(row, text, **args))
 
 

@@ -76,7 +76,10 @@ async def judge(
         raise SandboxFault(f"it did not answer in {STARTS_WITHIN_S + 2 * seconds:g} s") from None
     finally:
         process.stdin.close()  # which ends it and all that it has started
-        await process.wait()
+        try:
+            await asyncio.wait_for(process.wait(), STARTS_WITHIN_S)
+        except TimeoutError:
+            process.kill()
     return verdict_of(said)
 
 

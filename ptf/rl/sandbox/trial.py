@@ -62,8 +62,8 @@ def names_used(trees: Sequence[ast.AST]) -> tuple[set[str], set[str], set[str]]:
     loaded = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            bound.add(node.name or "")
         elif isinstance(node, ast.arg):
             bound.add(node.arg)
         elif isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module != ANSWER):
