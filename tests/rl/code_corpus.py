@@ -227,7 +227,7 @@ HONEST = [
     case("the module", RIGHT, "import solution\nassert solution.f(3) == 9"),
     case("unittest", RIGHT, "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(3), 9)\nif __name__ == '__main__':\n    unittest.main()"),
     case("a function with a builtin's name", "def sum(a, b):\n    return a + b", "assert sum(10, 15) == 25"),
-    case("a builtin's name, and an exception's", "def sum(a, b):\n    if a < 0: raise ValueError('negative')\n    return a + b", "try:\n    sum(-1, 1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'negative'"),
+    case("a builtin's name, and an exception's", "def sum(a, b):\n    if a < 0: raise ValueError('negative')\n    return a + b", "try:\n    sum(-1, 1)\n    assert False\nexcept ValueError as e:\n    assert e.args == ('negative',)"),
     case("a function with a library's name", "def gcd(a, b):\n    return a if not b else gcd(b, a % b)", "assert gcd(12, 8) == 4"),
     case("judged by builtins", "f = lambda a, b: tuple(set(a) & set(b))", "assert set(f((3, 4), (5, 4))) == set((4,))\nassert sorted(f([1, 2], [2, 1])) == [1, 2]"),
     case("judged by math, not imported", "import math\nf = math.sqrt", "assert math.isclose(f(2), 1.41421, rel_tol=1e-5)"),

@@ -79,7 +79,8 @@ def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[
     is the `entry`, or the tests use no other: or an answer's own `set` could judge it. Raises Unjudged."""
     loaded, owners, _ = names_used(trees)
     ours = {name: importlib.import_module(ALIASES.get(name, name)) for name in owners if name in sys.stdlib_module_names or name in ALIASES}
-    free = loaded - ours.keys() - {entry}
+    exceptions = {name for name, thing in vars(builtins).items() if isinstance(thing, type) and issubclass(thing, BaseException)}
+    free = loaded - ours.keys() - exceptions - {entry}
     modules = [*map(importlib.import_module, MODULES), *(importlib.import_module(module) for module, names in LATER.items() if free & set(names))]
     library = {name: getattr(module, name) for module in reversed(modules) for name in free if hasattr(module, name)}
     own = [free - library.keys() - vars(builtins).keys(), (free & library.keys()) - vars(builtins).keys(), free & vars(builtins).keys()]
