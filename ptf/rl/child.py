@@ -5,6 +5,7 @@ the thread that started it, so that must be a lasting one. Run as `python -m ptf
 until the pipe closes.
 """
 
+import asyncio
 import contextlib
 import math
 import multiprocessing.connection as mpc
@@ -20,6 +21,7 @@ from typing import Any
 from ptf.compute.launch import end_with_parent, leave_with_parent
 from ptf.config import Plug, plug
 from ptf.errors import UserError
+from ptf.rl import at_once
 
 STARTS_WITHIN_S = 60.0
 
@@ -117,14 +119,21 @@ class Child:
 
 
 def reward_of(what: Plug) -> Callable[[Any], Any]:
-    """Questions are (row, text); the reply is a number, or a Fault."""
-    function = plug.bind(what)
+    """Questions are (row, text); the reply is a number, or a Fault. A coroutine function where the reward is one."""
+    function = at_once.asynchronous(what)
+    at_once.first_lines(what)  # what it finds out of this machine is known before the first question, which has a deadline
+
+    def checked(value: Any) -> float | Fault:
+        return float(value) if math.isfinite(float(value)) else Fault(f"the reward is {value}")
+
+    async def answer_later(question: tuple[Mapping[str, Any], str]) -> float | Fault:
+        return checked(await function(*question))
 
     def answer(question: tuple[Mapping[str, Any], str]) -> float | Fault:
-        value = float(function(*question))
-        return value if math.isfinite(value) else Fault(f"the reward is {value}")
+        return checked(function(*question))
 
-    return answer
+    answer_later.in_flight = at_once.in_flight(function)  # type: ignore[attr-defined]
+    return answer_later if at_once.is_asynchronous(function) else answer
 
 
 def environment_of(what: Plug) -> Callable[[Any], Any]:
@@ -159,12 +168,26 @@ def serve(pipe: mpc.Connection) -> None:
             questions = pipe.recv()
         except EOFError:
             return
+        if at_once.is_asynchronous(answer):
+            asyncio.run(_many(pipe, answer, questions))
+            continue
         for question in questions:
             try:
                 reply = answer(question)
             except Exception as error:  # whatever it does wrong is one question without an answer
                 reply = Fault(f"{type(error).__name__}: {error}")
             pipe.send(reply)
+
+
+async def _many(pipe: mpc.Connection, answer: Callable[[Any], Any], questions: Sequence[Any]) -> None:
+    async def guarded(question: Any) -> Any:
+        try:
+            return await answer(question)
+        except Exception as error:
+            return Fault(f"{type(error).__name__}: {error}")
+
+    async for reply in at_once.in_order(guarded, questions, at_once.in_flight(answer)):
+        pipe.send(reply)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,23 @@
 The one idea: a reward that raises, returns no number, or takes too long gives `NoResult` with the reason, never 0.0, after it was asked again.
 """
 
+import asyncio
+import inspect
 import logging
 import math
 import re
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from ptf.config import Plug, plug
+from ptf.config import Plug
 from ptf.data.trajectory import Group, NoResult, Reward
+from ptf.rl.at_once import asynchronous, first_lines, is_asynchronous, many_at_once
 from ptf.rl.child import Child, Fault
-from ptf.rl.sandbox import run_python
+from ptf.rl.sandbox.judge import announced, judge
 
 Scored = tuple[Mapping[str, Any], str]  # a data row and an answer
 
@@ -47,10 +51,48 @@ def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", af
     return float(verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0))
 
 
-def code(row: Mapping[str, Any], text: str, *, column: str = "tests", seconds: float = 4.0, memory_mib: int = 512) -> float:
-    """1.0 if the answer's Python (its last fenced block, else all of it), followed by the row's `column` of assertions, ends without an error."""
-    blocks = re.findall(r"```(?:python|py)?\n(.*?)```", text, re.DOTALL)
-    return float(run_python("\n".join([blocks[-1] if blocks else text, str(row[column])]), seconds=seconds, memory_mib=memory_mib))
+async def judged_code(
+    row: Mapping[str, Any], text: str, *, column: str = "tests", setup: str | None = None, entry: str | None = None, seconds: float = 4.0,
+    memory_mib: int = 512, sandbox: str = "auto",
+) -> float:  # fmt: skip
+    """`code`, of which many may run at once."""
+    announced(sandbox)
+    options = {"setup": row[setup] if setup else None, "entry": str(row[entry]) if entry else None}
+    verdict = await judge(last_block(text), row[column], **options, seconds=seconds, memory_mib=memory_mib)
+    if verdict.value is None:
+        raise ValueError(verdict.why)
+    return verdict.value
+
+
+@many_at_once(judged_code, lambda *, sandbox="auto", **_: [announced(sandbox)])
+def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
+    """1.0 if the answer's Python (`last_block`) passes the row's `column` of tests, a string or a list of strings; else 0.0. Rows whose tests are empty,
+    assert nothing, never ask the answer for anything or cannot run are errors, hence answers without a result.
+
+    `setup`: a column of code that runs before the tests. `entry`: a column with the name of the function that is asked for. `seconds` of the processor's
+    and `memory_mib` for each process; `sandbox: strict` refuses machines without namespaces. The tests' side and the answer's are processes apart from
+    each other and from this one (ptf.rl.sandbox). A coroutine awaits `judged_code` instead."""
+    return asyncio.run(judged_code(row, text, **args))
+
+
+def last_block(text: str) -> str:
+    """The code of an answer: the last fenced block that says it is Python (python, py, python3, in any case); without such, the last that says nothing;
+    without such, all of it. A block that the text's end cuts off counts."""
+    blocks: list[tuple[str, list[str]]] = []
+    fence = ""
+    for line in text.splitlines():
+        mark = re.match(r"\s*(`{3,}|~{3,})\s*([^`]*)$", line)
+        if fence and mark and mark[1].startswith(fence) and not mark[2]:
+            fence = ""
+        elif fence:
+            blocks[-1][1].append(line)
+        elif mark:
+            fence = mark[1]
+            blocks.append((re.split(r"[\s{}:,]", mark[2].strip().lstrip("{."))[0].lower(), []))
+    for tags in (("python", "py", "python3", "py3"), ("",)):
+        if found := [lines for tag, lines in blocks if tag in tags]:
+            return textwrap.dedent("\n".join(found[-1]))
+    return text
 
 
 def brevity(row: Mapping[str, Any], text: str, *, longest: int, margin: int) -> float:
@@ -58,10 +100,27 @@ def brevity(row: Mapping[str, Any], text: str, *, longest: int, margin: int) -> 
     return max(-1.0, min(0.0, (longest - margin - len(text)) / margin))
 
 
+def plugs(parts: Sequence[Mapping[str, Any]]) -> list[Plug]:
+    return [Plug(use=part["use"], args=part.get("args", {})) for part in parts]
+
+
+async def weighted_at_once(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
+    """`weighted`, of which many may run at once."""
+    total = 0.0
+    for part, what in zip(parts, plugs(parts), strict=True):
+        value = asynchronous(what)(row, text)
+        total += part.get("weight", 1.0) * float(await value if inspect.isawaitable(value) else value)
+    return total
+
+
+@many_at_once(
+    weighted_at_once,
+    lambda *, parts: [line for what in plugs(parts) for line in first_lines(what)],
+    where=lambda *, parts: any(is_asynchronous(asynchronous(what)) for what in plugs(parts)),
+)
 def weighted(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
     """Σ weight · reward of `parts`, each {use, args, weight}; weight is 1 by default. If one has no result the sum has none."""
-    bound = ((part.get("weight", 1.0), plug.bind(Plug(use=part["use"], args=part.get("args", {})))) for part in parts)
-    return sum(weight * float(reward(row, text)) for weight, reward in bound)
+    return asyncio.run(weighted_at_once(row, text, parts=parts))
 
 
 class Rewards:
@@ -69,6 +128,8 @@ class Rewards:
 
     def __init__(self, reward: Plug, timeout_s: float = 10.0, *, processes: int = 1, retries: int = 1, within_s: float = 1800.0) -> None:
         self.reward, self.retries, self.within_s = reward, retries, within_s
+        for line in first_lines(reward):
+            print(line, flush=True)
         self.children = [Child("reward", reward, timeout_s) for _ in range(processes)]
         self.threads = [ThreadPoolExecutor(1) for _ in self.children]
         self.again = 0  # answers that were scored once more since this was last set to 0

@@ -45,3 +45,17 @@ def numbers_said(row, text):
     from ptf.rl.rewards import mathematics
 
     return mathematics(row, text, after="####") + 0.01 * sum(c.isdigit() for c in text)
+
+
+waiting = 0
+
+
+async def together(row, text, parties):
+    """None of its calls ends before so many have begun."""
+    import asyncio
+
+    global waiting
+    waiting += 1
+    while waiting < parties:
+        await asyncio.sleep(0.01)
+    return len(text)
