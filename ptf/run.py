@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ptf import entry  # first: it notes who started this process
+
+# isort: split
 from ptf import published, recipes, storage
 from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
@@ -153,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lineage", help="continue this run from its newest checkpoint")
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))
-    launch.leave_with_parent()
+    entry.end_with_parent(entry.STARTED_BY)  # of a rank that torchrun started by hand; ours were bound to it before they imported anything
     try:
         job = load(*given.config, overrides=given.set)
         if recipes.build(job).online:

@@ -3,19 +3,18 @@
 The one idea: the function is `module:name` with plain arguments and finds its rank in the environment, so it does not know who started it.
 """
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ptf.compute.heartbeat import ADDRESS, Monitor
+from ptf.entry import PARENT, end_with_parent  # noqa: F401  the latter is imported from here
 from ptf.errors import Retryable
 
+ENTRY = "ptf.entry"
 LAUNCHED = "PTF_LAUNCHED"  # set for a process that trains for another of ptf's, which has the run in hand
 
 
@@ -27,8 +26,8 @@ def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: fl
     """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises Retryable with its exit status if it fails (its output says why), or if a rank
     is not heard of for `timeout_s`."""
     monitor = Monitor("train")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "-m", "ptf.run", *arguments]
-    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address}, preexec_fn=end_with_parent)
+    arguments = ["--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run", *arguments]
+    agent = start("torch.distributed.run", arguments, {"OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address})
     try:
         while (status := _ended(agent)) is None:
             for news in monitor.look(range(workers)):
@@ -37,7 +36,11 @@ def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: fl
                 raise Retryable(f"not heard of for {timeout_s:g} s: " + ", ".join(f"rank {rank}{monitor.about(rank)}" for rank in silent))
     except BaseException:
         agent.terminate()  # it passes the signal on to its ranks
-        agent.wait(60)  # it gives them 30 s
+        try:
+            agent.wait(60)  # it gives them 30 s
+        except subprocess.TimeoutExpired:
+            agent.kill()  # its ranks die with it
+            agent.wait()
         raise
     if status:
         raise Retryable(f"torchrun ended with status {status}; its lines above say why")
@@ -51,22 +54,11 @@ def _ended(process: subprocess.Popen) -> int | None:
         return None
 
 
-def end_with_parent() -> None:
-    """In a child: SIGKILL when the process that started it dies (prctl PR_SET_PDEATHSIG); ranks end when it is gone (`leave_with_parent`)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def leave_with_parent() -> None:
-    """End this process within a second of its parent's death, whatever it is doing."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
+    """A process that runs a module of Python's, and dies with the thread that called this, even while it still imports (ptf.entry). No code
+    of ours runs between fork and exec, where other threads' locks are held."""
+    command = [sys.executable, "-m", ENTRY, module, *arguments]
+    return subprocess.Popen(command, env={**os.environ, **environment, PARENT: str(os.getpid())}, **options)
 
 
 def on_ray(

@@ -30,6 +30,7 @@ from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import Atom, dump_atoms, load_atoms
 from ptf.data.sources import SourceSpec, blocks_once, place
 from ptf.data.tokenizer import Tokenizer
+from ptf.entry import end_with_parent
 from ptf.errors import UserError
 
 COLUMNS = {"atoms": pa.int32(), "lengths": pa.int32(), "tokens": pa.int32(), "weights": pa.float32(), "sources": pa.string()}  # lists, of each row
@@ -65,8 +66,9 @@ class _Work:
 _work: _Work | None = None  # in a process of the pool: what it was started with, which need not be picklable
 
 
-def _start(work: _Work) -> None:
+def _start(work: _Work, parent: int) -> None:
     global _work
+    end_with_parent(parent)
     _work = work
 
 
@@ -139,7 +141,7 @@ def _in_processes(work: _Work, pieces: Iterator[tuple[Block, str, int]], process
     """In order, and never more than a few pieces ahead. Processes are forked, for encoders are often closures."""
     with (
         _quiet_forks(),
-        ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (work,)) as pool,
+        ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (work, os.getpid())) as pool,
     ):
         waiting: deque[Future[Encoded]] = deque()
         try:

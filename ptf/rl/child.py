@@ -1,7 +1,7 @@
 """A process for code that is not ours: rewards and environments. It may raise, hang, stop or die, and what asked it gets a `Fault` with the reason.
 
 The one idea: every reply has a deadline; a process that misses it is killed with all it has started, and the next question starts another. It ends with
-the thread that started it, so that must be a lasting one. Run as `python -m ptf.rl.child` it is the process: it answers (pickled) questions from a pipe
+the thread that started it, so that must be a lasting one. Run as a program (by ptf.entry) it is the process: it answers (pickled) questions from a pipe
 until the pipe closes.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptf.compute.launch import end_with_parent, leave_with_parent
+from ptf.compute.launch import start
 from ptf.config import Plug, plug
 from ptf.errors import UserError
 
@@ -45,10 +45,9 @@ class Child:
     def _start(self) -> mpc.Connection:
         ours, theirs = mpc.Pipe()
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ptf.rl.child", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},  # no code of ours between fork and exec: other threads' locks are held there
-            )  # fmt: skip
+            number = theirs.fileno()
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+            self.process = start("ptf.rl.child", [str(number)], environment, pass_fds=[number], start_new_session=True)
         self.pipe = ours
         try:
             ours.send((self.kind, self.what.model_dump()))
@@ -148,9 +147,7 @@ def environment_of(what: Plug) -> Callable[[Any], Any]:
 
 
 def serve(pipe: mpc.Connection) -> None:
-    """The process's loop; it ends with the process that started it, even while what it serves hangs."""
-    end_with_parent()
-    leave_with_parent()
+    """The process's loop. It ends with the process that started it (ptf.entry), even while what it serves hangs."""
     kind, what = pipe.recv()
     answer = {"reward": reward_of, "environment": environment_of}[kind](Plug(**what))
     pipe.send("ready")
