@@ -10,7 +10,7 @@ from pathlib import Path
 from ptf import entry  # first: it notes who started this process
 
 # isort: split
-from ptf import published, recipes, storage
+from ptf import published, recipes, scratch, storage
 from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve
@@ -59,6 +59,13 @@ def resolved(job: Job, models: Mapping[str, str] = {}) -> Job:
     return resolve(job, prepared=prepared_directory(job), models=models)
 
 
+def remove_leftovers(job: Job, lineage: str) -> None:
+    """What killed processes left half-made where this job and this run write."""
+    places = {job.output: 1, f"{job.output}/{lineage}": 4} | ({job.versions: 1} if storage.is_local(job.versions) else {})
+    for place in {path: None for root, depth in places.items() for path in scratch.sweep(Path(root), depth)}:
+        print(f"removed {place}, which a process that was killed had left", flush=True)
+
+
 def run(job: Job, lineage: str) -> Path:
     """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory: metrics.jsonl, tensorboard/,
     checkpoints/, and `model/`, a Hugging Face directory."""
@@ -69,6 +76,7 @@ def run(job: Job, lineage: str) -> Path:
     elsewhere = (compute.address or "").startswith(("http://", "https://"))
     if not (os.environ.get(launch.LAUNCHED) or elsewhere):
         leave.forget(directory)
+        remove_leftovers(job, lineage)
     if elsewhere:
         submitted(job, lineage, directory)
     elif recipes.build(job).online:
@@ -175,6 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
             together(world, lambda: record(job, directory) if world.leads else None)
             if world.leads and not os.environ.get(launch.LAUNCHED):
                 leave.forget(directory)
+                remove_leftovers(job, lineage)
             fit(job, world, directory)
     except UserError as error:
         print(f"rank {rank}: {error}" if rank else error, file=sys.stderr, flush=True)

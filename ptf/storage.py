@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from functools import partial
@@ -24,6 +23,7 @@ from typing import IO, Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from ptf import scratch
 from ptf.errors import UserError
 
 T = TypeVar("T")
@@ -273,9 +273,7 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
     copy = Path(into) / f"{Path(path).name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     if copy.is_dir():
         return str(copy)
-    part = copy.with_name(f".{copy.name}.{uuid.uuid4().hex}")
-    part.mkdir(parents=True)  # though all of its names are left out
-    try:
+    with scratch.directory(copy) as part:
         for name in found:
             target = part / name.removeprefix(root)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -285,8 +283,6 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
         except OSError:
             if not copy.is_dir():  # another process was first
                 raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return str(copy)
 
 
@@ -407,16 +403,12 @@ def _last(names: Iterator[str]) -> list[str]:
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
     """A new file beside `target` that takes its place, flushed to disk, when the block ends well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
+    with scratch.file(target) as part:
         yield part
         with open(part, "rb") as stream:
             os.fsync(stream.fileno())
         os.replace(part, target)
         _flush(target.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "entry"}  # what everybody may import
+BASE = {"errors", "entry", "scratch"}  # what everybody may import
 DATA, TRAIN = BASE | {"config", "storage", "data", "model"}, BASE | {"config", "storage", "data", "model", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "": {"config", "errors", "run"},
     "errors": set(),
     "entry": set(),
+    "scratch": set(),
     "config": BASE,
     "storage": BASE,
     "published": BASE | {"storage"},

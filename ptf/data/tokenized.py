@@ -8,8 +8,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ptf import storage
+from ptf import scratch, storage
 from ptf.data.blocks import Block, Reader, Row
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, found_out
 from ptf.data.quarantine import BadRow, Quarantine
@@ -90,9 +88,7 @@ def write(
         manifest = json.loads((root / storage.MANIFEST).read_text())
         if manifest.items() >= made_with.items():
             return manifest
-    root.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent))  # others may be reading what is there
-    try:
+    with scratch.directory(root) as part:  # others may be reading what is there
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
@@ -109,8 +105,6 @@ def write(
             os.replace(root, part / "old")  # from another tokenizer or config, under the same name
         os.replace(part / "new", root)
         return manifest
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[Encoded]:
