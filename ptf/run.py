@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,21 @@ from ptf.train.resume import refuse_frozen_changes
 def mint(prefix: str) -> str:
     """A new lineage: names one training run, and every resume of it."""
     return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+LINEAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+TAKEN = ("prepared", "tokenized", "annotated", "published", "models")  # directories that runs share below `output`
+
+
+def refuse_lineage(lineage: str) -> None:
+    """Raises UserError for what cannot be the name of a run's directory."""
+    if not LINEAGE.fullmatch(lineage):
+        raise UserError(
+            f"{lineage!r} is not the name of a training run: at most 200 letters, digits, dots, hyphens and underscores, the first a letter or a digit "
+            "(without --lineage a new run gets one)"
+        )
+    if lineage in TAKEN:
+        raise UserError(f"{lineage!r} is not the name of a training run: a directory of that name is shared by all runs; take another")
 
 
 def prepared_directory(job: Job) -> str | None:
@@ -69,6 +85,7 @@ def remove_leftovers(job: Job, lineage: str) -> None:
 def run(job: Job, lineage: str) -> Path:
     """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory: metrics.jsonl, tensorboard/,
     checkpoints/, and `model/`, a Hugging Face directory."""
+    refuse_lineage(lineage)
     directory = Path(job.output) / lineage
     text = dump(job)
     record(job, directory)
@@ -125,8 +142,11 @@ def record(job: Job, directory: Path) -> None:
 
 def begun(job: Job, lineage: str | None) -> dict[str, str]:
     """Of the job's published models, the versions that an earlier attempt at this lineage took."""
-    file = Path(job.output) / (lineage or "") / "job.yaml"
-    if not (lineage and file.exists()):
+    if lineage is None:
+        return {}
+    refuse_lineage(lineage)
+    file = Path(job.output) / lineage / "job.yaml"
+    if not file.exists():
         return {}
     then, published = model_paths(loads(file.read_text())), published_models(job)
     return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
@@ -149,7 +169,9 @@ def world_of(job: Job):
 
 def main_train(job: Job, lineage: str | None) -> int:
     """`ptf train`: a whole training run without an orchestrator."""
-    lineage = lineage or mint(job.recipe if isinstance(job.recipe, str) else "plug")
+    if lineage is None:
+        lineage = mint(job.recipe if isinstance(job.recipe, str) else "plug")
+    refuse_lineage(lineage)
     print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
     directory = run(resolved(job, begun(job, lineage)), lineage)
     print(f"trained: {directory / 'model'}   metrics: {directory / 'metrics.jsonl'}", flush=True)
@@ -176,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
         with world_of(job) as world:
             text = together(world, lambda: dump(resolved(job, begun(job, given.lineage))) if world.leads else "")
             job = loads(str(text))
-            lineage = str(world.share(given.lineage or mint("sft")))
+            lineage = str(world.share(given.lineage or mint("sft")))  # an empty one was refused by begun
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)

@@ -268,6 +268,8 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
         return path
     root = path.rstrip("/") + "/"
     there = _asked(files, uri, lambda: files.find(path, detail=True))
+    if outside := next((name for name in there if not _inside(name.removeprefix(root))), None):
+        raise Corrupt(f"{uri}: a name in it leads out of it: {outside!r}")
     found = {name: info for name, info in there.items() if not any(fnmatch(name.removeprefix(root), p) for p in without)}
     state = json.dumps([uri.rstrip("/"), found], sort_keys=True, default=str)  # sizes, and times or ETags
     copy = Path(into) / f"{Path(path).name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
@@ -321,7 +323,7 @@ def manifest_of(directory: str) -> dict[str, Any]:
     base = directory.rstrip("/")
     try:
         manifest = json.loads(read_text(f"{base}/{MANIFEST}"))
-        if not isinstance(manifest["files"], dict) or manifest["digest"] != _manifest_digest(manifest):
+        if not isinstance(manifest["files"], dict) or not all(map(_inside, manifest["files"])) or manifest["digest"] != _manifest_digest(manifest):
             raise ValueError
     except FileNotFoundError:
         raise Corrupt(f"{base}/{MANIFEST} is missing: the directory was never finished") from None
@@ -387,6 +389,11 @@ def _passing(e: Exception) -> bool:
 
 def _local(files: Any) -> bool:
     return isinstance(files, LocalFileSystem)
+
+
+def _inside(name: str) -> bool:
+    """Whether a relative name leads to a place below where it is relative to."""
+    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def _names(directory: str | os.PathLike[str]) -> list[str]:

@@ -81,7 +81,7 @@ class VLLMEngine:
         }  # fmt: skip
         gpu = {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
         arguments: dict[str, Any] = {
-            "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len,
+            "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len, "trust_remote_code": False,
             "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "async_scheduling": False,
             "disable_log_stats": True, "use_tqdm_on_load": False, "worker_extension_cls": "ptf.rl.vllm_extension.WeightLoader",
             **(cpu if on_cpu() else gpu),
