@@ -24,6 +24,7 @@ from rich.text import Text
 
 from ptf import storage
 from ptf.config import dump, load
+from ptf.credentials import redacted
 from ptf.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fail(error: UserError) -> int:
-    Console(stderr=True).print(f"{error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(redacted(str(error)), style="red", markup=False, highlight=False, soft_wrap=True)
     return 2
 
 

@@ -14,7 +14,8 @@ from ptf import entry  # first: it notes who started this process
 from ptf import published, recipes, scratch, storage
 from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
-from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve
+from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, shown
+from ptf.credentials import redacted
 from ptf.data.prepare import prepare
 from ptf.errors import Retryable, UserError
 from ptf.train.resume import refuse_frozen_changes
@@ -86,7 +87,7 @@ def run(job: Job, lineage: str) -> Path:
     """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory: metrics.jsonl, tensorboard/,
     checkpoints/, and `model/`, a Hugging Face directory."""
     refuse_lineage(lineage)
-    directory = Path(job.output) / lineage
+    directory, job = Path(job.output) / lineage, shown(job)
     text = dump(job)
     record(job, directory)
     compute = job.compute
@@ -196,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
         from ptf.train.fit import fit
 
         with world_of(job) as world:
-            text = together(world, lambda: dump(resolved(job, begun(job, given.lineage))) if world.leads else "")
+            text = together(world, lambda: dump(shown(resolved(job, begun(job, given.lineage)))) if world.leads else "")
             job = loads(str(text))
             lineage = str(world.share(given.lineage or mint("sft")))  # an empty one was refused by begun
             directory = Path(job.output) / lineage
@@ -208,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
                 remove_leftovers(job, lineage)
             fit(job, world, directory)
     except UserError as error:
-        print(f"rank {rank}: {error}" if rank else error, file=sys.stderr, flush=True)
+        print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)
         return 2
     return 0
 

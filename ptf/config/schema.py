@@ -48,7 +48,7 @@ class Plug(Section):
     use: str = Field(pattern=r"^[\w.]+:\w+$")
     """Where it is: importable module, colon, name."""
     args: dict[str, Any] = {}
-    """Keyword arguments."""
+    """Keyword arguments. A secret (`api_key`, `password`, …) is written as `env:NAME`, the environment variable that holds it."""
 
 
 class TokensConfig(Section):
@@ -613,7 +613,7 @@ class StepConfig(Section):
     minutes: Positive | None = None
     """Time limit."""
     environment: dict[str, str] = {}
-    """Environment variables."""
+    """Environment variables. A secret is written as `env:NAME`: the variable of that name where the step runs, which nothing stores."""
 
 
 class FlowConfig(Section):

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ptf.credentials import HIDDEN, is_secret
+
 RESOLVERS = [  # (tag, what matches, first characters)
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -212,9 +214,10 @@ def _top(text: str, source: str, above: tuple[str, ...], tree: Tree) -> Node:
 
 
 def _override(text: str, tree: Tree) -> Node:
-    place = Place(f"--set {text}")
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
+    hidden = is_secret(value.strip(), path[-1], variable="environment" in path)
+    place = Place(f"--set {key}={HIDDEN}" if hidden else f"--set {text}")
     if not equals or not all(path):
         tree.problems.append(Problem(place, "", "expected key.in.dots=value"))
         return Node({}, place, passing=True)
