@@ -110,7 +110,7 @@ def run(job: Job, lineage: str) -> Path:
     elif compute.launcher == "torchrun":
         threads = compute.threads or launch.default_threads(compute.workers)
         with leave.passing_on(directory):
-            launch.torchrun([str(directory / "job.yaml"), "--lineage", lineage], compute.workers, threads, compute.timeout_s)
+            launch.torchrun([str(directory / "job.yaml"), "--lineage", lineage], compute.workers, threads, compute.timeout_s, directory)
     else:
         work(text, str(directory))
     return directory

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.leftovers"]
+
 settings.register_profile("ptf", deadline=None)  # no test asserts a time
 settings.load_profile("ptf")
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once

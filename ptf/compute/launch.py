@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptf import scratch
 from ptf.compute.heartbeat import ADDRESS, Monitor
 from ptf.entry import PARENT, end_with_parent  # noqa: F401  the latter is imported from here
 from ptf.errors import Retryable
@@ -22,11 +23,17 @@ def default_threads(workers: int) -> int:
     return max(1, (os.cpu_count() or 1) // workers)
 
 
-def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
+def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: float, workdir: Path) -> None:
     """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises Retryable with its exit status if it fails (its output says why), or if a rank
-    is not heard of for `timeout_s`."""
+    is not heard of for `timeout_s`. What the agent keeps while it runs lies below `workdir`."""
     monitor = Monitor("train")
-    arguments = ["--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run", *arguments]
+    with scratch.directory(workdir / "torchrun") as logs:
+        _torchrun(
+            monitor, ["--log-dir", str(logs), "--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run", *arguments], workers, threads, timeout_s
+        )
+
+
+def _torchrun(monitor: Monitor, arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
     agent = start("torch.distributed.run", arguments, {"OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address})
     try:
         while (status := _ended(agent)) is None:

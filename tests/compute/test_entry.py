@@ -38,7 +38,7 @@ elif how == "bare":
     subprocess.Popen([sys.executable, "-m", "slow"], env={**__import__("os").environ, **environment})
 elif how == "torchrun":
     __import__("os").environ.update(environment)
-    launch.torchrun(["missing.yaml"], 2, 1, 600.0)
+    launch.torchrun(["missing.yaml"], 2, 1, 600.0, __import__("pathlib").Path())
 time.sleep(600)
 """
 
