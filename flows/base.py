@@ -27,6 +27,7 @@ from metaflow.util import get_latest_run_id
 
 from flows import argv, cards, processes
 from flows.settings import FromConfig
+from ptf import disk
 from ptf.config import ConfigError, Job, loads
 from ptf.credentials import from_environment, redacted
 from ptf.errors import Retryable, UserError
@@ -138,7 +139,8 @@ class PostTrainFlow(FlowSpec):
         """What the user can mend is printed as one message, and is not retried: it would fail again. Meanwhile the step's environment is that of the config."""
         try:
             self._enter_environment()
-            yield
+            with disk.plainly(self._job().output):
+                yield
         except Retryable as ended:  # a retry goes on from the last checkpoint
             sys.exit(redacted(str(ended)))
         except UserError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ptf import entry  # first: it notes who started this process
 
 # isort: split
-from ptf import published, recipes, scratch, storage
+from ptf import disk, published, recipes, scratch, storage
 from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, shown
@@ -87,8 +87,12 @@ def run(job: Job, lineage: str) -> Path:
     """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory: metrics.jsonl, tensorboard/,
     checkpoints/, and `model/`, a Hugging Face directory."""
     refuse_lineage(lineage)
-    directory, job = Path(job.output) / lineage, shown(job)
-    text = dump(job)
+    with disk.plainly(job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])):
+        return _run(shown(job), lineage)
+
+
+def _run(job: Job, lineage: str) -> Path:
+    directory, text = Path(job.output) / lineage, dump(job)
     record(job, directory)
     compute = job.compute
     elsewhere = (compute.address or "").startswith(("http://", "https://"))
@@ -196,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} processes")
         from ptf.train.fit import fit
 
-        with world_of(job) as world:
+        with disk.plainly(job.output), world_of(job) as world:
             text = together(world, lambda: dump(shown(resolved(job, begun(job, given.lineage)))) if world.leads else "")
             job = loads(str(text))
             lineage = str(world.share(given.lineage or mint("sft")))  # an empty one was refused by begun

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "entry", "scratch", "credentials"}  # what everybody may import
+BASE = {"errors", "entry", "scratch", "credentials", "disk"}  # what everybody may import
 DATA, TRAIN = BASE | {"config", "storage", "data", "model"}, BASE | {"config", "storage", "data", "model", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "": {"config", "errors", "run"},
@@ -21,6 +21,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "entry": set(),
     "scratch": set(),
     "credentials": {"errors"},
+    "disk": {"errors"},
     "config": BASE,
     "storage": BASE,
     "published": BASE | {"storage"},
@@ -40,7 +41,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor", "published", "chat", "inspection"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors"}
-FLOWS = {"config", "errors", "credentials"}
+FLOWS = {"config", "errors", "credentials", "disk"}
 
 PACKAGES = {
     "metaflow": ["flows/*"],

@@ -6,7 +6,6 @@ until the pipe closes.
 """
 
 import contextlib
-import math
 import multiprocessing.connection as mpc
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 
 from ptf.compute.launch import start
 from ptf.config import Plug, plug
+from ptf.data.trajectory import MOST_REWARD, is_reward
 from ptf.errors import UserError
 
 STARTS_WITHIN_S = 60.0
@@ -121,7 +121,7 @@ def reward_of(what: Plug) -> Callable[[Any], Any]:
 
     def answer(question: tuple[Mapping[str, Any], str]) -> float | Fault:
         value = float(function(*question))
-        return value if math.isfinite(value) else Fault(f"the reward is {value}")
+        return value if is_reward(value) else Fault(f"the reward is {value}, not a number from -{MOST_REWARD:g} to {MOST_REWARD:g}")
 
     return answer
 
