@@ -56,8 +56,7 @@ class Rank(Worker):
     def __init__(self, label: str) -> None:
         super().__init__()
         self.label = label
-        raylet = os.environ.get("RAY_RAYLET_PID", "")  # its parent; by itself it may stay for a minute after that is gone
-        end_with_parent(int(raylet) if raylet.isdigit() else None)
+        end_with_parent()  # by itself it may stay for a minute after its raylet is gone, which was there when this process registered
 
     def __repr__(self) -> str:  # Ray puts it before every line that this process prints
         return f"{self.label} {self.rank}"
