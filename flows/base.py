@@ -150,7 +150,7 @@ class PostTrainFlow(FlowSpec):
 
     def _enter_environment(self) -> None:
         """The variables of `flow.steps.NAME.environment` that are references: what they stand for is known to this process alone."""
-        name = current.step_name.removesuffix("_first")
+        name = str(current.step_name).removesuffix("_first")
         if step := self._job().flow.steps.get(name):  # pyright: ignore[reportArgumentType]
             os.environ.update({key: from_environment(value, f"flow.steps.{name}.environment.{key}") for key, value in step.environment.items()})
 
