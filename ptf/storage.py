@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -31,8 +32,8 @@ MANIFEST = "manifest.json"
 GIVE_UP_S = 300.0  # a store that fails for so long is down
 READ_BYTES = 1 << 20  # of one request, unless the reader asks for more
 LASTING = (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)  # errors that a repetition does not mend
-# Errors of botocore and aiohttp, by name: neither is imported here.
-PASSING = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}
+# Errors of botocore, aiohttp and httpx, by name: none is imported here.
+PASSING = {"TransportError", "HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}
 
 
 class Missing(UserError, FileNotFoundError):
@@ -87,6 +88,20 @@ def stamps(uri: str) -> dict[str, str]:
         return {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
     changes = lambda about: next((str(about[key]) for key in STAMPS if about.get(key)), "")  # noqa: E731
     return {files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(found.items())}
+
+
+def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
+    """`stamps`, and the directory that a directory is, a file is in, or all matches of a glob are below."""
+    files, path = _open(uri)
+    found = stamps(uri)
+    if _asked(files, uri, lambda: files.isdir(path)):
+        below = path
+    elif len(found) == 1 and _asked(files, uri, lambda: files.isfile(path)):
+        below = path.rpartition("/")[0]
+    else:
+        below = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+    below = below.rstrip("/") if _local(files) else files.unstrip_protocol(below).rstrip("/")
+    return below, found
 
 
 def refuse_no_bucket(uri: str) -> None:
@@ -357,6 +372,11 @@ def _open(uri: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(uri, use_listings_cache=False)
     except (ValueError, ImportError) as exc:  # no such protocol, or its package is not installed
         raise UserError(f"cannot open {uri}: {exc}") from exc
+
+
+def patiently(uri: str, ask: Callable[[], T]) -> T:
+    """What `ask` gives, asked again as a remote store is; for stores that are not read through this module."""
+    return _asked(None, uri, ask)
 
 
 def _asked(files: Any, uri: str, ask: Callable[[], T]) -> T:

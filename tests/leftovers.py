@@ -23,7 +23,7 @@ SHARED = Path("/dev/shm")
 EVERY_S = 2.0
 GRACE_S = float(os.environ.get("SUITE_GRACE_S", "20"))  # for what was told to end
 CACHES = ("torchinductor_", "pytest-of-", "hsperfdata_", "matplotlib-", "fontconfig")  # which libraries keep for later processes of this user
-CONNECTED = psutil.CONN_LISTEN
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # of this process, with which they end
 
 
 class Session:
@@ -59,12 +59,19 @@ class Session:
         mine = os.getpid()
         for process in psutil.process_iter():
             try:
+                if process.ppid() == mine and any(helper in " ".join(process.cmdline()) for helper in HELPERS):
+                    continue
                 known = self.seen.get(process.pid) == process.create_time()
                 if process.pid != mine and process.status() != psutil.STATUS_ZOMBIE and (known or process.environ().get(MARK) == self.mark):
                     yield process
             except (psutil.Error, OSError):
                 continue
-        yield from (child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
+        for child in psutil.Process().children(recursive=True):  # those whose environment is another, too
+            try:
+                if child.status() != psutil.STATUS_ZOMBIE and not any(helper in " ".join(child.cmdline()) for helper in HELPERS):
+                    yield child
+            except psutil.Error:
+                continue
 
     def _shared(self) -> set[str]:
         return set(os.listdir(SHARED)) if SHARED.is_dir() else set()
@@ -109,7 +116,7 @@ def _maps(process: psutil.Process) -> str:
 
 def _ports(process: psutil.Process) -> list[str]:
     try:
-        return [f"{at.laddr.ip}:{at.laddr.port}" for at in process.net_connections() if at.status == CONNECTED]
+        return [f"{at.laddr.ip}:{at.laddr.port}" for at in process.net_connections() if at.status == psutil.CONN_LISTEN]
     except psutil.Error:
         return []
 

@@ -74,6 +74,7 @@ def broken(job: Job) -> list[str]:
     if job.compute.launcher == "local" and workers > 1:
         faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
     faults += length(job)
+    faults += places(job)
     if job.train.steps and job.train.warmup + (job.train.decay or 0) > job.train.steps:
         faults.append("train.warmup and train.decay together are longer than train.steps")
     if job.train.decay_at and not (job.train.decay and job.train.validate_every and job.data.validation):
@@ -142,6 +143,20 @@ def broken(job: Job) -> list[str]:
     return faults
 
 
+def places(job: Job) -> list[str]:
+    """What goes with the path of a source. (Whether it is a dataset of the Hub, where a directory may have its name, is known when it is read.)"""
+    sections = {"data.sources": job.data.sources, "data.validation": job.data.validation, "evaluate.sources": job.evaluate.sources}
+    faults = []
+    for key, source in ((f"{section}.{name}", source) for section, sources in sections.items() for name, source in sources.items()):
+        chosen = [name for name in ("config", "split", "revision") if getattr(source, name) is not None]
+        if source.kind == "tokenized" and chosen:
+            faults.append(f"{key}.{chosen[0]} is of data that are not tokenized yet; remove it")
+        elsewhere = "://" in source.path and not source.path.startswith("hf://")
+        if source.revision is not None and (elsewhere or source.path.startswith(("/", ".", "~", "prepare:"))):
+            faults.append(f"{key}.revision is for a dataset of the Hugging Face Hub, which {source.path} is not; remove it")
+    return faults
+
+
 def streamed(job: Job) -> list[str]:
     """Weights that go from device to device."""
     assert job.rollout is not None
@@ -187,6 +202,12 @@ def length(job: Job) -> list[str]:
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
+    if len(job.data.sources) > 1 and all(source.weight is None for source in job.data.sources.values()):
+        without = "without a `weight` of some source every row comes once an epoch, and each source ends when it is done"
+        if job.data.mix.exhausted == "stop":
+            faults.append(f"data.mix.exhausted: stop needs weights: {without}")
+        if job.data.mix.by == "tokens":
+            faults.append(f"data.mix.by: tokens needs weights, which are then shares of tokens: {without}")
     return faults
 
 
@@ -340,6 +361,8 @@ def own_components(job: Job) -> list[str]:
         faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
     if tokens and tokens.init == "description" and not tokens.file:
         faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
+    if job.data.share_beginnings and (job.recipe != "sft" or model.backend != "ptf" or model.replace):
+        faults.append("data.share_beginnings is for recipe sft with model.backend: ptf and without model.replace")
     declared = model.head or "head" in model.replace
     if declared and job.rollout:
         faults.append("model.head: rollouts are sampled from logits over the vocabulary; a declared head trains with offline recipes")

@@ -18,8 +18,9 @@ from ptf.config import Job, Plug
 from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, RolloutConfig, Source
 from ptf.credentials import redacted
 from ptf.data.catalogue import Catalogue
+from ptf.data.passes import of_prompts
 from ptf.data.pipeline import prompts_once, prompts_stream
-from ptf.data.sources import fingerprints
+from ptf.data.sources import fingerprints, first_lines
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
@@ -269,13 +270,16 @@ def attempt(job: Job, run: Path) -> None:
     evaluation = job.evaluate.reward
     directory = bridge.locate(job.model.path, job.model.revision)
     model, directory = extended(job.model, directory, run, job.seed)
-    tokenizer_path = tokenizer_directory(model, directory, run)
+    tokenizer_path = tokenizer_directory(job, model, directory, run)
     tokenizer = Tokenizer.load(tokenizer_path)
     refuse_larger_tokenizer(directory, tokenizer_path, tokenizer.vocab_size)
     room = job.data.seq_len - knobs.max_new_tokens
     drop = job.data.too_long == "drop"
     sources = specs(job.data.sources)
     drawn = prompts_stream(sources, tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle, temperature=job.data.mix.temperature)
+    assert job.train.steps is not None, "online jobs have no train.epochs"
+    mixing = "shares of their weights" if drawn.mixture.weighted else "every prompt once before any comes again"
+    print(f"prompts: {mixing}; {of_prompts(drawn, knobs.prompts, job.train.steps).said()}", flush=True)
     prompts = Fitting(drawn, room, drop)
     if not drop:  # better now than in the middle of the night
         for name, spec in sources.items():
@@ -302,6 +306,7 @@ def attempt(job: Job, run: Path) -> None:
     if job.train.deterministic:
         frozen["width"] = 0
     own = {role: start_of(one, role, tokenizer_path, start) for role, one in recipe.companions.items() if one.path is not None}
+    print("\n".join(first_lines(sources)), flush=True)
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
     if trie is not None:
         made_with["allowed"] = trie.fingerprint()

@@ -7,9 +7,10 @@ import pytest
 from ptf.data.encode import Encoder, encode_document, encode_preference, encode_prompt, encode_scored, fit, shaped
 from ptf.data.quarantine import Quarantine, rows_in
 from ptf.data.sample import Sample
-from ptf.data.sources import Place
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from tests.data.read_form import at
+from tests.data.templates import bytes_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 
@@ -62,10 +63,6 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
         fit((sample(10, 8), sample(4, 3)), 8, "split")
 
 
-def at(row: dict[str, Any], line: int) -> Place:
-    return Place(lambda: row, f"a.jsonl:{line}")
-
-
 def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
     long = {"role": "assistant", "content": "2" * 30}
     encoder = Encoder(lambda row, name: encode_document(row, characters, name), "sums", 20, "truncate")
@@ -102,12 +99,13 @@ def test_a_row_is_what_its_columns_say(characters: Tokenizer, row: dict[str, Any
     assert (sample.tokens.dtype, sample.weights.dtype, sample.source) == (np.int32, np.float32, "s")
 
 
-def test_without_a_template_a_prompt_is_plain_text(shared: Path) -> None:
-    gpt2 = Tokenizer.load(str(shared / "tokenizers/gpt2"))
-    ((sample,),) = encode_document({"prompt": "The capital of France is", "completion": " Paris"}, gpt2)
-    assert said(gpt2, sample) == ("The capital of France is Paris<|endoftext|>", " Paris<|endoftext|>")
-    ((sample,),) = encode_document({"prompt": "wo", "completion": "rld"}, gpt2)  # "world" is one token, but "wo" is what is served
-    assert sample.tokens.tolist() == [*gpt2.encode("wo"), *gpt2.encode("rld"), gpt2.hf.eos_token_id]
+def test_without_a_template_a_prompt_is_plain_text() -> None:
+    plain = Tokenizer(bytes_tokenizer())
+    ((sample,),) = encode_document({"prompt": "The capital of France is", "completion": " Paris"}, plain)
+    assert said(plain, sample) == ("The capital of France is Paris<|endoftext|>", " Paris<|endoftext|>")
+    assert len(plain.encode("name")) == 1
+    ((sample,),) = encode_document({"prompt": "na", "completion": "me"}, plain)  # "name" is one token, but "na" is what is served
+    assert sample.tokens.tolist() == [*plain.encode("na"), *plain.encode("me"), plain.hf.eos_token_id]
 
 
 def test_a_preference_is_a_pair(characters: Tokenizer) -> None:
@@ -168,7 +166,7 @@ def test_a_scored_row_may_be_a_conversation() -> None:
         (encode_document, {"events": ["a", ""]}, "`events` must be a list of strings and of lists of strings, none of them empty"),
         (encode_document, {"events": ["a", "b"], "context": 2}, "`context` must be a number of events below 2"),
         (encode_document, {"events": ["a"], "context": 0}, "one token has nothing to train"),
-        (encode_preference, {"chosen": "2", "rejected": "3"}, "without a prompt it must be messages"),
+        (encode_preference, {"chosen": "2", "rejected": "3"}, "without a `prompt`, `chosen` and `rejected` must be whole conversations"),
         (encode_preference, {"prompt": "1", "chosen": "2"}, r"needs `chosen` and `rejected`, this row has \['chosen', 'prompt'\]"),
         (encode_preference, {"prompt": "1", "chosen": "2", "rejected": "2"}, "`chosen` and `rejected` are the same"),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": None}, "needs `prompt`, `completion` and `reward`"),
