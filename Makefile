@@ -6,11 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-<<<<<<< HEAD
 .PHONY: $(shell grep -oE '^[a-z0-9-]+:' $(firstword $(MAKEFILE_LIST)) | tr -d ':')  # all of them
-=======
-.PHONY: setup run test check bench bench-verify bench-masks bench-code bench-ids bench-sharding bench-flows bench-events learning learning-spmd learning-rl reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-s3 test-gpu bench-gpu docs clean
->>>>>>> w/x
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -50,7 +46,6 @@ bench-verify: setup                      ## the logit verifier over every family
 bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
 	$(PY) benchmarks/loss_masks.py
 
-<<<<<<< HEAD
 bench-resume: setup                      ## 500 random trials of stopping and resuming the data; writes benchmarks/results/resume_trials.md
 	$(PY) benchmarks/resume_trials.py
 
@@ -59,10 +54,9 @@ bench-loader: setup                      ## what reading costs: first row, decod
 
 bench-formats: setup                     ## what is made of the forms of people's data sets; writes benchmarks/results/formats.md
 	$(PY) benchmarks/formats.py
-=======
+
 bench-code: setup                        ## cheats and honest forms judged by the code reward in every mode; writes benchmarks/results/code_reward.md
 	$(PY) benchmarks/code_reward.py
->>>>>>> w/x
 
 bench-ids: setup                         ## training ids against vLLM's of 100,000 texts and 5,000 chats; writes benchmarks/results/serving_ids.md
 	$(PY) benchmarks/serving_ids.py

@@ -11,6 +11,7 @@ that does its work and what comes next; everything that makes it a good citizen 
 import contextlib
 import inspect
 import json
+import os
 import re
 import shlex
 import sys
@@ -26,7 +27,9 @@ from metaflow.util import get_latest_run_id
 
 from flows import argv, cards, processes
 from flows.settings import FromConfig
+from ptf import disk
 from ptf.config import ConfigError, Job, loads
+from ptf.credentials import from_environment, redacted
 from ptf.errors import Retryable, UserError
 
 if TYPE_CHECKING:
@@ -133,15 +136,23 @@ class PostTrainFlow(FlowSpec):
 
     @contextlib.contextmanager
     def _said(self) -> Iterator[None]:
-        """What the user can mend is printed as one message, and is not retried: it would fail again."""
+        """What the user can mend is printed as one message, and is not retried: it would fail again. Meanwhile the step's environment is that of the config."""
         try:
-            yield
+            self._enter_environment()
+            with disk.plainly(self._job().output):
+                yield
         except Retryable as ended:  # a retry goes on from the last checkpoint
-            sys.exit(str(ended))
+            sys.exit(redacted(str(ended)))
         except UserError as error:
-            print(error, file=sys.stderr)
+            print(redacted(str(error)), file=sys.stderr)
             retried = current.retry_count < (system_context.max_user_code_retries or 0)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY if retried else 1)  # the former ends the run too, but in odd words
+
+    def _enter_environment(self) -> None:
+        """The variables of `flow.steps.NAME.environment` that are references: what they stand for is known to this process alone."""
+        name = str(current.step_name).removesuffix("_first")
+        if step := self._job().flow.steps.get(name):  # pyright: ignore[reportArgumentType]
+            os.environ.update({key: from_environment(value, f"flow.steps.{name}.environment.{key}") for key, value in step.environment.items()})
 
     def _job(self) -> Job:
         return loads(json.dumps(self.config))

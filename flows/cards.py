@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
 
 from flows.charts import Row, charts, json_lines, read
+from ptf.config import shown
 from ptf.config.schema import Job
+from ptf.credentials import redacted
 
 if TYPE_CHECKING:
     from steps.artifact import Artifact
@@ -71,7 +73,7 @@ class TrainingPage:
         self.charts: dict[str, VegaChart] = {}
         self.rows: list[Row] = []
         self.begun, self.resumed = time.time(), 0
-        self.config = Table([[key, str(value)] for key, value in flatten(job.model_dump(mode="json"))], headers=["config", lineage])
+        self.config = Table([[key, str(value)] for key, value in flatten(shown(job).model_dump(mode="json"))], headers=["config", lineage])
         try:
             self.resumed = max(self._finished(), default=0)
         except Exception as error:
@@ -215,7 +217,7 @@ def publishing(card: Any, artifact: "Callable[[], Artifact]", said: "Callable[[A
         yield
     except (Exception, SystemExit) as error:
         why = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error  # the error that the step's exit code comes of
-        card.extend([Markdown(f"# {plain(artifact().lineage)}"), Table([[short(why, 3000)]], headers=["The step failed"])])
+        card.extend([Markdown(f"# {plain(artifact().lineage)}"), Table([[short(redacted(str(why)), 3000)]], headers=["The step failed"])])
         _render(card)
         raise
     try:

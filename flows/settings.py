@@ -11,6 +11,8 @@ from metaflow.user_decorators.mutable_flow import MutableFlow
 from metaflow.user_decorators.mutable_step import MutableStep
 from metaflow.user_decorators.user_flow_decorator import FlowMutator
 
+from ptf.credentials import REFERENCE
+
 SUFFIXES = (".py", ".yaml", ".json")  # and nothing of what runs leave below
 PACKAGED = ("ptf", "steps", "flows")
 
@@ -18,11 +20,12 @@ PACKAGED = ("ptf", "steps", "flows")
 def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """One step's settings (schema.StepConfig) as decorator → arguments."""
     resources = {key: settings.get(key) for key in ("cpu", "gpu", "memory") if settings.get(key) is not None}
+    literal = {key: value for key, value in (settings.get("environment") or {}).items() if not REFERENCE.fullmatch(value)}  # base.py looks the others up
     found = {
         "resources": resources,
         "retry": {"times": settings["retries"]} if settings.get("retries") else {},
         "timeout": {"minutes": settings["minutes"]} if settings.get("minutes") else {},
-        "environment": {"vars": dict(settings["environment"])} if settings.get("environment") else {},
+        "environment": {"vars": literal} if literal else {},
     }
     return {name: arguments for name, arguments in found.items() if arguments}
 

@@ -22,8 +22,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from ptf import storage
+from ptf import disk, storage
 from ptf.config import dump, load
+from ptf.credentials import redacted
 from ptf.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,13 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 verified and found to differ, or planned and found not to fit, 2 refused with one message."""
     options = _parser().parse_args(argv)
     try:
-        return options.run(options)
+        with disk.plainly(getattr(options, "html", None) or "."):
+            return options.run(options)
     except UserError as error:
         return fail(error)
 
 
+def console(*, stderr: bool = False, width: int | None = None, highlight: bool = True) -> Console:
+    """Prints texts as they stand: `:x:` in a path or a message is no picture."""
+    return Console(stderr=stderr, width=width, highlight=highlight, emoji=False)
+
+
 def fail(error: UserError) -> int:
-    Console(stderr=True).print(f"{error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console(stderr=True).print(redacted(str(error)), style="red", markup=False, highlight=False, soft_wrap=True)
     return 2
 
 
@@ -54,7 +61,7 @@ def check(options: argparse.Namespace) -> int:
         return 0
     text = dump(job)
     if sys.stdout.isatty():
-        Console().print(Syntax(text, "yaml", background_color="default"))
+        console().print(Syntax(text, "yaml", background_color="default"))
     else:
         sys.stdout.write(text)
     return 0
@@ -66,7 +73,7 @@ def doctor(options: argparse.Namespace) -> int:
     table = Table("", "", "what is off", box=SIMPLE)
     for found in findings():
         table.add_row(*map(Text, found), style="yellow" if found.problem else None)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 
 
@@ -85,7 +92,7 @@ def plan(options: argparse.Namespace) -> int:
     job = resolved(job)
     directory = described(job.model.path, job.model.revision)
     found = budget(job, directory, options.gpus, room_gib=options.memory, mfu=options.mfu, gpu=options.gpu)
-    Console(width=None if sys.stdout.isatty() else 180).print(_planned(found), *_judged(found), sep="\n", highlight=False)
+    console(width=None if sys.stdout.isatty() else 180).print(_planned(found), *map(Text, _judged(found)), sep="\n", highlight=False)
     return 0 if found.fits else 1
 
 
@@ -97,7 +104,8 @@ def _planned(found: "Budget") -> Table:
         "weights (fp32 shard)": memory.weights, "gradients (fp32 shard)": memory.gradients, "optimizer (AdamW)": memory.optimizer,
         "gathered blocks": memory.gathered, f"activations ({found.micro_rows} rows at a time)": memory.activations, "logits and head": memory.logits,
     }  # fmt: skip
-    table = Table("GiB on each GPU", "", box=SIMPLE, title=f"{found.model}: {found.parameters:,} parameters, {found.trained:,} trained")
+    table = Table("GiB on each GPU", "", box=SIMPLE)
+    table.title = Text(f"{found.model}: {found.parameters:,} parameters, {found.trained:,} trained")
     table.columns[1].justify = "right"
     for name, value in lines.items():
         table.add_row(name, gib(value))
@@ -139,7 +147,7 @@ def inspect(options: argparse.Namespace) -> int:
         elif options.html:
             print(f"inspect: written to {options.html}")
         else:
-            terminal.show(found, Console(width=None if sys.stdout.isatty() else 180, highlight=False))
+            terminal.show(found, console(width=None if sys.stdout.isatty() else 180, highlight=False))
     return 1 if any(source.bad for source in found.survey.sources) and job.data.on_bad_row == "error" else 0
 
 
@@ -165,14 +173,14 @@ def verify(options: argparse.Namespace) -> int:
     from ptf.model.verify import as_json
     from ptf.model.verify import verify as compare
 
-    console = Console(stderr=True)
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True, disable=not console.is_terminal) as bar:
+    progress = console(stderr=True)
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress, transient=True, disable=not progress.is_terminal) as bar:
         task = bar.add_task(f"verify {options.model}", total=1 if Path(options.model).is_dir() else options.configs)
         report = compare(options.model, options.configs, options.seed, progress=lambda case: bar.advance(task))
     if options.json:
         sys.stdout.write(as_json(report) + "\n")
     else:
-        out = Console(width=None if sys.stdout.isatty() else 180)
+        out = console(width=None if sys.stdout.isatty() else 180)
         out.print(_verified(report))
         out.print(f"{report.model}: {'pass' if report.passed else 'fail'}", style="green" if report.passed else "red", markup=False, highlight=False)
     return 0 if report.passed else 1
@@ -198,7 +206,7 @@ def check_engine(options: argparse.Namespace) -> int:
             wrong += finding.wrong is not None
             mark = "[red]WRONG[/]" if finding.wrong else "[yellow]no   [/]" if finding.refused else "[green]ok   [/]"
             more = f": {finding.wrong}" if finding.wrong else ": it refuses, and says so" if finding.refused else ""
-            Console(width=200).print(mark, escape(finding.what + more), highlight=False, soft_wrap=True)
+            console(width=200).print(mark, escape(finding.what + more), highlight=False, soft_wrap=True)
     print(f"{options.engine}: " + ("it will do" if not wrong else f"{wrong} things are wrong"))
     return 1 if wrong else 0
 
@@ -291,8 +299,8 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(run=train)
     one = commands.add_parser("plan", parents=[config], help="memory, FLOPs and time of a step on N GPUs, from the model's config.json alone")
     one.add_argument("--gpus", type=_positive, required=True, metavar="N", help="how many (compute.workers)")
-    one.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory of one (default: 80)")
-    one.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="share of the peak FLOP/s that is reached (default: 0.4)")
+    one.add_argument("--memory", type=_number(0.001, 1e6), default=80.0, metavar="GIB", help="memory of one (default: 80)")
+    one.add_argument("--mfu", type=_number(0.001, 1), default=0.4, metavar="SHARE", help="share of the peak FLOP/s that is reached (default: 0.4)")
     one.add_argument("--gpu", default="H100", help="whose peak (default: H100)")
     one.set_defaults(run=plan)
     one = commands.add_parser("inspect", parents=[config], help="look at the data as training will see it: samples, lengths, packing, mixture, what is bad")

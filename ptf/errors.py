@@ -29,3 +29,12 @@ class Left(Retryable):
 
     def __reduce__(self) -> tuple:  # an exception is made again from its arguments where it comes from another process
         return Left, self.given
+
+
+def refuse_custom_code(path: object, error: Exception) -> None:
+    """Raises UserError if that is what transformers' error means: a model or a tokenizer that works only with Python code of its own files."""
+    if "custom code" in str(error):
+        raise UserError(
+            f"{path} works only with Python code that lies beside it (auto_map), which ptf never runs; "
+            "take a model and a tokenizer that transformers has itself"
+        ) from None

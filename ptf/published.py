@@ -106,6 +106,10 @@ def _text(root: str) -> str | None:
         return storage.read_text(f"{root}/{POINTER}")
     except storage.Missing:
         return None
+    except (UnicodeDecodeError, IsADirectoryError, PermissionError) as error:
+        raise Corrupt(
+            f"{root}/{POINTER} cannot be read ({type(error).__name__}); remove it, and ptf publish {root} --rollback VERSION writes it anew"
+        ) from None
 
 
 def _read(root: str, text: str) -> Pointer:
@@ -114,7 +118,7 @@ def _read(root: str, text: str) -> Pointer:
         version, before = said["version"], tuple(said.get("before", ()))
         if not all(map(_is_name, (version, *before))):
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Corrupt(f'{root}/{POINTER} is not a pointer ({{"version": …}}); ptf publish {root} --rollback VERSION writes it anew') from None
     return Pointer(version, before)
 

@@ -3,16 +3,21 @@
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ptf import published, recipes, storage
+from ptf import entry  # first: it notes who started this process
+
+# isort: split
+from ptf import disk, published, recipes, scratch, storage
 from ptf.compute import launch, leave
 from ptf.compute.world import World, joined
-from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, sources_of
+from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, shown, sources_of
 from ptf.config.schema import Source
+from ptf.credentials import redacted
 from ptf.data import hub
 from ptf.data.files import Location, repo_of
 from ptf.data.prepare import prepare
@@ -23,6 +28,21 @@ from ptf.train.resume import refuse_frozen_changes
 def mint(prefix: str) -> str:
     """A new lineage: names one training run, and every resume of it."""
     return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+LINEAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+TAKEN = ("prepared", "tokenized", "annotated", "published", "models")  # directories that runs share below `output`
+
+
+def refuse_lineage(lineage: str) -> None:
+    """Raises UserError for what cannot be the name of a run's directory."""
+    if not LINEAGE.fullmatch(lineage):
+        raise UserError(
+            f"{lineage!r} is not the name of a training run: at most 200 letters, digits, dots, hyphens and underscores, the first a letter or a digit "
+            "(without --lineage a new run gets one)"
+        )
+    if lineage in TAKEN:
+        raise UserError(f"{lineage!r} is not the name of a training run: a directory of that name is shared by all runs; take another")
 
 
 def prepared_directory(job: Job) -> str | None:
@@ -83,16 +103,29 @@ def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = Non
     return resolve(job, prepared=prepared_directory(job), models=models, commits=dataset_commits(job, lineage))
 
 
+def remove_leftovers(job: Job, lineage: str) -> None:
+    """What killed processes left half-made where this job and this run write."""
+    places = {job.output: 1, f"{job.output}/{lineage}": 4} | ({job.versions: 1} if storage.is_local(job.versions) else {})
+    for place in {path: None for root, depth in places.items() for path in scratch.sweep(Path(root), depth)}:
+        print(f"removed {place}, which a process that was killed had left", flush=True)
+
+
 def run(job: Job, lineage: str) -> Path:
     """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory: metrics.jsonl, tensorboard/,
     checkpoints/, and `model/`, a Hugging Face directory."""
-    directory = Path(job.output) / lineage
-    text = dump(job)
+    refuse_lineage(lineage)
+    with disk.plainly(job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])):
+        return _run(shown(job), lineage)
+
+
+def _run(job: Job, lineage: str) -> Path:
+    directory, text = Path(job.output) / lineage, dump(job)
     record(job, directory)
     compute = job.compute
     elsewhere = (compute.address or "").startswith(("http://", "https://"))
     if not (os.environ.get(launch.LAUNCHED) or elsewhere):
         leave.forget(directory)
+        remove_leftovers(job, lineage)
     if elsewhere:
         submitted(job, lineage, directory)
     elif recipes.build(job).online:
@@ -108,7 +141,7 @@ def run(job: Job, lineage: str) -> Path:
     elif compute.launcher == "torchrun":
         threads = compute.threads or launch.default_threads(compute.workers)
         with leave.passing_on(directory):
-            launch.torchrun([str(directory / "job.yaml"), "--lineage", lineage], compute.workers, threads, compute.timeout_s)
+            launch.torchrun([str(directory / "job.yaml"), "--lineage", lineage], compute.workers, threads, compute.timeout_s, directory)
     else:
         work(text, str(directory))
     return directory
@@ -141,8 +174,11 @@ def record(job: Job, directory: Path) -> None:
 
 def begun(job: Job, lineage: str | None) -> dict[str, str]:
     """Of the job's published models, the versions that an earlier attempt at this lineage took."""
-    file = Path(job.output) / (lineage or "") / "job.yaml"
-    if not (lineage and file.exists()):
+    if lineage is None:
+        return {}
+    refuse_lineage(lineage)
+    file = Path(job.output) / lineage / "job.yaml"
+    if not file.exists():
         return {}
     then, published = model_paths(loads(file.read_text())), published_models(job)
     return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
@@ -165,7 +201,9 @@ def world_of(job: Job):
 
 def main_train(job: Job, lineage: str | None) -> int:
     """`ptf train`: a whole training run without an orchestrator."""
-    lineage = lineage or mint(job.recipe if isinstance(job.recipe, str) else "plug")
+    if lineage is None:
+        lineage = mint(job.recipe if isinstance(job.recipe, str) else "plug")
+    refuse_lineage(lineage)
     print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
     directory = run(resolved(job, begun(job, lineage), lineage), lineage)
     print(f"trained: {directory / 'model'}   metrics: {directory / 'metrics.jsonl'}", flush=True)
@@ -180,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lineage", help="continue this run from its newest checkpoint")
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))
-    launch.leave_with_parent()
+    entry.end_with_parent(entry.STARTED_BY)  # of a rank that torchrun started by hand; ours were bound to it before they imported anything
     try:
         job = load(*given.config, overrides=given.set)
         if recipes.build(job).online:
@@ -189,19 +227,20 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} processes")
         from ptf.train.fit import fit
 
-        with world_of(job) as world:
-            text = together(world, lambda: dump(resolved(job, begun(job, given.lineage), given.lineage)) if world.leads else "")
+        with disk.plainly(job.output), world_of(job) as world:
+            text = together(world, lambda: dump(shown(resolved(job, begun(job, given.lineage), given.lineage))) if world.leads else "")
             job = loads(str(text))
-            lineage = str(world.share(given.lineage or mint("sft")))
+            lineage = str(world.share(given.lineage or mint("sft")))  # an empty one was refused by begun
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)
             together(world, lambda: record(job, directory) if world.leads else None)
             if world.leads and not os.environ.get(launch.LAUNCHED):
                 leave.forget(directory)
+                remove_leftovers(job, lineage)
             fit(job, world, directory)
     except UserError as error:
-        print(f"rank {rank}: {error}" if rank else error, file=sys.stderr, flush=True)
+        print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)
         return 2
     return 0
 

@@ -15,7 +15,6 @@ import re
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from functools import partial
@@ -25,6 +24,7 @@ from typing import IO, Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from ptf import scratch
 from ptf.errors import UserError
 
 T = TypeVar("T")
@@ -283,14 +283,14 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
         return path
     root = path.rstrip("/") + "/"
     there = _asked(files, uri, lambda: files.find(path, detail=True))
+    if outside := next((name for name in there if not _inside(name.removeprefix(root))), None):
+        raise Corrupt(f"{uri}: a name in it leads out of it: {outside!r}")
     found = {name: info for name, info in there.items() if not any(fnmatch(name.removeprefix(root), p) for p in without)}
     state = json.dumps([uri.rstrip("/"), found], sort_keys=True, default=str)  # sizes, and times or ETags
     copy = Path(into) / f"{Path(path).name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     if copy.is_dir():
         return str(copy)
-    part = copy.with_name(f".{copy.name}.{uuid.uuid4().hex}")
-    part.mkdir(parents=True)  # though all of its names are left out
-    try:
+    with scratch.directory(copy) as part:
         for name in found:
             target = part / name.removeprefix(root)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -300,8 +300,6 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
         except OSError:
             if not copy.is_dir():  # another process was first
                 raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return str(copy)
 
 
@@ -340,7 +338,7 @@ def manifest_of(directory: str) -> dict[str, Any]:
     base = directory.rstrip("/")
     try:
         manifest = json.loads(read_text(f"{base}/{MANIFEST}"))
-        if not isinstance(manifest["files"], dict) or manifest["digest"] != _manifest_digest(manifest):
+        if not isinstance(manifest["files"], dict) or not all(map(_inside, manifest["files"])) or manifest["digest"] != _manifest_digest(manifest):
             raise ValueError
     except FileNotFoundError:
         raise Corrupt(f"{base}/{MANIFEST} is missing: the directory was never finished") from None
@@ -413,6 +411,11 @@ def _local(files: Any) -> bool:
     return isinstance(files, LocalFileSystem)
 
 
+def _inside(name: str) -> bool:
+    """Whether a relative name leads to a place below where it is relative to."""
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
 def _names(directory: str | os.PathLike[str]) -> list[str]:
     """Relative names of all files below a local directory, the manifest last."""
     if not os.path.isdir(directory):
@@ -427,16 +430,12 @@ def _last(names: Iterator[str]) -> list[str]:
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
     """A new file beside `target` that takes its place, flushed to disk, when the block ends well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
+    with scratch.file(target) as part:
         yield part
         with open(part, "rb") as stream:
             os.fsync(stream.fileno())
         os.replace(part, target)
         _flush(target.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ptf.config import Job, dump
+from ptf.config import Job, dump, shown
 from ptf.config.schema import Source
 from steps.artifact import Artifact
 
@@ -23,12 +23,13 @@ def card(job: Job, artifact: Artifact, made: Mapping[str, Any], before: Mapping[
         header["license"] = job.publish.license
     packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items())
     sources = [_source(name, source, artifact) for name, source in job.data.sources.items()]
+    kept = dump(shown(job)).rstrip()
     parts = {
         "": [f"Trained by ptf, recipe {recipe}, from `{began}`{random}. Licence: {job.publish.license or 'not stated'}.", "",
              "```", SERVE[head].format(place=f"{job.versions}/{artifact.lineage}"), "```"],
         "Evaluation": _evaluation(artifact.metrics, before),
         "Data": ["| source | where | kind | weight | its files |", "|---|---|---|---|---|", *sources],
-        "Made with": [f"ptf {made['ptf']}, Python {made['python']}, {packages}; {made['hardware']['device']}.", "", "```yaml", dump(job).rstrip(), "```"],
+        "Made with": [f"ptf {made['ptf']}, Python {made['python']}, {packages}; {made['hardware']['device']}.", "", "```yaml", kept, "```"],
     }  # fmt: skip
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", "", f"# {artifact.lineage}"]
     for title, said in parts.items():

@@ -11,12 +11,14 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from ptf import published, storage
     from ptf.data.sources import stamps
     from ptf.eval import check
-    from ptf.run import begun, dataset_commits, prepared_directory, published_models, unpublished
+    from ptf.run import begun, dataset_commits, prepared_directory, published_models, refuse_lineage, remove_leftovers, unpublished
     from ptf.train.reading import specs
 
+    refuse_lineage(artifact.lineage)
     check(job)  # what the last steps need, before the first one works
     published.manifest(job.versions)  # raises where what is published cannot be read
     storage.refuse_no_bucket(job.versions)
+    remove_leftovers(job, artifact.lineage)
     artifact = artifact.but(prepared=prepared_directory(job))
     for _ in model_paths(job):  # at most: one may publish what another begins with
         if not (waiting := list(unpublished(job, published_models(job)).values())):

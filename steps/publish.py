@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf.config import Job, dump, fingerprint
+from ptf.config import Job, dump, fingerprint, shown
 from ptf.config.schema import LOGPROB_BOUND
 from ptf.errors import Retryable, UserError
 from steps.artifact import Artifact
@@ -33,8 +33,8 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     made = json.loads((Path(artifact.run) / FILE).read_text())
     (staged / "README.md").write_text(card(job, artifact, made, _before(root, artifact.lineage)))
     manifest = {
-        "version": artifact.lineage, "job": dump(resolved), "config": fingerprint(job), "metrics": dict(artifact.metrics), "logprob_difference": difference,
-        "data": dict(artifact.data), "made_with": made,
+        "version": artifact.lineage, "job": dump(shown(resolved)), "config": fingerprint(job), "metrics": dict(artifact.metrics),
+        "logprob_difference": difference, "data": dict(artifact.data), "made_with": made,
     }  # fmt: skip
     files = storage.commit(str(staged), manifest)["files"]
     again = _files(f"{root}/{artifact.lineage}") == files  # as after a retry: what may be being read is not written once more

@@ -90,7 +90,13 @@ def _trial(job: Job, artifact: Artifact, version: str) -> dict[str, Any]:
 def _last(job: Job) -> dict[str, Any]:
     from ptf import storage
 
+    place = f"{job.versions}/{LAST}"
     try:
-        return json.loads(storage.read_text(f"{job.versions}/{LAST}"))
+        last = json.loads(storage.read_text(place))
+        if not isinstance(last, dict) or not all(isinstance(last.get(key), str) for key in ("lineage", "how")):
+            raise ValueError
+        return last
     except storage.Missing:
         return {}
+    except (ValueError, RecursionError, IsADirectoryError, PermissionError):
+        raise UserError(f"{place} cannot be read, so it is not known what the last retraining was made of; remove it, and the data count as new") from None

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.leftovers"]
+
 # no test asserts a time; `make test` draws the same examples every time, `make test-random` others
 settings.register_profile("fixed", deadline=None, database=None, derandomize=True)
 settings.register_profile("random", deadline=None, database=None, print_blob=True)

@@ -13,11 +13,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors"}  # what everybody may import
+BASE = {"errors", "entry", "scratch", "credentials", "disk"}  # what everybody may import
 DATA, TRAIN = BASE | {"config", "storage", "data", "model"}, BASE | {"config", "storage", "data", "model", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "": {"config", "errors", "run"},
     "errors": set(),
+    "entry": set(),
+    "scratch": set(),
+    "credentials": {"errors"},
+    "disk": {"errors"},
     "config": BASE,
     "storage": BASE,
     "published": BASE | {"storage"},
@@ -37,7 +41,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor", "published", "chat", "inspection"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors"}
-FLOWS = {"config", "errors"}
+FLOWS = {"config", "errors", "credentials", "disk"}
 
 PACKAGES = {
     "metaflow": ["flows/*"],

@@ -6,6 +6,7 @@ reader takes the newest that verifies and says which it passed over.
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,13 +29,21 @@ from ptf.errors import UserError
 
 Entries = dict[str, dict[str, Any]]  # size and SHA-256 by name in the checkpoint's directory
 TENSORS = "tensors"
+STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What training changes: weights that are frozen, under any of their names, are where it started from."""
-    weights, moments = get_state_dict(model, optimizer)
+    """What training changes: weights that are frozen, under any of their names, are where it started from. What the optimizer was made with is in the
+    config. Raises UserError for a component that keeps anything but tensors: to read that back, code of the file's would have to run."""
+    return _tensors(model, *get_state_dict(model, optimizer))
+
+
+def _tensors(model: nn.Module, weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {"model": {name: w for name, w in weights.items() if name not in frozen}, "optimizer": moments}
+    kept = {name: w for name, w in weights.items() if name not in frozen}
+    if others := [name for name, w in kept.items() if not isinstance(w, torch.Tensor)]:
+        raise UserError(f"{others[0]} is not a tensor, so it cannot be kept in a checkpoint: register it as a buffer, or make it anew from the arguments")
+    return {"model": kept, "optimizer": {"state": optimizer["state"]}}
 
 
 def copied(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -74,12 +83,14 @@ def _first(error: BaseException) -> str:
 
 def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """The reverse, into a model of any number of ranks."""
-    state = tensors_of(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    state = _tensors(model, weights, moments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=dcp_files.reader(f"{directory}/{TENSORS}"), no_dist=world.mesh is None)
+        dcp.load(state, storage_reader=dcp_files.Reader(f"{directory}/{TENSORS}"), no_dist=world.mesh is None)
         options = StateDictOptions(strict=False)  # frozen weights are not there; dcp.load has raised for anything else
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
+        optimizer_state = {**moments, **state["optimizer"]}
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
 
 
 def _to_tensors(value: Any) -> Any:
@@ -178,15 +189,21 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Steps that have a manifest, newest first."""
+        return sorted((int(name.removeprefix("step_")) for name in self._names() if STEP.fullmatch(name)), reverse=True)
+
+    def _names(self) -> list[str]:
+        """Of all that looks like a checkpoint."""
         try:
-            found = storage.listing(f"{self.root}/step_*/{storage.MANIFEST}")
+            return [uri.split("/")[-2] for uri in storage.listing(f"{self.root}/step_*/{storage.MANIFEST}")]
         except storage.Missing:
             return []
-        return sorted((int(uri.split("/")[-2].removeprefix("step_")) for uri in found), reverse=True)
 
     def latest(self) -> tuple[int, str, dict[str, Any]] | None:
         """(step, place, manifest) of the newest checkpoint that verifies; None if there is none at all.
         Raises UserError if there are some but all are damaged."""
+        for name in self._names():
+            if not STEP.fullmatch(name):
+                print(f"{self.root}/{name} is no checkpoint of this run (step_ and 8 digits); it is left alone", flush=True)
         steps = self._steps()
         for step in steps:
             try:

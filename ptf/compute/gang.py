@@ -29,7 +29,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SubRayResourcePool
 
 from ptf.compute.heartbeat import ADDRESS, SILENT_S, Monitor
-from ptf.compute.launch import leave_with_parent
+from ptf.entry import end_with_parent
 from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
@@ -56,7 +56,7 @@ class Rank(Worker):
     def __init__(self, label: str) -> None:
         super().__init__()
         self.label = label
-        leave_with_parent()  # by itself it may stay for a minute after its raylet is gone
+        end_with_parent()  # by itself it may stay for a minute after its raylet is gone, which was there when this process registered
 
     def __repr__(self) -> str:  # Ray puts it before every line that this process prints
         return f"{self.label} {self.rank}"

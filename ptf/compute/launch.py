@@ -3,19 +3,19 @@
 The one idea: the function is `module:name` with plain arguments and finds its rank in the environment, so it does not know who started it.
 """
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from ptf import scratch
 from ptf.compute.heartbeat import ADDRESS, Monitor
+from ptf.entry import PARENT, end_with_parent  # noqa: F401  the latter is imported from here
 from ptf.errors import Retryable
 
+ENTRY = "ptf.entry"
 LAUNCHED = "PTF_LAUNCHED"  # set for a process that trains for another of ptf's, which has the run in hand
 
 
@@ -23,12 +23,18 @@ def default_threads(workers: int) -> int:
     return max(1, (os.cpu_count() or 1) // workers)
 
 
-def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
+def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: float, workdir: Path) -> None:
     """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises Retryable with its exit status if it fails (its output says why), or if a rank
-    is not heard of for `timeout_s`."""
+    is not heard of for `timeout_s`. What the agent keeps while it runs lies below `workdir`."""
     monitor = Monitor("train")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "-m", "ptf.run", *arguments]
-    agent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address}, preexec_fn=end_with_parent)
+    with scratch.directory(workdir / "torchrun") as logs:
+        _torchrun(
+            monitor, ["--log-dir", str(logs), "--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run", *arguments], workers, threads, timeout_s
+        )
+
+
+def _torchrun(monitor: Monitor, arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
+    agent = start("torch.distributed.run", arguments, {"OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address})
     try:
         while (status := _ended(agent)) is None:
             for news in monitor.look(range(workers)):
@@ -37,7 +43,11 @@ def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: fl
                 raise Retryable(f"not heard of for {timeout_s:g} s: " + ", ".join(f"rank {rank}{monitor.about(rank)}" for rank in silent))
     except BaseException:
         agent.terminate()  # it passes the signal on to its ranks
-        agent.wait(60)  # it gives them 30 s
+        try:
+            agent.wait(60)  # it gives them 30 s
+        except subprocess.TimeoutExpired:
+            agent.kill()  # its ranks die with it
+            agent.wait()
         raise
     if status:
         raise Retryable(f"torchrun ended with status {status}; its lines above say why")
@@ -51,22 +61,11 @@ def _ended(process: subprocess.Popen) -> int | None:
         return None
 
 
-def end_with_parent() -> None:
-    """In a child: SIGKILL when the process that started it dies (prctl PR_SET_PDEATHSIG); ranks end when it is gone (`leave_with_parent`)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def leave_with_parent() -> None:
-    """End this process within a second of its parent's death, whatever it is doing."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
+    """A process that runs a module of Python's, and dies with the thread that called this, even while it still imports (ptf.entry). No code
+    of ours runs between fork and exec, where other threads' locks are held."""
+    command = [sys.executable, "-m", ENTRY, module, *arguments]
+    return subprocess.Popen(command, env={**os.environ, **environment, PARENT: str(os.getpid())}, **options)
 
 
 def on_ray(

@@ -28,10 +28,13 @@ if "ray" not in sys.modules:
 os.environ.update({"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", **os.environ})
 
 import ray
+from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
-from ptf.compute.reaper import end, family
+from ptf import scratch
+from ptf.compute.reaper import OWNER, PREFIX, end, end_abandoned, family
 
+NO_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name for it: the systems where 0 is the default
 GRACE_S = 10.0  # for Ray's processes to end by themselves; they take 1-2 s on an idle 2-core machine
 DRAIN_S = 0.6  # the last lines that workers print take up to 0.5 s to reach the driver
 
@@ -60,18 +63,22 @@ def ray_session(
             ray.shutdown()
         return
     base = tempfile.gettempdir()  # Ray's socket paths, 62 characters longer than its directory, must fit in 107
-    home = Path(tempfile.mkdtemp(prefix="ptf-ray-", dir=base if len(base) <= 28 else "/tmp"))
+    base = base if len(base) <= 26 else "/tmp"
+    end_abandoned(Path(base))
+    home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # which only this user may enter; Ray opens its own directory, below, to everybody
+    (home / OWNER).touch()
+    owner = scratch.hold(home / OWNER)
     watch = [sys.executable, "-m", "ptf.compute.reaper", str(os.getpid()), str(home)]
     reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)  # no signal to our group reaches it
     try:
         _own_token(home / "auth_token")
         os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(timeout_s))  # noqa: SIM112  Ray's spelling
-        with _sigterm_kept():
+        with _sigterm_kept(), _loopback():
             slots = max(os.cpu_count() or 1, cpus or 1)
-            ray.init(address="local", _temp_dir=str(home), include_dashboard=False, num_cpus=slots, num_gpus=gpus, **quiet)
+            ray.init(address="local", _temp_dir=str(home / "r"), include_dashboard=False, num_cpus=slots, num_gpus=gpus, **quiet)
         yield
     except BaseException:
-        logs = home / "session_latest" / "logs"
+        logs = home / "r" / "session_latest" / "logs"
         if workdir is not None and logs.exists():
             shutil.copytree(logs, workdir / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
         raise
@@ -79,9 +86,26 @@ def ray_session(
         time.sleep(DRAIN_S)
         processes = family(home)
         ray.shutdown()
-        end(processes, home, GRACE_S)
+        end(home, GRACE_S, processes)
         reaper.kill()
         reaper.wait()
+        if owner is not None:
+            os.close(owner)
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """All that is started meanwhile, and what that starts, listens on 127.0.0.1 alone. Ray replaces that address by the machine's own wherever it is given
+    one, except where it believes that it cannot be a cluster; it reads the variable when it is imported, so this process is told otherwise."""
+    before = os.environ.get(NO_CLUSTER), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[NO_CLUSTER], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before[1]
+        os.environ.pop(NO_CLUSTER)
+        if before[0] is not None:
+            os.environ[NO_CLUSTER] = before[0]
 
 
 def _own_token(path: Path) -> None:

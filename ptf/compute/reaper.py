@@ -14,6 +14,13 @@ from pathlib import Path
 
 import psutil
 
+from ptf import scratch
+
+PREFIX = "ptf-ray-"  # of the directories that runs' own Rays live in
+OWNER = "owner"  # a file there, locked by the run as long as it lives
+ROUNDS = 10
+KILLED_S = 10.0  # in which a process that was killed is gone
+
 
 def family(home: Path) -> list[psutil.Process]:
     """Every process of the Ray that lives in `home`, and what they started."""
@@ -34,20 +41,36 @@ def _belongs(process: psutil.Process, home: str) -> bool:
     return any(home in part for part in command) or (renamed and any(home in file.path for file in process.open_files()))
 
 
-def end(processes: Sequence[psutil.Process], home: Path, grace_s: float) -> None:
-    """Wait for them to end by themselves, kill those that do not, remove the directory."""
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=grace_s)
+def end(home: Path, grace_s: float, processes: Sequence[psutil.Process] = ()) -> None:
+    """Wait for the processes to end by themselves, kill those that do not, and those that these have started meanwhile; remove the directory."""
+    left = list(processes) or family(home)
+    for _ in range(ROUNDS):
+        _, alive = psutil.wait_procs(left, timeout=grace_s)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=KILLED_S)
+        if not (left := family(home)):
+            break
+        grace_s = 0.0
     shutil.rmtree(home, ignore_errors=True)
+
+
+def end_abandoned(base: Path) -> None:
+    """What is left of runs that were killed together with the process that should have tidied up after them."""
+    for home in base.glob(f"{PREFIX}*"):
+        owner = home / OWNER
+        if owner.is_file() and owner.stat().st_uid == os.getuid():
+            with scratch.abandoned(owner) as free:
+                if free:
+                    print(f"ray: removing what a killed run left in {home}", flush=True)
+                    end(home, 0.0)
 
 
 def main(driver: int, home: Path) -> None:
     while os.getppid() == driver:
         time.sleep(0.2)
-    end(family(home), home, grace_s=3.0)
+    end(home, grace_s=3.0)
 
 
 if __name__ == "__main__":

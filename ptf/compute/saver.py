@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from ptf import disk, storage
 from ptf.compute.checkpoint import Checkpoints, copied, tensors_of, write
 from ptf.compute.world import World
 from ptf.errors import UserError
@@ -31,7 +33,7 @@ class Saver:
         self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._step = 0
+        self._step = self._bytes = 0  # of what is being written, on this rank
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, host: dict, manifest: Mapping[str, Any]) -> float:
         """Begin to write step `step`; `host` is this rank's own state and must not change any more. Seconds for which training waited."""
@@ -40,6 +42,7 @@ class Saver:
         world = self._world
         place = str(world.share(self._saves.begin(step) if world.leads else None))
         tensors = copied(tensors_of(model, optimizer))
+        self._bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
 
         def work() -> None:
             try:
@@ -65,7 +68,9 @@ class Saver:
         self._thread = None
         failed = self._error or (TimeoutError(f"not done after {self._timeout_s:g} s") if late else None)
         if self._world.max(float(failed is not None)):
-            why = failed or "see the other ranks' lines"
+            why = str(failed or "see the other ranks' lines")
+            if storage.is_local(root := self._saves.root) and ("No space left" in why or "quota exceeded" in why or disk.room(root) < self._bytes):
+                why = disk.full(root, needed=self._bytes)
             raise UserError(f"the checkpoint of step {self._step} could not be written to {self._saves.path(self._step)}: {why}; the one before it is whole")
 
     def close(self, grace_s: float = 60.0) -> None:

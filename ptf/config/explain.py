@@ -38,6 +38,7 @@ LIMITS = {
 }
 
 
+LONG = 200  # characters of a value that a message shows
 WORD_OR_PLUG = ("engine",)  # keys whose value is one of some words, or a plug
 PARALLELISM = {"pipeline": "pipeline parallelism", "pp": "pipeline parallelism", "context": "context parallelism", "cp": "context parallelism"}
 NOT_HERE = {  # what one may well look for, by the first word of the key or value that would ask for it; parallelism only below `compute`
@@ -83,7 +84,7 @@ def given(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f"the text {value!r}"
+        return f"the text {value!r}" if len(value) <= LONG else f"the text {value[:LONG]!r}…"
     return {NoneType: "nothing", dict: "a section", list: "a list"}.get(type(value), repr(value))
 
 

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from ptf.config.explain import explain, given
 from ptf.config.schema import JOBS, DPOAlgo, Job, KDAlgo, OPDAlgo, Section, Source, job_class
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
+from ptf.credentials import HIDDEN, REFERENCE
 from ptf.errors import UserError
 
 
@@ -49,6 +50,15 @@ def loads(text: str, overrides: Sequence[str] = ()) -> Job:
 def dump(job: Job) -> str:
     """YAML with every key, defaults too."""
     return yaml.dump(job.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=160)
+
+
+def shown(job: Job) -> Job:
+    """The job as it is kept and published: without the values of environment variables, which nothing that reads it again needs."""
+    steps = {}
+    for name, step in job.flow.steps.items():
+        hidden = {key: value if REFERENCE.fullmatch(value) else HIDDEN for key, value in step.environment.items()}
+        steps[name] = step.model_copy(update={"environment": hidden})
+    return job.model_copy(update={"flow": job.flow.model_copy(update={"steps": steps})})
 
 
 def fingerprint(job: Job, *sections: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from ptf.config.load import ConfigError
 from ptf.config.schema import Plug
 from ptf.config.tree import near
+from ptf.credentials import resolved
 
 
 def resolve(use: str) -> Any:
@@ -32,7 +33,7 @@ def bind(plug: Plug) -> Callable[..., Any]:
     target = resolve(plug.use)
     if not callable(target):
         raise ConfigError(f"{plug.use} is not callable: it is of type {type(target).__name__}")
-    return functools.partial(target, **plug.args)
+    return functools.partial(target, **resolved(plug.args, plug.use))
 
 
 def _module(name: str, use: str) -> ModuleType:

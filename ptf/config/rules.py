@@ -1,6 +1,11 @@
 """Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to change."""
 
+import re
+from collections.abc import Iterator
+from typing import Any
+
 from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, OPDAlgo, PolicyAlgo, PPOAlgo, RewardedAlgo, RMAlgo
+from ptf.credentials import is_secret
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
@@ -25,6 +30,35 @@ def _times(field: str, low: int, high: int, names: tuple[str, ...]) -> bool:
     return True
 
 
+NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
+
+
+def names(job: Job) -> list[str]:
+    """What becomes part of a path must stay in its directory."""
+    by_key = {"data.sources": job.data.sources, "data.validation": job.data.validation, "evaluate.sources": job.evaluate.sources}
+    if job.evaluate.ranking:
+        by_key["evaluate.ranking.sources"] = job.evaluate.ranking.sources
+    said = "is no name of a source: it begins with a letter or a digit, has no slash and at most 100 characters"
+    return [f"{key}: {name!r} {said}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)]
+
+
+def secrets(job: Job) -> list[str]:
+    """None is written into a config, which is stored, shown and published."""
+    said = "is a secret, and a config is stored, shown and published; write env:NAME, the variable that holds it where it is needed"
+    return [f"{key}: {said}" for key in _secrets(job.model_dump(), "")]
+
+
+def _secrets(value: Any, key: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _secrets(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _secrets(inner, f"{key}.{i}")
+    elif is_secret(value, key.rpartition(".")[2], variable=key.startswith("flow.steps.") and ".environment." in key):
+        yield key
+
+
 def broken(job: Job) -> list[str]:
     """One line for each rule that is broken, beginning with the key to change."""
     workers = job.compute.workers
@@ -32,6 +66,7 @@ def broken(job: Job) -> list[str]:
     data_ranks, of = (workers // mesh.tensor or 1), f"compute.workers ({workers})" + (f" / compute.mesh.tensor ({mesh.tensor})" if mesh.tensor > 1 else "")
     dealt = {} if job.rollout else {"data.lanes": job.data.lanes, "train.rows": job.train.rows}
     faults = [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
+    faults += names(job) + secrets(job)
     if "://" in job.output:
         faults.append("output must be a directory on this machine; publish.to may be a URI")
     if workers % (mesh.replicate * mesh.tensor):

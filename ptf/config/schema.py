@@ -8,7 +8,8 @@ prefixes point at what other stages make: `prepare:NAME` (a file or directory th
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 # Largest difference between two engines' log-prob of a token that is rounding and not a fault. A small model trained to a sharp function turns
 # fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of: measured against float64, in the trainer and in vLLM alike.
@@ -20,8 +21,17 @@ def free(default: Any, **limits: Any) -> Any:
     return Field(default, json_schema_extra={"resume": "free"}, **limits)
 
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+MOST = 10**15  # more of anything does not fit into the numbers that count it
+
+
+def _countable(value: int) -> int:
+    if value > MOST:
+        raise PydanticCustomError("less_than_equal", "too large", {"le": MOST})
+    return value
+
+
+Positive = Annotated[int, Field(gt=0), AfterValidator(_countable)]
+Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
@@ -38,7 +48,7 @@ class Plug(Section):
     use: str = Field(pattern=r"^[\w.]+:\w+$")
     """Where it is: importable module, colon, name."""
     args: dict[str, Any] = {}
-    """Keyword arguments."""
+    """Keyword arguments. A secret (`api_key`, `password`, …) is written as `env:NAME`, the environment variable that holds it."""
 
 
 class TokensConfig(Section):
@@ -629,7 +639,7 @@ class StepConfig(Section):
     minutes: Positive | None = None
     """Time limit."""
     environment: dict[str, str] = {}
-    """Environment variables."""
+    """Environment variables. A secret is written as `env:NAME`: the variable of that name where the step runs, which nothing stores."""
 
 
 class FlowConfig(Section):

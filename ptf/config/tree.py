@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ptf.credentials import HIDDEN, is_secret
+
 RESOLVERS = [  # (tag, what matches, first characters)
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -26,8 +28,26 @@ RESOLVERS = [  # (tag, what matches, first characters)
 TAG = "tag:yaml.org,2002:"
 
 
+DEEPEST = 100  # sections and lists inside each other, keys of an override, files that extend each other
+MANY = 50_000  # values in one text, those behind an alias each time that it stands there
+LONGEST = 40  # digits of a whole number
+
+
+class TooMuch(Exception):
+    """What no config needs, and what would take all memory or the stack."""
+
+
 class Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"sections and lists are more than {DEEPEST} deep", problem_mark=self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class Dumper(yaml.SafeDumper):
@@ -52,9 +72,15 @@ for _tag, _pattern, _first in RESOLVERS:
 READ = {
     "null": lambda text: None,
     "bool": lambda text: text.lower() == "true",
-    "int": lambda text: int(text, 16) if text.startswith("0x") else int(text.replace("_", "")),
+    "int": lambda text: _whole(text),
     "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower().replace("_", ""))),
 }
+
+
+def _whole(text: str) -> int:
+    if len(text) > LONGEST:
+        raise ValueError
+    return int(text, 16) if text.startswith("0x") else int(text.replace("_", ""))
 
 
 class Place(NamedTuple):
@@ -101,6 +127,7 @@ class Node:
 class Tree:
     root: Node
     problems: list[Problem] = field(default_factory=list)
+    values: int = 0  # in the text that is being read
     unread: bool = False  # some of the text could not be read, so a key that is absent may be in it
 
 
@@ -147,6 +174,9 @@ def _file(file: str, asked: Place, above: tuple[str, ...], tree: Tree) -> Node:
     if os.path.realpath(file) in map(os.path.realpath, above):
         tree.problems.append(Problem(asked, key, f"the files extend each other in a circle: {' → '.join((*above, file))}"))
         return Node({}, asked)
+    if len(above) >= DEEPEST:
+        tree.problems.append(Problem(asked, key, f"more than {DEEPEST} files extend each other"))
+        return Node({}, asked)
     try:
         with open(file, encoding="utf-8-sig") as stream:
             text = stream.read()
@@ -184,11 +214,15 @@ def _top(text: str, source: str, above: tuple[str, ...], tree: Tree) -> Node:
 
 
 def _override(text: str, tree: Tree) -> Node:
-    place = Place(f"--set {text}")
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
+    hidden = is_secret(value.strip(), path[-1], variable="environment" in path)
+    place = Place(f"--set {key}={HIDDEN}" if hidden else f"--set {text}")
     if not equals or not all(path):
         tree.problems.append(Problem(place, "", "expected key.in.dots=value"))
+        return Node({}, place, passing=True)
+    if len(path) > DEEPEST:
+        tree.problems.append(Problem(place, "", f"a key of more than {DEEPEST} sections"))
         return Node({}, place, passing=True)
     node = _read(value, place, tree)
     if node is None:
@@ -209,11 +243,20 @@ def _read(text: str, start: Place, tree: Tree) -> Node | None:
         tree.problems.append(Problem(start._replace(line=line if start.line else 0), "", f"not valid YAML: {what}"))
         tree.unread = True
         return None
-    return Node(None, start) if node is None else _build(node, (), start, (), tree)
+    tree.values = 0
+    try:
+        return Node(None, start) if node is None else _build(node, (), start, (), tree)
+    except TooMuch:
+        tree.problems.append(Problem(start, "", f"more than {MANY:,} values, those behind an alias counted each time that it stands there"))
+        tree.unread = True
+        return None
 
 
 def _build(node: yaml.Node, path: tuple[str, ...], place: Place, above: tuple[yaml.Node, ...], tree: Tree) -> Node:
     """`above` are the nodes around this one: an alias to one of them would never end."""
+    tree.values += 1
+    if tree.values > MANY:
+        raise TooMuch
     at = lambda inner: Place(place.source, inner.start_mark.line + 1) if place.line else place  # noqa: E731
     if any(node is outer for outer in above):
         tree.problems.append(Problem(place, ".".join(path), "an alias that contains itself"))
@@ -238,7 +281,8 @@ def _scalar(node: yaml.Node, path: tuple[str, ...], place: Place, tree: Tree) ->
         if kind in READ:
             return READ[kind](text)
     except ValueError:
-        tree.problems.append(Problem(place, ".".join(path), f"{text!r} is not of the type {kind}"))
+        what = f"{text!r} is not of the type {kind}" if len(text) <= LONGEST else f"{text[:LONGEST]!r}… has {len(text)} characters, too many for {kind}"
+        tree.problems.append(Problem(place, ".".join(path), what))
     if kind not in READ and kind != "str":
         tree.problems.append(Problem(place, ".".join(path), f"the tag {node.tag} means nothing here"))
     return _joined(text)
@@ -248,7 +292,7 @@ def _json_as_yaml(text: str) -> str:
     """JSON is YAML, but for tabs and for characters that YAML folds or refuses: escape those. Lines stay what they are."""
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return text.encode("ascii", "backslashreplace").decode().replace("\x7f", "\\x7f").replace("\t", " ")
 

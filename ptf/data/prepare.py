@@ -3,13 +3,11 @@
 The one idea: it works in a temporary sibling that is renamed when complete, so a directory under its key is whole, or is not there.
 """
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ptf import storage
+from ptf import scratch, storage
 from ptf.errors import UserError
 
 
@@ -22,10 +20,7 @@ def prepare(plug: Callable[[str], Any], key: str, root: str) -> str:
         return str(target)
     if target.exists():
         raise UserError(f"{target} is there but was not written by prepare (it has no {storage.MANIFEST}): move it away")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        part.chmod(0o755)
+    with scratch.directory(target) as part:
         plug(str(part))
         storage.commit(str(part), {"key": key})
         try:
@@ -34,6 +29,4 @@ def prepare(plug: Callable[[str], Any], key: str, root: str) -> str:
             if not (target / storage.MANIFEST).exists():
                 raise
             print(f"prepare: reusing {target}")
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return str(target)

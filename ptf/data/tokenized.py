@@ -8,8 +8,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ptf import storage
+from ptf import scratch, storage
 from ptf.data.blocks import Block, Location, Reader, Row
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import found_out
@@ -31,6 +29,7 @@ from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import Atom, Sample, dump_atoms
 from ptf.data.sources import Place, SourceSpec, blocks_once, place
 from ptf.data.tokenizer import Tokenizer
+from ptf.entry import end_with_parent
 from ptf.errors import UserError
 
 COLUMNS = {"atoms": pa.int32(), "lengths": pa.int32(), "tokens": pa.int32(), "weights": pa.float32(), "sources": pa.string()}  # lists, of each row
@@ -66,8 +65,9 @@ class _Work:
 _work: _Work | None = None  # in a process of the pool: what it was started with, which need not be picklable
 
 
-def _start(work: _Work) -> None:
+def _start(work: _Work, parent: int) -> None:
     global _work
+    end_with_parent(parent)
     _work = work
 
 
@@ -89,9 +89,7 @@ def write(
         manifest = json.loads((root / storage.MANIFEST).read_text())
         if manifest.items() >= made_with.items():
             return manifest
-    root.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent))  # others may be reading what is there
-    try:
+    with scratch.directory(root) as part:  # others may be reading what is there
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
@@ -109,8 +107,6 @@ def write(
             os.replace(root, part / "old")  # from another tokenizer or config, under the same name
         os.replace(part / "new", root)
         return manifest
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[Encoded]:
@@ -141,7 +137,7 @@ def _in_processes(work: _Work, pieces: Iterator[tuple[Block, str, int]], process
     """In order, and never more than a few pieces ahead. Processes are forked, for encoders are often closures."""
     with (
         _quiet_forks(),
-        ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (work,)) as pool,
+        ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (work, os.getpid())) as pool,
     ):
         waiting: deque[Future[Encoded]] = deque()
         try:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ptf.data.rendering import Rendering, with_arguments
-from ptf.errors import UserError
+from ptf.errors import UserError, refuse_custom_code
 
 Message = Mapping[str, Any]
 
@@ -42,8 +42,9 @@ class Tokenizer:
         """From a directory or a Hugging Face id; never from the network where HF_HUB_OFFLINE is set."""
         local = os.path.isdir(path) or os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
         try:
-            hf: Any = AutoTokenizer.from_pretrained(path, revision=revision, local_files_only=local)  # type: ignore[arg-type]
+            hf: Any = AutoTokenizer.from_pretrained(path, revision=revision, local_files_only=local, trust_remote_code=False)  # type: ignore[arg-type]
         except (OSError, ValueError) as e:
+            refuse_custom_code(path, e)
             raise UserError(f"no tokenizer in {path}: {str(e).splitlines()[0]}") from None
         try:
             stops = GenerationConfig.from_pretrained(path, revision=revision, local_files_only=local).eos_token_id  # type: ignore[arg-type]

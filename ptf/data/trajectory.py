@@ -33,6 +33,14 @@ class Call:
     finished: bool  # False: cut off at the token limit
 
 
+MOST_REWARD = 1e12  # beyond it, sums and squares of a group's rewards do not fit into the numbers that training uses
+
+
+def is_reward(value: float) -> bool:
+    """Whether a number can be a reward: finite, and not so large that its square is not."""
+    return abs(value) <= MOST_REWARD
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
     value: float

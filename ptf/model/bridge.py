@@ -33,7 +33,7 @@ from ptf.model.layers import Parts
 from ptf.model.lora import Lora, Merged, adapter_names, drawn, refuse_unmatched_targets
 from ptf.model.ops import Op, Rename, Rows, Slices
 from ptf.model.scalar import HF_NAME, is_scalar
-from ptf.model.tensor_files import TensorFiles
+from ptf.model.tensor_files import TensorFiles, weight_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 4 << 30
@@ -53,6 +53,8 @@ def locate(path: str, revision: str | None = None, cache: str | None = None) -> 
         raise UserError(f"model.path: there is no directory {path}")
     if not (local / "config.json").is_file():
         raise UserError(f"model.path: {path} is not a model: it has no config.json")
+    if (index := local / "model.safetensors.index.json").is_file():
+        weight_map(index)  # now, for transformers and vLLM would follow it anywhere
     return local
 
 
@@ -274,7 +276,7 @@ def save_hf(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     size = total = 0
-    weight_map: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     own: dict[str, dict[str, Tensor]] = {}
     for name, tensor in itertools.chain(tensors, _carried(source) if writes else ()):
         if not writes:
@@ -288,13 +290,13 @@ def save_hf(
             _write_shard(temporary, shards)
             size = 0
         shards[-1][name] = tensor
-        weight_map[name] = len(shards) - 1
+        numbers[name] = len(shards) - 1
         size += tensor.nbytes
         total += tensor.nbytes
     if not writes:
         return
     _write_shard(temporary, shards)
-    _name_shards(temporary, len(shards) - 1, weight_map, total)
+    _name_shards(temporary, len(shards) - 1, numbers, total)
     for file, inside in own.items():
         save_file(inside, temporary / file, metadata={"format": "pt"})
     beside = {f.name: f for d in (source, Path(tokenizer or source)) for f in sorted(d.iterdir()) if f.suffix in (".json", ".jinja", ".txt", ".model")}
@@ -325,12 +327,12 @@ def _write_shard(directory: Path, shards: list[dict[str, Tensor]]) -> None:
     shards.append({})
 
 
-def _name_shards(directory: Path, count: int, weight_map: Mapping[str, int], total: int) -> None:
+def _name_shards(directory: Path, count: int, numbers: Mapping[str, int], total: int) -> None:
     if count == 1:
         os.replace(directory / "shard-0.safetensors", directory / "model.safetensors")
         return
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for i, name in enumerate(names):
         os.replace(directory / f"shard-{i}.safetensors", directory / name)
-    index = {"metadata": {"total_size": total}, "weight_map": {n: names[i] for n, i in weight_map.items()}}
+    index = {"metadata": {"total_size": total}, "weight_map": {n: names[i] for n, i in numbers.items()}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

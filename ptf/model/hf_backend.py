@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ptf.errors import UserError
+from ptf.errors import UserError, refuse_custom_code
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Reduce
@@ -117,8 +117,9 @@ def configured(directory: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        c = AutoConfig.from_pretrained(directory)
+        c = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError) as error:
+        refuse_custom_code(directory, error)
         raise UserError(f"model.backend: hf: transformers has no such architecture: {directory}: {_line(error)}") from error
     method = (getattr(c, "quantization_config", None) or {}).get("quant_method", "")
     faults = {
@@ -138,7 +139,7 @@ def build(directory: Path) -> tuple[HFDecoder, Family]:
 
     c = configured(directory)
     with torch.device("meta"):
-        model = HFDecoder(AutoModelForCausalLM.from_config(c, dtype=torch.float32))
+        model = HFDecoder(AutoModelForCausalLM.from_config(c, dtype=torch.float32, trust_remote_code=False))
     if model.head is None or not any(isinstance(m, nn.ModuleList) and len(m) == model.config.layers for m in model.hf.modules()):
         raise UserError(f"model.backend: hf: {c.model_type}: there is no output projection, or no list of {model.config.layers} layers, in transformers' model")
     return model, Family(c.model_type, shape, (), _no_small)
@@ -176,7 +177,7 @@ def _drawn(c: Any, seed: int) -> Any:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(c, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_config(c, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def _read(directory: Path) -> Any:
@@ -186,7 +187,7 @@ def _read(directory: Path) -> Any:
     logging.disable_progress_bar()
     settings = {"dtype": torch.float32, "use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(directory, **settings)  # type: ignore[misc]
+        model, info = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, **settings)  # type: ignore[misc]
     except Exception as error:  # transformers raises a dozen kinds; each means that the weights cannot be read
         raise UserError(f"model.path: {directory} cannot be read: {_line(error)}") from error
     problems = [f"missing: {n}" for n in sorted(info["missing_keys"])] + [f"unexpected: {n}" for n in sorted(info["unexpected_keys"])]

@@ -4,7 +4,6 @@ The one idea: the hub is asked once, for a branch may have moved. Where it canno
 answers at once; where the cache has not all of it, the message says what to do.
 """
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -65,6 +64,8 @@ def _cached(get: partial[str]) -> Path | None:
     its weights."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    from ptf.model.tensor_files import weight_map
+
     try:
         found = Path(get(local_files_only=True))
     except LocalEntryNotFoundError as error:
@@ -73,7 +74,7 @@ def _cached(get: partial[str]) -> Path | None:
             return None
         found = Path(partly)
     index = found / "model.safetensors.index.json"
-    weights = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    weights = set(weight_map(index).values()) if index.is_file() else {"model.safetensors"}
     return found if all((found / name).is_file() for name in ("config.json", *weights)) else None
 
 

@@ -40,7 +40,7 @@ class TensorFiles:
         index = self.directory / "model.safetensors.index.json"
         single = self.directory / "model.safetensors"
         if index.is_file():
-            found = {name: self.directory / file for name, file in _weight_map(index).items()}
+            found = {name: self.directory / file for name, file in weight_map(index).items()}
             if absent := sorted({p.name for p in found.values() if not p.is_file()}):
                 raise UserError(f"model.path: {index} names files that are not there: {', '.join(absent)}")
             return found
@@ -88,11 +88,15 @@ class TensorFiles:
         self.handles.close()
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor → file of the same directory. Raises UserError for an index that is none, or names a file elsewhere."""
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        found = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.path: {index} is no index of tensors: it has no weight_map") from error
+    if others := [name for name in found.values() if not isinstance(name, str) or Path(name).name != name or name in ("", "..")]:
+        raise UserError(f"model.path: {index} names a file that does not lie beside it: {others[0]!r}")
+    return found
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptf.errors import UserError
+from ptf.errors import UserError, refuse_custom_code
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
@@ -98,14 +98,15 @@ def reference(directory: Path) -> nn.Module:
     """transformers' model of a checkpoint, in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(directory), "text_config") else AutoModelForCausalLM
-    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    kind = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(directory, trust_remote_code=False), "text_config") else AutoModelForCausalLM
+    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
 
 
 def _loaded(directory: Path) -> nn.Module:
     try:
         return reference(directory)
     except Exception as error:  # transformers raises a dozen kinds; each means that there is nothing to compare with
+        refuse_custom_code(directory, error)
         raise UserError(f"{directory}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
 
@@ -117,7 +118,7 @@ def random_reference(config: dict[str, Any], seed: int) -> nn.Module:
     kind = AutoModelForImageTextToText if hasattr(hf, "text_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind.from_config(hf, dtype=torch.float32, attn_implementation="eager")
+        model = kind.from_config(hf, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if p.dim() == 1:
@@ -286,12 +287,13 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
     _quiet()
     ids, wanted = torch.tensor([list(tokens)]), torch.tensor(values)
     if not parts.pattern("head"):
-        model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
         ends = [n for n in range(1, len(tokens) + 1) if tokens[n - 1] != model.config.pad_token_id]  # there it would look further back
         found = torch.stack([model(input_ids=ids[:, :n]).logits[0, 0] for n in ends])
         return float((found - wanted[[n - 1 for n in ends]]).abs().max())
     ours, family = bridge.build(directory, parts=parts)
     bridge.materialize(ours, torch.device("cpu"))
     bridge.load_hf(ours, directory, family)
-    hidden = AutoModel.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")(input_ids=ids).last_hidden_state
+    body = AutoModel.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+    hidden = body(input_ids=ids).last_hidden_state
     return float((ours.head(hidden)[0].float() - wanted).abs().max())

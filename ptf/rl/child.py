@@ -1,13 +1,12 @@
 """A process for code that is not ours: rewards and environments. It may raise, hang, stop or die, and what asked it gets a `Fault` with the reason.
 
 The one idea: every reply has a deadline; a process that misses it is killed with all it has started, and the next question starts another. It ends with
-the thread that started it, so that must be a lasting one. Run as `python -m ptf.rl.child` it is the process: it answers (pickled) questions from a pipe
+the thread that started it, so that must be a lasting one. Run as a program (by ptf.entry) it is the process: it answers (pickled) questions from a pipe
 until the pipe closes.
 """
 
 import asyncio
 import contextlib
-import math
 import multiprocessing.connection as mpc
 import os
 import signal
@@ -18,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptf.compute.launch import end_with_parent, leave_with_parent
+from ptf.compute.launch import start
 from ptf.config import Plug, plug
+from ptf.data.trajectory import MOST_REWARD, is_reward
 from ptf.errors import UserError
 from ptf.rl import at_once
 
@@ -47,10 +47,9 @@ class Child:
     def _start(self) -> mpc.Connection:
         ours, theirs = mpc.Pipe()
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ptf.rl.child", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},  # no code of ours between fork and exec: other threads' locks are held there
-            )  # fmt: skip
+            number = theirs.fileno()
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+            self.process = start("ptf.rl.child", [str(number)], environment, pass_fds=[number], start_new_session=True)
         self.pipe = ours
         try:
             ours.send((self.kind, self.what.model_dump()))
@@ -124,7 +123,8 @@ def reward_of(what: Plug) -> Callable[[Any], Any]:
     at_once.first_lines(what)  # what it finds out of this machine is known before the first question, which has a deadline
 
     def checked(value: Any) -> float | Fault:
-        return float(value) if math.isfinite(float(value)) else Fault(f"the reward is {value}")
+        value = float(value)
+        return value if is_reward(value) else Fault(f"the reward is {value}, not a number from -{MOST_REWARD:g} to {MOST_REWARD:g}")
 
     async def answer_later(question: tuple[Mapping[str, Any], str]) -> float | Fault:
         return checked(await function(*question))
@@ -157,9 +157,7 @@ def environment_of(what: Plug) -> Callable[[Any], Any]:
 
 
 def serve(pipe: mpc.Connection) -> None:
-    """The process's loop; it ends with the process that started it, even while what it serves hangs."""
-    end_with_parent()
-    leave_with_parent()
+    """The process's loop. It ends with the process that started it (ptf.entry), even while what it serves hangs."""
     kind, what = pipe.recv()
     answer = {"reward": reward_of, "environment": environment_of}[kind](Plug(**what))
     pipe.send("ready")

@@ -7,13 +7,13 @@ episode has no result. No failure of an environment becomes a reward.
 
 import asyncio
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ptf.config import Plug
+from ptf.data.trajectory import is_reward
 from ptf.rl.child import Child, Fault
 
 Message = Mapping[str, Any]  # role, content, tool_calls, … as chat templates take them
@@ -78,7 +78,7 @@ def checked(turn: Any) -> Any:
     if not isinstance(turn, Turn):
         return Fault(f"act gave a {type(turn).__name__}, not a ptf.rl.env.Turn")
     try:
-        right = math.isfinite(float(turn.reward))
+        right = is_reward(float(turn.reward))
     except (TypeError, ValueError):
         right = False
     if not right:

@@ -16,6 +16,7 @@ from ptf.compute.leave import Requests
 from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
 from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, RolloutConfig, Source
+from ptf.credentials import redacted
 from ptf.data.catalogue import Catalogue
 from ptf.data.passes import of_prompts
 from ptf.data.pipeline import prompts_once, prompts_stream
@@ -258,7 +259,7 @@ def fit_online(job: Job, run: Path) -> None:
             if Requests(run).made:
                 raise Retryable(f"asked to stop, and then: {error}") from error
             at, said = step, str(error)
-            print(f"{told(error)}\nstarted again from step {step} ({again} of {job.compute.restarts}, compute.restarts)", flush=True)
+            print(f"{redacted(told(error))}\nstarted again from step {step} ({again} of {job.compute.restarts}, compute.restarts)", flush=True)
 
 
 def attempt(job: Job, run: Path) -> None:

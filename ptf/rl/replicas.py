@@ -8,6 +8,7 @@ from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecuto
 from typing import Any
 
 from ptf.compute.gang import Gang, share
+from ptf.credentials import redacted
 from ptf.errors import Lost, Retryable, UserError, told
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.sync import SyncError
@@ -105,10 +106,10 @@ class Replicas:
                     raise
                 if self.irreplaceable:
                     why = "the weights that it was sent (rollout.transport) cannot be sent again to it alone"
-                    raise Lost(f"{self._name(i)} failed at {method}, and {why}: {told(error)}") from error
+                    raise Lost(f"{self._name(i)} failed at {method}, and {why}: {redacted(told(error))}") from error
                 if attempt == self.restarts:
-                    raise Retryable(f"{self._name(i)} failed at {method}, {attempt + 1} times: {told(error)}") from error
-                print(f"{self._name(i)} failed at {method} and is replaced{more()}: {told(error)}", flush=True)
+                    raise Retryable(f"{self._name(i)} failed at {method}, {attempt + 1} times: {redacted(told(error))}") from error
+                print(f"{self._name(i)} failed at {method} and is replaced{more()}: {redacted(told(error))}", flush=True)
                 lost = True
         raise AssertionError("not reached")
 

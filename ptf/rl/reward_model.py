@@ -3,7 +3,6 @@
 The one idea: it reads the conversation as its own tokenizer and template write it, which is how it was trained, and not the policy's ids.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from ptf.data.answers import history_of
 from ptf.data.encode import answered
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, NoResult, Reward, Trajectory
+from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.scalar import is_scalar
@@ -72,4 +71,4 @@ class Taste:
             return replace(t, outcome=one)
         before = t.outcome.value if isinstance(t.outcome, Reward) else 0.0
         value = before + self.weight * next(scores)
-        return replace(t, outcome=Reward(value) if math.isfinite(value) else NoResult(f"the reward model's score is {value}"))
+        return replace(t, outcome=Reward(value) if is_reward(value) else NoResult(f"the reward model's score is {value}"))

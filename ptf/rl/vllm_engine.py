@@ -5,11 +5,12 @@ carries its own seed and greedy requests never share a batch with sampled ones (
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
 import os
-import tempfile
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from importlib import metadata
@@ -20,6 +21,7 @@ import numpy as np
 from safetensors import safe_open
 from torch import Tensor
 
+from ptf import scratch
 from ptf.data.trajectory import Call
 from ptf.data.trie import OVER, Trie, Walk
 from ptf.errors import UserError
@@ -79,7 +81,7 @@ class VLLMEngine:
         }  # fmt: skip
         gpu = {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
         arguments: dict[str, Any] = {
-            "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len,
+            "model": path, "seed": seed, "dtype": dtype, "max_model_len": max_model_len, "trust_remote_code": False,
             "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "async_scheduling": False,
             "disable_log_stats": True, "use_tqdm_on_load": False, "worker_extension_cls": "ptf.rl.vllm_extension.WeightLoader",
             **(cpu if on_cpu() else gpu),
@@ -107,8 +109,9 @@ class VLLMEngine:
         self._adapter: Any = None  # what requests are answered with, beside the base model
         self.restricted = restricted
         kept = Path(os.environ[CACHES[0]])  # beside what vLLM keeps: in the run's directory
-        kept.mkdir(parents=True, exist_ok=True)
-        self._place = tempfile.TemporaryDirectory(dir=kept)
+        leaving = contextlib.ExitStack()
+        self._place = leaving.enter_context(scratch.directory(kept / "tries"))
+        weakref.finalize(self, leaving.close)  # with the process at the latest
 
     async def generate(self, request: Request) -> Call:
         """See RolloutEngine. Raises ValueError for a request that cannot be served, SyncError if the weights are not known to be right."""
@@ -174,7 +177,7 @@ class VLLMEngine:
         if not self.restricted:
             raise ValueError("this engine was made without room for a trie (restricted)")
         if trie not in self._tries:
-            self._tries[trie] = str(Path(self._place.name) / f"{len(self._tries)}.npz")
+            self._tries[trie] = str(self._place / f"{len(self._tries)}.npz")
             trie.save(self._tries[trie])
         return {"extra_args": {TRIE: self._tries[trie]}}
 
@@ -231,7 +234,7 @@ class VLLMEngine:
         """The base model with another adapter; vLLM reads one from a directory, and knows it by a number of its own."""
         from vllm.lora.request import LoRARequest
 
-        directory, before = Path(self._place.name) / "adapter", self._adapter
+        directory, before = self._place / "adapter", self._adapter
         save((pair for bucket in buckets for pair in bucket), manifest.adapter or {}, directory, writes=True)
         self._adapter, self._adapted = LoRARequest(f"version {manifest.version}", manifest.version + 1, str(directory)), set(manifest.digests)
         if not self.engine.add_lora(self._adapter) or (before and not self.engine.remove_lora(before.lora_int_id)):

@@ -10,8 +10,6 @@ import gc
 import hashlib
 import itertools
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptf import storage
+from ptf import scratch, storage
 from ptf.compute.provenance import code
 from ptf.compute.world import World
 from ptf.config import Job, resolve
@@ -100,9 +98,7 @@ class _Annotating:
     def write(self, name: str, source: Source, directory: str) -> None:
         """Rank 0 writes what all find; the directory appears when it is complete."""
         leads, root = self.world.leads, Path(directory)
-        root.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent)) if leads else None
-        try:
+        with scratch.directory(root) if leads else contextlib.nullcontext() as part:
             reader = tokenized.reader(source.path, self.tokenizer)
             tell = tokenized.Progress("annotate", name, reader) if leads else None
             with contextlib.closing(tokenized.RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
@@ -122,9 +118,6 @@ class _Annotating:
                     os.replace(part, root)
                 print(f"annotate: {name} → {directory}", flush=True)
             self.world.barrier()
-        finally:
-            if part:
-                shutil.rmtree(part, ignore_errors=True)
 
     def _rounds(self, reader: Reader, limit: int | None) -> Iterator[tuple[list[list[Atom]], bool]]:
         """The rows, as many at a time as all ranks together have use for, and whether a row group ends with them."""

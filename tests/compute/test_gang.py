@@ -14,9 +14,10 @@ import pytest
 import ray
 from ray._raylet import get_authentication_mode
 
+from ptf import scratch
 from ptf.compute.gang import Gang, layout, make_pool, run_gang
 from ptf.compute.ray_session import ray_session
-from ptf.compute.reaper import family
+from ptf.compute.reaper import OWNER, PREFIX, end_abandoned, family
 from ptf.compute.world import joined
 from ptf.errors import UserError
 
@@ -133,6 +134,31 @@ def test_a_session_inside_a_session_uses_it_and_leaves_it_running(ray_cluster):
         assert ray.is_initialized()
     assert ray.is_initialized()
     assert int(get_authentication_mode()) == 1  # token
+
+
+def test_ray_listens_to_this_machine_alone_from_a_directory_of_this_user_alone(gang):
+    home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
+    assert home.stat().st_mode & 0o777 == 0o700
+    places = {(at.laddr.ip, process.name()) for process in family(home) for at in process.net_connections() if at.status == psutil.CONN_LISTEN}
+    ours = {name for _, name in places if name in ("raylet", "gcs_server")}
+    assert ours == {"raylet", "gcs_server"}
+    assert {ip for ip, _ in places} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+def test_what_a_run_left_that_was_killed_with_its_reaper_goes_with_the_next(tmp_path):
+    left, live, foreign = (tmp_path / f"{PREFIX}{name}" for name in ("left", "live", "foreign"))
+    for home in (left, live, foreign):
+        home.mkdir()
+        (home / "r").mkdir()
+    (left / OWNER).touch()
+    (live / OWNER).touch()
+    held = scratch.hold(live / OWNER)
+    stray = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(left)])
+    end_abandoned(tmp_path)
+    stray.wait(60)
+    assert [home.exists() for home in (left, live, foreign)] == [False, True, True]
+    assert held is not None
+    os.close(held)
 
 
 DRIVER = """

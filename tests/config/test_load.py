@@ -51,15 +51,19 @@ sources = st.dictionaries(
     min_size=1,
     max_size=2,
 )
-positive = st.integers(1, 2**70)
+positive = st.integers(1, 10**14)
+
+
+def named(text: str) -> str:
+    """A name of a source, of any text."""
+    return "s" + "".join(c for c in text if c >= " " and c not in "/\\")[:99]
 
 
 def agreeing(values: dict) -> dict:
     """The same job with kinds of sources and a length that suit its recipe."""
     online = "rollout" in values
-    kinds = {
-        name: {**s, "kind": "prompt"} if online else {**s, "kind": "chat"} if s.get("kind") == "prompt" else s for name, s in values["data"]["sources"].items()
-    }
+    sources = {named(name): source for name, source in values["data"]["sources"].items()}
+    kinds = {name: {**s, "kind": "prompt"} if online else {**s, "kind": "chat"} if s.get("kind") == "prompt" else s for name, s in sources.items()}
     room = {"seq_len": values["data"].get("seq_len", 1) + 256} if online else {}
     return {**values, "data": {**values["data"], "sources": kinds, **room}}
 
@@ -278,6 +282,43 @@ def test_yaml_that_would_not_end_or_has_tags():
     ):
         with pytest.raises(ConfigError, match=word):
             loads(SFT + text)
+
+
+BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))])
+DEEP = {
+    "flow": ("a: " + "[" * 2000 + "]" * 2000, "more than 100 deep"),
+    "sections": ("\n".join("  " * i + "a:" for i in range(2000)), "more than 100 deep"),
+    "json": ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "more than 100 deep"),
+    "aliases": (BOMB, "more than 50,000 values"),
+    "digits": ("seed: 1" + "0" * 5000, "has 5001 characters"),
+    "hexadecimal": ("seed: 0x" + "f" * 5000, "has 5002 characters"),
+    "steps": ("train: {steps: 1" + "0" * 30 + ", lr: 1e-4}", "must be at most 1000000000000000, got 1000000000000000000000000000000"),
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_what_would_take_all_memory_or_the_stack_is_one_problem(kind):
+    text, what = DEEP[kind]
+    with pytest.raises(ConfigError, match=what) as caught:
+        loads(text)
+    assert len(str(caught.value)) < 1000
+    overrides = [f"x={text}"] if kind != "steps" else ["train.steps=1" + "0" * 30]
+    with pytest.raises(ConfigError, match=what):
+        loads(SFT, overrides)
+
+
+def test_long_keys_and_chains_of_files_are_one_problem(write):
+    with pytest.raises(ConfigError, match="a key of more than 100 sections"):
+        loads(SFT, [".".join("a" * 2000) + "=1"])
+    files = write(**{f"f{i}": f"extends: f{i + 1}.yaml\n" for i in range(2000)})
+    with pytest.raises(ConfigError, match="more than 100 files extend each other"):
+        load(files[0])
+
+
+def test_the_control_what_configs_need_is_read():
+    deep = "[" * 90 + "1" + "]" * 90
+    job = loads(SFT + f"algo: {{x: {deep}, y: &y [1, 2], z: [*y, *y]}}\n", ["recipe={use: a:b}"])
+    assert job.algo["z"] == [[1, 2], [1, 2]]  # type: ignore[index]
 
 
 # --- merging ----------------------------------------------------------------------------------------------------

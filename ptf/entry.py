@@ -1,0 +1,48 @@
+"""The first code of a process that ptf starts: `python -m ptf.entry MODULE ARGUMENTS…` runs a module as `python -m` would, bound to its parent.
+
+The one idea: nothing heavy is imported before the kernel was told to kill this process together with its parent, and before the parent was seen to be
+alive still. A process that imports torch for seconds first would outlive a parent that is killed meanwhile, and then wait for its peers for half an hour.
+"""
+
+import ctypes
+import os
+import sys
+
+PARENT = "PTF_PARENT"  # in the environment of a process that is started so: its parent's process id
+ORPHANED = 75  # exit status of a process whose parent was gone before it began
+STARTED_BY = os.getppid()  # as it was when this module was imported
+PR_SET_PDEATHSIG, SIGKILL = 1, 9  # linux/prctl.h; the module signal is not needed for one number
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when the *thread* that started it ends, so it must be started by one that lasts. With `parent`, the process id
+    that the starter had: end now if it is gone already. Where there is no such call of the kernel (not Linux), a thread looks twice a second."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(ORPHANED)
+    if sys.platform != "linux":
+        _watch(os.getppid())
+
+
+def _watch(parent: int) -> None:
+    import threading
+    import time
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    if not os.environ.get(PARENT, "").isdigit():
+        sys.exit(f"ptf.entry is started by ptf, which sets {PARENT}; start the module itself instead")
+    end_with_parent(int(os.environ[PARENT]))
+    os.environ[PARENT] = str(os.getpid())  # for what this process starts in the same way
+    import runpy
+
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,107 @@
+"""Files and directories beside what they will become, and removing those that killed processes have left there.
+
+The one idea: whoever works in one holds a lock on it (flock), which the kernel takes back when that process dies. So a name of ours that nobody
+has locked is garbage, and may be removed by anyone at any time.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PREFIX = ".partial-"  # of the names that `sweep` may remove
+
+
+@contextlib.contextmanager
+def directory(target: Path) -> Iterator[Path]:
+    """An empty directory beside `target`, to work in and then to rename; removed at the end if it is still there."""
+    with _beside(target, Path.mkdir) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def file(target: Path) -> Iterator[Path]:
+    """The same, of an empty file."""
+    with _beside(target, Path.touch) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = target.with_name(f"{PREFIX}{target.name[:100]}.{uuid.uuid4().hex[:12]}")
+        make(path)
+        if (handle := hold(path)) is not None:
+            break
+    try:
+        yield path
+    finally:
+        _remove(path)
+        os.close(handle)
+
+
+def hold(path: Path) -> int | None:
+    """Lock a file or directory until the number that is returned is closed, or this process ends; None where it was swept before it was locked. Where the
+    file system has no locks it stays unlocked, and nobody will take it for abandoned."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX)  # which others hold for no longer than it takes to look, or to remove it
+    try:
+        if os.path.samestat(os.fstat(handle), os.stat(path)):
+            return handle
+    except FileNotFoundError:
+        pass
+    os.close(handle)
+    return None
+
+
+@contextlib.contextmanager
+def abandoned(path: Path) -> Iterator[bool]:
+    """Whether nobody holds it, which stays so during the block. False where that cannot be known."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
+def sweep(root: Path, depth: int) -> list[Path]:
+    """Remove what killed processes left in `root` and `depth` levels below it. Returns what was removed."""
+    removed: list[Path] = []
+    try:
+        found = sorted(os.scandir(root), key=lambda entry: entry.name)
+    except OSError:  # it is not there, or not ours to read
+        return removed
+    for entry in found:
+        path = Path(entry.path)
+        if entry.name.startswith(PREFIX):
+            with abandoned(path) as free:
+                if free:
+                    _remove(path)
+                    removed.append(path)
+        elif depth and entry.is_dir(follow_symlinks=False):
+            removed += sweep(path, depth - 1)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,123 @@
+"""What a user can mend is one sentence and an exit status, never a traceback: disks, files of ours that others wrote into, numbers, markup."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptf import cli, disk, published, storage
+from ptf.config import Plug, loads
+from ptf.data.trajectory import NoResult, Reward
+from ptf.errors import UserError
+from ptf.rl.rewards import Rewards
+from ptf.run import run
+from steps.artifact import Artifact
+from steps.retrain import news
+from tests.tiny import arithmetic
+
+SMALL = 'mount -t tmpfs -o size={size}k tmpfs "$0" && exec "$@"'
+
+
+def short(tmp_path: Path, **changes: object) -> Path:
+    raw = arithmetic(tmp_path)
+    raw["train"] |= {"steps": 2, "validate_every": 0}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw | changes))
+    return tmp_path / "job.yaml"
+
+
+def test_a_full_disk_under_checkpoints_is_named_with_what_is_needed(tmp_path):
+    config, place = short(tmp_path), tmp_path / "small"
+    place.mkdir()
+    apart = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", SMALL.format(size=400), str(place)]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this kernel lets no user mount a small disk")
+    command = [*apart, sys.executable, "-m", "ptf.cli", "train", str(config), "--lineage", "a", "--set", f"checkpoint.to={place}"]
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"no space is left on the disk at {place}" in done.stderr
+    assert "GiB are needed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_elsewhere_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"no space is left on the disk at .*GiB are free"), disk.plainly(tmp_path), open("/dev/full", "w") as full:
+        full.write("x" * 100_000)
+    with pytest.raises(ZeroDivisionError), disk.plainly(tmp_path):  # the control: what is not the disk's stays what it is
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("output", ["/sys/runs", "/dev/null/runs"])
+def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path, capsys, output):
+    config = short(tmp_path, output=output)
+    assert cli.main(["train", str(config), "--lineage", "a"]) == 2
+    said = capsys.readouterr().err
+    assert output.rpartition("/")[0] in said
+    assert "choose another place" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{}", b"", None])
+def test_a_pointer_that_cannot_be_read_is_one_sentence(tmp_path, content, capsys):
+    pointer = tmp_path / published.POINTER
+    pointer.mkdir() if content is None else pointer.write_bytes(content)
+    with pytest.raises(storage.Corrupt, match=r"latest\.json .*--rollback VERSION writes it anew"):
+        published.latest(str(tmp_path))
+    assert cli.main(["publish", str(tmp_path), "--list"]) == 2
+    assert "latest.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{}", b"[]", b"", None])
+def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, content):
+    job = loads(short(tmp_path, publish={"to": str(tmp_path / "versions"), "metric": "loss/held_out", "mode": "min"}).read_text())
+    storage.finish(f"{job.versions}/one", {"version": "one", "data": {"sums": "then"}}, {})
+    published.point(job.versions, "one", None)
+    file = Path(job.versions) / "retrained.json"
+    assert news(job, Artifact("a", data={"sums": "now"}))  # the control: there is none
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(UserError, match=r"retrained\.json cannot be read.*remove it"):
+        news(job, Artifact("a", data={"sums": "now"}))
+    if content is not None:
+        file.write_text(json.dumps({"lineage": "x", "how": "was published", "data": {}}))
+        assert news(job, Artifact("a", data={"sums": "now"}))
+
+
+@pytest.mark.parametrize(("option", "value"), [("--mfu", "2"), ("--mfu", "nan"), ("--mfu", "0"), ("--memory", "-1"), ("--memory", "inf"), ("--gpus", "0")])
+def test_a_number_that_makes_no_sense_is_refused(tmp_path, capsys, option, value):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", str(short(tmp_path)), "--gpus", "8", option, value])
+    assert left.value.code == 2
+    assert option in capsys.readouterr().err
+
+
+def test_markup_in_a_message_stands_as_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", ":x:[bold].yaml"]) == 2
+    assert ":x:[bold].yaml" in capsys.readouterr().err
+    cli.console().print("a :x: b", markup=False)
+    assert capsys.readouterr().out == "a :x: b\n"
+
+
+def big(row: dict, text: str) -> float:
+    return float(text)
+
+
+def test_a_reward_beyond_what_training_can_count_is_no_result():
+    rewards = Rewards(Plug(use="tests.test_plain_errors:big"), retries=0)
+    try:
+        found = rewards.score([({}, text) for text in ("1", "1e308", "-1e308", "nan", "inf", "1e12")])
+    finally:
+        rewards.close()
+    assert [type(outcome) for outcome in found] == [Reward, NoResult, NoResult, NoResult, NoResult, Reward]
+    assert "the reward is 1e+308, not a number from -1e+12 to 1e+12" in found[1].reason  # type: ignore[union-attr]
+
+
+def test_ten_to_the_thirtieth_steps_are_refused(tmp_path, capsys):
+    assert cli.main(["train", str(short(tmp_path)), "--set", f"train.steps={10**30}"]) == 2
+    assert "must be at most" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is not the name of a training run"):
+        run(loads(short(tmp_path).read_text()), "")
