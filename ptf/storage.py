@@ -52,6 +52,13 @@ def is_local(uri: str) -> bool:
     return _local(_open(uri)[0])
 
 
+def local_path(uri: str) -> Path:
+    """Of what lies on this machine's file system."""
+    files, path = _open(uri)
+    assert _local(files), uri
+    return Path(path)
+
+
 def size(uri: str) -> int:
     """Bytes of a file. Raises Missing."""
     files, path = _open(uri)

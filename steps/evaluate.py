@@ -9,11 +9,13 @@ from steps.artifact import Artifact
 def evaluate(job: Job, artifact: Artifact) -> Artifact:
     """Adds the evaluation's metrics, and prints them as a table: what training started from, what it made, and what is published now."""
     from ptf import published
+    from ptf.compute.lease import leased
     from ptf.eval import evaluate as evaluated
 
     assert artifact.run is not None
     there = published.manifest(job.versions)
-    found = evaluated(artifact.resolve(job), Path(artifact.run))
+    with leased(job, Path(artifact.run)):
+        found = evaluated(artifact.resolve(job), Path(artifact.run))
     names = [n for n in found if not n.startswith("start/")]
     if names:
         columns = {"start": {n: found.get(f"start/{n}") for n in names}, "trained": found, **({"published": there.get("metrics", {})} if there else {})}

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptf.config import Job, dump, fingerprint
 from ptf.config.schema import LOGPROB_BOUND
@@ -12,12 +12,24 @@ from ptf.errors import Retryable, UserError
 from steps.artifact import Artifact
 from steps.model_card import card
 
+if TYPE_CHECKING:
+    from ptf.compute.lease import Lease
+
 ATTEMPTS = 10
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
     """The version is named by the lineage, so publishing again changes nothing. Raises UserError, before anything is written, if the
-    exported model does not give the trained model's log-probs in transformers, its tokenizer gives other ids, or the evaluation regressed."""
+    exported model does not give the trained model's log-probs in transformers, its tokenizer gives other ids, or the evaluation regressed; Held where
+    another process is writing the lineage."""
+    from ptf.compute.lease import leased
+
+    assert artifact.run is not None
+    with leased(job, Path(artifact.run)) as lease:
+        return _publish(job, artifact, lease)
+
+
+def _publish(job: Job, artifact: Artifact, lease: "Lease") -> Artifact:
     from ptf import published, storage
     from ptf.compute.provenance import FILE
 
@@ -38,6 +50,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     }  # fmt: skip
     files = storage.commit(str(staged), manifest)["files"]
     again = _files(f"{root}/{artifact.lineage}") == files  # as after a retry: what may be being read is not written once more
+    lease.check()
     if not again:
         storage.upload(staged, f"{root}/{artifact.lineage}")
     for _ in range(ATTEMPTS):
@@ -46,7 +59,9 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
             print(f"{root}/{artifact.lineage} was published before, and {seen.version} after it; the pointer stays there", flush=True)
             break
         _refuse_worse(job, artifact, published.manifest(root))  # than what is there now: others may publish meanwhile
-        if published.point(root, artifact.lineage, seen):
+        with lease.commit():
+            moved = published.point(root, artifact.lineage, seen)
+        if moved:
             break
     else:
         raise Retryable(f"{root}/{artifact.lineage} is there whole, but others publish there all the time: its pointer could not be moved")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ptf.compute.checkpoint import Checkpoints, copied, tensors_of, write
+from ptf.compute.lease import LeaseLost
 from ptf.compute.world import World
 from ptf.errors import UserError
 
@@ -45,6 +46,7 @@ class Saver:
             try:
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)  # a thread begins with the first one
+                self._saves.lease.check()  # on every rank, before it writes its part
                 entries = write(place, tensors, {host_file(world.rank): host}, world, self._group)
                 if world.leads:
                     self._saves.commit(step, entries, manifest)
@@ -57,7 +59,7 @@ class Saver:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Until what was begun is written, on all ranks. Raises UserError, on all ranks, where it could not be."""
+        """Until what was begun is written, on all ranks. Raises UserError, on all ranks, where it could not be (LeaseLost, where another has taken over)."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s)
@@ -65,6 +67,8 @@ class Saver:
         self._thread = None
         failed = self._error or (TimeoutError(f"not done after {self._timeout_s:g} s") if late else None)
         if self._world.max(float(failed is not None)):
+            if isinstance(failed, LeaseLost):
+                raise failed
             why = failed or "see the other ranks' lines"
             raise UserError(f"the checkpoint of step {self._step} could not be written to {self._saves.path(self._step)}: {why}; the one before it is whole")
 

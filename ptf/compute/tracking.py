@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.schema import TrackConfig
 from ptf.errors import UserError
 
@@ -34,19 +35,23 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 class Rows:
-    """A file of JSON lines, each with its `step`; those of steps that will be made again are dropped when it is opened. `add` is durable when it returns."""
+    """A file of JSON lines, each with its `step`; those of steps that will be made again are dropped when it is opened. `add` is durable when it returns.
+    Both raise LeaseLost, and write nothing, where another process has taken the run over."""
 
-    def __init__(self, path: Path, resumed: int) -> None:
+    def __init__(self, path: Path, resumed: int, lease: Lease = UNSHARED) -> None:
+        self._lease = lease
         kept = [row for row in read_metrics(path) if row["step"] <= resumed]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, path)
-        self.file = path.open("a")
+        with lease.commit(local=True):
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            os.replace(temporary, path)
+            self.file = path.open("a")
 
     def add(self, *rows: Mapping[str, Any]) -> None:
-        self.file.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with self._lease.commit(local=True):
+            self.file.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
+            self.file.flush()
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()
@@ -93,10 +98,10 @@ class WandB:
 class Tracker:
     """Written by one process. `log` is durable when it returns."""
 
-    def __init__(self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int) -> None:
+    def __init__(self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int, lease: Lease = UNSHARED) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        self.rows = Rows(self.path, resumed)
+        self.rows = Rows(self.path, resumed, lease)
         self.steps, self.print_every = steps, knobs.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if knobs.tensorboard else []

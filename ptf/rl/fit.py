@@ -12,6 +12,7 @@ from ptf import recipes, storage
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.launch import default_threads
+from ptf.compute.lease import Lease
 from ptf.compute.leave import Requests
 from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
@@ -237,14 +238,14 @@ def start_of(one: Companion, role: str, tokenizer: str, model: Path) -> dict[str
     return {"directory": str(place), "spec": ModelConfig(path=str(place))}
 
 
-def fit_online(job: Job, run: Path) -> None:
+def fit_online(job: Job, run: Path, lease: Lease) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory. On Ray, what fails in the
     middle goes on from the newest checkpoint, `compute.restarts` times without a newer one."""
     saves = Checkpoints.of(job, run)
     at, again, said = -1, 0, ""
     while True:
         try:
-            return attempt(job, run)
+            return attempt(job, run, lease)
         except (UserError, SyncError, TimeoutError):
             raise
         except Exception as error:
@@ -259,7 +260,7 @@ def fit_online(job: Job, run: Path) -> None:
             print(f"{told(error)}\nstarted again from step {step} ({again} of {job.compute.restarts}, compute.restarts)", flush=True)
 
 
-def attempt(job: Job, run: Path) -> None:
+def attempt(job: Job, run: Path, lease: Lease) -> None:
     """fit_online, once."""
     knobs = job.rollout
     if knobs is None:
@@ -335,11 +336,12 @@ def attempt(job: Job, run: Path) -> None:
         judge = rewards_of(job, evaluation)
         controller = Controller(
             job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, scorers=scorers, critic=critic,
-            rewards=rewards_of(job, knobs.reward), taste=taste, judge=judge, made_with=made_with, tokenizer=tokenizer, run=run,
+            rewards=rewards_of(job, knobs.reward), taste=taste, judge=judge, made_with=made_with, tokenizer=tokenizer, run=run, lease=lease,
         )  # fmt: skip
         try:
             controller.run()
             with cluster.phase(policy, "export"):
+                lease.check()
                 provenance.write(run, made_with)
                 policy.call("export", str(run / "model"))
         finally:
