@@ -67,7 +67,7 @@ def compare(text: str, directory: str) -> None:
     """What every rank runs; leaves the metrics in the run's directory."""
     job, run = loads(text), Path(directory)
     recipe, compute = measuring(recipes.build(job)), job.compute
-    base = bridge.locate(job.model.path, job.model.revision)
+    base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(spec, base, run)
     sets = held_out_rows(job, recipe, Tokenizer.load(tokenizer_path))
@@ -159,7 +159,7 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     rewards = rewards_of(job, knobs.reward or (job.rollout.reward if job.rollout else None))
     if not knobs.sources or not (rewards or (job.rollout and job.rollout.environment)):
         return {}
-    base = bridge.locate(job.model.path, job.model.revision)
+    base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(spec, base, run)
     tokenizer = Tokenizer.load(tokenizer_path)
@@ -197,7 +197,7 @@ def ranked(job: Job, run: Path) -> dict[str, float]:
     started from, as `start/…`; the measures of each user are left in `run/ranked/`."""
     knobs = job.evaluate.ranking
     assert knobs is not None
-    base = bridge.locate(job.model.path, job.model.revision)
+    base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(spec, base, run)
     tokenizer = Tokenizer.load(tokenizer_path)

@@ -27,7 +27,7 @@ def prepared_directory(job: Job) -> str | None:
     """Run `data.prepare` unless its output is there already; None if the job has none."""
     if job.data.prepare is None:
         return None
-    return prepare(plug.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared")
+    return prepare(plug.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared", job.verify_bytes)
 
 
 def published_models(job: Job) -> dict[str, str]:

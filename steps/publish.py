@@ -138,7 +138,7 @@ def gate(job: Job, run: Path, model: Path) -> float:
             f"not published: layers of model.replace have tensors that no Hugging Face model has, so whoever loads {model} with transformers or vLLM would "
             f"get random ones in their place. The whole model is there, theirs in {FILES['layers.']}: train on from it with the same model.replace"
         )
-    trained = tokenizer_of(job.model.tokenizer or str(locate(job.model.path, job.model.revision)), job.model.tokens)
+    trained = tokenizer_of(job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)), job.model.tokens)
     if Tokenizer.load(str(model)).fingerprint() != trained.fingerprint():
         raise UserError(f"not published: the tokenizer in {model} gives other ids than the one that was trained with")
     probe = json.loads((run / "probe.json").read_text())

@@ -1,7 +1,10 @@
 """What tests share: one Ray (starting it takes 3-8 s, and every test gives its places back), and the real data, where PTF_DATA has it; and which of
 them go one after the other where there are several processes (`pytest -n 2`)."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("ptf", deadline=None)  # no test asserts a time
 settings.load_profile("ptf")
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
+os.environ["PTF_CACHE"] = tempfile.mkdtemp(prefix="ptf-cache-")  # what is verified is remembered here
+atexit.register(shutil.rmtree, os.environ["PTF_CACHE"], ignore_errors=True)
 SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 

@@ -20,9 +20,10 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "errors": set(),
     "config": BASE,
     "storage": BASE,
-    "published": BASE | {"storage"},
-    "data": BASE | {"config", "storage"},
-    "model": BASE | {"config", "storage", "published"},
+    "verified": BASE | {"storage"},
+    "published": BASE | {"storage", "verified"},
+    "data": BASE | {"config", "storage", "verified"},
+    "model": BASE | {"config", "storage", "published", "verified"},
     "compute": BASE | {"config", "storage"},
     "tasks": BASE | {"config", "data", "rl"},  # demo plugs: found by name, imported by nobody
     "recipes": DATA,

@@ -24,13 +24,19 @@ def is_clock(name: str) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """The rows of a metrics.jsonl; a last line that a kill cut short is left out. Raises UserError naming another that is not one of ours."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row["step"], int):
+                raise ValueError
+        except (ValueError, KeyError):  # of JSON, or of UTF-8
+            if number == len(lines):
+                break
+            raise UserError(f"{path}:{number} is not a row of metrics: the file was damaged; restore it, or remove it to go on without it") from None
+        rows.append(row)
     return rows
 
 

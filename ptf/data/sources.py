@@ -25,6 +25,7 @@ class SourceSpec:
     columns: Mapping[str, str] = field(default_factory=dict)  # ptf's name → the name there
     limit: int | None = None  # rows
     epochs: int | None = None  # passes; endless without
+    verify_up_to: float = float("inf")  # bytes of a tokenized source that are hashed before it is read
 
 
 @dataclass(frozen=True, slots=True)

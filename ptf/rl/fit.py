@@ -267,7 +267,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         raise UserError("an online recipe needs the section rollout")
     recipe = recipes.build(job)
     evaluation = job.evaluate.reward
-    directory = bridge.locate(job.model.path, job.model.revision)
+    directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     model, directory = extended(job.model, directory, run, job.seed)
     tokenizer_path = tokenizer_directory(model, directory, run)
     tokenizer = Tokenizer.load(tokenizer_path)

@@ -100,7 +100,7 @@ class _Annotating:
         root.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent)) if leads else None
         try:
-            reader = tokenized.reader(source.path, self.tokenizer)
+            reader = tokenized.reader(source.path, self.tokenizer, self.job.verify_bytes)
             tell = tokenized.Progress("annotate", name, reader) if leads else None
             with contextlib.closing(tokenized.RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
                 for rows in self._rounds(reader, source.limit):

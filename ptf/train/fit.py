@@ -64,7 +64,7 @@ class Fit:
 
     def __init__(self, job: Job, world: World, run: Path, lease: Lease) -> None:
         self.job, self.world, self.run, self.lease, self.recipe = job, world, run, lease, recipes.build(job)
-        directory = bridge.locate(job.model.path, job.model.revision)
+        directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
         spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
         self.tokenizer_path = str(world.share(tokenizer_directory(spec, directory, run) if world.leads else None))
         self.tokenizer = Tokenizer.load(self.tokenizer_path)
