@@ -577,6 +577,9 @@ class PublishConfig(Section):
 
     to: str | None = free(None)
     """Directory or URI of versions and their pointer; default `{output}/published`."""
+    gate: Literal["start", "off"] = free("start")
+    """`start`: what is worse than what training started from is not published. Worse: the 95 % interval of the difference on the same held-out rows, of
+    `metric` or else of greedy answers, of rankings, or of held-out losses, whichever there is first, lies below 0 (below -`max_drop`). `off`: publish."""
     metric: str | None = free(None)
     """A metric of the evaluate stage that may not be worse than the published version's by more than `max_drop`."""
     mode: Literal["min", "max"] = free("max")

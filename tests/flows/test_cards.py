@@ -176,8 +176,8 @@ def test_the_config_is_on_the_page(job):
 def test_a_damaged_line_is_an_error_and_never_the_end_of_the_file(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert [row["step"] for row in read(file)] == [1, 2], "the last one is still being written"
+    assert [row["step"] for row in charts.read(file)] == [1, 2], "the last one is still being written"
     for bad in ('{"st', "", "[]"):
         file.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
         with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is not a row"):
-            read(file)
+            charts.read(file)
