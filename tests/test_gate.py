@@ -21,7 +21,7 @@ from steps.publish import page, publish
 from steps.tokenize import tokenize
 from steps.train import train
 from tests.rl.test_controller import raw as rl_raw  # noqa: F401  a fixture
-from tests.tiny import arithmetic, checkpoint, write_jsonl
+from tests.tiny import arithmetic, write_jsonl
 
 
 @pytest.mark.parametrize("freedom", [4, 5, 9, 30, 511])
@@ -110,7 +110,7 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "mode": "min"}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@8"}}))  # which is not a mean over rows
-    with pytest.raises(Worse, match="test/pass@8 0.5 at the start, 0.4 now; of no rows"):
+    with pytest.raises(Worse, match=r"test/pass@8 0\.5 at the start, 0\.4 now; of no rows"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics | {"start/test/pass@8": 0.5, "test/pass@8": 0.4}))
 
 
@@ -131,7 +131,7 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
     for prefix, value in (("start/", 0.8), ("", 0.2)):
         write_jsonl(tmp_path / "ranked" / f"{prefix}next.jsonl", [{"user": n, "all/ndcg@10": value + n / 100} for n in range(10)])
     metrics = {"start/next/all/ndcg@10": 0.845, "next/all/ndcg@10": 0.245}
-    with pytest.raises(Worse, match="next/all/ndcg@10 0.845 at the start"):
+    with pytest.raises(Worse, match=r"next/all/ndcg@10 0\.845 at the start"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     assert not gate.needs_losses(job)
 
@@ -198,7 +198,12 @@ def test_where_nothing_is_held_out_it_says_so(tmp_path: Path, capsys: pytest.Cap
     assert "gate: not compared with what training started from: the job holds nothing out" in capsys.readouterr().out
 
 
-def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any], tmp_path: Path) -> None:  # noqa: F811
-    """GRPO, with a reward for what is wrong, from a policy whose answers are judged by another: no metric is named."""
-    assert rl_raw["recipe"] == "grpo"
-    assert checkpoint is not None
+def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any]) -> None:  # noqa: F811
+    """GRPO on one reward, judged by its contrary; no metric is named."""
+    rl_raw["train"] |= {"steps": 8, "lr": 5e-3, "validate_every": 0}
+    rl_raw["evaluate"] |= {"reward": {"use": "tests.rl.plugs:by_wordiness"}, "samples": 1, "limit": 60, "max_new_tokens": 6}
+    job, artifact = staged(rl_raw)
+    assert artifact.metrics["dev/reward"] < artifact.metrics["start/dev/reward"]
+    with pytest.raises(Worse, match=r"worse than what training started from: dev/reward"):
+        publish(job, artifact)
+    assert published.pointer(job.versions) is None
