@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding bench-flows bench-events learning learning-spmd learning-rl reliability ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-s3 test-gpu bench-gpu docs clean
+.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding bench-flows bench-events learning learning-spmd learning-rl reliability resumes ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-s3 test-gpu bench-gpu docs clean
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -62,6 +62,9 @@ learning-rl: setup                       ## GRPO, its family, PPO and on-policy 
 
 reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
 	$(PY) benchmarks/reliability.py
+
+resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
+	$(PY) benchmarks/two_resumes.py
 
 ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated
 	$(PY) -m tests.data.ledger 1000000
