@@ -59,14 +59,16 @@ def main() -> None:
         found = {store: trials(store, asked.trials, asked.seed, Path(scratch)) for store in STORES}
     RESULTS.write_text(
         "# Two resumes at once\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/two_resumes.py', *sys.argv[1:]])}`  \nHardware: {cpu()}  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        "A tiny SFT run of 24 steps with a checkpoint every 5 is killed (SIGKILL) at a random moment and resumed twice at once, the second after 0 to 0.5 s. In\n"
-        "every third trial the resume that holds the lease is killed as well, as soon as the other one has been refused, and a third one is started.\n\n"
-        "| store | trials | holder killed too | one ended, one said why it stopped | one after the other, both ended | something else |\n|---|---|---|---|---|---|\n"
-        + "".join(row(store, of) for store, of in found.items())
-        + "\nEvery run that ended has the bits of the one that never stopped: metrics but clock fields, exported weights, and the SHA-256 of weights and optimizer in\n"
-        "its last checkpoint. Every other one named the process that holds the lease, since when, and how to take over. None waited for a heartbeat of a process\n"
-        "that was killed.\n"
+        f"Command: `{' '.join(['python', 'benchmarks/two_resumes.py', *sys.argv[1:]])}`  \n"
+        f"Hardware: {cpu()}  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
+        "A tiny SFT run of 24 steps with a checkpoint every 5 is killed (SIGKILL) at a random moment and resumed twice at once, the second\n"
+        "after 0 to 0.5 s. In every third trial the resume that holds the lease is killed as well, as soon as the other one has been refused,\n"
+        "and a third one is started.\n\n"
+        "| store | trials | holder killed too | one ended, one said why it stopped | one after the other, both ended | something else |\n"
+        "|---|---|---|---|---|---|\n" + "".join(row(store, of) for store, of in found.items()) + "\n"
+        "Every run that ended has the bits of the one that never stopped: metrics but clock fields, exported weights, and the SHA-256 of\n"
+        "weights and optimizer in its last checkpoint. Every other one named the process that holds the lease, since when, and how to take\n"
+        "over. None waited for a heartbeat of a process that was killed.\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
     sys.exit(1 if any(one["wrong"] for of in found.values() for one in of) else 0)
