@@ -125,7 +125,7 @@ def test_rows_of_another_evaluation_are_refused(raw: dict[str, Any], tmp_path: P
 
 
 def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
-    raw = arithmetic(tmp_path) | {"evaluate": {"ranking": {"sources": {"next": {"path": "x"}}}}}
+    raw: dict[str, Any] = arithmetic(tmp_path) | {"evaluate": {"ranking": {"sources": {"next": {"path": "x"}}}}}
     raw["model"]["init"] = "pretrained"
     job = loads(yaml.safe_dump(raw))
     for prefix, value in (("start/", 0.8), ("", 0.2)):
@@ -145,7 +145,7 @@ def staged(raw: dict[str, Any], lineage: str = "a") -> tuple[Any, Artifact]:
 
 def wrong(tmp_path: Path) -> dict[str, Any]:
     """A job that goes on from a model that has learned its sums, with data that teach others."""
-    raw = arithmetic(tmp_path) | {"output": str(tmp_path / "first")}
+    raw: dict[str, Any] = arithmetic(tmp_path) | {"output": str(tmp_path / "first")}
     raw["train"] |= {"steps": 30, "validate_every": 0}
     _, first = staged(raw)
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]

@@ -231,9 +231,9 @@ def rewards_of(job: Job, reward: Plug | None) -> Rewards | None:
     return Rewards(reward, knobs.reward_timeout_s, processes=knobs.processes, retries=knobs.retries, within_s=within)
 
 
-def start_of(one: Companion, role: str, tokenizer: str, model: Path) -> dict[str, Any]:
+def start_of(one: Companion, role: str, tokenizer: str, model: Path, verify_up_to: float) -> dict[str, Any]:
     """What a model of its own is loaded from. Raises UserError if it is not there, or reads other tokens than the policy does."""
-    place = located(one, role)
+    place = located(one, role, verify_up_to)
     refuse_other_tokenizer(place, tokenizer, role, one, model)
     return {"directory": str(place), "spec": ModelConfig(path=str(place))}
 
@@ -301,7 +301,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     frozen = {"spec": unadapted(common["spec"]), "precision": job.train.precision, "micro_rows": job.train.micro_rows}
     if job.train.deterministic:
         frozen["width"] = 0
-    own = {role: start_of(one, role, tokenizer_path, start) for role, one in recipe.companions.items() if one.path is not None}
+    own = {role: start_of(one, role, tokenizer_path, start, job.verify_bytes) for role, one in recipe.companions.items() if one.path is not None}
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
     if trie is not None:
         made_with["allowed"] = trie.fingerprint()
@@ -314,7 +314,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         train = job.train.model_copy(update={"lr": lr or job.train.lr})
         plans["critic"] = RoleSpec("critic", Learner, {**common, "tokenizer": tokenizer_path, "train": train, "recipe": trained_by}, workers, **mesh)
     if liked := knobs.reward_model:
-        place = located(Companion(liked.path, liked.revision), "rollout.reward_model.path")
+        place = located(Companion(liked.path, liked.revision), "rollout.reward_model.path", job.verify_bytes)
         refuse_without_score(place)
         longest = min(bridge.shape(place).max_positions, 2 * job.data.seq_len)  # its tokenizer and template may take more tokens than the policy's
         width = 0 if job.train.deterministic else longest

@@ -65,7 +65,7 @@ def annotated(job: Job, recipe: Annotating, tokenizer: Tokenizer, world: World, 
 
 def _named(job: Job, recipe: Annotating, tokenizer: Tokenizer, model: Decoder, directory: Path) -> dict[str, str]:
     """Source → directory: its key is of all that decides what is written there, and of nothing else."""
-    models = {role: _start(job, directory) if one.path is None else _digest(located(one, role)) for role, one in recipe.companions.items()}
+    models = {role: _start(job, directory) if one.path is None else _digest(located(one, role, job.verify_bytes)) for role, one in recipe.companions.items()}
     vocabulary = model.config.vocab if any(one.path for one in recipe.companions.values()) else 0
     made_by = models, vocabulary, type(recipe).__qualname__, recipe.annotated_by, job.train.precision, tokenizer.fingerprint(), code()
     sources = {**job.data.sources, **job.data.validation}.items()
