@@ -116,6 +116,7 @@ def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
         if json.dumps(known) != before:
             storage.write_text(str(file), json.dumps(known))
     finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # for a process that was forked meanwhile has the file open, too
         os.close(handle)
 
 
