@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test check bench bench-verify bench-masks bench-ids bench-sharding bench-flows bench-events learning learning-spmd learning-rl reliability resumes ledger bench-train bench-dpo bench-grpo bench-packing peers test-cluster test-s3 test-gpu bench-gpu docs clean
+.PHONY: $(shell grep -oE '^[a-z0-9-]+:' $(firstword $(MAKEFILE_LIST)) | tr -d ':')  # all of them
 
 setup: .venv/ready                       ## .venv from the pins, where it is missing or stale
 
@@ -17,12 +17,21 @@ run: setup                               ## the main job: SFT, then GRPO, and a 
 	$(PY) benchmarks/main_job.py
 
 test: setup                              ## the suite, in two processes
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest -n 2
+
+test-random: setup                       ## every property test on random examples, with 20 fresh seeds (SEEDS=n), for the night
+	$(PY) -m tests.random_examples $(or $(SEEDS),20)
+
+test-memory: setup                       ## the suite, and the most memory that all its processes had; fails above 12 GiB
+	$(PY) benchmarks/suite_memory.py
 
 check: setup                             ## lint and types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
+
+data: setup                              ## fetch the public sets, templates and tokenizers that tests and benchmarks read, by checksum, to PTF_DATA or data/
+	$(PY) benchmarks/fetch_data.py
 
 docs: setup                              ## regenerate docs/config.md and configs/schema.json
 	$(PY) -m ptf.config.reference
@@ -36,6 +45,9 @@ bench-verify: setup                      ## the logit verifier over every family
 
 bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
 	$(PY) benchmarks/loss_masks.py
+
+bench-formats: setup                     ## what is made of the forms of people's data sets; writes benchmarks/results/formats.md
+	$(PY) benchmarks/formats.py
 
 bench-ids: setup                         ## training ids against vLLM's of 100,000 texts and 5,000 chats; writes benchmarks/results/serving_ids.md
 	$(PY) benchmarks/serving_ids.py

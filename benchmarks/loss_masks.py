@@ -1,11 +1,12 @@
-"""Every conversation of PTF_DATA and made-up ones under every chat template: ptf's loss masks beside an oracle that shares no code with them.
-Writes benchmarks/results/loss_masks.md.
+"""Made-up conversations, and the real ones of PTF_DATA, under every chat template, ours and real: ptf's loss masks beside an oracle that shares no code with
+them. Writes benchmarks/results/loss_masks.md; a run that was interrupted goes on where it stopped.
 
-    python benchmarks/loss_masks.py [--fuzz 8000] [--seed 1] [--jobs 2] [--templates qwen3 …]
+    python benchmarks/loss_masks.py [--fuzz 1900] [--rows 100] [--seed 1] [--jobs 2] [--templates qwen3 …]
 """
 
 import argparse
 import functools
+import hashlib
 import json
 import multiprocessing
 import os
@@ -31,10 +32,15 @@ from tests.conftest import SHARED  # noqa: E402
 from tests.data.agreement import judge  # noqa: E402
 from tests.data.conversations import Conversation, fuzzed, real  # noqa: E402
 from tests.data.oracle import Oracle  # noqa: E402
-from tests.data.templates import ONE_SAMPLE, OWN, SPLIT, UNSERVED, markers, templated  # noqa: E402
+from tests.data.templates import CASES, OURS, REAL, REFUSED, markers, templated  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "results" / "loss_masks.md"
-NAMES = (*sorted([*ONE_SAMPLE, *SPLIT, *UNSERVED]), *OWN)
+NAMES = (*OURS, *sorted(REAL))
+CODE = (
+    *(ROOT / f"ptf/data/{name}.py" for name in ("chat", "completion", "context", "growing", "rendering", "tokenizer")),
+    *(ROOT / f"tests/data/{name}.py" for name in ("agreement", "conversations", "oracle", "templates")),
+    *sorted((ROOT / "tests/data/chat_templates").glob("*.jinja")),
+)
 CHUNK = 250  # conversations
 
 
@@ -68,7 +74,7 @@ class Chunk:
     seed: int
 
     def conversations(self) -> Iterator[Conversation]:
-        marks = markers(templated(SHARED, self.template).hf.chat_template)
+        marks = markers(templated(self.template, SHARED).hf.chat_template)
         for number in self.numbers:
             yield all_real(self.seed)[number] if self.source == "real" else fuzzed(Random(f"{self.seed}/{self.template}/{number}"), marks)
 
@@ -88,8 +94,8 @@ class Renders:
         self._render, self._known = hf.apply_chat_template, {}
         hf.apply_chat_template = self
 
-    def __call__(self, messages: list[Any], tools: Any, **options: bool) -> str:
-        key = repr((messages, tools and id(tools), options))
+    def __call__(self, messages: list[Any], tools: Any, **options: Any) -> str:
+        key = repr((messages, tools and [str(tool) for tool in tools], {name: value for name, value in options.items() if not callable(value)}))
         if key not in self._known:
             self._known[key] = self._render(messages, tools=tools, **options)
         return self._known[key]
@@ -100,9 +106,9 @@ class Renders:
 
 @functools.cache
 def judges(template: str) -> tuple[Tokenizer, Oracle, Renders]:
-    tokenizer = templated(SHARED, template)
+    tokenizer = templated(template, SHARED)
     renders = Renders(tokenizer.hf)
-    return tokenizer, Oracle(tokenizer.hf), renders
+    return tokenizer, Oracle(tokenizer.hf, CASES[template], **tokenizer.rendering.arguments), renders
 
 
 def judged(chunk: Chunk) -> tuple[Chunk, Tally]:
@@ -127,33 +133,65 @@ def judged(chunk: Chunk) -> tuple[Chunk, Tally]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="ptf's loss masks beside an oracle, on all conversations of PTF_DATA and made-up ones")
-    parser.add_argument("--fuzz", type=int, default=8000, help="made-up conversations for each template")
+    parser = argparse.ArgumentParser(description="ptf's loss masks beside an oracle, on conversations of PTF_DATA and made-up ones")
+    parser.add_argument("--fuzz", type=int, default=1900, help="made-up conversations for each template")
+    parser.add_argument("--rows", type=int, default=100, help="real conversations for each template; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--templates", nargs="+", default=NAMES, choices=NAMES, help="no page is written unless all are run, with all rows")
-    parser.add_argument("--rows", type=int, help="only so many of the real conversations")
+    parser.add_argument("--templates", nargs="+", default=NAMES, choices=NAMES, help="no page is written unless all are run")
+    parser.add_argument("--part", type=Path, default=ROOT / "build" / "loss_masks.jsonl", help="what is done so far; another state of the code begins anew")
     options = parser.parse_args()
-    began, rows = time.perf_counter(), len(all_real(options.seed))
-    sizes = (("real", min(rows, options.rows or rows)), ("fuzz", options.fuzz))
+    there = (SHARED / "templates").is_dir()
+    names = [name for name in options.templates if there or name in OURS]
+    began, rows = time.perf_counter(), min(options.rows, len(all_real(options.seed))) if there else 0
+    sizes = (("real", rows), ("fuzz", options.fuzz))
     chunks = [
         Chunk(name, source, range(first, min(first + CHUNK, size)), options.seed)
-        for name in options.templates for source, size in sizes for first in range(0, size, CHUNK)
+        for name in names for source, size in sizes for first in range(0, size, CHUNK)
     ]  # fmt: skip
-    left, total, done = Counter(chunk.template for chunk in chunks), sum(len(chunk.numbers) for chunk in chunks), 0
-    tallies = {name: Tally() for name in options.templates}
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for chunk, tally in pool.imap_unordered(judged, chunks):
-            tallies[chunk.template] += tally
-            done, left[chunk.template] = done + len(chunk.numbers), left[chunk.template] - 1
+    found = done_before(options.part)
+    todo = [chunk for chunk in chunks if str(chunk) not in found]
+    spent = sum(found[str(chunk)][1] for chunk in chunks if str(chunk) in found)
+    total, done = sum(len(chunk.numbers) for chunk in todo), 0
+    options.part.parent.mkdir(parents=True, exist_ok=True)
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool, options.part.open("a") as file:
+        for chunk, tally, seconds in pool.imap_unordered(timed, todo):
+            found[str(chunk)] = tally, seconds
+            file.write(json.dumps([code(), str(chunk), vars(tally), seconds]) + "\n")
+            file.flush()
+            done += len(chunk.numbers)
             rate = done / (time.perf_counter() - began)
             print(f"\r{done:,} of {total:,} conversations, {rate:.0f} a second, {(total - done) / rate:.0f} s left   ", end="", file=sys.stderr, flush=True)
-            if not left[chunk.template]:
-                report(chunk.template, tallies[chunk.template])
-    if options.rows is None and len(tallies) == len(NAMES):
-        PAGE.write_text(page(options, tallies, time.perf_counter() - began))
+    tallies = {name: Tally() for name in names}
+    for chunk in chunks:
+        tallies[chunk.template] += found[str(chunk)][0]
+    for name, tally in tallies.items():
+        report(name, tally)
+    spent = sum(found[str(chunk)][1] for chunk in chunks)
+    if len(tallies) == len(NAMES):
+        PAGE.write_text(page(options, tallies, spent))
         print(f"wrote {PAGE.relative_to(ROOT)}")
     return 1 if any(tally.problems for tally in tallies.values()) else 0
+
+
+@functools.cache
+def code() -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()[:16]
+
+
+def done_before(part: Path) -> dict[str, tuple[Tally, float]]:
+    """Chunk → what it came to, and CPU seconds, where the code was the same."""
+    found = {}
+    for made_by, chunk, values, seconds in map(json.loads, part.read_text().splitlines() if part.is_file() else ()):
+        if made_by == code():
+            found[chunk] = Tally(**{**values, "refused": Counter(values["refused"])}), seconds
+    return found
+
+
+def timed(chunk: Chunk) -> tuple[Chunk, Tally, float]:
+    began = time.process_time()
+    _, tally = judged(chunk)
+    return chunk, tally, time.process_time() - began
 
 
 def report(name: str, tally: Tally) -> None:
@@ -165,31 +203,46 @@ def page(options: argparse.Namespace, tallies: dict[str, Tally], seconds: float)
     reasons = list(sum((tally.refused for tally in tallies.values()), Counter()))
     rows, refused = [], []
     for name, t in tallies.items():
-        rows.append(f"| {name} | {t.real:,} | {t.fuzzed:,} | {t.spans:,} | {t.refused.total():,} | {len(t.problems)} | {t.expansion} |")
+        shows = CASES[name].shows or "real"
+        rows.append(f"| {name} | {shows} | {t.real:,} | {t.fuzzed:,} | {t.spans:,} | {t.refused.total():,} | {len(t.problems)} | {t.expansion} |")
         refused.append(f"| {name} | " + " | ".join(f"{t.refused[reason]:,}" for reason in reasons) + " |")
     problems = "\n".join(f"* {name}, {problem}" for name, t in tallies.items() for problem in t.problems[:5]) or "None."
     sums = [sum(values) for values in zip(*((t.real, t.fuzzed, t.spans, t.refused.total(), len(t.problems)) for t in tallies.values()), strict=True)]
     nl = "\n"
     return f"""# Loss masks beside an oracle
 
-Command: `python benchmarks/loss_masks.py --fuzz {options.fuzz} --seed {options.seed} --jobs {options.jobs}`  
-Hardware: {cpu()}, transformers {transformers.__version__}, {seconds / 60:.1f} minutes beside other work  
+Command: `python benchmarks/loss_masks.py --fuzz {options.fuzz} --rows {options.rows} --seed {options.seed} --jobs {options.jobs}`  
+Hardware: {cpu()}, transformers {transformers.__version__}, {seconds / 60:.1f} CPU minutes  
 Date: {date.today()}
 
-The oracle (`tests/data/oracle.py`) shares no code with ptf. It renders a turn again with other words in place of its parts, reads spans off the
-characters of the text and finds tokens by their offsets. They agree on a conversation if ids and masks are equal token by token in the same samples, or if
-both refuse it at the same turn for the same reason. All 13 templates are tried with the Qwen3 tokenizer, their special tokens added; `own/…` is
-a tokenizer directory as it is. Real conversations are GSM8K, OpenAssistant, SGD with its tools, τ-bench airline, and the last answers of the preference data,
-with ids of calls renumbered to the nine characters that Mistral-Nemo asks for. Fuzzed ones are short, with all that could go wrong in what is said: the
-template's own special tokens, tags of thinking and calls, white space, Unicode, empty parts, thoughts, calls, roles out of order.
+{sums[0] + sums[1]:,} conversations, {sums[2]:,} trained turns, **{sums[4]} disagreements**.
 
-| template | real | fuzzed | agreed spans | agreed refusals | disagreements | tokens, of the longest sample's |
-|---|---|---|---|---|---|---|
+The oracle (`tests/data/oracle.py`) shares no code with ptf. It renders a turn and its context again with other words in place of their parts, reads spans
+off the characters of the text, finds tokens by their offsets, and knows by hand where the turns of each template end (`tests/data/templates.py`). They agree
+on a conversation if ids and masks are equal token by token in the same samples, or if both refuse it at the same turn for the same reason. Templates with
+a description are ours (`tests/data/chat_templates`), with a byte-level tokenizer that the tests train; the 13 real ones are tried with the Qwen3 tokenizer,
+their special tokens added; `own/…` is a tokenizer directory as it is. Behind a comma stand the keys that are set. Real conversations are GSM8K,
+OpenAssistant, SGD with its tools, τ-bench airline, and the last answers of the preference data, with ids of calls renumbered to the nine characters that
+Mistral-Nemo asks for. Fuzzed ones are short, with all that could go wrong in what is said: the template's own special tokens, tags of thinking and calls,
+white space, Unicode, empty parts, thoughts, calls, tools, developers, further systems, arguments of the row's own, roles out of order.
+
+| template | what it shows | real | fuzzed | agreed spans | agreed refusals | disagreements | tokens, of the longest sample's |
+|---|---|---|---|---|---|---|---|
 {nl.join(rows)}
-| all | {" | ".join(f"{n:,}" for n in sums)} | |
+| all | | {" | ".join(f"{n:,}" for n in sums)} | |
 
 Spans are trained turns. The last column is what splitting costs where every turn of a real conversation is trained: tokens of all its samples over those
 of the longest.
+
+## Models that were refused
+
+By the templates of ours that behave like theirs: turns that were trained, of conversations that were not refused, by default and with each key.
+
+| model | by default | with a key |
+|---|---|---|
+{nl.join(refused_row(model, names, tallies) for model, names in REFUSED.items())}
+
+## Refusals
 
 Conversations refused, by reason of the first turn that cannot be verified:
 
@@ -199,11 +252,20 @@ Conversations refused, by reason of the first turn that cannot be verified:
 
 Disagreements: {problems}
 
-What it says: *never served*, the generation prompt is not how the rendered turn begins: R1-distill and QwQ write `<think>` there alone, Mistral-Nemo
-moves the system message, minimind writes an empty thought where there is one, gpt-oss drops what was thought before a call once the answer is there.
-*Left out*, the template does not show a part of the turn: Granite, Phi-3.5 and SmolLM3 drop calls, gpt-oss all calls but the first, Mistral-Nemo what is said
-beside a call, most templates thoughts. *Stop inside*, an end-of-turn token stands within what is said. *Speaks first*, the first answer answers nothing.
+What it says: *never served*, the generation prompt is not how the rendered turn begins; *left out*, the template does not show a part of the turn (dropped
+calls, thoughts, what is said beside a call); *unseen context*, it does not show tools, results, a developer, a later system, an earlier answer; *stop inside*,
+an end-of-turn token stands within what is said; *speaks first*, the first answer answers nothing; *no tags*, *thinking closed*, *call not served*:
+`data.render: served` cannot put the turn together. In fuzzed conversations most rows have one of these on purpose.
 """
+
+
+def refused_row(model: str, names: tuple[str, ...], tallies: dict[str, Tally]) -> str:
+    def counted(name: str) -> str:
+        t = tallies[name]
+        return f"{t.spans:,} turns, {t.refused.total():,} of {t.real + t.fuzzed:,} conversations refused"
+
+    keys = "; ".join(f"`{name.partition(', ')[2]}`: {counted(name)}" for name in names[1:])
+    return f"| {model} | {counted(names[0])} | {keys or '–'} |"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from ptf.data.context import refuse_unseen
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -33,7 +34,10 @@ class Chat:
         """To what was said so far and `text`. Raises UserError, and forgets the text, where that is longer than the model can read."""
         said = [*self.messages, {"role": "user", "content": text}]
         chats = bool(self.tokenizer.hf.chat_template)
-        context = np.array(self.tokenizer.render(said, True) if chats else self.tokenizer.begin(text), np.int32)
+        shown = self.tokenizer.render_text(said, True) if chats else ""
+        if chats:
+            refuse_unseen(said, shown, self.tokenizer)
+        context = np.array(self.tokenizer.encode(shown) if chats else self.tokenizer.begin(text), np.int32)
         limit = self.engine.model.config.max_positions
         if len(context) + self.sampling.max_new_tokens > limit:
             raise UserError(f"{len(context)} tokens, and {self.sampling.max_new_tokens} to answer, are more than the {limit} that the model can read")

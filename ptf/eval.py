@@ -70,8 +70,8 @@ def compare(text: str, directory: str) -> None:
     recipe, compute = measuring(recipes.build(job)), job.compute
     base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
-    tokenizer_path = tokenizer_directory(spec, base, run)
-    sets = held_out_rows(job, recipe, Tokenizer.load(tokenizer_path))
+    tokenizer_path = tokenizer_directory(job, spec, base, run)
+    sets = held_out_rows(job, recipe, Tokenizer.load(tokenizer_path), run / "quarantine" if int(os.environ.get("RANK", 0)) == 0 else None)
     metrics: dict[str, float] = {}
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor)
@@ -179,7 +179,7 @@ def generated(job: Job, run: Path) -> dict[str, float]:
         return {}
     base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
-    tokenizer_path = tokenizer_directory(spec, base, run)
+    tokenizer_path = tokenizer_directory(job, spec, base, run)
     tokenizer = Tokenizer.load(tokenizer_path)
     prompts, trie = held_out_prompts(job.evaluate.sources, tokenizer, knobs.limit), trie_of(job.rollout, tokenizer)
     models = {"": run / "model"} | ({"start/": start_directory(spec, base, run, tokenizer_path, job.seed)} if knobs.start else {})
@@ -217,7 +217,7 @@ def ranked(job: Job, run: Path) -> dict[str, float]:
     assert knobs is not None
     base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
-    tokenizer_path = tokenizer_directory(spec, base, run)
+    tokenizer_path = tokenizer_directory(job, spec, base, run)
     tokenizer = Tokenizer.load(tokenizer_path)
     models = {"": run / "model"}
     if job.evaluate.start and job.model.init == "pretrained":

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -12,7 +13,10 @@ from ptf import published, recipes, storage
 from ptf.compute import launch, leave
 from ptf.compute.lease import Lease, leased
 from ptf.compute.world import World, joined
-from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve
+from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, sources_of
+from ptf.config.schema import Source
+from ptf.data import hub
+from ptf.data.files import Location, repo_of
 from ptf.data.prepare import prepare
 from ptf.errors import Retryable, UserError
 from ptf.train.resume import refuse_frozen_changes
@@ -49,13 +53,36 @@ def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
     return {key: path.removeprefix("job:") for key, path in model_paths(job).items() if path.startswith("job:") and path not in models}
 
 
-def resolved(job: Job, models: Mapping[str, str] = {}) -> Job:
-    """The job with `prepare:` and `job:` replaced by what they point at. Raises UserError if a `job:` has published nothing."""
+def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
+    """Key of a source → the commit of its dataset of the Hub, so that every later stage and resume reads the same one. Where the config names no
+    revision, an earlier attempt at the lineage has said which."""
+    file = Path(job.output) / (lineage or "") / "job.yaml"
+    before = sources_of(loads(file.read_text())) if lineage and file.exists() else {}
+    found = {}
+    for key, source in sources_of(job).items():
+        repo = None if source.kind == "tokenized" or source.path.startswith("prepare:") else repo_of(Location.of(source))
+        if repo is not None and not (repo.revision and hub.COMMIT.fullmatch(repo.revision)):
+            then = before.get(key) if repo.revision is None else None
+            found[key] = (then and _commit_read(then)) or hub.commit_of(repo.id, repo.revision)
+    return found
+
+
+def _commit_read(source: Source) -> str | None:
+    """The commit that a recorded job read, ahead of training or while it trained."""
+    if source.kind != "tokenized":
+        return source.revision
+    manifest = f"{source.path.rstrip('/')}/{storage.MANIFEST}"
+    return json.loads(storage.read_text(manifest)).get("commit") if storage.exists(manifest) else None
+
+
+def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = None) -> Job:
+    """The job with `prepare:` and `job:` replaced by what they point at, and with the commits of its datasets of the Hub (those that an earlier
+    attempt at `lineage` read). Raises UserError if a `job:` has published nothing."""
     models = {**published_models(job), **models}
     for key, config in unpublished(job, models).items():
         flow = f"flows/{load(config).recipe}_flow.py"
         raise UserError(f"{key}: {config} has published no model yet; make it first: python {flow} run --config {config}")
-    return resolve(job, prepared=prepared_directory(job), models=models)
+    return resolve(job, prepared=prepared_directory(job), models=models, commits=dataset_commits(job, lineage))
 
 
 def run(job: Job, lineage: str) -> Path:
@@ -147,7 +174,7 @@ def main_train(job: Job, lineage: str | None) -> int:
     """`ptf train`: a whole training run without an orchestrator."""
     lineage = lineage or mint(job.recipe if isinstance(job.recipe, str) else "plug")
     print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
-    directory = run(resolved(job, begun(job, lineage)), lineage)
+    directory = run(resolved(job, begun(job, lineage), lineage), lineage)
     print(f"trained: {directory / 'model'}   metrics: {directory / 'metrics.jsonl'}", flush=True)
     return 0
 
@@ -171,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
         from ptf.train.fit import fit
 
         with world_of(job) as world:
-            text = together(world, lambda: dump(resolved(job, begun(job, given.lineage))) if world.leads else "")
+            text = together(world, lambda: dump(resolved(job, begun(job, given.lineage), given.lineage)) if world.leads else "")
             job = loads(str(text))
             lineage = str(world.share(given.lineage or mint("sft")))
             directory = Path(job.output) / lineage

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -32,8 +33,8 @@ COPIED = ".files.json"  # after the name of a local copy of a remote directory: 
 GIVE_UP_S = 300.0  # a store that fails for so long is down
 READ_BYTES = 1 << 20  # of one request, unless the reader asks for more
 LASTING = (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)  # errors that a repetition does not mend
-# Errors of botocore and aiohttp, by name: neither is imported here.
-PASSING = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}
+# Errors of botocore, aiohttp and httpx, by name: none is imported here.
+PASSING = {"TransportError", "HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}
 
 
 class Missing(UserError, FileNotFoundError):
@@ -108,6 +109,20 @@ def marks(directory: str) -> dict[str, tuple[int, str]]:
     found = _asked(files, directory, lambda: files.find(path, detail=True))
     named = lambda about: " ".join(str(about[key]) for key in ("ETag", "etag", "VersionId", "version_id", "md5Hash") if about.get(key))  # noqa: E731
     return {name.removeprefix(root): (int(about["size"]), named(about)) for name, about in found.items()}
+
+
+def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
+    """`stamps`, and the directory that a directory is, a file is in, or all matches of a glob are below."""
+    files, path = _open(uri)
+    found = stamps(uri)
+    if _asked(files, uri, lambda: files.isdir(path)):
+        below = path
+    elif len(found) == 1 and _asked(files, uri, lambda: files.isfile(path)):
+        below = path.rpartition("/")[0]
+    else:
+        below = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+    below = below.rstrip("/") if _local(files) else files.unstrip_protocol(below).rstrip("/")
+    return below, found
 
 
 def refuse_no_bucket(uri: str) -> None:
@@ -389,6 +404,11 @@ def _open(uri: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(uri, use_listings_cache=False)
     except (ValueError, ImportError) as exc:  # no such protocol, or its package is not installed
         raise UserError(f"cannot open {uri}: {exc}") from exc
+
+
+def patiently(uri: str, ask: Callable[[], T]) -> T:
+    """What `ask` gives, asked again as a remote store is; for stores that are not read through this module."""
+    return _asked(None, uri, ask)
 
 
 def _asked(files: Any, uri: str, ask: Callable[[], T]) -> T:

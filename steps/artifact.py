@@ -12,6 +12,7 @@ class Artifact:
     lineage: str  # names the training run; every resume keeps it
     prepared: str | None = None  # directory that data.prepare wrote
     models: Mapping[str, str] = field(default_factory=dict)  # path → published version, of models that are `job:`s or directories of versions
+    commits: Mapping[str, str] = field(default_factory=dict)  # key of a source → commit, of datasets of the Hub
     data: Mapping[str, str] = field(default_factory=dict)  # source → what its files were when they were prepared (ptf.data.sources.stamps)
     tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
     run: str | None = None  # directory of the training run: metrics, checkpoints, model
@@ -25,7 +26,7 @@ class Artifact:
             from ptf.data.prepare import refuse_damaged
 
             refuse_damaged(self.prepared, job.verify_bytes)
-        return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized)
+        return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, commits=self.commits)
 
     def but(self, **changes: Any) -> "Artifact":
         return replace(self, **changes)

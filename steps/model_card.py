@@ -22,7 +22,8 @@ def card(job: Job, artifact: Artifact, made: Mapping[str, Any], before: Mapping[
     if job.publish.license:
         header["license"] = job.publish.license
     packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items())
-    sources = [f"| {name} | `{s.path}` | {s.kind} | {s.weight:g} | {artifact.data.get(name, '')} |" for name, s in job.data.sources.items()]
+    weights = {name: "by rows" if source.weight is None else f"{source.weight:g}" for name, source in job.data.sources.items()}
+    sources = [f"| {name} | `{s.path}` | {s.kind} | {weights[name]} | {artifact.data.get(name, '')} |" for name, s in job.data.sources.items()]
     parts = {
         "": [f"Trained by ptf, recipe {recipe}, from `{began}`{random}. Licence: {job.publish.license or 'not stated'}.", "",
              "```", SERVE[head].format(place=f"{job.versions}/{artifact.lineage}"), "```"],

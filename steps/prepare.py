@@ -11,7 +11,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from ptf import published, storage
     from ptf.data.sources import stamps
     from ptf.eval import check
-    from ptf.run import begun, prepared_directory, published_models, unpublished
+    from ptf.run import begun, dataset_commits, prepared_directory, published_models, unpublished
     from ptf.train.reading import specs
 
     check(job)  # what the last steps need, before the first one works
@@ -23,7 +23,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
             break
         print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)
         _run_stages(load(waiting[0]), f"{artifact.lineage}-{Path(waiting[0]).stem}")
-    artifact = artifact.but(models=published_models(job) | begun(job, artifact.lineage))
+    artifact = artifact.but(models=published_models(job) | begun(job, artifact.lineage), commits=dataset_commits(job, artifact.lineage))
     return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
 
 

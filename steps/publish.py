@@ -139,14 +139,18 @@ def gate(job: Job, run: Path, model: Path) -> float:
     from ptf.model.components import FILES
     from ptf.model.verify import export_difference, head_difference
     from ptf.train.parts import parts_of
+    from ptf.train.rendered import rendered
 
     if (model / FILES["layers."]).is_file():
         raise UserError(
             f"not published: layers of model.replace have tensors that no Hugging Face model has, so whoever loads {model} with transformers or vLLM would "
             f"get random ones in their place. The whole model is there, theirs in {FILES['layers.']}: train on from it with the same model.replace"
         )
-    trained = tokenizer_of(job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)), job.model.tokens)
-    if Tokenizer.load(str(model)).fingerprint() != trained.fingerprint():
+    place = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes))
+    trained = rendered(job, tokenizer_of(place, job.model.tokens), run)
+    served = Tokenizer.load(str(model))
+    served.rendering = trained.rendering  # a server renders the day on which it serves
+    if served.fingerprint() != trained.fingerprint():
         raise UserError(f"not published: the tokenizer in {model} gives other ids than the one that was trained with")
     probe = json.loads((run / "probe.json").read_text())
     if "values" in probe:

@@ -1,6 +1,7 @@
 """Tokenize once, to parquet, what an offline recipe trains and validates on."""
 
 import os
+from pathlib import Path
 
 from ptf.config import Job, fingerprint
 from steps.artifact import Artifact
@@ -12,6 +13,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     from ptf import recipes
     from ptf.data.added import tokenizer_of
     from ptf.model.bridge import locate
+    from ptf.train.rendered import rendered
     from ptf.train.tokenize import SETTINGS
     from ptf.train.tokenize import tokenize as tokenized
 
@@ -21,5 +23,6 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     resolved = artifact.resolve(job)
     model = resolved.model
     tokenizer = tokenizer_of(model.tokenizer or str(locate(model.path, model.revision, verify_up_to=job.verify_bytes)), model.tokens)
+    tokenizer = rendered(resolved, tokenizer, Path(job.output) / artifact.lineage)
     made = tokenized(resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *SETTINGS))
     return artifact.but(tokenized=made)

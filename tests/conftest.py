@@ -3,29 +3,55 @@ them go one after the other where there are several processes (`pytest -n 2`).""
 
 import atexit
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("ptf", deadline=None)  # no test asserts a time
-settings.load_profile("ptf")
+# no test asserts a time; `make test` draws the same examples every time, `make test-random` others
+settings.register_profile("fixed", deadline=None, database=None, derandomize=True)
+settings.register_profile("random", deadline=None, database=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
 os.environ["PTF_CACHE"] = tempfile.mkdtemp(prefix="ptf-cache-")  # what is verified is remembered here
 atexit.register(shutil.rmtree, os.environ["PTF_CACHE"], ignore_errors=True)
+ROOT = Path(__file__).parents[1]
 SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, a file's tests share a process, for they share fixtures; all that start Ray share one, so that there is one Ray."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            assert isinstance(item, pytest.Function)
-            ray = item.get_closest_marker("ray") or "ray_cluster" in item.fixturenames or "e2e" in item.path.parts
-            item.add_marker(pytest.mark.xdist_group("ray" if ray else str(item.path)))
+@cache
+def uses_ray(file: str) -> bool:
+    """Whether tests of this file, named from the root, start processes under Ray."""
+    return file.startswith("tests/e2e/") or re.search(r"\bmark\.ray\b|def .*\bray_cluster\b", (ROOT / file).read_text()) is not None
+
+
+def scope(nodeid: str) -> str:
+    """What shares a process with `pytest -n`: all files that use Ray, so that there is one Ray and one engine at a time; any other test is by itself."""
+    return "ray" if uses_ray(nodeid.partition("::")[0]) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """`--dist loadgroup` would do, but pytest 9.2 does not let xdist 3.8 rename tests, which is how that tells groups: every test was alone."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    return Scheduling(config, log)  # type: ignore[arg-type]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws from torch's own generator does not depend on the tests that this process ran before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +63,18 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+class RealData(type(Path())):
+    """A directory of which a part may be missing: a test that asks for such a file is skipped there."""
+
+    def __truediv__(self, name: str) -> "RealData":
+        found = super().__truediv__(name)
+        if not found.exists():
+            pytest.skip(f"needs {name} of the real data: `make data`, or point PTF_DATA at it")
+        return found
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     if not (SHARED / "templates").is_dir():
-        pytest.skip("needs the real data: point PTF_DATA at it")
-    return SHARED
+        pytest.skip("needs the real data: `make data`, or point PTF_DATA at it")
+    return RealData(SHARED)

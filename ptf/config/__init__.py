@@ -1,6 +1,6 @@
 """Configs: one typed tree (`schema`), read from YAML (`load`). No torch, and the only place with pydantic."""
 
-from ptf.config.load import ConfigError, dump, fingerprint, frozen_differences, load, loads, model_paths, resolve
+from ptf.config.load import ConfigError, dump, fingerprint, frozen_differences, load, loads, model_paths, resolve, sources_of
 from ptf.config.schema import Job, Plug
 
-__all__ = ["ConfigError", "Job", "Plug", "dump", "fingerprint", "frozen_differences", "load", "loads", "model_paths", "resolve"]
+__all__ = ["ConfigError", "Job", "Plug", "dump", "fingerprint", "frozen_differences", "load", "loads", "model_paths", "resolve", "sources_of"]

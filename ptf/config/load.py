@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ptf.config.explain import explain, given
-from ptf.config.schema import JOBS, DPOAlgo, Job, KDAlgo, OPDAlgo, Section, job_class
+from ptf.config.schema import JOBS, DPOAlgo, Job, KDAlgo, OPDAlgo, Section, Source, job_class
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
 from ptf.errors import UserError
 
@@ -72,9 +72,22 @@ def model_paths(job: Job) -> dict[str, str]:
     return found
 
 
-def resolve(job: Job, *, prepared: str | None = None, models: Mapping[str, str] = {}, tokenized: Mapping[str, str] = {}) -> Job:
+def sources_of(job: Job) -> dict[str, Source]:
+    """Key → every source of the job: what it trains on, validates on, and answers held-out prompts of."""
+    sections = {"data.sources": job.data.sources, "data.validation": job.data.validation, "evaluate.sources": job.evaluate.sources}
+    return {f"{section}.{name}": source for section, sources in sections.items() for name, source in sources.items()}
+
+
+def resolve(
+    job: Job,
+    *,
+    prepared: str | None = None,
+    models: Mapping[str, str] = {},
+    tokenized: Mapping[str, str] = {},
+    commits: Mapping[str, str] = {},
+) -> Job:
     """The job with what earlier stages made in place of `prepare:NAME`, of paths of models (those in `models`) and of the sources that were
-    tokenized."""
+    tokenized, and with the commits (by the source's key) of datasets of the Hub."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -90,9 +103,13 @@ def resolve(job: Job, *, prepared: str | None = None, models: Mapping[str, str] 
         if path in models:
             *sections, last = key.split(".")
             reduce(dict.__getitem__, sections, values)[last] = models[path]
+    for key, commit in commits.items():
+        section, part, name = key.split(".", 2)
+        values[section][part][name]["revision"] = commit
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
-            sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, "limit": None}
+            read = dict.fromkeys(("config", "split", "revision", "limit", "rows"))  # what said which rows are meant: those are in the files now
+            sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, **read}
     return type(job).model_validate_json(json.dumps(values), strict=True)
 
 

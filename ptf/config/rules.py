@@ -39,6 +39,7 @@ def broken(job: Job) -> list[str]:
     if job.compute.launcher == "local" and workers > 1:
         faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
     faults += length(job)
+    faults += places(job)
     if job.train.steps and job.train.warmup + (job.train.decay or 0) > job.train.steps:
         faults.append("train.warmup and train.decay together are longer than train.steps")
     if job.train.decay_at and not (job.train.decay and job.train.validate_every and job.data.validation):
@@ -107,6 +108,20 @@ def broken(job: Job) -> list[str]:
     return faults
 
 
+def places(job: Job) -> list[str]:
+    """What goes with the path of a source. (Whether it is a dataset of the Hub, where a directory may have its name, is known when it is read.)"""
+    sections = {"data.sources": job.data.sources, "data.validation": job.data.validation, "evaluate.sources": job.evaluate.sources}
+    faults = []
+    for key, source in ((f"{section}.{name}", source) for section, sources in sections.items() for name, source in sources.items()):
+        chosen = [name for name in ("config", "split", "revision") if getattr(source, name) is not None]
+        if source.kind == "tokenized" and chosen:
+            faults.append(f"{key}.{chosen[0]} is of data that are not tokenized yet; remove it")
+        elsewhere = "://" in source.path and not source.path.startswith("hf://")
+        if source.revision is not None and (elsewhere or source.path.startswith(("/", ".", "~", "prepare:"))):
+            faults.append(f"{key}.revision is for a dataset of the Hugging Face Hub, which {source.path} is not; remove it")
+    return faults
+
+
 def streamed(job: Job) -> list[str]:
     """Weights that go from device to device."""
     assert job.rollout is not None
@@ -152,6 +167,12 @@ def length(job: Job) -> list[str]:
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
+    if len(job.data.sources) > 1 and all(source.weight is None for source in job.data.sources.values()):
+        without = "without a `weight` of some source every row comes once an epoch, and each source ends when it is done"
+        if job.data.mix.exhausted == "stop":
+            faults.append(f"data.mix.exhausted: stop needs weights: {without}")
+        if job.data.mix.by == "tokens":
+            faults.append(f"data.mix.by: tokens needs weights, which are then shares of tokens: {without}")
     return faults
 
 

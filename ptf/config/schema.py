@@ -81,6 +81,11 @@ class ModelConfig(Section):
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: str | None = None
     """Tokenizer directory, where it is not beside the model."""
+    chat_template: str | None = None
+    """File of a chat template (Jinja) in the place of the tokenizer's own; it is published with the model."""
+    template_args: dict[str, Any] = {}
+    """Arguments of the chat template (`enable_thinking: false`): defaults wherever it renders, also in what is published. A row's own
+    (`template_args` or `chat_template_kwargs`) come before them."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only config.json and draws the weights from `seed`."""
     backend: Literal["ptf", "hf"] = "ptf"
@@ -98,22 +103,32 @@ class ModelConfig(Section):
 
 
 class Source(Section):
-    """One data set: jsonl, jsonl.gz or parquet files."""
+    """One dataset: jsonl (plain, `.gz`, `.zst`), json, csv, parquet, arrow or feather files, or what `datasets` saved to disk."""
 
     path: str
-    """File, directory, glob or URI; `prepare:NAME`."""
+    """File, directory, glob or URI; `prepare:NAME`; or a dataset of the Hugging Face Hub: `owner/name`, `owner/name:config:split`, or
+    `hf://datasets/owner/name` where a directory of that name is here too."""
+    config: str | None = None
+    """Config of a dataset that has several: a name in the header of its README, else a folder."""
+    split: str | None = None
+    """Split of a dataset that has several (`train`, `test`, …); `a+b` takes two."""
+    revision: str | None = None
+    """Branch, tag or commit of a dataset of the Hub. A run keeps the commit that it began with."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = "auto"
     """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`, and `tools`. `completion`:
-    `prompt` and `completion`. `scored`: those and a number `reward`, or `messages` of which some of the assistant's have a `reward`. `text`. `events`:
-    a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
+    `prompt` and `completion`. `scored`: those and a number `reward` (or a `label`), or `messages` of which some of the assistant's have a `reward`. `text`.
+    `events`: a list of strings and of baskets (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that
     end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the tokenize stage. A row's `weight` counts its tokens,
     its pair or its score more or less."""
-    columns: dict[str, str] = {}
-    """ptf's name of a column → its name in the files (`{messages: conversation}`)."""
-    weight: PositiveFloat = 1.0
-    """Share in the mixture, relative to the other sources."""
+    columns: dict[str, str | None] = {}
+    """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null: the column of that name is not used (`{label: null}`)."""
+    weight: PositiveFloat | None = None
+    """Share in the mixture, relative to the other sources (1 for those that have none). Where no source has a weight, every row comes once an epoch:
+    sources are interleaved by their numbers of rows, and each ends when it is done."""
+    rows: Positive | None = None
+    """How many rows its files have, about, where they do not tell without being read (compressed files, lines in an object store) and it matters."""
     limit: Positive | None = None
-    """Rows of it that count, the first ones."""
+    """Rows of it that count, the first ones in the order of the files."""
     epochs: Positive | None = None
     """Passes over it after which it is exhausted; default: `train.epochs`, without which it goes on forever."""
 
@@ -124,10 +139,10 @@ class MixConfig(Section):
     by: Literal["samples", "tokens"] = "samples"
     """What the sources' weights are shares of."""
     temperature: PositiveFloat = 1.0
-    """Shares are proportional to weight^(1 / temperature): above 1 they come nearer to each other."""
+    """Shares are proportional to weight^(1 / temperature), without weights to rows^(1 / temperature): above 1 they come nearer to each other."""
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
-    """What happens when a source has had its epochs. `repeat`: it begins anew, until all have had theirs. `drop`: the others go on without it.
-    `stop`: the run ends with the first."""
+    """With weights: what happens when a source has had its epochs. `repeat`: it begins anew, until all have had theirs. `drop`: the others go on
+    without it. `stop`: the run ends with the first. Without weights it is `drop`."""
 
 
 class DataConfig(Section):
@@ -144,7 +159,8 @@ class DataConfig(Section):
     seq_len: Positive = 2048
     """Tokens in one packed row; no sample may be longer."""
     shuffle: Count = 1024
-    """Samples in each lane's shuffle window; 0 keeps the order of the files."""
+    """Samples in each lane's shuffle window. What enters it is read from blocks (row groups of parquet, 1 MiB of lines) that are permuted each epoch;
+    compressed files are permuted whole. 0 keeps the order of the files."""
     baskets: Literal["shuffle", "keep"] = "shuffle"
     """The order of the events inside a basket (`kind: events`), which means nothing: drawn anew each time they are read, or kept."""
     lookahead: Positive = 64
@@ -156,6 +172,13 @@ class DataConfig(Section):
     train_on: Annotated[str, Field(pattern=r"^(assistant|last|all|field:.+)$")] = "assistant"
     """What of a chat is trained: `assistant`, all of its turns; `last` of them; `all` tokens; `field:NAME`, each of the assistant's turns as much as
     its key NAME says (true, false, or a number)."""
+    render: Literal["template", "served"] = "template"
+    """`template`: an answer is trained as the chat template writes it, and refused where it does not write it behind the served prompt. `served`: there
+    the answer and its thinking are put behind that prompt, as a server's model would say them."""
+    unseen_context: Literal["error", "allow"] = "error"
+    """Whether a chat template may leave out context: tools, their results, developer and system messages, earlier answers."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
+    """The day (YYYY-MM-DD) that chat templates which render today's date are given. Default: the day on which the run began."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with a row that cannot be encoded. `skip` sets it aside in `quarantine`, with its reason, and counts it."""
     max_bad: Fraction = 0.01

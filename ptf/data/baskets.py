@@ -1,42 +1,25 @@
 """Baskets: events that came together, in an order that means nothing.
 
-The one idea: which order they are read in is drawn anew every time, after encoding and from a counter, so data that were tokenized once teach no order
-either, and a resumed run draws the same ones.
+The one idea: which order they are read in is drawn anew every time, after encoding and from where the row is and the epoch, so data that were tokenized
+once teach no order either, and a resumed run draws the same ones.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from ptf.data.sample import Atom, Sample
-from ptf.data.stream import Stream, randint
+from ptf.data.stream import randint
 
 STREAM = "baskets"  # [n, 2] int32: which basket a token is in, from 1, and which of its events it belongs to; (0, 0) in none (encode_events)
 
 
-class Reordered:
-    """Stream[Atom]: the events of every basket in an order of their own; atoms without baskets as they are."""
-
-    def __init__(self, atoms: Stream[Atom], key: str):
-        """`key` names the randomness."""
-        self._atoms, self._key, self._count = atoms, key, 0
-
-    def __next__(self) -> Atom:
-        atom = next(self._atoms)
-        if not any(STREAM in sample.streams for sample in atom):
-            return atom
-        self._count += 1
-        rng = np.random.default_rng(randint(self._key, self._count, 1 << 62))
-        return tuple(reordered(sample, rng) for sample in atom)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self._atoms.state_dict(), "reordered": self._count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._count = int(state.get("reordered", 0))  # before there were baskets, nothing was
-        self._atoms.load_state_dict(state)
+def redrawn(atom: Atom, key: str) -> Atom:
+    """The atom with the events of every basket in an order that `key` names; without baskets as it is."""
+    if not any(STREAM in sample.streams for sample in atom):
+        return atom
+    rng = np.random.default_rng(randint(key, 0, 1 << 62))
+    return tuple(reordered(sample, rng) for sample in atom)
 
 
 def reordered(sample: Sample, rng: np.random.Generator) -> Sample:

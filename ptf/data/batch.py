@@ -25,6 +25,7 @@ class Batch:
     weights: Tensor  # [B, T] float32, loss weight of each target
     atoms: Tensor  # [documents] int64, which atom a document belongs to
     lengths: tuple[int, ...]  # per document, on the host
+    begins: tuple[int, ...]  # per document, the position of its first token
     sources: tuple[str, ...]  # per document
     streams: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
 
@@ -61,10 +62,11 @@ class Batch:
             first += len(row)
         owners = [atom for atom, members in enumerate(members for row in rows for members in row) for _ in members]
         sources = tuple(sample.source for row in samples for sample in row)
+        starts = tuple(sample.begins for row in samples for sample in row)
         as_tensor = torch.from_numpy
         return Batch(
             as_tensor(tokens), as_tensor(targets), as_tensor(positions), as_tensor(segments), as_tensor(weights),
-            torch.tensor(owners, dtype=torch.int64), tuple(counts), sources, {k: as_tensor(v) for k, v in streams.items()},
+            torch.tensor(owners, dtype=torch.int64), tuple(counts), starts, sources, {k: as_tensor(v) for k, v in streams.items()},
         )  # fmt: skip
 
     def to(self, device: torch.device) -> "Batch":
@@ -73,7 +75,7 @@ class Batch:
         move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
         return Batch(
             move(self.tokens), move(self.targets), move(self.positions), move(self.segments), move(self.weights),
-            move(self.atoms), self.lengths, self.sources, {k: move(v) for k, v in self.streams.items()},
+            move(self.atoms), self.lengths, self.begins, self.sources, {k: move(v) for k, v in self.streams.items()},
         )  # fmt: skip
 
     def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 The one idea: the served text is the training text. The span of a turn runs from the end of its generation prompt to its end-of-turn token, both
 found by rendering the conversation up to there as a server would. Turns share a sample as long as each render begins with the one before;
-where a template rewrites what was said (drops old thinking, say) a new sample starts. What cannot be verified is an error, never a guess.
+where a template rewrites what was said (drops old thinking, say) a new sample starts. What cannot be verified, of the answer or of its context, is an
+error, never a guess.
 """
 
 import json
@@ -13,13 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from ptf.data.completion import completed
+from ptf.data.context import refuse_unseen
 from ptf.data.growing import encode_growing
+from ptf.data.messages import LARGEST
+from ptf.data.rendering import WAYS_OUT
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 TrainOn = str  # "assistant", "last", "all", or "field:NAME"
 FIELD = "field:"
+WEIGHT = "weight"  # of a message: how much its turn counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +37,41 @@ class Turn:
     weight: float
 
 
-def chat_samples(messages: Any, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant", tools: Any = None) -> list[Sample]:
+def chat_samples(
+    messages: Any, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant", tools: Any = None, arguments: Mapping[str, Any] | None = None
+) -> list[Sample]:
     """The samples of one conversation; each turn that `train_on` names is trained exactly once. "assistant": all of the assistant's; "last": the
-    last of them; "field:NAME": each of them counts as much as its key NAME says; "all": every token up to the end of the last, but the first."""
+    last of them; "field:NAME": each of them counts as much as its key NAME says; "all": every token up to the end of the last, but the first.
+    `arguments`: of the chat template, the row's own."""
     messages, counted = trained_turns(clean(messages), train_on)
-    documents = served_turns(messages, counted, tokenizer, tools)
+    documents = served_turns(messages, counted, tokenizer, tools, arguments)
     if train_on == "all":
         return _all_of([ids for ids, _ in documents], source)
     return [_sample(ids, turns, source) for ids, turns in documents]
 
 
-def served_turns(messages: Sequence[Mapping[str, Any]], counted: Mapping[int, float], tokenizer: Tokenizer, tools: Any) -> list[tuple[list[int], list[Turn]]]:
+def served_turns(
+    messages: Sequence[Mapping[str, Any]], counted: Mapping[int, float], tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any] | None = None
+) -> list[tuple[list[int], list[Turn]]]:
     """The turns whose weights are given by their index, in order, in as few documents as can show them all: each its ids and its turns. Raises
-    UserError for a turn that cannot be shown as it would be served."""
+    UserError for a turn that cannot be shown as it would be served, or whose context is not shown."""
     tools = json.loads(tools) if isinstance(tools, str) else tools or None
     documents: list[tuple[list[int], list[Turn]]] = []
-    served, refused = [], None
+    served: list[tuple[str, str]] = []
+    refused, verified = None, 0  # messages whose text the prompt of the turn before shows
     for i in counted:
         try:
-            served.append(served_turn(messages, i, tokenizer, tools))
+            turn = served_turn(messages, i, tokenizer, tools, arguments)
+            going_on = bool(served) and turn[0].startswith(served[-1][0])
+            refuse_unseen(messages[:i], turn[0], tokenizer, tools, arguments, since=verified if going_on else 0, where=f", turn {i}")
         except UserError as error:  # it is said after what is wrong with the turns before
             refused = error
             break
+        served.append(turn)
+        verified = i
     encoded = iter(encode_growing([text for prompt, answer in served for text in (prompt, prompt + answer)], tokenizer))
     for (i, weight), (_, answer), context, through in zip(counted.items(), served, encoded, encoded, strict=False):
-        turn = _turn(i, answer, context, through, weight, tokenizer)
+        turn = _turn(i, answer, context, through, weight, tokenizer, bool(messages[i].get("tool_calls")))
         if documents and len(documents[-1][0]) <= turn.start and turn.ids[: len(documents[-1][0])] == documents[-1][0]:
             documents[-1] = (turn.ids, [*documents[-1][1], turn])
         else:
@@ -66,23 +82,38 @@ def served_turns(messages: Sequence[Mapping[str, Any]], counted: Mapping[int, fl
 
 
 def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[list[dict[str, Any]], dict[int, float]]:
-    """The messages as the template shall see them, and the assistant's turns that count, with their weights. Raises UserError where none does."""
+    """The messages as the template shall see them, and the assistant's turns that count, with their weights: a message's own `weight`, times what
+    `train_on` says. Raises UserError where none does."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise UserError("the conversation has no assistant turn: nothing to train on")
-    if not train_on.startswith(FIELD):
-        return messages, dict.fromkeys(turns[-1:] if train_on == "last" else turns, 1.0)
-    name = train_on.removeprefix(FIELD)
-    marks = {i: message.get(name) for i, message in enumerate(messages)}
-    for i, mark in marks.items():
-        if i in turns and not (isinstance(mark, bool | int | float) and 0 <= mark < float("inf")):
-            raise UserError(f"message {i} (assistant): `{name}`, by which data.train_on counts it, must be true, false or a number from 0, not {mark!r}")
-        if i not in turns and mark:
-            raise UserError(f"message {i} ({messages[i]['role']}): only what the assistant says can be trained, yet its `{name}` is {mark!r}")
-    counted = {i: float(marks[i]) for i in turns if marks[i]}  # type: ignore[arg-type]
+    messages, own = _marked(messages, WEIGHT, turns, 1.0) if train_on != FIELD + WEIGHT else (messages, dict.fromkeys(turns, 1.0))
+    if train_on.startswith(FIELD):
+        messages, marks = _marked(messages, train_on.removeprefix(FIELD), turns)
+    elif train_on == "all" and any(weight != 1 for weight in own.values()):
+        raise UserError("data.train_on: all trains every token, yet a message has a `weight` of its own")
+    else:
+        marks = dict.fromkeys(turns[-1:] if train_on == "last" else turns, 1.0)
+    counted = {i: mark * own[i] for i, mark in marks.items() if mark * own[i]}
+    if any(weight > LARGEST for weight in counted.values()):
+        raise UserError("the weights of a message are too large when they are multiplied")
     if not counted:
-        raise UserError(f"no turn of the conversation counts: `{name}` is 0 or false on every one")
-    return [{key: value for key, value in message.items() if key != name} for message in messages], counted
+        what = f"`{train_on.removeprefix(FIELD)}`" if train_on.startswith(FIELD) and any(own.values()) else f"`{WEIGHT}`"
+        raise UserError(f"no turn of the conversation counts: {what} is 0 or false on every one")
+    return messages, counted
+
+
+def _marked(messages: list[dict[str, Any]], name: str, turns: Sequence[int], default: float | None = None) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """The messages without their key `name`, and what it says of each of the assistant's turns; `default` where it is not there."""
+    if default is not None and not any(name in message for message in messages):
+        return messages, dict.fromkeys(turns, default)
+    marks = {i: message.get(name, default if i in turns else None) for i, message in enumerate(messages)}
+    for i, mark in marks.items():
+        if i in turns and not (isinstance(mark, bool | int | float) and 0 <= mark <= LARGEST):
+            raise UserError(f"message {i} (assistant): `{name}`, which says how much it counts, must be true, false or a number from 0, not {repr(mark)[:60]}")
+        if i not in turns and mark:
+            raise UserError(f"message {i} ({messages[i]['role']}): only what the assistant says can be trained, yet its `{name}` is {repr(mark)[:60]}")
+    return [{key: value for key, value in message.items() if key != name} for message in messages], {i: float(marks[i]) for i in turns}  # type: ignore[arg-type]
 
 
 def _sample(ids: list[int], spans: Sequence[Turn], source: str) -> Sample:
@@ -103,34 +134,64 @@ def _all_of(samples: Sequence[list[int]], source: str) -> list[Sample]:
     return found
 
 
+class Refused(UserError):
+    """Of a turn that is named already."""
+
+
 def _refusal(i: int, tokenizer: Tokenizer, what: str) -> UserError:
-    return UserError(f"chat template {tokenizer.template_name}, turn {i}: {what}")
+    return Refused(f"chat template {tokenizer.template_name}, turn {i}: {what}")
 
 
-def served_turn(messages: Sequence[Mapping[str, Any]], i: int, tokenizer: Tokenizer, tools: Any = None) -> tuple[str, str]:
-    """Of message i, an assistant's: all that a server would have shown the model before it, and the answer as the template writes it."""
+def served_turn(
+    messages: Sequence[Mapping[str, Any]], i: int, tokenizer: Tokenizer, tools: Any = None, arguments: Mapping[str, Any] | None = None
+) -> tuple[str, str]:
+    """Of message i, an assistant's: all that a server would have shown the model before it, and the answer as the template writes it; or, with
+    `data.render: served`, where it does not show the answer behind that, as ptf.data.completion puts it together."""
 
     def fail(what: str) -> UserError:
         return _refusal(i, tokenizer, what)
 
     if i == 0:
         raise fail("the assistant speaks first, so there is no prompt to answer; put a system or user message before it")
+    closing = tokenizer.closing(bool(messages[i].get("tool_calls")))
     try:
-        prompt = tokenizer.render_text(messages[:i], True, tools)
-        through = tokenizer.render_text(messages[: i + 1], False, tools)
+        prompt = tokenizer.render_text(messages[:i], True, tools, arguments)
+        through = tokenizer.render_text(messages[: i + 1], False, tools, arguments)
+        try:
+            if not through.startswith(prompt):
+                at = next(k for k, (a, b) in enumerate(zip(prompt, through + "\0", strict=False)) if a != b)
+                ends, written = prompt[at:][:60], through[at:][:60]
+                raise fail(f"the generation prompt ends in {ends!r}, the turn is rendered as {written!r}: that is never served; {WAYS_OUT}")
+            answer = through[len(prompt) :]
+            _verify(messages[:i], messages[i], answer, through, tokenizer, tools, arguments, fail)
+            return prompt, answer + closing
+        except UserError:
+            if not tokenizer.rendering.served:
+                raise
+        thinking, answer, shows = completed(messages[:i], messages[i], prompt, tokenizer, tools, arguments or {}, fail)
+        if shows is not None:
+            _verify(messages[:i], shows, answer, None, tokenizer, tools, arguments, fail)
+        return prompt, thinking + answer + closing
+    except Refused:
+        raise
     except UserError as e:
         raise UserError(f"turn {i}: {e}") from None
-    if not through.startswith(prompt):
-        at = next(k for k, (a, b) in enumerate(zip(prompt, through + "\0", strict=False)) if a != b)
-        raise fail(f"the generation prompt ends in {prompt[at:][:60]!r}, the turn is rendered as {through[at:][:60]!r}: that is never served")
-    answer = through[len(prompt) :]
-    for said, rest in _parts(messages[i]):
-        if said not in answer or (rest and _renders_as(through, [*messages[:i], rest], tokenizer, tools)):
-            raise fail(f"the template leaves out {said[:60]!r}")
-    return prompt, answer
 
 
-def _turn(i: int, answer: str, context: list[int], ids: list[int], weight: float, tokenizer: Tokenizer) -> Turn:
+def _verify(
+    before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], answer: str, through: str | None, tokenizer: Tokenizer, tools: Any,
+    arguments: Mapping[str, Any] | None, fail: Any,
+) -> None:  # fmt: skip
+    """Raises what `fail` makes unless the answer shows all that the message says."""
+    parts = _parts(message)
+    if through is None and any(rest for _, rest in parts):
+        through = tokenizer.render_text([*before, message], False, tools, arguments)
+    for said, rest in parts:
+        if said not in answer or (rest and _renders_as(str(through), [*before, rest], tokenizer, tools, arguments)):
+            raise fail(f"the template leaves out {said[:60]!r}; {WAYS_OUT}")
+
+
+def _turn(i: int, answer: str, context: list[int], ids: list[int], weight: float, tokenizer: Tokenizer, calls: bool) -> Turn:
     """Turn i up to where a server would stop, from the ids of its prompt and of prompt and answer."""
 
     def fail(what: str) -> UserError:
@@ -144,7 +205,8 @@ def _turn(i: int, answer: str, context: list[int], ids: list[int], weight: float
     end = next((k for k in range(len(context), len(ids)) if ids[k] in stops), None)
     if end is None:
         raise fail(f"no end-of-turn token; known ones are {[tokenizer.decode([k]) for k in tokenizer.stop_ids]}")
-    if tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip():
+    rest = tokenizer.decode(ids[end + 1 :]).strip() if any(k not in stops for k in ids[end + 1 :]) else ""
+    if rest != tokenizer.follows(calls).strip() and tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip():
         raise fail(f"the end-of-turn token {tokenizer.decode([ids[end]])!r} stands inside the answer")
     return Turn(ids[: end + 1], len(context), weight)
 
@@ -164,9 +226,9 @@ def _parts(message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any] | None]
     return [(found[0][0], None)] if len(found) == len(pieces) == 1 and message["content"].strip() else list(found)
 
 
-def _renders_as(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, tools: Any) -> bool:
+def _renders_as(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any] | None) -> bool:
     try:
-        return tokenizer.render_text(messages, False, tools) == text
+        return tokenizer.render_text(messages, False, tools, arguments) == text
     except UserError:
         return False
 

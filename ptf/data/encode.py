@@ -4,18 +4,21 @@ The one idea: encoders are pure functions of a row, and a row says by its column
 there, and what happens to a sample that is too long, is the affair of `Encoder`, the same for every recipe.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
-from ptf.data.blocks import Reader
-from ptf.data.chat import TrainOn, chat_samples, clean, served_turns
-from ptf.data.quarantine import BadRow
+from ptf.data.answers import as_history, conversation, differ, history_of, is_conversation
+from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, served_turns, trained_turns
+from ptf.data.context import refuse_unseen
+from ptf.data.forms import COLUMNS, Columns, advice
+from ptf.data.kinds import KINDS, refuse_unwanted, shaped
+from ptf.data.messages import finite
+from ptf.data.quarantine import FAULTS, BadRow, reason_of
+from ptf.data.rendering import row_arguments
 from ptf.data.sample import Atom, Sample, length
-from ptf.data.sources import Place, SourceSpec, rows_once
+from ptf.data.sources import Place
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -25,34 +28,24 @@ Row = Mapping[str, Any]
 Encode = Callable[[dict[str, Any], str], list[Atom]]  # (row, source name); an empty list skips the row
 SetAside = Callable[[BadRow, Mapping[str, int]], None]  # with the counts so far; raises UserError when they are too many
 COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated", "bad")
-KINDS = {  # the columns that make a row what it is; a row that could be several is the first
-    "preference": ("chosen", "rejected"),
-    "chat": ("messages",),
-    "completion": ("prompt", "completion"),
-    "scored": ("prompt", "completion", "reward"),
-    "text": ("text",),
-    "events": ("events",),
-}
 VALUE = "value/"  # begins the streams of `values` of events
-FORM = 3  # of what encoders make of a row: another one is tokenized anew
-HISTORY = ("messages", "prompt")  # what a preference or a prompt may be given after
+FORM = 4  # of what encoders make of a row: another one is tokenized anew
 
 
 def encode_document(row: Row, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant") -> list[Atom]:
     """A row with `messages` (and `tools`), `prompt` and `completion`, `text`, or `events`: one atom, or several where a template cannot show all
     turns of a conversation at once. Raises UserError for any other."""
+    if "messages" in row or "completion" in row:
+        refuse_unwanted(row)
     if "messages" in row:
-        return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"))]
+        return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"), row_arguments(row))]
     if "prompt" in row and "completion" in row:
-        return [(answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools")),)]
+        return [(answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row)),)]
     if "text" in row:
         return encode_text(row, tokenizer, source)
     if "events" in row:
         return encode_events(row, tokenizer, source)
-    raise UserError(
-        f"a row to train on needs `messages`, `prompt` and `completion`, `text`, or `events`; this one has {sorted(row)} "
-        "(data.sources.NAME.columns says what they are called there)"
-    )
+    raise UserError(f"a row to train on needs `messages`, `prompt` and `completion`, `text`, or `events`; this one has {sorted(row)} ({advice(row)})")
 
 
 def encode_text(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
@@ -74,8 +67,8 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
         raise UserError("`events` must be a list of strings and of lists of strings, none of them empty")
     if not isinstance(context, int) or not 0 <= context < len(events):
         raise UserError(f"`context` must be a number of events below {len(events)}, all there are, not {context!r}")
-    if not isinstance(opening, int | float) or not 0 < opening < float("inf"):
-        raise UserError(f"`opening` must be a number above 0, not {opening!r}")
+    if not finite(opening) or opening <= 0:
+        raise UserError(f"`opening` must be a number above 0, not {str(opening)[:60]!r}")
     values = row.get("values") or {}
     if not isinstance(values, dict) or not all(isinstance(v, list) and len(v) == len(events) and all(_number(x) for x in v) for v in values.values()):
         raise UserError(f"`values` must be {{name: [a number or null for each of the {len(events)} events]}}, not {str(values)[:80]}")
@@ -99,35 +92,38 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
 
 
 def _number(x: Any) -> bool:
-    return x is None or (isinstance(x, int | float) and math.isfinite(x))
+    return x is None or finite(x)
 
 
 def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
-    """A row with `chosen` and `rejected`: answers (a string, a message, or messages) to `prompt` or `messages`, or without those two whole conversations.
-    One atom, (chosen, rejected); only the last answer of each is trained."""
-    pair = []
-    for name in KINDS["preference"]:
-        if name not in row:
-            raise UserError(f"a preference needs `chosen` and `rejected`, this row has {sorted(row)}")
-        history = next((row[key] for key in HISTORY if row.get(key) is not None), None)
+    """A row with `chosen` and `rejected`: answers (a string, a message, or messages) to `prompt` or `messages`, or whole conversations. One atom,
+    (chosen, rejected); only the last answer of each is trained."""
+    names = KINDS["preference"]
+    if any(name not in row for name in names):
+        raise UserError(f"a preference needs `chosen` and `rejected`, this row has {sorted(row)} ({advice(row)})")
+    for name in names:
         if _says_nothing(row[name]):
             raise UserError(f"`{name}` is empty")
-        pair.append(answered(history, row[name], tokenizer, source, row.get("tools")))
-    if history is None and _asked(row["chosen"]) != _asked(row["rejected"]):
+    history = history_of(row)
+    if history is None and not all(is_conversation(row[name]) for name in names):
+        raise UserError(
+            f"without a `prompt`, `chosen` and `rejected` must be whole conversations; this row has {sorted(row)} ({advice({**row, 'rejected': None})})"
+        )
+    if any(is_conversation(row[name]) for name in names) and differ(*(conversation(history, row[name], name) for name in names)):
         raise UserError("`chosen` and `rejected` answer different prompts")
-    if np.array_equal(pair[0].tokens, pair[1].tokens):
+    for name in names:
+        last = row[name][-1] if isinstance(row[name], list) else row[name]
+        if isinstance(last, dict) and last.get(WEIGHT) not in (None, 1):
+            raise UserError(f"the last message of `{name}` has a `weight`, but a pair counts as a whole: give the row a `weight`")
+    chosen, rejected = (answered(history, row[name], tokenizer, source, row.get("tools"), name, row_arguments(row)) for name in names)
+    if np.array_equal(chosen.tokens, rejected.tokens):
         raise UserError("`chosen` and `rejected` are the same")
-    return [tuple(pair)]
+    return [(chosen, rejected)]
 
 
 def _says_nothing(answer: Any) -> bool:
     last = answer[-1] if isinstance(answer, list) and answer else answer
     return not last or (isinstance(last, dict) and not (last.get("content") or last.get("tool_calls")))
-
-
-def _asked(conversation: list[Any]) -> list[Any]:
-    """All up to the last thing that the user said."""
-    return conversation[: max((i for i, m in enumerate(conversation) if m.get("role") == "user"), default=-1) + 1]
 
 
 def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
@@ -143,36 +139,41 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom
                 raise UserError(f"message {i} ({messages[i]['role']}) has a `reward`, but only what the assistant says is scored")
         if not rewards:
             raise UserError("no message of the assistant's has a `reward`: nothing to learn scores from")
-        said = [{key: value for key, value in message.items() if key != "reward"} for message in messages]
-        judged = iter(rewards.values())
-        documents = served_turns(said, dict.fromkeys(rewards, 1.0), tokenizer, row.get("tools"))
-        return [(_scored(ids, [(turn.start, len(turn.ids), next(judged)) for turn in turns], source),) for ids, turns in documents]
+        said, counted = trained_turns([{key: value for key, value in m.items() if key != "reward"} for m in messages], "assistant")
+        counted = {i: weight for i, weight in counted.items() if i in rewards}
+        if not counted:
+            raise UserError("every answer that has a `reward` has a `weight` of 0: nothing to learn scores from")
+        judged = iter([rewards[i] for i in counted])
+        documents = served_turns(said, counted, tokenizer, row.get("tools"), row_arguments(row))
+        return [(_scored(ids, [(turn.start, len(turn.ids), next(judged), turn.weight) for turn in turns], source),) for ids, turns in documents]
     if any(row.get(name) is None for name in KINDS["scored"]):
         there = sorted(name for name in row if row[name] is not None)
-        raise UserError(f"a scored row needs `prompt`, `completion` and `reward`, or `messages` with rewards; this row has {there}")
+        raise UserError(f"a scored row needs `prompt`, `completion` and `reward`, or `messages` with rewards; this row has {there} ({advice(row)})")
     reward = _reward(row["reward"], "`reward`")
-    sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"))
+    sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row))
     trained = np.flatnonzero(sample.weights)
-    return [(_scored(sample.tokens, [(int(trained[0]), int(trained[-1]) + 1, reward)], source),)]
+    return [(_scored(sample.tokens, [(int(trained[0]), int(trained[-1]) + 1, reward, float(sample.weights[trained[-1]]))], source),)]
 
 
 def _reward(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or not abs(value) <= float(np.finfo(np.float32).max):
+    if not finite(value):
         raise UserError(f"{name} must be a finite number, not {repr(value)[:60]}")
     return float(value)
 
 
-def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, float]], source: str) -> Sample:
-    """Of answers that run from a token to before another, and what they got."""
+def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, float, float]], source: str) -> Sample:
+    """Of answers that run from a token to before another, what they got, and how much they count."""
     weights, scores, lengths = np.zeros((3, len(ids)), np.float32)
-    for start, end, reward in answers:
-        weights[end - 1], scores[end - 1], lengths[end - 1] = 1.0, reward, end - start
+    for start, end, reward, weight in answers:
+        weights[end - 1], scores[end - 1], lengths[end - 1] = weight, reward, end - start
     return Sample(np.asarray(ids, np.int32), weights, source, {"score": scores, "answer_length": lengths})
 
 
-def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None) -> Sample:
-    """An answer to a prompt, of which only the answer is trained. A string prompt is one user message, as it will be in a chat; with a tokenizer
-    that has no chat template, prompt and answer are plain text, and end-of-text follows."""
+def answered(
+    history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None, name: str = "completion", arguments: Mapping[str, Any] | None = None
+) -> Sample:
+    """An answer to a prompt, of which only the answer is trained, its last message. A string prompt is one user message, as it will be in a chat; with
+    a tokenizer that has no chat template, prompt and answer are plain text, and end-of-text follows. `arguments`: of the chat template, the row's own."""
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
         if not (history and answer):
             raise UserError(f"`{'completion' if history else 'prompt'}` is empty")
@@ -180,22 +181,8 @@ def answered(history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools
         if ids[: len(context)] != context:  # a token spans the two; a prompt is served by itself
             ids = context + tokenizer.encode(answer)
         return _trained_behind(len(context), ids, tokenizer, source)
-    said = {str: lambda: [{"role": "assistant", "content": answer}], dict: lambda: [answer], list: lambda: answer}.get(type(answer))
-    if said is None or (history is None and not isinstance(answer, list)):
-        raise UserError(f"an answer must be a string or messages, and without a prompt it must be messages; this one is {str(answer)[:60]!r}")
-    messages = [*_messages(history), *said()]
-    if not isinstance(messages[-1], dict) or messages[-1].get("role") != "assistant":
-        raise UserError("an answer must end with a message of the assistant's")
-    (sample,) = chat_samples(messages, tokenizer, source, "last", tools)
+    (sample,) = chat_samples(conversation(history, answer, name), tokenizer, source, "last", tools, arguments)
     return sample
-
-
-def _messages(history: Any) -> list[Any]:
-    if isinstance(history, str):
-        return [{"role": "user", "content": history}]
-    if history is not None and not isinstance(history, list):
-        raise UserError(f"a prompt must be a string or a list of messages, not {type(history).__name__}")
-    return history or []
 
 
 def _trained_behind(start: int, ids: list[int], tokenizer: Tokenizer, source: str) -> Sample:
@@ -212,45 +199,18 @@ def _trained_behind(start: int, ids: list[int], tokenizer: Tokenizer, source: st
 
 def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Prompt:
     """A row with `messages` that end before the answer, or with `prompt`, which is such messages or one user message. The whole row goes to the reward."""
-    history = row.get("messages") if row.get("messages") is not None else row.get("prompt")
+    history = history_of(row)
+    if history is None and row.get("messages") is not None:
+        raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
     if not isinstance(history, str | list):
-        raise UserError(f"a prompt row needs `messages` or a string `prompt`, this one has {sorted(row)}")
-    messages = clean(_messages(history))
+        raise UserError(f"a prompt row needs `messages` or a string `prompt`, this one has {sorted(row)} ({advice(row)})")
+    messages = clean(as_history(history))
     if messages[-1]["role"] == "assistant":
         raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
-    return Prompt(np.array(tokenizer.render(messages, True, row.get("tools") or None), np.int32), dict(row), source, index)
-
-
-def shaped(row: dict[str, Any], columns: Mapping[str, str], kind: str = "auto") -> dict[str, Any]:
-    """The row under ptf's names, `columns` being ptf's name → the name there; of an explicit kind, without the columns that make it another.
-    Raises UserError for a column that is not there."""
-    missing = [there for there in columns.values() if there not in row]
-    if missing:
-        raise UserError(f"there is no column {', '.join(map(repr, missing))}; this row has {sorted(row)}")
-    renamed = {key: value for key, value in row.items() if key not in columns.values()} | {ours: row[there] for ours, there in columns.items()}
-    if kind == "scored" and renamed.get("completion") is None and renamed.get("messages") is not None:
-        kind = "chat"  # the answers inside have the rewards
-    wanted = KINDS.get(kind)
-    if wanted is None:
-        return renamed
-    missing = [name for name in wanted if renamed.get(name) is None]
-    if missing:
-        raise UserError(f"a row of kind {kind} needs {' and '.join(f'`{name}`' for name in wanted)}; this one has {sorted(renamed)}")
-    others = {name for names in KINDS.values() for name in names} - {*wanted, "reward"} - (set(HISTORY) if kind == "preference" else set())
-    return {key: value for key, value in renamed.items() if key not in others}
-
-
-def found_out(spec: SourceSpec, reader: Reader) -> SourceSpec:
-    """The source with what its first row says that its rows are, where the config does not; rows of another kind are then errors, not guesses."""
-    if spec.kind != "auto":
-        return spec
-    for place in rows_once(reader, 1000):  # of which some may be bad
-        try:
-            row = shaped(place.read(), spec.columns)
-        except UserError:
-            continue
-        return replace(spec, kind=next((kind for kind, names in KINDS.items() if all(row.get(name) is not None for name in names)), "auto"))
-    return spec
+    tools, arguments = row.get("tools") or None, row_arguments(row)
+    text = tokenizer.render_text(messages, True, tools, arguments)
+    refuse_unseen(messages, text, tokenizer, tools, arguments)
+    return Prompt(np.array(tokenizer.encode(text), np.int32), dict(row), source, index, row_weight(row))
 
 
 def fit(atom: Atom, seq_len: int, too_long: TooLong) -> list[Atom]:
@@ -299,12 +259,23 @@ def _cut(s: Sample, start: int, end: int) -> Sample:
 
 def weighed(atom: Atom, row: Row) -> Atom:
     """The atom, counting as much as the row's `weight` says, where it has one."""
+    weight = row_weight(row)
+    if weight == 1:
+        return atom
+    found = tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.streams) for s in atom)
+    if not all(np.isfinite(s.weights).all() for s in found):
+        raise UserError(f"the row's `weight` {weight:g} is too large for those of its messages")
+    return found
+
+
+def row_weight(row: Row) -> float:
+    """The row's own `weight`; 1 where it has none."""
     weight = row.get("weight")
     if weight is None:
-        return atom
-    if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-        raise UserError(f"the row's `weight` must be a number above 0, not {weight!r}")
-    return tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.streams) for s in atom)
+        return 1.0
+    if not finite(weight) or not np.float32(weight) > 0:
+        raise UserError(f"the row's `weight` must be a number above 0, not {repr(weight)[:60]}; {COLUMNS}: {{weight: null}} if it says something else")
+    return float(weight)
 
 
 class Encoder:
@@ -312,7 +283,7 @@ class Encoder:
     costs. A bad row is an error, unless there is somewhere to set it aside."""
 
     def __init__(
-        self, encode: Encode, name: str, seq_len: int, too_long: TooLong, *, columns: Mapping[str, str] | None = None, kind: str = "auto",
+        self, encode: Encode, name: str, seq_len: int, too_long: TooLong, *, columns: Columns | None = None, kind: str = "auto",
         set_aside: SetAside | None = None,
     ):  # fmt: skip
         self._encode, self._name, self._seq_len = encode, name, seq_len
@@ -321,16 +292,19 @@ class Encoder:
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
     def __call__(self, place: Place) -> list[Atom]:
+        row: Row = {}
         try:
-            row = shaped(place.read(), self._columns, self._kind)
+            row = place.read()
+            row = shaped(row, self._columns, self._kind, place.columnar)
             whole = [weighed(atom, row) for atom in self._encode(row, self._name)]
             kept = [fit(atom, self._seq_len, self._too_long) for atom in whole]
-        except UserError as e:
+        except FAULTS as e:
+            reason = reason_of(e, row)
             if self._set_aside is None:
-                raise UserError(f"{place.where} (source {self._name}): {e}") from None
+                raise UserError(f"{place.where} (source {self._name}): {reason}") from (None if isinstance(e, UserError) else e)
             self.counts["rows"] += 1
             self.counts["bad"] += 1
-            self._set_aside(BadRow(place.where, str(e)), self.counts)
+            self._set_aside(BadRow(place.where, reason), self.counts)
             return []
         self.count(whole, kept)
         return [atom for atoms in kept for atom in atoms]

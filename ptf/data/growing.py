@@ -15,7 +15,7 @@ def encode_growing(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]
     """Of each text what `tokenizer.encode` gives."""
     rests, cuts, before = [], [], ""
     for text in texts:
-        common = _common(before, text)
+        common = common_length(before, text)
         at, cut = max(((text.rfind(cut, 0, common), cut) for cut in tokenizer.cuts), default=(-1, ""))
         rests.append(text[max(at, 0) :])
         cuts.append((cut, text.count(cut, 0, at)) if at >= 0 else None)  # which one, and how many of them come before
@@ -32,6 +32,6 @@ def encode_growing(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]
     return found
 
 
-def _common(a: str, b: str) -> int:
+def common_length(a: str, b: str) -> int:
     """Characters that two texts begin with in common."""
     return bisect_left(range(min(len(a), len(b))), True, key=lambda n: a[: n + 1] != b[: n + 1])

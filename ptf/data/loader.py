@@ -1,11 +1,12 @@
 """From lanes to global steps: packs ahead in a background thread, and its state is what was *consumed*.
 
 The one idea: global row g comes from lane g % lanes whoever trains it, and rank r of W owns the lanes ≡ r mod W. As W divides lanes and rows,
-those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a run may resume on another W. Where rows cost little to make
-(they were tokenized ahead), every rank packs all lanes and takes the share of each step's rows that balances the work of attention.
+those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a run may resume on another W. A rank makes the rows of its own
+lanes only; which rank of a group then trains a row is decided by the work of attention (ptf/data/exchange.py).
 """
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ptf.data.batch import Batch
-from ptf.data.packing import balanced, idle
+from ptf.data.exchange import Peers, exchanged, leave
+from ptf.data.packing import idle
 from ptf.data.sample import Atom, length
 from ptf.data.stream import Stream, settle
 from ptf.errors import UserError
@@ -32,11 +34,6 @@ class LaneFactory(Protocol):
     @property
     def endless(self) -> bool:
         """Whether its lanes are."""
-        ...
-
-    @property
-    def cheap(self) -> bool:
-        """Whether every rank may as well make all rows."""
         ...
 
 
@@ -60,13 +57,14 @@ class Loader:
 
     def __init__(
         self, lane_factory: LaneFactory, *, lanes: int, rows: int, rank: int = 0, world_size: int = 1, micro_rows: int,
-        seq_len: int, prefetch: int = 2, timeout_s: float = 1800.0,
+        seq_len: int, prefetch: int = 2, timeout_s: float = 1800.0, peers: Peers | None = None,
     ):  # fmt: skip
+        """`peers` are the ranks with which rows are exchanged, a group of neighbours; without them a rank trains what it made."""
         if lanes % world_size or rows % world_size:
             raise UserError(f"the number of workers ({world_size}) must divide data.lanes ({lanes}) and train.rows ({rows})")
         self._factory, self._lanes, self._rows, self._rank, self._world = lane_factory, lanes, rows, rank, world_size
         self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
-        self._shared = lane_factory.cheap and world_size > 1
+        self._peers = peers if peers is not None and peers.size > 1 else None
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self._seen: Atom | None = None
@@ -77,39 +75,46 @@ class Loader:
         self._open()
 
     def _open(self) -> None:
-        served = range(self._lanes) if self._shared else range(self._rank, self._lanes, self._world)
-        self._served = {lane: self._factory(lane) for lane in served}
+        self._served = {lane: self._factory(lane) for lane in range(self._rank, self._lanes, self._world)}
         self._settle_on()
 
     def _settle_on(self) -> None:
         self._states, self.counts = self._snapshot()
 
     def _snapshot(self) -> tuple[dict[int, dict[str, Any]], dict[str, int]]:
-        own = {lane: stream for lane, stream in self._served.items() if lane % self._world == self._rank}
-        each = [stream.counts() for stream in own.values()]
-        return {lane: stream.state_dict() for lane, stream in own.items()}, {key: sum(c[key] for c in each) for key in each[0]}
+        each = [stream.counts() for stream in self._served.values()]
+        return {lane: stream.state_dict() for lane, stream in self._served.items()}, {key: sum(c[key] for c in each) for key in each[0]}
 
     def _pack(self, step: int) -> _Step:
-        made = range(self._rows) if self._shared else range(self._rank, self._rows, self._world)
-        rows, numbers = [next(self._served[(step * self._rows + j) % self._lanes], []) for j in made], list(made)
-        if self._shared:
-            work = [sum(len(sample) ** 2 for atom in row for sample in atom) for row in rows]
-            numbers = balanced(work, self._world)[self._rank]
-            rows = [rows[j] for j in numbers]
-        if not all(rows):  # of a lane that has ended: a row that trains nothing
-            rows = [row or [idle([[self._like(rows)]])] for row in rows]
+        numbers = list(range(self._rank, self._rows, self._world))
+        try:
+            rows = [next(self._served[(step * self._rows + j) % self._lanes], []) for j in numbers]
+            if not all(rows):  # of a lane that has ended: a row that trains nothing
+                rows = [row or [idle([[self._like(rows)]])] for row in rows]
+            states = self._snapshot()
+        except BaseException:
+            if self._peers:
+                leave(self._peers, failed=True)
+            raise
+        if self._peers:
+            rows, numbers = exchanged(rows, numbers, self._peers)
         batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
         fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
-        return _Step(batches, numbers, fill, *self._snapshot())
+        return _Step(batches, numbers, fill, *states)
 
     def _like(self, rows: list[list[Atom]]) -> Atom:
         """An atom that carries the streams that all do, though this rank may have none left."""
         if self._seen is None:
-            self._seen = next((row[0] for row in rows if row), None) or next(self._factory(self._rank))[0]
+            first = (row for lane in range(self._lanes) for row in itertools.islice(_rest(self._factory(lane)), 1))  # of some lane: others may have none
+            self._seen = next((row[0] for row in rows if row), None) or next(first)[0]
         return self._seen
 
     def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
-        while not stop.is_set():
+        while True:
+            if stop.is_set():
+                if self._peers:
+                    leave(self._peers)
+                return
             item: _Step | BaseException
             try:
                 item = self._pack(step)
@@ -181,6 +186,6 @@ class Loader:
             return
         self._stop.set()
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._peers is None:  # else it waits for peers that are gone, and ends with the process
             raise TimeoutError(f"the loader's thread did not stop within {timeout_s} s: a read of the data hangs")
         self._thread = None

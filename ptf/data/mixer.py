@@ -1,4 +1,4 @@
-"""A weighted mixture of streams.
+"""A mixture of streams by shares.
 
 The one idea: no randomness. The next sample comes from the stream that is furthest behind its share, so at any time each stream has given its share
 to within a sample, and the counts are the whole state.
@@ -16,44 +16,55 @@ T_co = TypeVar("T_co", covariant=True)
 class Passing(Stream[T_co], Protocol[T_co]):
     """An endless stream that knows when it begins anew."""
 
-    def passes(self) -> int:
-        """How often everything in it has been yielded."""
+    def passes(self) -> int | None:
+        """How often everything in it has been yielded; None if nothing will ever come again."""
         ...
 
 
 class Mixer(Generic[T]):
-    """Stream[T]. Shares are proportional to weight^(1 / temperature), of samples or of whatever `size` measures. When a stream has had its `epochs`,
-    `drop` goes on with the others, in their proportions, until all have; `stop` ends the mixture; `repeat` goes on with it too, until all have."""
+    """Stream[T]. Shares are of samples or of whatever `size` measures. When a stream has had its `epochs`, `drop` goes on with the others, in their
+    proportions, until all have; `stop` ends the mixture; `repeat` goes on with it too, until all have. A stream that has nothing more is left out."""
 
     def __init__(
-        self, streams: Mapping[str, Passing[T]], weights: Mapping[str, float], *, temperature: float = 1.0, size: Callable[[T], int] | None = None,
-        exhausted: Literal["repeat", "drop", "stop"] = "repeat", epochs: Mapping[str, int | None] | None = None,
+        self, streams: Mapping[str, Passing[T]], shares: Mapping[str, float], *, size: Callable[[T], float] | None = None,
+        exhausted: Literal["repeat", "drop", "stop"] = "repeat", epochs: Mapping[str, int | None] | None = None, ahead: Mapping[str, float] | None = None,
     ):  # fmt: skip
-        """`epochs`: passes over each stream, None (or no such name) being endless."""
+        """`epochs`: passes over each stream, None (or no such name) being endless. `ahead`: how far each is behind its share at the start, below 1:
+        mixtures that are read side by side then do not all come to a rare stream at the same time."""
         self._streams, self._size, self._exhausted, self._epochs = dict(streams), size, exhausted, epochs or {}
-        self._shares = {name: weights[name] ** (1 / temperature) for name in streams}
-        self._ended: set[str] = set()
-        self.taken = dict.fromkeys(streams, 0)
+        self._shares = {name: shares[name] for name in streams}
+        self._ahead = ahead or dict.fromkeys(streams, 0.0)
+        self._ended: set[str] = set()  # had their epochs
+        self._empty: set[str] = set()  # have nothing more
+        self.taken: dict[str, float] = dict.fromkeys(streams, 0)
 
     def __next__(self) -> T:
-        self._ended |= {name for name, epochs in self._epochs.items() if epochs is not None and self._streams[name].passes() >= epochs}
+        for name, stream in self._streams.items():
+            if name not in self._empty:
+                passes, epochs = stream.passes(), self._epochs.get(name)
+                if passes is None:
+                    self._empty.add(name)
+                if passes is None or (epochs is not None and passes >= epochs):
+                    self._ended.add(name)
         left = [name for name in self._streams if name not in self._ended]
-        if not left or (self._ended and self._exhausted == "stop"):
+        if not left or (self._exhausted == "stop" and self._ended - self._empty):
             raise StopIteration
         if self._exhausted == "repeat":
-            left = list(self._streams)
-        shares, n = sum(self._shares[name] for name in left), sum(self.taken[name] for name in left) + 1
-        name = max(left, key=lambda name: self._shares[name] / shares * n - self.taken[name])  # ties: the first declared
+            left = [name for name in self._streams if name not in self._empty]
+        name = left[0]
+        if len(left) > 1:
+            shares, n = sum(self._shares[name] for name in left), sum(self.taken[name] for name in left) + 1
+            name = max(left, key=lambda name: self._shares[name] / shares * n + self._ahead[name] - self.taken[name])  # ties: the first declared
         item = next(self._streams[name])
         self.taken[name] += 1 if self._size is None else self._size(item)
         return item
 
     def state_dict(self) -> dict[str, Any]:
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
-        return {"taken": dict(self.taken), "ended": sorted(self._ended), "streams": streams}
+        return {"taken": dict(self.taken), "ended": sorted(self._ended), "empty": sorted(self._empty), "streams": streams}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.taken = {name: int(state["taken"][name]) for name in self._streams}
-        self._ended = set(state["ended"])
+        self.taken = {name: float(state["taken"][name]) for name in self._streams}
+        self._ended, self._empty = set(state["ended"]), set(state["empty"])
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])

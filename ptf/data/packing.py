@@ -6,35 +6,41 @@ starts the next row, so none waits longer than `lookahead` rows.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ptf.data.sample import Atom, Sample, dump_atoms, length, load_atoms
+from ptf.data.sample import Atom, Sample, length
 from ptf.data.stream import Later, Stream
 from ptf.errors import UserError
 
+T = TypeVar("T")
 
-class Packer:
-    """Stream[list[Atom]]. Over a finite iterator it ends when every atom has left in a row."""
 
-    def __init__(self, atoms: Stream[Atom] | Iterator[Atom], seq_len: int, lookahead: int = 64):
-        self._atoms, self._seq_len, self._lookahead = atoms, seq_len, lookahead
+class Packer(Generic[T]):
+    """Stream[list[T]]: rows of atoms, or of whatever holds one. Over a finite iterator it ends when every atom has left in a row."""
+
+    def __init__(
+        self, atoms: Stream[T] | Iterator[T], seq_len: int, lookahead: int = 64, size: Callable[[T], int] = length,  # type: ignore[assignment]
+        dump: Callable[[Sequence[T]], Any] = tuple, load: Callable[[Any], Sequence[T]] = tuple,
+    ):  # fmt: skip
+        """`size` are the tokens of what comes; `dump` and `load` write what waits in the look-ahead window."""
+        self._atoms, self._seq_len, self._lookahead, self._size, self._dump, self._load = atoms, seq_len, lookahead, size, dump, load
         self._clear()
 
     def _clear(self) -> None:
-        self._window: dict[int, Atom] = {}  # by number of arrival, oldest first
+        self._window: dict[int, tuple[T, int]] = {}  # by number of arrival, oldest first, with its length
         self._arrivals = 0
         self._ages: list[deque[int]] = [deque() for _ in range(self._seq_len + 1)]  # by length, oldest first
         self._bits = 0  # bit n: an atom of n tokens is there
         self._mirror = 0  # bit seq_len - n: the same, read backwards
 
-    def _add(self, atom: Atom) -> None:
-        n = length(atom)
+    def _add(self, atom: T) -> None:
+        n = self._size(atom)
         if n > self._seq_len:
             raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {self._seq_len}")
-        self._window[self._arrivals] = atom
+        self._window[self._arrivals] = atom, n
         ages = self._ages[n]
         if not ages:
             self._bits |= 1 << n
@@ -42,14 +48,14 @@ class Packer:
         ages.append(self._arrivals)
         self._arrivals += 1
 
-    def _take(self, n: int) -> Atom:
+    def _take(self, n: int) -> T:
         """The oldest atom of n tokens."""
         ages = self._ages[n]
         number = ages.popleft()
         if not ages:
             self._bits ^= 1 << n
             self._mirror ^= 1 << (self._seq_len - n)
-        return self._window.pop(number)
+        return self._window.pop(number)[0]
 
     def _refill(self) -> None:
         while len(self._window) < self._lookahead:
@@ -70,14 +76,14 @@ class Packer:
             pairs ^= 1 << half
         return pairs.bit_length() - 1 if pairs else best
 
-    def __iter__(self) -> "Packer":
+    def __iter__(self) -> "Packer[T]":
         return self
 
-    def __next__(self) -> list[Atom]:
+    def __next__(self) -> list[T]:
         self._refill()
         if not self._window:
             raise StopIteration
-        n = length(next(iter(self._window.values())))
+        n = next(iter(self._window.values()))[1]
         row, room = [], self._seq_len
         while n >= 0:
             row.append(self._take(n))
@@ -87,13 +93,13 @@ class Packer:
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window": Later(tuple(self._window.values()), dump_atoms), "atoms": self._atoms.state_dict()}  # type: ignore[union-attr]
+        return {"window": Later(tuple(atom for atom, _ in self._window.values()), self._dump), "atoms": self._atoms.state_dict()}  # type: ignore[union-attr]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._clear()
-        for atom in load_atoms(state["window"]):
-            self._add(atom)
         self._atoms.load_state_dict(state["atoms"])  # type: ignore[union-attr]
+        for atom in self._load(state["window"]):
+            self._add(atom)
 
 
 def idle(rows: Sequence[Sequence[Atom]]) -> Atom:

@@ -1,69 +1,219 @@
 """The data of a run put together: sources → encode → shuffle → mix → pack, once for each lane; a single pass for validation; prompts.
 
-The one idea: a lane is a pure function of (config, lane number), so whoever serves it, from whatever state, yields the same rows.
+The one idea: a lane is a pure function of (config, files, lane number), so whoever serves it, from whatever state, yields the same rows. And what waits
+in a lane's windows is known by the place it was read from: a state holds places, and whoever goes on from it reads them again.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from ptf.data import tokenized
-from ptf.data.baskets import Reordered
-from ptf.data.blocks import Reader, plain_row
-from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt, found_out, shaped
+from ptf.data.baskets import redrawn
+from ptf.data.blocks import Location, Reader, Row
+from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt
+from ptf.data.kinds import found_out, shaped
 from ptf.data.mixer import Mixer
+from ptf.data.order import ORDER, LaneSource, Ordered
 from ptf.data.packing import Packer
-from ptf.data.quarantine import Quarantine
-from ptf.data.sample import Atom, dump_atoms, length, load_atoms
-from ptf.data.sources import Place, Source, SourceSpec, rows_once
-from ptf.data.stream import Later, Map, Shuffle, Stream, settle
+from ptf.data.quarantine import FAULTS, Quarantine, reason_of
+from ptf.data.sample import Atom, length
+from ptf.data.sources import Place, SourceSpec, rows_once
+from ptf.data.stream import Later, Shuffle, Stream, randint, settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 
 
+class Item(NamedTuple):
+    """A sample on its way, and where it was read."""
+
+    atom: Atom
+    source: str
+    place: tuple[int, int, int, int, int, int]  # epoch, file, block, row; which of the row's atoms; rows without any that came before it
+    rows: float  # that it stands for: those and its share of its own
+    epoch: int
+
+    @property
+    def mark(self) -> int:
+        """By which a sample that is read again is known for the same."""
+        crc = 0
+        for sample in self.atom:
+            crc = zlib.crc32(np.ascontiguousarray(sample.tokens), crc)
+        return crc
+
+
 class Encoded:
-    """Stream[Atom]: the atoms of a lane's rows, one after the other."""
+    """Stream[Item]: the samples of a lane's rows, one after the other. Ends where no row of the lane will ever leave one, though others' do."""
 
-    def __init__(self, source: Source, encoder: Encoder):
-        self._source, self._encoder = source, encoder
-        self._pending: list[Atom] = []
+    def __init__(self, name: str, source: LaneSource, encoder: Encoder, again: Encoder, patience: int, somewhere: Callable[[], bool], reorder: str | None):
+        """`again` encodes what was encoded before. When `patience` epochs left nothing, `somewhere` is asked whether any row of the source leaves a
+        sample. `reorder` names the randomness by which baskets are reordered."""
+        self._name, self._source, self._encoder, self._again = name, source, encoder, again
+        self._patience, self._somewhere, self._reorder = patience, somewhere, reorder
+        self._pending: list[Item] = []  # the next one last
+        self._without = 0  # rows without a sample since the last that had one
+        self._found = 0  # the epoch of that one
+        self._ended = False
 
-    def __next__(self) -> Atom:
-        empty = 0
+    def __next__(self) -> Item:
         while not self._pending:
-            self._pending = self._encoder(next(self._source))[::-1]
-            empty += 1
-            if self._source.rows is not None and empty > self._source.rows:
-                raise UserError(f"no row of {self._source.path} left a sample to train on: {self._encoder.counts}")
+            if self._ended:
+                raise StopIteration
+            row = next(self._source)
+            if self._without and row.epoch - self._found > self._patience:
+                if not self._somewhere():
+                    raise UserError(f"no row of {self._source.path} left a sample to train on: {self._encoder.counts}")
+                self._ended = True
+            self._pending = self._items(row, self._encoder(row), self._without)
+            self._without = 0 if self._pending else self._without + 1
+            if self._pending:
+                self._found = row.epoch
         return self._pending.pop()
 
-    def epoch(self) -> int:
-        return self._source.epoch
+    def _items(self, row: Place, atoms: Sequence[Atom], without: int) -> list[Item]:
+        """The last one first."""
+        made, n, epoch = [], len(atoms), row.epoch
+        for i in range(n - 1, -1, -1):
+            before = 0 if i else without
+            place = epoch, row.file, row.number, row.row, i, before
+            atom = atoms[i] if self._reorder is None else redrawn(atoms[i], f"{self._reorder}/{place[:5]}")
+            made.append(Item(atom, self._name, place, before + 1 / n, epoch))
+        return made
 
     def counts(self) -> Mapping[str, int]:
         return self._encoder.counts
 
+    def dump(self, items: Sequence[Item]) -> np.ndarray:
+        """Places and marks. [items, 7] int32"""
+        return np.array([(*item.place, item.mark - (1 << 31)) for item in items], np.int32).reshape(-1, 7)
+
+    def load(self, places: np.ndarray) -> list[Item]:
+        """The samples of places, read again: every block once. Raises UserError where another sample is there."""
+        found: dict[tuple[int, ...], Item] = {}
+        for key in sorted({tuple(place) for place in places.tolist()}):
+            epoch, file, number, row, i, without, mark = key
+            at = self._source.at(file, number, row, epoch)
+            items = self._items(at, self._again(at), without)[::-1]
+            if i >= len(items) or items[i].mark - (1 << 31) != mark:
+                raise UserError(f"{at.where} is not what it was when the checkpoint was written: training cannot continue where it stopped")
+            found[key] = items[i]
+        return [found[tuple(place)] for place in places.tolist()]
+
     def state_dict(self) -> dict[str, Any]:
-        return {"source": self._source.state_dict(), "counts": dict(self._encoder.counts), "pending": Later(tuple(self._pending), dump_atoms)}
+        return {
+            "source": self._source.state_dict(), "counts": dict(self._encoder.counts), "pending": Later(tuple(self._pending), self.dump),
+            "without": self._without, "found": self._found, "ended": self._ended,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state["source"])
         self._encoder.counts = {key: int(state["counts"][key]) for key in COUNTS}
-        self._pending = load_atoms(state["pending"])
+        self._without, self._found, self._ended = int(state["without"]), int(state["found"]), bool(state["ended"])
+        self._pending = self.load(state["pending"])
 
 
-class Lane(Packer):
+class Lane:
     """Stream[list[Atom]]: a lane's packed rows, and what its encoders counted."""
 
-    def __init__(self, encoded: Sequence[Encoded], atoms: Stream[Atom], seq_len: int, lookahead: int):
-        super().__init__(atoms, seq_len, lookahead)
-        self._encoded = encoded
+    def __init__(self, encoded: Mapping[str, Encoded], items: Stream[Item], seq_len: int, lookahead: int):
+        self._encoded, self._names = encoded, list(encoded)
+        self._packer = Packer(items, seq_len, lookahead, lambda item: length(item.atom), self._dump, self._load)
+        self.passed = dict.fromkeys(encoded, 0.0)  # rows of each source that are in the packed rows so far; of no state
+
+    def __iter__(self) -> "Lane":
+        return self
+
+    def __next__(self) -> list[Atom]:
+        row = next(self._packer)
+        for item in row:
+            self.passed[item.source] += item.rows
+        return [item.atom for item in row]
 
     def counts(self) -> Mapping[str, int]:
-        return {key: sum(e.counts()[key] for e in self._encoded) for key in COUNTS}
+        return {key: sum(e.counts()[key] for e in self._encoded.values()) for key in COUNTS}
+
+    def _dump(self, items: Sequence[Item]) -> dict[str, Any]:
+        places = {name: encoded.dump([item for item in items if item.source == name]) for name, encoded in self._encoded.items()}
+        return {"sources": [self._names.index(item.source) for item in items], "places": places}
+
+    def _load(self, state: Mapping[str, Any]) -> list[Item]:
+        items = {name: iter(encoded.load(state["places"][name])) for name, encoded in self._encoded.items()}
+        return [next(items[self._names[i]]) for i in state["sources"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": ORDER, **self._packer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        refuse_other_order(state)
+        self._packer.load_state_dict(state)
+
+
+def refuse_other_order(state: Mapping[str, Any]) -> None:
+    """Of a lane, or of prompts."""
+    if state.get("order") != ORDER:
+        raise UserError("the checkpoint is of a version of ptf that read the data in another order: continue it with that version, or start a new run")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How several sources make one stream."""
+
+    sources: Mapping[str, SourceSpec]
+    seed: int
+    temperature: float = 1.0
+    by: Literal["samples", "tokens"] = "samples"
+    exhausted: Literal["repeat", "drop", "stop"] = "repeat"
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the sources have the shares that their weights say. Else every row comes once an epoch, and a source ends when it is done."""
+        return any(spec.weight is not None for spec in self.sources.values())
+
+    @property
+    def ends(self) -> Literal["repeat", "drop", "stop"]:
+        """What happens when a source has had its epochs."""
+        return self.exhausted if self.weighted else "drop"
+
+    @property
+    def endless(self) -> bool:
+        ending = [spec.epochs is not None for spec in self.sources.values()]
+        return not (any(ending) if self.ends == "stop" else all(ending))
+
+    def shares(self, rows: Mapping[str, int | None]) -> dict[str, float]:
+        """Of each source, in proportion; `rows` are what the files tell. Raises UserError where a number of rows is needed and not known."""
+        known = {name: rows_of(name, spec, rows[name]) for name, spec in self.sources.items()}
+        if len(known) == 1:
+            return dict.fromkeys(known, 1.0)
+        found = {name: spec.weight or 1.0 for name, spec in self.sources.items()} if self.weighted else known
+        for name, share in found.items():
+            if share is None:
+                raise UserError(
+                    f"the files of data.sources.{name} do not tell how many rows they have, and without weights sources are mixed by their rows: "
+                    f"give it `rows` (how many there are, about), or give the sources a `weight`"
+                )
+        return {name: float(share or 0) ** (1 / self.temperature) for name, share in found.items()}
+
+    def mixed(self, streams: Mapping[str, Shuffle[Item]], shares: Mapping[str, float], lane: int) -> Mixer[Item]:
+        """What a lane reads of them."""
+        size = (lambda item: length(item.atom)) if self.by == "tokens" else None
+        epochs = {name: spec.epochs for name, spec in self.sources.items()}
+        ahead = {name: randint(f"mix/{self.seed}/{lane}/{name}", 0, 1 << 20) / (1 << 20) for name in streams}
+        return Mixer(streams, shares, size=size if self.weighted else attrgetter("rows"), exhausted=self.ends, epochs=epochs, ahead=ahead)
+
+
+def rows_of(name: str, spec: SourceSpec, found: int | None) -> int | None:
+    """Rows of a source in an epoch: as many as its files tell, or the config. Raises UserError where the two differ."""
+    if found is not None and spec.rows is not None and found != min(spec.rows, spec.limit or spec.rows):
+        raise UserError(f"data.sources.{name}.rows is {spec.rows}, but its files have {found} rows that count; without the key they are counted")
+    told = spec.rows if found is None else found
+    return told if told is None or spec.limit is None else min(told, spec.limit)
 
 
 @dataclass(frozen=True)
@@ -85,40 +235,60 @@ class Lanes:
     reorder: bool = False  # the events of a basket, each time it is read
     quarantine: str | None = None  # directory of the bad rows; without it they are errors
     max_bad: float = 0.0
-    _readers: dict[str, tuple[Reader, SourceSpec]] = field(default_factory=dict)
+    _opened: dict[str, tuple[Ordered, SourceSpec]] = field(default_factory=dict)
+    _left: dict[str, bool] = field(default_factory=dict)  # whether any row of a source leaves a sample
 
     def __call__(self, lane: int) -> Lane:
-        encoded, shuffled = [], {}
-        for name, spec in self.sources.items():
-            if name not in self._readers:
-                self._readers[name] = opened(spec, self.tokenizer)
-            reader, spec = self._readers[name]
-            source = Source(reader, lane, self.lanes, spec.limit)
-            aside = Quarantine(f"{self.quarantine}/{name}-{lane:03}.jsonl", self.max_bad).add if self.quarantine else None
-            encoded.append(Encoded(source, encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside)))
-            key = f"shuffle/{self.seed}/{lane}/{name}"
-            shuffled[name] = Shuffle(encoded[-1], self.shuffle, key, encoded[-1].epoch, dump_atoms, load_atoms)
-        size = length if self.by == "tokens" else None
-        weights = {name: spec.weight for name, spec in self.sources.items()}
-        epochs = {name: spec.epochs for name, spec in self.sources.items()}
-        mixed = Mixer(shuffled, weights, temperature=self.temperature, size=size, exhausted=self.exhausted, epochs=epochs)
-        atoms = Reordered(mixed, f"baskets/{self.seed}/{lane}") if self.reorder else mixed
-        return Lane(encoded, atoms, self.seq_len, self.lookahead)
+        encoded, shuffled = {}, {}
+        for name in self.sources:
+            encoded[name] = each = self._encoded(name, lane)
+            shuffled[name] = Shuffle(each, self.shuffle, f"shuffle/{self.seed}/{lane}/{name}", attrgetter("epoch"), each.dump, each.load)
+        return Lane(encoded, self.mixture.mixed(shuffled, self.shares, lane), self.seq_len, self.lookahead)
 
-    @property
-    def cheap(self) -> bool:
-        return all(spec.kind == "tokenized" for spec in self.sources.values())
+    @cached_property
+    def mixture(self) -> Mixture:
+        return Mixture(self.sources, self.seed, self.temperature, self.by, self.exhausted)
+
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        return self.mixture.shares({name: self.opened(name)[0].rows for name in self.sources})
 
     @property
     def endless(self) -> bool:
-        ending = [spec.epochs is not None for spec in self.sources.values()]
-        return not (any(ending) if self.exhausted == "stop" else all(ending))
+        return self.mixture.endless
+
+    def opened(self, name: str) -> tuple[Ordered, SourceSpec]:
+        """A source's files and their order, and what its rows are."""
+        if name not in self._opened:
+            reader, spec = opened(self.sources[name], self.tokenizer)
+            self._opened[name] = Ordered(reader, f"order/{self.seed}/{name}", self.lanes, spec.limit, self.shuffle > 0), spec
+        return self._opened[name]
+
+    def _encoded(self, name: str, lane: int) -> Encoded:
+        ordered, spec = self.opened(name)
+        file = f"{self.quarantine}/{name}-{lane:03}.jsonl"
+        aside = Quarantine(file, self.max_bad).add if self.quarantine else None
+        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside)
+        reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
+        window = self.shuffle + 2 * self.lookahead
+        return Encoded(name, ordered.lane(lane, window), encoder, self._again(name), self.lanes, lambda: self._leaves_some(name), reorder)
+
+    def _again(self, name: str) -> Encoder:
+        """An encoder for rows that count elsewhere."""
+        aside = (lambda bad, counts: None) if self.quarantine else None
+        return encoder_of(name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside)
+
+    def _leaves_some(self, name: str) -> bool:
+        if name not in self._left:
+            ordered, again = self.opened(name)[0], self._again(name)
+            self._left[name] = any(again(row) for row in rows_once(ordered.reader, ordered.limit))
+        return self._left[name]
 
 
 def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, SourceSpec]:
     """Its rows, and what they are."""
     if spec.kind != "tokenized":
-        reader = Reader(spec.path, plain_row)
+        reader = Reader(Location.of(spec))
         return reader, found_out(spec, reader)
     assert tokenizer is not None, "a tokenized source is read with the tokenizer that it must have been written with"
     return tokenized.reader(spec.path, tokenizer, spec.verify_up_to), spec
@@ -127,66 +297,118 @@ def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, Sourc
 def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_long: TooLong, set_aside: SetAside | None = None) -> Encoder:
     """What makes atoms of a source's rows."""
     if spec.kind == "tokenized":
-        return Encoder(tokenized.decode, name, seq_len, too_long)
+        return Encoder(tokenized.decode, name, seq_len, too_long, kind=spec.kind)
     return Encoder(encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside)
 
 
 def atoms_once(
-    sources: Mapping[str, SourceSpec], *, encode: Encode, seq_len: int, too_long: TooLong = "error", tokenizer: Tokenizer | None = None
-) -> Iterator[Atom]:
-    """Every atom of every source once, in file order: held-out data. Tokenized sources need `tokenizer`, to check that they were written with it."""
+    sources: Mapping[str, SourceSpec], *, encode: Encode, seq_len: int, too_long: TooLong = "error", tokenizer: Tokenizer | None = None,
+    set_aside: SetAside | None = None,
+) -> Iterator[Atom]:  # fmt: skip
+    """Every atom of every source once, in file order: held-out data. Tokenized sources need `tokenizer`, to check that they were written with it. A bad
+    row is an error, unless there is somewhere to set it aside."""
     for name, spec in sources.items():
         reader, spec = opened(spec, tokenizer)
-        encoder = encoder_of(name, spec, encode, seq_len, too_long)
+        encoder = encoder_of(name, spec, encode, seq_len, too_long, set_aside)
         for place in rows_once(reader, spec.limit):
             yield from encoder(place)
 
 
 def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Every prompt of a source once, in file order; its place is its index."""
-    for index, place in enumerate(rows_once(Reader(spec.path), spec.limit)):
-        yield _prompt(place, name, spec, tokenizer, index)
+    for index, place in enumerate(rows_once(Reader(Location.of(spec)), spec.limit)):
+        yield _prompt(place.read, place.where, place.columnar, name, spec, tokenizer, index)
 
 
-def _prompt(place: Place, name: str, spec: SourceSpec, tokenizer: Tokenizer, index: int) -> Prompt:
+def _prompt(read: Callable[[], Any], where: str, columnar: bool, name: str, spec: SourceSpec, tokenizer: Tokenizer, index: int) -> Prompt:
+    row: Row = {}
     try:
-        return encode_prompt(shaped(place.read(), spec.columns), tokenizer, name, index)
-    except UserError as e:
-        raise UserError(f"{place.where} (source {name}): {e}") from None
+        row = read()
+        return encode_prompt(shaped(row, spec.columns, "prompt", columnar), tokenizer, name, index)
+    except FAULTS as e:
+        raise UserError(f"{where} (source {name}): {reason_of(e, row)}") from (None if isinstance(e, UserError) else e)
+
+
+class _Text(NamedTuple):
+    """A row on its way to become a prompt, as JSON text, so that a run that reads it again sees an equal one."""
+
+    text: str
+    where: str
+    source: str
+    columnar: bool  # see Block
+    place: tuple[int, int, int, int]  # epoch, file, block, row
+    epoch: int
+    rows: float = 1.0
+
+
+class _Texts:
+    """Stream[_Text]"""
+
+    def __init__(self, name: str, source: LaneSource):
+        self._name, self._source = name, source
+
+    def __next__(self) -> _Text:
+        return self._text(next(self._source))
+
+    def _text(self, row: Place) -> _Text:
+        place = row.epoch, row.file, row.number, row.row
+        try:
+            return _Text(json.dumps(row.read(), default=str), row.where, self._name, row.columnar, place, row.epoch)
+        except FAULTS as e:
+            raise UserError(f"{row.where} (source {self._name}): {reason_of(e, {})}") from (None if isinstance(e, UserError) else e)
+
+    def dump(self, rows: Sequence[_Text]) -> np.ndarray:
+        """Places and checksums. [rows, 5] int32"""
+        return np.array([(*row.place, zlib.crc32(row.text.encode()) - (1 << 31)) for row in rows], np.int32).reshape(-1, 5)
+
+    def load(self, places: np.ndarray) -> list[_Text]:
+        found: dict[tuple[int, ...], _Text] = {}
+        for key in sorted({tuple(place) for place in places.tolist()}):
+            epoch, file, number, row, mark = key
+            found[key] = text = self._text(self._source.at(file, number, row, epoch))
+            if zlib.crc32(text.text.encode()) - (1 << 31) != mark:
+                raise UserError(f"{text.where} is not what it was when the checkpoint was written: training cannot continue where it stopped")
+        return [found[tuple(place)] for place in places.tolist()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._source.load_state_dict(state)
 
 
 class Prompts:
-    """Stream[Prompt]: endless, shuffled, mixed by weight. Rows wait in the shuffle window as JSON text, so that a resumed run sees equal ones."""
+    """Stream[Prompt]: endless, shuffled, mixed: without weights, every row of every source comes once before any comes again."""
 
     def __init__(self, sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0):
         self._tokenizer, self._sources, self._index = tokenizer, sources, 0
-        streams = {name: self._source(name, spec, seed, shuffle) for name, spec in sources.items()}
-        self._mixer = Mixer(streams, {n: s.weight for n, s in sources.items()}, temperature=temperature)
+        self._orders = {name: Ordered(Reader(Location.of(spec)), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0) for name, spec in sources.items()}
+        streams: dict[str, Shuffle[Any]] = {}
+        for name, ordered in self._orders.items():
+            texts = _Texts(name, ordered.lane(0, shuffle))
+            streams[name] = Shuffle(texts, shuffle, f"prompts/{seed}/{name}", attrgetter("epoch"), texts.dump, texts.load)
+        self.mixture = Mixture(sources, seed, temperature)
+        self.shares = self.mixture.shares(self.rows)
+        self._mixer = self.mixture.mixed(streams, self.shares, 0)
 
-    @staticmethod
-    def _source(name: str, spec: SourceSpec, seed: int, shuffle: int) -> Shuffle[str]:
-        source = Source(Reader(spec.path), limit=spec.limit)
-        return Shuffle(Map(source, partial(_text, name)), shuffle, f"prompts/{seed}/{name}", lambda: source.epoch, list, list)
+    @property
+    def rows(self) -> dict[str, int | None]:
+        """Of each source; None where it is not known."""
+        return {name: ordered.rows for name, ordered in self._orders.items()}
 
     def __next__(self) -> Prompt:
-        row, where, name = json.loads(next(self._mixer))
+        row: Any = next(self._mixer)
         self._index += 1
-        return _prompt(Place(lambda: row, where), name, self._sources[name], self._tokenizer, self._index - 1)
+        return _prompt(lambda: json.loads(row.text), row.where, row.columnar, row.source, self._sources[row.source], self._tokenizer, self._index - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return settle({"index": self._index, "tokenizer": self._tokenizer.identity, "mixer": self._mixer.state_dict()})
+        return settle({"order": ORDER, "index": self._index, "tokenizer": self._tokenizer.identity, "mixer": self._mixer.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        refuse_other_order(state)
         self._tokenizer.refuse_other(state["tokenizer"], "the checkpoint")
         self._index = int(state["index"])
         self._mixer.load_state_dict(state["mixer"])
-
-
-def _text(name: str, place: Place) -> str:
-    try:
-        return json.dumps([place.read(), place.where, name], default=str)
-    except UserError as e:
-        raise UserError(f"{place.where} (source {name}): {e}") from None
 
 
 def prompts_stream(sources: Mapping[str, SourceSpec], *, tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0) -> Prompts:

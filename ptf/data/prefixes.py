@@ -28,6 +28,33 @@ def parted(sample: Sample, n: int) -> Sample:
     return replace(sample, tokens=sample.tokens[n:], weights=sample.weights[n:], streams={name: v[n:] for name, v in sample.streams.items()}, begins=n)
 
 
+def families(samples: Sequence[Sample], seq_len: int) -> list[Atom]:
+    """The samples of one row of data as atoms of at most `seq_len` tokens, in which what samples begin with alike is read once: a family's longest
+    sample is whole, and behind it lies each other from where the two part. A conversation of which every turn had to become a sample of its own, for
+    the template shows earlier turns otherwise than they were served, costs little more than once its length."""
+    left = sorted(samples, key=len, reverse=True)
+    atoms: list[Atom] = []
+    while left:
+        head, *others = left
+        atom, room, left = [head], seq_len - len(head), []
+        for sample in others:
+            n = min(_alike(head.tokens, sample.tokens), len(beginning(sample)) // sample.tokens.itemsize - 1)
+            if n > 0 and len(sample) - n <= room:
+                atom.append(parted(sample, n))
+                room -= len(sample) - n
+            else:
+                left.append(sample)
+        atoms.append(tuple(atom))
+    return atoms
+
+
+def _alike(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two samples begin with alike."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
 def pack_shared(atoms: Sequence[Atom], seq_len: int) -> list[list[Atom]]:
     """As `pack_all`, of atoms of which those of one sample may share what they begin with; who does is side by side. The largest families go first,
     their longest members first, each into the first row that has room (first-fit decreasing), its family's rows before others."""

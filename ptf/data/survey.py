@@ -13,6 +13,7 @@ from itertools import islice
 import numpy as np
 
 from ptf.data.encode import Encode, TooLong
+from ptf.data.kinds import unread
 from ptf.data.packing import pack_all
 from ptf.data.pipeline import encoder_of, opened
 from ptf.data.quarantine import BadRow
@@ -40,6 +41,8 @@ class Surveyed:
     bad: tuple[BadRow, ...]  # the first ones
     left_out: Mapping[str, int]  # reason → of the rows that were looked at, how many are not trained for it
     examples: tuple[tuple[str, Atom], ...]  # place and atom, the first ones
+    unread: tuple[str, ...] = ()  # columns that nothing reads
+    not_read: tuple[str, ...] = ()  # names of files beside those that are data
 
     @property
     def samples(self) -> float:
@@ -117,7 +120,7 @@ def _look(
     lengths = np.array([length(atom) for atom in atoms], np.int64)
     return Surveyed(
         name, spec.kind, encoder.counts, min(rows, spec.limit or rows), whole, lengths, tuple(sorted(longest, reverse=True)), tuple(bad[:WORST]),
-        left_out(bad, encoder.counts["dropped"], seq_len), tuple(shown),
+        left_out(bad, encoder.counts["dropped"], seq_len), tuple(shown), unread(spec, reader), reader.not_read,
     ), atoms  # fmt: skip
 
 

@@ -24,10 +24,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ptf import storage, verified
-from ptf.data.blocks import Block, Reader, Row
-from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, found_out
+from ptf.data.blocks import Block, Location, Reader, Row
+from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
+from ptf.data.kinds import found_out
 from ptf.data.quarantine import BadRow, Quarantine
-from ptf.data.sample import Atom, dump_atoms, load_atoms
+from ptf.data.sample import Atom, Sample, dump_atoms
 from ptf.data.sources import SourceSpec, blocks_once, place
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -94,7 +95,7 @@ def write(
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
-        reader = Reader(spec.path)
+        reader = Reader(Location.of(spec))
         work = _Work(encode, name, seq_len, too_long, found_out(spec, reader), max_bad is not None)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
@@ -102,6 +103,7 @@ def write(
                 for row in bad:
                     aside.add(row, counts)
                 file.write(columns)
+        made_with |= {"commit": reader.commit} if reader.commit else {}  # of a dataset of the Hub
         manifest = storage.commit(part / "new", {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])})
         if root.exists():
             os.replace(root, part / "old")  # from another tokenizer or config, under the same name
@@ -273,11 +275,57 @@ def _lists(rows: Sequence[Any], kind: pa.DataType, k: int = 0) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, k) if k else values)
 
 
-def _arrays(group: pa.Table, i: int) -> Row:
-    row: Row = {name: _values(group.column(name).chunk(0)[i].values) for name in group.column_names}
-    samples = np.arange(len(row["lengths"]))
-    streams = {name.removeprefix(STREAM): row.pop(name) for name in group.column_names if name.startswith(STREAM)}
-    return row | {"streams": {name: {"samples": samples, "values": values} for name, values in streams.items() if len(samples)}}
+class TokenRows:
+    """Rows of a group of such a file: its columns as long arrays, of which a row's samples are slices."""
+
+    def __init__(self, table: pa.Table):
+        self.lines, self.nbytes = table.num_rows, table.nbytes
+        columns = {name: _column(table.column(name)) for name in table.column_names}
+        self._first_atom, atoms = columns["atoms"]  # of each row; and how many samples each atom has
+        self._first_sample, lengths = columns["lengths"]  # of each row; and how many tokens each sample has
+        self._atoms = atoms.tolist()
+        self._ends = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]  # tokens before each sample
+        self._tokens, self._weights, self._sources = columns["tokens"][1], columns["weights"][1], columns["sources"][1]
+        self._streams = {name.removeprefix(STREAM): values for name, (_, values) in columns.items() if name.startswith(STREAM)}
+
+    @property
+    def columnar(self) -> bool:
+        """Of no meaning here: a row is its samples."""
+        return False
+
+    def __len__(self) -> int:
+        return self.lines
+
+    def line(self, i: int) -> int:
+        return i
+
+    def row(self, i: int) -> Row:
+        return {"atoms": self.atoms(i)}
+
+    def atoms(self, i: int) -> list[Atom]:
+        """Row i's."""
+        at, made = self._first_sample[i], []
+        for n in self._atoms[self._first_atom[i] : self._first_atom[i + 1]]:
+            made.append(tuple([self._sample(k) for k in range(at, at + n)]))
+            at += n
+        return made
+
+    def _sample(self, k: int) -> Sample:
+        start, end = self._ends[k], self._ends[k + 1]
+        streams = {name: values[start:end] for name, values in self._streams.items()}
+        return Sample(self._tokens[start:end], self._weights[start:end], self._sources[k], streams)
+
+    def part(self, start: int, end: int) -> Block:
+        raise NotImplementedError("what is tokenized is not tokenized again")
+
+
+def _column(column: pa.ChunkedArray) -> tuple[list[int], Any]:
+    """Where each row's values begin, and the end of the last one's; and all values."""
+    lists = column.combine_chunks()
+    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+    offsets = np.asarray(lists.offsets)
+    values = lists.values.slice(offsets[0], offsets[-1] - offsets[0])
+    return (offsets - offsets[0]).tolist(), values.to_pylist() if pa.types.is_string(values.type) else _values(values)
 
 
 def _values(found: pa.Array) -> np.ndarray:
@@ -288,13 +336,13 @@ def _values(found: pa.Array) -> np.ndarray:
 
 def decode(row: Row, name: str) -> list[Atom]:
     """The atoms of a row read here; takes the encoder's place."""
-    return load_atoms(row)
+    return row["atoms"]
 
 
 def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) -> Reader:
     """Its rows, for `decode`. Raises UserError where another tokenizer wrote them, or they are not what was written."""
     tokenizer.refuse_other(whole(path, verify_up_to)["tokenizer"], path)
-    return Reader(path, _arrays)
+    return Reader(path, TokenRows)
 
 
 def whole(path: str, verify_up_to: float) -> dict[str, Any]:

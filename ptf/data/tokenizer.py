@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ptf.data.rendering import Rendering, with_arguments
 from ptf.errors import UserError
 
 Message = Mapping[str, Any]
@@ -34,6 +35,7 @@ class Tokenizer:
         """`extra_stops`: ids that also end an answer, from the model's generation_config.json."""
         self.hf: Any = hf  # its type hints are looser than what it does
         self._extra_stops = tuple(extra_stops)
+        self.rendering = Rendering()
 
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> "Tokenizer":
@@ -47,17 +49,38 @@ class Tokenizer:
             stops = GenerationConfig.from_pretrained(path, revision=revision, local_files_only=local).eos_token_id  # type: ignore[arg-type]
         except OSError:
             stops = None
-        return cls(hf, stops if isinstance(stops, list) else [] if stops is None else [stops])
+        found = cls(hf, stops if isinstance(stops, list) else [] if stops is None else [stops])
+        found.rendering = Rendering.read(path)
+        return found
 
     def save(self, directory: str | Path) -> None:
+        beside = Path(str(self.hf.name_or_path)) / "generation_config.json"  # says more than where to stop
+        config = json.loads(beside.read_text()) if beside.is_file() else {}
         self.hf.save_pretrained(directory)
         if self._extra_stops:
-            (Path(directory) / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self._extra_stops)}))
+            config = config if config.get("eos_token_id") else config | {"eos_token_id": list(self._extra_stops)}
+            (Path(directory) / "generation_config.json").write_text(json.dumps(config))
+        self.rendering.write(directory)
+
+    def give_template(self, template: str | None, arguments: Mapping[str, Any]) -> None:
+        """Put a chat template in the place of its own (None: keep that), with defaults for some of its arguments."""
+        found = template if template is not None else self.hf.chat_template
+        if arguments and not found:
+            raise UserError("model.template_args: the tokenizer has no chat template to give them to; model.chat_template names one")
+        if isinstance(found, dict):
+            found = {name: with_arguments(text, arguments) for name, text in found.items()}
+        elif found:
+            found = with_arguments(found, arguments)
+        self.hf.chat_template = found
+        self._forget()
 
     def add(self, tokens: Sequence[str], special: bool = False) -> None:
         """Give each text an id of its own, in this order; what was derived from the vocabulary before is forgotten."""
         self.hf.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens], special_tokens=special)
-        for name in ("_unknown", "stop_ids", "cuts", "identity"):
+        self._forget()
+
+    def _forget(self) -> None:
+        for name in ("_unknown", "_closings", "_text_arguments", "stop_ids", "cuts", "identity"):
             self.__dict__.pop(name, None)
 
     @property
@@ -107,37 +130,93 @@ class Tokenizer:
         name = Path(str(self.hf.name_or_path)).name or "tokenizer"
         return f"{name}#{hashlib.sha256(str(self.hf.chat_template).encode()).hexdigest()[:8]}"
 
-    def render_text(self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] | None = None) -> str:
-        """The conversation as the chat template writes it, up to where the model would speak if `generation_prompt`."""
+    def render_text(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> str:
+        """The conversation as the chat template writes it, up to where the model would speak if `generation_prompt`. `arguments` are the template's,
+        and come before the defaults that it may have."""
         if not self.hf.chat_template:
-            raise UserError(f"the tokenizer {self.template_name.split('#')[0]} has no chat template: give model.tokenizer one that has")
+            raise UserError(f"the tokenizer {self.template_name.split('#')[0]} has no chat template: give model.tokenizer one that has, or model.chat_template")
         try:
-            return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False)
+            return self._rendered(_with_text(messages) if self._text_arguments else list(messages), generation_prompt, tools, arguments or {})
         except (TemplateError, TypeError, KeyError, IndexError) as e:
-            raise UserError(f"chat template {self.template_name} refuses the messages: {e}") from None
+            raise UserError(f"chat template {self.template_name} refuses the messages: {e} (model.chat_template can name another template)") from None
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] | None = None) -> list[int]:
+    def _rendered(self, messages: Sequence[Message], prompt: bool, tools: Any, arguments: Mapping[str, Any]) -> str:
+        given = {**self.rendering.arguments, **arguments}
+        return self.hf.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=False, **given)
+
+    @cached_property
+    def _text_arguments(self) -> bool:
+        """Whether the template wants the arguments of calls as JSON text, which is what it is asked: it refuses them as objects only (DeepSeek-V3)."""
+        for call in (_tool_call("1"), _with_text(_tool_call("1"))):
+            try:
+                self._rendered(call, False, None, {})
+                return isinstance(call[-1]["tool_calls"][0]["function"]["arguments"], str)
+            except (TemplateError, TypeError, KeyError, IndexError):
+                continue
+        return False
+
+    def render(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The ids of `render_text`."""
-        return self.encode(self.render_text(messages, generation_prompt, tools))
+        return self.encode(self.render_text(messages, generation_prompt, tools, arguments))
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: what the template writes after an assistant's turn (first) and after a tool call, then eos and the generation config's."""
+        """Ids that end an answer: what the template writes after an assistant's turn (first) and after a tool call, then eos and the generation config's.
+        Where it writes several special tokens there, the one that these name, else the last, for a server runs on to it."""
         known = [i for i in (self.hf.eos_token_id, *self._extra_stops) if i is not None]
-        special = set(self.hf.all_special_ids)
-        special |= {i for i, token in self.hf.added_tokens_decoder.items() if token.special}
-        turn, call = ([i for i in self._ending(build) if i in special] for build in (_answer, _tool_call))
-        stops = turn[:1] + known
+        turn, call = (self._closings[kind].special for kind in ("answer", "call"))
+        stops = [next((i for i in turn if i in known), turn[-1])] if turn else []
+        stops += known
         if call and not set(call) & set(stops):
-            stops += call[-1:]
+            stops.append(call[-1])
         return tuple(dict.fromkeys(stops))
+
+    def closing(self, calls: bool) -> str:
+        """What the template writes behind a turn only once the next message is there (GLM: its role's tag), up to the token at which a server stops;
+        "" where a turn has an end of its own. `calls`: of a turn that calls tools, which their results follow."""
+        return self._closings["call" if calls else "answer"].borrowed
+
+    def follows(self, calls: bool) -> str:
+        """What the template writes behind the stop of a conversation's last turn, whatever that says: a line break, an end of the document, or (Command-R)
+        the next generation prompt."""
+        last = self._closings["call" if calls else "answer"].last
+        end = next((n for n, i in enumerate(last) if i in self.stop_ids), len(last))
+        return self.decode(last[end + 1 :])
+
+    @cached_property
+    def _closings(self) -> dict[str, "_Closing"]:
+        """Of an answer and of a tool call."""
+        special = set(self.hf.all_special_ids) | {i for i, token in self.hf.added_tokens_decoder.items() if token.special}
+        found = {}
+        for kind, (build, then) in {"answer": (_answer, _USER), "call": (_tool_call, _RESULT)}.items():
+            last, inside = self._ending(build), self._ending(lambda word, build=build, then=then: [*build(word), then])
+            both = next((n for n, (a, b) in enumerate(zip(last, inside, strict=False)) if a != b), min(len(last), len(inside)))
+            own = [i for i in last[:both] if i in special] or [i for i in last if i in special]
+            borrowed = [i for i in inside if i in special][:1]
+            if own or not borrowed:
+                found[kind] = _Closing(own, last)
+                continue
+            told, more, stop = self._probe(build("1")), self._probe([*build("1"), then]), self.decode(borrowed)
+            start = len(told) if more.startswith(told) else more.rindex(stop)
+            found[kind] = _Closing(borrowed, last, more[start : more.index(stop, start) + len(stop)])
+        return found
+
+    def _probe(self, messages: Sequence[Message]) -> str:
+        try:
+            return self.render_text(messages, False)
+        except UserError:  # some templates want a system message
+            return self.render_text([{"role": "system", "content": "0"}, *messages], False)
 
     def _ending(self, build: Any) -> list[int]:
         """The ids that follow a turn whatever it says: two turns that differ, and what both end in."""
         if not self.hf.chat_template:
             return []
         try:
-            a, b = (self.hf(self.render_text(build(word), False), add_special_tokens=False)["input_ids"] for word in ("1", "2"))
+            a, b = (self.hf(self._probe(build(word)), add_special_tokens=False)["input_ids"] for word in ("1", "2"))
         except UserError:  # this template knows no such turn
             return []
         n = 0
@@ -172,6 +251,8 @@ class Tokenizer:
         }  # fmt: skip
         found: dict[str, Any] = {name: _digest(fact) for name, fact in facts.items()}
         found["probes"] = [[text, self.hf(text, add_special_tokens=False)["input_ids"]] for text in PROBES]
+        if self.rendering.facts:  # others keep their fingerprint
+            found["rendering"] = self.rendering.facts
         return {"fingerprint": _digest(found), **found}
 
     def refuse_other(self, identity: Mapping[str, Any], what: str) -> None:
@@ -182,7 +263,11 @@ class Tokenizer:
         for text, ids in identity.get("probes", ()):
             if text in now and now[text] != ids:
                 raise UserError(f"{what} was made with another tokenizer than the model's: of {text!r} that one made {ids}, this one {now[text]}")
-        parts = [name for name in self.identity if name not in ("fingerprint", "probes") and identity.get(name) != self.identity[name]]
+        then, today = ((facts.get("rendering") or {}).get("date") for facts in (identity, self.identity))
+        if then != today:
+            raise UserError(f"{what} was made with a chat template that rendered the date {then}, not {today}: set data.date, or make it anew")
+        names = dict.fromkeys((*identity, *self.identity))
+        parts = [name for name in names if name not in ("fingerprint", "probes") and identity.get(name) != self.identity.get(name)]
         raise UserError(f"{what} was made with another tokenizer than the model's: they differ in their {' and '.join(parts)}")
 
     def class_trap(self) -> str | None:
@@ -200,6 +285,14 @@ class Tokenizer:
         return None
 
 
+class _Closing(NamedTuple):
+    """How a template closes a turn: the special ids, all that it writes behind the last turn, and what it writes only once the next message is there."""
+
+    special: list[int]
+    last: list[int]
+    borrowed: str = ""
+
+
 def _digest(fact: Any) -> str:
     return hashlib.sha256(json.dumps(fact, ensure_ascii=False, default=str).encode()).hexdigest()
 
@@ -213,6 +306,18 @@ def _tool_call(word: str) -> list[Message]:
     return [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
+def _with_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the arguments of their calls as JSON text."""
+
+    def written(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)}}
+
+    return [{**m, "tool_calls": [written(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
+
+
+_USER = {"role": "user", "content": "3"}
+_RESULT = {"role": "tool", "content": "3", "tool_call_id": "call00001", "name": "f"}
 ROLES = ("system", "user", "assistant", "tool")
 CHARACTER_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}"

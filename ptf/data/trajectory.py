@@ -19,6 +19,7 @@ class Prompt:
     row: Mapping[str, Any]  # the data row; what the reward sees
     source: str
     index: int  # place in the stream of prompts: with the sample's number it keys the randomness
+    weight: float = 1.0  # how much what is sampled counts: the row's own `weight`
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from html import escape
 
 import numpy as np
 
+from ptf.data.encode import KINDS
+from ptf.data.files import shown
 from ptf.data.sample import Sample
 from ptf.data.survey import Survey, Surveyed
 from ptf.inspection.report import Report, advice, outlook, spans
@@ -17,7 +19,7 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); font-weight: normal; }
-th { opacity: .7; } th:first-child, td:first-child, .text td { text-align: left; }
+th { opacity: .7; } th:first-child, td:first-child, .text td, .text th { text-align: left; } td { white-space: nowrap; } .text td { white-space: normal; }
 .wide { overflow-x: auto; } .warn { border-left: 4px solid #d9822b; padding-left: .8rem; }
 .bar { display: inline-block; height: .8rem; vertical-align: middle; } .key { width: .8rem; margin-right: .4rem; }
 .row { display: flex; height: 1rem; margin: 2px 0; background: var(--soft); } .row i { border-right: 1px solid Canvas; box-sizing: border-box; }
@@ -103,6 +105,9 @@ def _packing(found: Report, colours: dict[str, str]) -> Iterator[str]:
 def _left_out(survey: Survey) -> Iterator[str]:
     rows = [(escape(s.name), escape(reason), f"{count:,}") for s in survey.sources for reason, count in s.left_out.items()]
     yield _table(("source", "reason", "how many"), rows, "text") if rows else "<p>Nothing of what was looked at.</p>"
+    for source in survey.sources:
+        if source.not_read:
+            yield f"<p>Not read of {escape(source.name)}: {escape(shown(source.not_read))}</p>"
     bad = [(escape(s.name), escape(row.where), escape(row.reason)) for s in survey.sources for row in s.bad]
     if bad:
         yield "<h3>The first bad rows</h3>" + _table(("source", "place", "reason"), bad, "text")
@@ -111,7 +116,8 @@ def _left_out(survey: Survey) -> Iterator[str]:
 def _samples(found: Report) -> Iterator[str]:
     for source in found.survey.sources:
         for place, atom in source.examples:
-            documents = "".join(f"<pre>{_marked(sample, found)}</pre>" for sample in atom)
+            names = KINDS["preference"] if source.kind == "preference" else [""] * len(atom)
+            documents = "".join(f"{name}<pre>{_marked(sample, found)}</pre>" for name, sample in zip(names, atom, strict=True))
             title = f"{escape(source.name)}, {escape(place)}: {sum(map(len, atom)):,} tokens"
             yield f"<h3>{title}</h3>" + (f'<div class="pair">{documents}</div>' if len(atom) > 1 else documents)
 

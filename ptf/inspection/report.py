@@ -5,7 +5,7 @@ The one idea: rows go through the very encoder, mixer and packer that training u
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.run import resolved
 from ptf.train.reading import specs
+from ptf.train.rendered import rendered
 
 FEW_ROWS = 2000  # of each source that are looked at where all sources have more than `ALL_ROWS` together
 ALL_ROWS = 100_000
@@ -49,7 +50,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     and keep the first `samples` atoms of each. Runs `data.prepare` where it has not run. Raises UserError for data that cannot be read."""
     recipe, job = recipes.build(job), resolved(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=None))
-    tokenizer, data = tokenizer_of(path, job.model.tokens), job.data
+    tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
 
     def encode(row: Mapping[str, Any], source: str) -> list[Atom]:
         if not recipe.online:
@@ -58,8 +59,11 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         return [(Sample(tokens, np.zeros(len(tokens), np.float32), source),)]
 
     room = data.seq_len - (job.rollout.max_new_tokens if job.rollout else 0)
+    sources = specs(data.sources)
+    if recipe.online:
+        sources = {name: replace(spec, kind="prompt") for name, spec in sources.items()}
     found = survey(
-        specs(data.sources), tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
+        sources, tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
         temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows or FEW_ROWS, examples=samples,
     )  # fmt: skip
     return Report(job, found, tokenizer)
@@ -98,7 +102,7 @@ def advice(found: Report) -> list[str]:
 
 def _source(source: Surveyed) -> dict[str, Any]:
     return {
-        "rows": round(source.rows), "samples": round(source.samples), "left_out": dict(source.left_out),
+        "rows": round(source.rows), "samples": round(source.samples), "left_out": dict(source.left_out), "not_read": list(source.not_read),
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ptf.data.files import shown
 from ptf.data.sample import Sample
 from ptf.data.survey import Survey, Surveyed
 from ptf.inspection.report import Report, advice, outlook, spans
@@ -77,6 +78,10 @@ def _packing(found: Report) -> Iterator[str]:
 
 
 def _left_out(source: Surveyed, console: Console) -> None:
+    if source.not_read:
+        console.print(f"not read of {source.name}: {shown(source.not_read)}", style="yellow", markup=False)
+    if source.unread:
+        console.print(f"columns of {source.name} that nothing reads: {', '.join(source.unread)}", markup=False)
     for reason, count in source.left_out.items():
         console.print(f"left out of {source.name}: {count:,} × {reason}", style="yellow", markup=False)
     for bad in source.bad:

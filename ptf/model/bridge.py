@@ -307,7 +307,7 @@ def save_hf(
         save_file(inside, temporary / file, metadata={"format": "pt"})
     beside = {f.name: f for d in (source, Path(tokenizer or source)) for f in sorted(d.iterdir()) if f.suffix in (".json", ".jinja", ".txt", ".model")}
     for name, file in beside.items():
-        if name != "config.json" and not name.startswith(("model.safetensors", "manifest")):
+        if name not in ("config.json", "rendering.json") and not name.startswith(("model.safetensors", "manifest")):
             (temporary / name).write_bytes(file.read_bytes())
     written = {k: v for k, v in (config or read_config(source)).items() if k != "quantization_config"}  # MXFP4 was dequantised
     (temporary / "config.json").write_text(json.dumps(written, indent=2) + "\n")

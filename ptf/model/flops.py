@@ -39,10 +39,13 @@ class Flops:
         tally.chain(model.head, upstream or _trains(model.norm))
         return Flops(body, tally.pairs, tally.tokens)
 
-    def step(self, lengths: Iterable[int], targets: float) -> float:
-        """Over packed documents of these lengths with `targets` trained positions."""
+    def step(self, lengths: Iterable[int], targets: float, begins: Iterable[int] | None = None) -> float:
+        """Over packed documents of these lengths with `targets` trained positions; the first token of each stands at its position in `begins` (0), so
+        it has so many before it that were read with another."""
         lengths = list(lengths)
-        attention = sum(each * pairs(n, window) for window, each in self.per_pair.items() for n in lengths)
+        begins = [0] * len(lengths) if begins is None else list(begins)
+        documents = list(zip(lengths, begins, strict=True))
+        attention = sum(each * (pairs(b + n, window) - pairs(b, window)) for window, each in self.per_pair.items() for n, b in documents)
         return self.per_token * sum(lengths) + attention + self.per_target * targets
 
 

@@ -181,7 +181,7 @@ def estimate(kind: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: Tenso
 
 def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> list[Sample]:
     """An episode as samples, one for each run of calls that extend each other: every sampled token is trained once, with the same advantage or one of its
-    own, [n]; what the policy was shown is context."""
+    own, [n], and counts as much as the `weight` of the prompt's row says; what the policy was shown is context."""
     n = trajectory.sampled
     known = {"advantages": np.broadcast_to(advantage, n), "rollout_logprobs": trajectory.logprobs, **trajectory.streams}
     samples, done = [], 0
@@ -190,7 +190,7 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
         where = np.concatenate([np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run])
         part = slice(done, done + len(where))
         streams = {name: placed(values[part], where, len(tokens), np.int32 if name == "states" else np.float32) for name, values in known.items()}
-        samples.append(Sample(tokens, placed(np.ones(len(where)), where, len(tokens)), trajectory.prompt.source, streams))
+        samples.append(Sample(tokens, placed(np.full(len(where), trajectory.prompt.weight), where, len(tokens)), trajectory.prompt.source, streams))
         done += len(where)
     return samples
 

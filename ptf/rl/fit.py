@@ -19,7 +19,7 @@ from ptf.config import Job, Plug
 from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, RolloutConfig, Source
 from ptf.data.catalogue import Catalogue
 from ptf.data.pipeline import prompts_once, prompts_stream
-from ptf.data.sources import fingerprints
+from ptf.data.sources import fingerprints, first_lines
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
@@ -269,7 +269,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     evaluation = job.evaluate.reward
     directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     model, directory = extended(job.model, directory, run, job.seed)
-    tokenizer_path = tokenizer_directory(model, directory, run)
+    tokenizer_path = tokenizer_directory(job, model, directory, run)
     tokenizer = Tokenizer.load(tokenizer_path)
     refuse_larger_tokenizer(directory, tokenizer_path, tokenizer.vocab_size)
     room = job.data.seq_len - knobs.max_new_tokens
@@ -302,6 +302,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     if job.train.deterministic:
         frozen["width"] = 0
     own = {role: start_of(one, role, tokenizer_path, start, job.verify_bytes) for role, one in recipe.companions.items() if one.path is not None}
+    print("\n".join(first_lines(sources)), flush=True)
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
     if trie is not None:
         made_with["allowed"] = trie.fingerprint()

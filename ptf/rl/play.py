@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from ptf.data.chat import clean
+from ptf.data.context import refuse_unseen
+from ptf.data.rendering import row_arguments
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
@@ -60,13 +62,20 @@ class Episode:
             return self._fail(str(error))
         try:
             self._messages = clean(list(shown))
-            self._text = self.tokenizer.render_text(self._messages, True, self._tools)
+            self._text = self._render()
             self.context = np.array(self.tokenizer.encode(self._text), np.int32)
         except UserError as error:
             return self._fail(f"what the environment shows first: {error}")
         if self._full():
             shown, most = len(self.context), self.limits.max_length
             self._fail(f"what the environment shows first has {shown} tokens, which leaves no room for an answer in data.seq_len ({most})")
+
+    def _render(self, since: int = 0) -> str:
+        """What the policy is shown. Raises UserError where the template leaves out a message from number `since` on."""
+        arguments = row_arguments(self.prompt.row)
+        text = self.tokenizer.render_text(self._messages, True, self._tools, arguments)
+        refuse_unseen(self._messages, text, self.tokenizer, self._tools, arguments, since=since if text.startswith(self._text) else 0)
+        return text
 
     def _full(self) -> bool:
         """Whether there is no room for another answer; where only some are allowed, for the longest of them."""
@@ -105,10 +114,11 @@ class Episode:
 
     def _go_on(self, call: Call, more: Sequence[Message]) -> None:
         served = self._text + self.tokenizer.decode(call.sampled)
+        known = len(self._messages)
         self._messages = clean([*self._messages, *more])
         if self._messages[-1]["role"] == "assistant":
             raise UserError("the environment is not done, but gave no message to answer to")
-        self._text = self.tokenizer.render_text(self._messages, True, self._tools)
+        self._text = self._render(known)
         if self._text.startswith(served):
             ids = [*call.context, *call.sampled, *self.tokenizer.encode(self._text[len(served) :])]
         else:

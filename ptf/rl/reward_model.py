@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from ptf.data.answers import history_of
 from ptf.data.encode import answered
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ class Taste:
             return t.outcome
         row = t.prompt.row
         try:
-            sample = answered(row["messages"] if row.get("messages") is not None else row.get("prompt"), t.text, self.tokenizer, "", row.get("tools"))
+            sample = answered(history_of(row), t.text, self.tokenizer, "", row.get("tools"))
         except UserError as error:
             return NoResult(f"the reward model cannot read it: {error}")
         if len(sample) > self.longest:

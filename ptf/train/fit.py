@@ -20,7 +20,7 @@ from ptf.compute.world import World, alone, random_state, set_random_state
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
-from ptf.data.sources import fingerprints
+from ptf.data.sources import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Left, UserError
 from ptf.model import bridge
@@ -66,7 +66,7 @@ class Fit:
         self.job, self.world, self.run, self.lease, self.recipe = job, world, run, lease, recipes.build(job)
         directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
         spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
-        self.tokenizer_path = str(world.share(tokenizer_directory(spec, directory, run) if world.leads else None))
+        self.tokenizer_path = str(world.share(tokenizer_directory(job, spec, directory, run) if world.leads else None))
         self.tokenizer = Tokenizer.load(self.tokenizer_path)
         if world.leads and (trap := self.tokenizer.class_trap()):
             print(f"train: {trap}", flush=True)
@@ -87,9 +87,11 @@ class Fit:
         self.trainer = trainer_of(job.train, self.model, world, self.companions)
         self.trainer.refuse_large(job.train.rows)
         self.loader = make_loader(reading, self.recipe, self.tokenizer, world, run)
-        self.held_out = held_out_rows(reading, self.recipe, self.tokenizer)
+        self.held_out = held_out_rows(reading, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None)
         self.saves, self.watch, self.leave = Checkpoints.of(job, run, lease), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
+        if world.leads:
+            print("\n".join(first_lines(specs(reading.data.sources))), flush=True)
         found = fingerprints(specs(job.data.sources)) if world.leads else {}
         self.made_with: dict[str, Any] = world.share(provenance.made_with(world.device, found, self.tokenizer.fingerprint()))  # type: ignore[assignment]
         self.flops = [Flops.of(self.model), *map(forward_flops, self.companions.values())]
@@ -157,9 +159,10 @@ class Fit:
         """What is known of a step on all ranks together."""
         job, world = self.job, self.world
         lengths = [n for batch in micro for n in batch.lengths]
+        begins = [n for batch in micro for n in batch.begins]
         targets = sum(int((batch.weights != 0).sum()) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)
-        tokens, work, slots = world.sum([sum(lengths), sum(flops.step(lengths, targets) for flops in self.flops), slots]).tolist()
+        tokens, work, slots = world.sum([sum(lengths), sum(flops.step(lengths, targets, begins) for flops in self.flops), slots]).tolist()
         metrics |= {"tokens": tokens, "fill": tokens / slots}
         for name in job.data.sources:
             if share := metrics.get(f"share/{name}"):

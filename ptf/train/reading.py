@@ -1,13 +1,17 @@
 """What a run reads: its sources as lanes of packed rows, and its validation sets."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ptf.compute.world import World
 from ptf.config import Job
+from ptf.data.forms import Row
+from ptf.data.kinds import unread
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
-from ptf.data.pipeline import Lanes, atoms_once
+from ptf.data.pipeline import Lanes, atoms_once, opened
+from ptf.data.quarantine import Quarantine
 from ptf.data.sample import Atom
 from ptf.data.sources import SourceSpec
 from ptf.data.tokenizer import Tokenizer
@@ -16,11 +20,19 @@ from ptf.recipes import Recipe
 
 def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("inf")) -> dict[str, SourceSpec]:
     """The config's sources as plain values; `epochs` is for those that have none of their own."""
-    return {name: SourceSpec(s.path, s.weight, s.kind, s.columns, s.limit, s.epochs or epochs, verify_up_to) for name, s in sources.items()}
+    return {
+        name: SourceSpec(
+            s.path, s.weight, s.kind, s.columns, s.limit, s.epochs or epochs, s.rows, s.config, s.split, s.revision, verify_up_to=verify_up_to,
+        )
+        for name, s in sources.items()
+    }  # fmt: skip
 
 
 def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World, run: Path) -> Loader:
     data = job.data
+    if world.leads:
+        for line in unread_columns(specs(data.sources)):
+            print(f"train: {line}", flush=True)
     lanes = Lanes(
         specs(data.sources, job.train.epochs, job.verify_bytes), tokenizer, lambda row, source: recipe.encode(row, tokenizer, source),
         lanes=data.lanes, seed=job.seed,
@@ -34,8 +46,22 @@ def make_loader(job: Job, recipe: Recipe, tokenizer: Tokenizer, world: World, ru
     )  # fmt: skip
 
 
-def held_out_rows(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[list[Atom]]]:
-    """The validation sets, packed."""
-    encode = lambda row, source: recipe.encode(row, tokenizer, source)  # noqa: E731
-    once = lambda name, spec: atoms_once({name: spec}, tokenizer=tokenizer, encode=encode, seq_len=job.data.seq_len, too_long=job.data.too_long)  # noqa: E731
-    return {name: pack_all(once(name, spec), job.data.seq_len) for name, spec in specs(job.data.validation, None, job.verify_bytes).items()}
+def held_out_rows(job: Job, recipe: Recipe, tokenizer: Tokenizer, quarantine: Path | None = None) -> dict[str, list[list[Atom]]]:
+    """The validation sets, packed. `quarantine`: a directory for their bad rows, where they are skipped; without it they are only counted."""
+    data, found = job.data, {}
+
+    def encode(row: Row, source: str) -> list[Atom]:
+        return recipe.encode(row, tokenizer, source)
+
+    for name, spec in specs(data.validation, None, job.verify_bytes).items():
+        file = quarantine / f"validation-{name}.jsonl" if quarantine else None
+        aside = Quarantine(file, data.max_bad).add if data.on_bad_row == "skip" else None
+        atoms = atoms_once({name: spec}, tokenizer=tokenizer, encode=encode, seq_len=data.seq_len, too_long=data.too_long, set_aside=aside)
+        found[name] = pack_all(atoms, data.seq_len)
+    return found
+
+
+def unread_columns(sources: Mapping[str, SourceSpec]) -> list[str]:
+    """A line for each source that has columns which nothing reads."""
+    found = {name: unread(spec, reader) for name, (reader, spec) in ((n, opened(s, None)) for n, s in sources.items() if s.kind != "tokenized")}
+    return [f"source {name}: columns that nothing reads: {', '.join(columns)}" for name, columns in found.items() if columns]

@@ -6,17 +6,33 @@ import shutil
 from pathlib import Path
 
 from ptf.compute.world import World
-from ptf.config.schema import ModelConfig, TokensConfig
+from ptf.config.schema import Job, ModelConfig, TokensConfig
 from ptf.data.added import add, wanted
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
 from ptf.model.vocabulary import NewRows, extend, read_vectors, refuse_larger_tokenizer, rows
 from ptf.train.parts import headless, unadapted
+from ptf.train.rendered import asks_date, changes_rendering, rendered
 from ptf.train.trainer import load_model
 
 
-def tokenizer_directory(model: ModelConfig, directory: Path, run: Path) -> str:
-    """Where the tokenizer's files lie: beside the model, or where `model.tokenizer` says (of a Hugging Face id: a copy in the run)."""
+def tokenizer_directory(job: Job, model: ModelConfig, directory: Path, run: Path) -> str:
+    """Where the tokenizer's files lie, its chat template as the job has it: `tokenizer_files`, or a copy in the run where the job changes how
+    conversations are rendered, or the template renders a date. `model`: the section after `extended`."""
+    files = tokenizer_files(model, directory, run)
+    there = run / "rendered"
+    if not there.is_dir():
+        if not (changes_rendering(job) or asks_date(files)):
+            return files
+        part = there.with_name(there.name + ".tmp")
+        shutil.rmtree(part, ignore_errors=True)
+        rendered(job, Tokenizer.load(files), run).save(part)
+        os.replace(part, there)
+    return str(there)
+
+
+def tokenizer_files(model: ModelConfig, directory: Path, run: Path) -> str:
+    """Beside the model, or where `model.tokenizer` says (of a Hugging Face id: a copy in the run)."""
     wanted = model.tokenizer
     if wanted is None or Path(wanted).is_dir():
         return wanted or str(directory)
@@ -35,7 +51,7 @@ def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple
         return model, directory
     there = run / "extended"
     if not there.is_dir():
-        tokenizer = tokenizer_directory(model, directory, run)
+        tokenizer = tokenizer_files(model, directory, run)
         base = start_directory(headless(model), directory, run, tokenizer, seed)
         larger = Tokenizer.load(tokenizer)
         refuse_larger_tokenizer(base, tokenizer, larger.vocab_size)

@@ -6,10 +6,11 @@ import time
 from ptf import recipes
 from ptf.config import Job, fingerprint
 from ptf.data import tokenized
-from ptf.data.blocks import data_files
+from ptf.data.blocks import Location, found_files
 from ptf.data.encode import FORM
+from ptf.data.files import described
 from ptf.data.tokenizer import Tokenizer
-from ptf.train.reading import specs
+from ptf.train.reading import specs, unread_columns
 
 SETTINGS = ("recipe", "algo", "data.seq_len", "data.too_long", "data.train_on", "data.on_bad_row", "data.max_bad")
 
@@ -23,7 +24,9 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue
-        files = list(data_files(source.path).items())
+        found = found_files(Location.of(source))
+        print("\n".join(described(name, Location.of(source), found)), flush=True)
+        files = list(found.stamps.items())
         shape = source.kind, sorted(source.columns.items()), source.limit
         key = hashlib.sha256(repr((files, made_by, shape)).encode()).hexdigest()[:16]
         made[name] = f"{job.output}/tokenized/{name}-{key}"
@@ -35,6 +38,8 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
             max_bad=data.max_bad if data.on_bad_row == "skip" else None, processes=processes,
         )  # fmt: skip
         spent = time.perf_counter() - began
+        for line in unread_columns(specs({name: source})):
+            print(f"tokenize: {line}", flush=True)
         print(
             f"tokenize: {name}: {counts['rows']} rows, {counts['samples']} samples, {counts['tokens']} tokens ({counts['trained']} trained), "
             f"expansion ×{counts['expansion']:.3g}, {counts['dropped']} dropped, {counts['truncated']} cut, {counts['bad']} bad, {spent:.1f} s → "

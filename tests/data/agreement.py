@@ -18,6 +18,10 @@ MESSAGES: dict[Reason, str] = {
     "template refuses": "refuses the messages",
     "never served": "the generation prompt ends in",
     "left out": "the template leaves out",
+    "unseen context": "it does not show",
+    "thinking closed": "ends the thinking before it begins",
+    "no tags": "it has no tags for thinking",
+    "call not served": "what it writes before a tool call is never served",
     "nothing before": "nothing comes before the answer",
     "stop inside": "stands inside the answer",
     "endless": "no end-of-turn token",
@@ -34,10 +38,10 @@ class Verdict:
 
 
 def judge(tokenizer: Tokenizer, oracle: Oracle, conversation: Conversation) -> Verdict:
-    _, messages, tools, train_on = conversation
+    _, messages, tools, train_on, arguments = conversation
     found = outcome(tokenizer, conversation)
     try:
-        expected = oracle(messages, tools, train_on == "last")
+        expected = oracle(messages, tools, train_on == "last", arguments)
     except Refusal as refusal:
         return Verdict(refused_otherwise(found, refusal, tokenizer.template_name), refusal)
     if isinstance(found, UserError):
@@ -49,7 +53,7 @@ def judge(tokenizer: Tokenizer, oracle: Oracle, conversation: Conversation) -> V
 
 def outcome(tokenizer: Tokenizer, conversation: Conversation) -> list[Sample] | UserError:
     try:
-        return chat_samples(conversation.messages, tokenizer, "", conversation.train_on, conversation.tools)
+        return chat_samples(conversation.messages, tokenizer, "", conversation.train_on, conversation.tools, conversation.arguments)
     except UserError as e:
         return e
 

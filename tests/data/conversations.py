@@ -17,6 +17,7 @@ class Conversation(NamedTuple):
     messages: list[Message]
     tools: list[Any] | None = None
     train_on: TrainOn = "assistant"
+    arguments: Mapping[str, Any] | None = None  # of the template, the row's own
 
 
 def real(shared: Path) -> Iterator[Conversation]:
@@ -70,7 +71,7 @@ VALUES: tuple[Any, ...] = ("Denver", "", "a \"b\"\n", "</tool_call>", "é<&>", 1
 
 
 def fuzzed(random: Random, markers: Sequence[str]) -> Conversation:
-    """A short conversation. `markers` are special tokens that the template writes: here they may stand in what somebody says.
+    """A short conversation, with all that may be context. `markers` are special tokens that the template writes: here they may stand in what somebody says.
     Where `random` gives its least numbers, the conversation is the plainest."""
     atoms = [*PLAIN, *random.choice([(), SPACE, UNICODE, SPACE + UNICODE, SPACE + TAGS, (*SPACE, *TAGS, *markers)])]
     thoughts = random.choice([None, None, None, "reasoning_content", "thinking"])
@@ -98,13 +99,17 @@ def fuzzed(random: Random, markers: Sequence[str]) -> Conversation:
         messages.append(turn(False))
     if random.random() > 0.85:  # out of order
         for _ in range(random.randint(1, 3)):
-            extra = random.choice([said("user", text()), said("system", text()), said("tool", text()) | {"tool_call_id": "call00009"}, turn(False)])
+            others = [said("tool", text()) | {"tool_call_id": "call00009"}, turn(False), said("developer", text())]
+            extra = random.choice([said("user", text()), said("system", text()), *others])
             messages.insert(random.randint(0, len(messages)), extra)
         del messages[random.randrange(len(messages))]
     if random.random() > 0.95:  # as parquet reads them
         messages = [{"reasoning_content": None, "tool_calls": None, "name": None} | m for m in messages]
-    tools = [schema(name) for name in NAMES[: random.randint(1, 3)]] if calls or random.random() > 0.9 else None
-    return Conversation("fuzz", messages, tools, "last" if random.random() > 0.9 else "assistant")
+    tools: list[Any] | None = [schema(name) for name in NAMES[: random.randint(1, 3)]] if calls or random.random() > 0.9 else None
+    if tools is None and random.random() > 0.95:
+        tools = []  # no context
+    arguments = {"enable_thinking": random.random() > 0.5} if random.random() > 0.95 else None
+    return Conversation("fuzz", messages, tools, "last" if random.random() > 0.9 else "assistant", arguments)
 
 
 def call(random: Random, text: Any) -> dict[str, Any]:

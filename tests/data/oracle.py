@@ -1,8 +1,8 @@
 """The assistant's tokens found a second way: by characters, and by asking the template what it does with other words.
 
-The one idea: each part of a turn (thinking, content, a call's name and arguments) is replaced by a word that occurs nowhere else, and the turn is
-rendered again. Words that do not come out are what the template drops; what both renders end in closes the turn. Spans are characters of
-rendered text, turns share a sample while the text of one begins the next, and tokens are told by their offsets. Imports nothing of ptf.
+The one idea: each part of a turn (thinking, content, a call's name and arguments) and of its context is replaced by a word that occurs nowhere else, and
+rendered again. Words that do not come out are what the template drops. Where a turn ends is known by hand (tests/data/templates.py). Spans are characters
+of rendered text, turns share a sample while the text of one begins the next, and tokens are told by their offsets. Imports nothing of ptf.
 """
 
 import json
@@ -10,14 +10,31 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Masked = tuple[list[int], list[bool]]  # a sample: ids, and which of them are trained
-Reason = Literal["no assistant turn", "speaks first", "template refuses", "never served", "left out", "nothing before", "stop inside", "endless"]
+Reason = Literal[
+    "no assistant turn", "speaks first", "template refuses", "never served", "left out", "nothing before", "stop inside", "endless",
+    "unseen context", "thinking closed", "no tags", "call not served",
+]  # fmt: skip
 
-USER = {"role": "user", "content": "1"}
-ANSWER = {"role": "assistant", "content": "2"}
-CALL = ANSWER | {"content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": "3"}}}]}
+
+LONG = 3000  # characters
+ANSWER = {"role": "assistant", "content": "v"}
+
+
+class Known(Protocol):
+    """What a person reads off a template (tests/data/templates.py)."""
+
+    answer: str
+    call: str | None
+    borrowed: Mapping[bool, str]
+    behind: str
+    headers: tuple[str, ...]
+    before_answer: str
+    text_arguments: bool
+    served: bool
+    allow_unseen: bool
 
 
 class Refusal(Exception):
@@ -39,27 +56,23 @@ class Span:
 
 
 class Oracle:
-    def __init__(self, hf: Any):
-        self.hf = hf
+    def __init__(self, hf: Any, known: Known, **options: Any):
+        """`options`: what the template is handed besides messages and tools."""
+        self.hf, self.known, self.options = hf, known, options
         self.added = {i: token.content for i, token in hf.added_tokens_decoder.items()}
-        special = either({token.content for token in hf.added_tokens_decoder.values() if token.special} | set(hf.all_special_tokens))
-        closing = {hf.eos_token} - {None}
-        for answer, which in ((ANSWER, 0), (CALL, -1)):  # Phi closes the document after the turn, DeepSeek the calls before it
-            try:
-                ending = common_ending(self._render([USER, answer]), self._render([USER, disguised(answer, "\ue000")[0]]))
-            except Exception:  # this template knows no calls
-                continue
-            closing.add(special.findall(ending)[which])
-        self.stops = either(closing)
+        self.stops = either({known.answer, known.call or known.answer, hf.eos_token} - {None})
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, last: bool = False) -> list[Masked]:
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, last: bool = False, arguments: Mapping[str, Any] | None = None
+    ) -> list[Masked]:
         """The samples of a conversation, of which only the last turn is trained if `last`. Raises Refusal."""
+        self.given = {**self.options, **(arguments or {})}
         cleaned = [served_message(message) for message in messages]
         turns = [i for i, message in enumerate(cleaned) if message["role"] == "assistant"]
         if not turns:
             raise Refusal(None, "no assistant turn")
         groups: list[list[Span]] = []
-        for span in [self._span(cleaned[:i], cleaned[i], tools) for i in (turns[-1:] if last else turns)]:
+        for span in [self._span(cleaned[:i], cleaned[i], tools or None) for i in (turns[-1:] if last else turns)]:
             if groups and len(groups[-1][-1].text) <= span.start and span.text.startswith(groups[-1][-1].text):
                 groups[-1].append(span)
             else:
@@ -67,7 +80,10 @@ class Oracle:
         return [sample for group in groups for sample in self._samples(group)]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False, tools: Any = None) -> str:
-        return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False)
+        if self.known.text_arguments:
+            written = lambda call: with_function(call, {**function(call), "arguments": json.dumps(arguments(call), ensure_ascii=False)})  # noqa: E731
+            messages = [{**m, "tool_calls": list(map(written, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
+        return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False, **self.given)
 
     def _span(self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tools: Any) -> Span:
         turn = len(before)
@@ -79,27 +95,110 @@ class Oracle:
             echo = self._render([*before, other], False, tools)
         except Exception as e:
             raise Refusal(turn, "template refuses", str(e)) from None
-        start = len(asked)
+        start, borrowed = len(asked), self.known.borrowed.get(bool(message.get("tool_calls")), "")
+        answer, refusal = told[start:], None
         if told[:start] != asked:
-            raise Refusal(turn, "never served", repr(asked[-40:]))
-        for word, part in words.items():
-            if word not in echo[start:]:
-                raise Refusal(turn, "left out", part)
+            refusal = Refusal(turn, "never served", repr(asked[-40:]))
+        elif dropped := [part for word, part in words.items() if word not in echo[start:]]:
+            refusal = Refusal(turn, "left out", dropped[0])
+        if refusal and not self.known.served:
+            raise refusal
+        if refusal:
+            answer = self._put_together(before, message, asked, tools)
+        if not self.known.allow_unseen and (unseen := self._unseen(before, tools, asked)):
+            raise Refusal(turn, "unseen context", unseen)
         if not asked:
             raise Refusal(turn, "nothing before")
-        stop = self.stops.search(told, start)
+        text = asked + answer + borrowed
+        stop = self.stops.search(text, start)
         if stop is None:
             raise Refusal(turn, "endless")
-        if self.stops.sub("", told[stop.end() :]).strip():
+        if self.stops.sub("", text[stop.end() :]).strip() not in ("", self.known.behind):
             raise Refusal(turn, "stop inside", stop[0])
-        return Span(told[: stop.end()], start)
+        return Span(text[: stop.end()], start)
+
+    def _put_together(self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], asked: str, tools: Any) -> str:
+        """Thinking and answer behind the served prompt, as docs/data.md says it: the thinking between its tags, then the turn without it as the template
+        writes it, or the content as it stands where the template does not write it."""
+        turn, content = len(before), message["content"]
+        thought = next((message[key] for key in ("reasoning_content", "thinking") if str(message.get(key) or "").strip()), "").strip()
+        bare = {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
+        if not thought and "</think>" in content:
+            inside, _, behind = content.partition("</think>")
+            thought, bare["content"] = inside.lstrip().removeprefix("<think>").strip(), behind.lstrip()
+        tail = asked[len(asked.rstrip()) :]
+        if thought and asked.rstrip().endswith("</think>"):
+            raise Refusal(turn, "thinking closed")
+        opened = asked.rstrip().endswith("<think>")
+        if thought and not opened and "<think>" not in self.hf.chat_template:
+            raise Refusal(turn, "no tags")
+        lead = f"{thought}{tail}</think>{tail}{tail}" if opened else f"<think>\n{thought}\n</think>\n\n" if thought else ""
+        try:
+            shown, told = self._render(before, False, tools), self._render([*before, bare], False, tools)
+            plain = self._render([*before, ANSWER], False, tools)
+            other, words = disguised(bare, "\ue000")
+            echo = self._render([*before, other], False, tools)
+        except Exception as e:
+            raise Refusal(turn, "template refuses", str(e)) from None
+        plain_too = self._render([*before, {**ANSWER, "content": "w"}], False, tools)
+        differ = next((n for n, (a, b) in enumerate(zip(plain, plain_too, strict=False)) if a != b), len(plain))
+        heads = [at + len(header) for header in self.known.headers if (at := plain.rfind(header, 0, differ)) >= 0]
+        head = max([*heads, *([len(shown)] if plain.startswith(shown) else []), 0])
+        served = asked.startswith(shown) and asked.startswith(plain[:head]) and head >= len(shown)
+        body = re.sub(r"\A\s*(<think>)?\s*</think>\s*", "", told[head:]) if served and told.startswith(plain[:head]) else ""
+        if bare.get("tool_calls"):
+            if not body:
+                raise Refusal(turn, "call not served")
+        elif not body or bare["content"].strip() not in body:
+            return lead + self.known.before_answer + bare["content"] + self.known.answer * (False not in self.known.borrowed)
+        if dropped := [part for word, part in words.items() if word not in echo[head:]]:
+            raise Refusal(turn, "left out", dropped[0])
+        return lead + body
+
+    def _unseen(self, before: Sequence[Mapping[str, Any]], tools: Any, asked: str) -> str | None:
+        """What of the context neither comes out nor makes a difference: contents (an assistant's after its thinking, and not beside calls), the names of calls
+        and of tools."""
+        places: list[tuple[str, Any]] = [("tool", k) for k in range(len(tools or ()))]
+        for i, message in enumerate(before):
+            ours = message["role"] == "assistant"
+            said = message["content"].split("</think>")[-1] if ours else message["content"]
+            if said.strip() and not (ours and message.get("tool_calls")):
+                places.append(("content", i))
+            places += [("call", (i, k)) for k in range(len(message.get("tool_calls") or ()))]
+        words = {place: f"w{n}\ue001" for n, place in enumerate(places)}
+        shown = self._with_words(before, tools, words)
+        for place, word in words.items():
+            if shown is not None and word in shown:
+                continue
+            alone = self._with_words(before, tools, {place: word})
+            if alone == asked:
+                return str(place)
+        return None
+
+    def _with_words(self, before: Sequence[Mapping[str, Any]], tools: Any, words: Mapping[tuple[str, Any], str]) -> str | None:
+        messages, named = [dict(message) for message in before], list(tools or ())
+        for (kind, at), word in words.items():
+            if kind == "tool":
+                named[at] = with_function(named[at], {**function(named[at]), "name": word})
+            elif kind == "content":
+                thought, end, _ = messages[at]["content"].rpartition("</think>") if messages[at]["role"] == "assistant" else ("", "", "")
+                messages[at]["content"] = thought + end + word
+            else:
+                i, k = at
+                calls = list(messages[i]["tool_calls"])
+                calls[k] = with_function(calls[k], {**function(calls[k]), "name": word})
+                messages[i]["tool_calls"] = calls
+        try:
+            return self._render(messages, True, named or None)
+        except Exception:  # a template that refuses it has read it
+            return None
 
     def _samples(self, spans: Sequence[Span]) -> Iterator[Masked]:
-        """Spans whose texts begin one another: one sample, but that no token may lie over the start of an answer, since a server continues the prompt's ids.
-        There the text is cut and the sample ends; for the turns after it the ids before have changed."""
+        """Spans whose texts begin one another: one sample, as long as the ids of each prompt by itself begin it, since a server continues those.
+        Where they do not the text is cut and the sample ends; for the turns after it the ids before have changed."""
         while spans:
             ids, places = self._tokens(spans[-1].text)
-            cut = next((n for n, span in enumerate(spans) if places[first(places, span.start) - 1][1] > span.start), None)
+            cut = next((n for n, span in enumerate(spans) if not self._continues(spans[-1].text, span.start, ids, places)), None)
             group, spans = (spans, ()) if cut is None else (spans[: cut + 1], spans[cut + 1 :])
             if cut is not None:
                 text, start = group[-1].text, group[-1].start
@@ -110,6 +209,12 @@ class Oracle:
                 for n in range(first(places, span.start), first(places, len(span.text))):
                     mask[n] = True
             yield ids, mask
+
+    def _continues(self, text: str, start: int, ids: list[int], places: list[tuple[int, int]]) -> bool:
+        """Whether the ids of the text up to a character are its first ids. Of a long one, only what stands behind its last added token is encoded again."""
+        end = first(places, start)
+        begin = next((n for n in range(end - 1, -1, -1) if ids[n] in self.added), 0) if start > LONG else 0
+        return self._tokens(text[places[begin][0] if begin else 0 : start])[0] == ids[begin:end]
 
     def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids and the characters of each. Some added tokens swallow white space beside them, which is not theirs."""
@@ -122,11 +227,6 @@ class Oracle:
 def first(places: Sequence[tuple[int, int]], character: int) -> int:
     """The number of the first token that starts at a character or after it."""
     return bisect_left(places, character, key=lambda place: place[0])
-
-
-def common_ending(a: str, b: str) -> str:
-    n = next((n for n, (x, y) in enumerate(zip(reversed(a), reversed(b), strict=False)) if x != y), min(len(a), len(b)))
-    return a[len(a) - n :]
 
 
 def either(texts: set[str]) -> re.Pattern[str]:

@@ -92,6 +92,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     return numbered([draw(TEXTS) for _ in roles], roles)
 
 
+@pytest.mark.hypothesis  # the property is inside
 @pytest.mark.parametrize("template", [*ONE_SAMPLE, *SPLIT])
 def test_masks_agree_with_the_oracle(shared: Path, template: str) -> None:
     tokenizer = templated(shared, template)

@@ -7,9 +7,9 @@ import pytest
 from ptf.data.encode import Encoder, encode_document, encode_preference, encode_prompt, encode_scored, fit, shaped
 from ptf.data.quarantine import Quarantine, rows_in
 from ptf.data.sample import Sample
-from ptf.data.sources import Place
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from tests.data.read_form import at
 
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 
@@ -60,10 +60,6 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
     assert [s.tokens.tolist() for (s,) in pieces] == [[6, 7, 8]]
     with pytest.raises(UserError, match="2 samples that belong together cannot be split"):
         fit((sample(10, 8), sample(4, 3)), 8, "split")
-
-
-def at(row: dict[str, Any], line: int) -> Place:
-    return Place(lambda: row, f"a.jsonl:{line}")
 
 
 def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
@@ -168,7 +164,7 @@ def test_a_scored_row_may_be_a_conversation() -> None:
         (encode_document, {"events": ["a", ""]}, "`events` must be a list of strings and of lists of strings, none of them empty"),
         (encode_document, {"events": ["a", "b"], "context": 2}, "`context` must be a number of events below 2"),
         (encode_document, {"events": ["a"], "context": 0}, "one token has nothing to train"),
-        (encode_preference, {"chosen": "2", "rejected": "3"}, "without a prompt it must be messages"),
+        (encode_preference, {"chosen": "2", "rejected": "3"}, "without a `prompt`, `chosen` and `rejected` must be whole conversations"),
         (encode_preference, {"prompt": "1", "chosen": "2"}, r"needs `chosen` and `rejected`, this row has \['chosen', 'prompt'\]"),
         (encode_preference, {"prompt": "1", "chosen": "2", "rejected": "2"}, "`chosen` and `rejected` are the same"),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": None}, "needs `prompt`, `completion` and `reward`"),

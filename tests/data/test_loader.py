@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data import tokenized
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
+from ptf.data.exchange import PeerEnded
 from ptf.data.loader import Loader
 from ptf.data.pipeline import Lanes
 from ptf.data.sources import SourceSpec
@@ -25,6 +26,7 @@ from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.ledger import ledger
+from tests.data.peers import Threads, close
 
 LANES, ROWS, SEQ_LEN = 4, 8, 64
 
@@ -60,9 +62,10 @@ def repeated(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
 def make(
     sources: dict[str, SourceSpec], tokenizer: Tokenizer, rank: int = 0, world: int = 1, micro_rows: int = 8, encode: Any = repeated, **kwargs: Any
 ) -> Loader:
+    peers = kwargs.pop("peers", None)
     options: dict[str, Any] = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6, "reorder": True} | kwargs
     made = Lanes(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
-    return Loader(made, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2)
+    return Loader(made, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2, peers=peers)
 
 
 def documents(batches: list[Batch], tokenizer: Tokenizer) -> Iterator[str]:
@@ -96,11 +99,6 @@ def together(loaders: list[Loader]) -> dict[str, Any]:
     return pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}}))
 
 
-def close(loaders: list[Loader]) -> None:
-    for loader in loaders:
-        loader.close()
-
-
 @pytest.fixture(scope="module")
 def whole(sources: dict[str, SourceSpec], characters: Tokenizer) -> list[list[tuple[bytes, bytes]]]:
     loader = make(sources, characters)
@@ -116,39 +114,62 @@ def test_global_batches_do_not_depend_on_the_number_of_workers(sources: Any, cha
     close(loaders)
 
 
-@pytest.fixture(scope="module")
-def ahead(sources: dict[str, SourceSpec], characters: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
-    root, found = tmp_path_factory.mktemp("ahead"), {}
-    for name, spec in sources.items():
-        encode = lambda row, name: repeated(row, name, characters)  # noqa: E731
-        tokenized.write(str(root / name), spec, name, encode=encode, seq_len=SEQ_LEN, too_long="error", tokenizer=characters, config_fingerprint="c")
-        found[name] = SourceSpec(str(root / name), spec.weight, "tokenized")
-    return found
-
-
-def test_ranks_share_what_was_tokenized_by_work(ahead: Any, characters: Tokenizer, whole: Any) -> None:
-    """Every step has the rows that it has alone, each once; the ranks' counts add up; states are those of dealing in turn."""
-    loaders = [make(ahead, characters, rank, 4) for rank in range(4)]
-    alone, heaviest = make(ahead, characters), {"balanced": 0, "in turn": 0}
-    for step in range(12):
-        ranks = [next(loader) for loader in loaders]
-        rows = [rows_of(batches) for batches in ranks]
-        assert [len(mine) for mine in rows] == [2] * 4
-        assert sorted(row for mine in rows for row in mine) == sorted(whole[step])
-        heaviest["balanced"] += max(sum(n * n for b in batches for n in b.lengths) for batches in ranks)
-        (batch,) = next(alone)
-        squares = torch.tensor([float(n * n) for n in batch.lengths])
-        row_of = torch.tensor([int((batch.segments == i).nonzero()[0, 0]) for i in range(len(batch.lengths))])
-        work = torch.zeros(ROWS).index_add(0, row_of, squares)
-        heaviest["in turn"] += int(max(work[rank::4].sum() for rank in range(4)))
-    assert heaviest["balanced"] < heaviest["in turn"]
+def test_ranks_exchange_rows_by_work(sources: Any, characters: Tokenizer, whole: Any) -> None:
+    """Every step has the rows that it has alone, each once; a rank makes its own lanes' only; the counts add up; the state is of the lanes."""
+    peers = Threads.group(4)
+    loaders = [make(sources, characters, rank, 4, peers=peers[rank]) for rank in range(4)]
+    alone, heaviest = make(sources, characters), {"exchanged": 0, "in turn": 0}
+    with ThreadPoolExecutor(4) as pool:
+        for step in range(12):
+            ranks = list(pool.map(next, loaders))
+            rows = [rows_of(batches) for batches in ranks]
+            assert [len(mine) for mine in rows] == [2] * 4
+            assert sorted(zip((j for loader in loaders for j in loader.numbers), (row for mine in rows for row in mine), strict=True)) == list(
+                enumerate(whole[step])
+            )
+            heaviest["exchanged"] += max(sum(n * n for b in batches for n in b.lengths) for batches in ranks)
+            (batch,) = next(alone)
+            squares = torch.tensor([float(n * n) for n in batch.lengths])
+            row_of = torch.tensor([int((batch.segments == i).nonzero()[0, 0]) for i in range(len(batch.lengths))])
+            work = torch.zeros(ROWS).index_add(0, row_of, squares)
+            heaviest["in turn"] += int(max(work[rank::4].sum() for rank in range(4)))
+    assert heaviest["exchanged"] < heaviest["in turn"]
+    assert all(peer.sent for peer in peers)
+    assert [sorted(loader._served) for loader in loaders] == [[rank] for rank in range(4)]
     assert sum(loader.counts["samples"] for loader in loaders) == alone.counts["samples"]
     state = together(loaders)
     close([*loaders, alone])
-    again = make(ahead, characters)
+    again = make(sources, characters)
     again.load_state_dict(state)
     assert run([again], 3) == whole[12:15]
     again.close()
+
+
+@pytest.mark.parametrize("sources", [chat], indirect=True)
+def test_ranks_that_exchange_end_together(sources: Any, characters: Tokenizer, tmp_path: Path) -> None:
+    """Where one fails, the others say so; where one is closed, none hangs."""
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(chat("a", i)) + "\n" for i in range(40)) + '{"messages": 1}\n')
+    peers = Threads.group(2)
+    bad = {"bad": SourceSpec(str(tmp_path / "bad.jsonl"), kind="chat")}
+    loaders = [make(bad, characters, rank, 2, peers=peers[rank]) for rank in range(2)]
+
+    def error_of(loader: Loader) -> str:
+        with pytest.raises((UserError, PeerEnded)) as error:
+            list(itertools.islice(loader, 20))
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(error_of, loaders))
+    assert sorted("bad.jsonl:41" in error for error in errors) == [False, True]
+    assert any("the loader of another worker failed" in error for error in errors)
+    close(loaders)
+    peers = Threads.group(2)
+    loaders = [make(sources, characters, rank, 2, peers=peers[rank]) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(next, loaders))
+    before = threading.active_count()
+    close(loaders)
+    assert threading.active_count() == before - 2
 
 
 @settings(max_examples=15, deadline=None)
@@ -273,16 +294,16 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
     steps = max(loader.steps() for loader in planned)
     close(planned)
     seen: Counter[str] = Counter()
-    trained = []
+    weights = []
     loader = make(finite, characters, encode=once, exhausted=exhausted)
     assert loader.steps() == steps
     for _ in range(steps + 2):
         batches = next(loader)
-        trained.append(sum(float(b.weights.sum()) for b in batches))
+        weights.append(sum(float(b.weights.sum()) for b in batches))
         seen.update(documents(batches, characters))
     loader.close()
-    assert all(trained[:steps])
-    assert trained[steps:] == [0, 0]
+    assert all(weights[:steps])
+    assert weights[steps:] == [0, 0]
     a, b = ([n for key, n in seen.items() if key[0] == name] for name in "ab")
     if exhausted == "drop":
         assert set(seen.values()) == {1}
@@ -294,6 +315,85 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
     if exhausted == "stop":
         assert set(a + b) == {1}
         assert 61 + 29 - 3 * LANES <= len(seen) < 61 + 29
+
+
+def trained(sources: dict[str, SourceSpec], characters: Tokenizer, lanes: int, shuffle: int = 8, **options: Any) -> Counter[str]:
+    """Of one epoch, the documents."""
+    finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
+    encode = lambda row, name: encode_document(row, characters, name)  # noqa: E731
+    made = Lanes(finite, characters, encode, lanes=lanes, seed=0, shuffle=shuffle, seq_len=SEQ_LEN, lookahead=6, **options)
+    loader = Loader(made, lanes=lanes, rows=ROWS, micro_rows=8, seq_len=SEQ_LEN)
+    seen: Counter[str] = Counter()
+    for _ in range(loader.steps()):
+        seen.update(documents(next(loader), characters))
+    assert not list(documents(next(loader), characters))
+    loader.close()
+    return seen
+
+
+def write(path: Path, name: str, rows: int, bad: range = range(0)) -> SourceSpec:
+    lines = (json.dumps({"messages": 1} if i in bad else chat(name, i)) + "\n" for i in range(rows))
+    (path / f"{name}.jsonl").write_text("".join(lines))
+    return SourceSpec(str(path / f"{name}.jsonl"))
+
+
+@pytest.mark.parametrize(("rows", "lanes"), [(1, 8), (7, 8), (100, 512), (100, 3)])
+@pytest.mark.parametrize("shuffle", [0, 8])
+def test_an_epoch_is_every_row_once_whatever_the_lanes(characters: Tokenizer, tmp_path: Path, rows: int, lanes: int, shuffle: int) -> None:
+    """Also where most lanes have no row: they end at once, and do not take the next epoch's."""
+    seen = trained({"a": write(tmp_path, "a", rows)}, characters, lanes, shuffle=shuffle)
+    assert seen == Counter(f"a{i}" for i in range(rows))
+
+
+def test_without_weights_every_row_comes_once_and_sources_are_interleaved(characters: Tokenizer, tmp_path: Path) -> None:
+    sources = {"a": write(tmp_path, "a", 10), "b": write(tmp_path, "b", 500)}
+    assert trained(sources, characters, 2) == Counter([f"a{i}" for i in range(10)] + [f"b{i}" for i in range(500)])
+    lane = make({name: replace(spec, epochs=1) for name, spec in sources.items()}, characters, encode=once, lanes=1, shuffle=2)._factory(0)
+    order = [sample.source for row in lane for atom in row for sample in atom]
+    at = [i for i, name in enumerate(order) if name == "a"]
+    assert len(order) == 510
+    assert max(b - a for a, b in itertools.pairwise([0, *at, 509])) < 80  # 51 apart, but for what the packer moves
+    weighted = {"a": replace(sources["a"], weight=1.0), "b": sources["b"]}
+    assert trained(weighted, characters, 2)["a3"] > 40  # shares, as soon as there is a weight: 1 and 1
+
+
+def test_a_lane_of_which_nothing_is_left_does_not_end_the_run(characters: Tokenizer, tmp_path: Path) -> None:
+    """Of 8 rows in the order of the file, a lane has the same ones in every epoch; those of two lanes are bad."""
+    options: dict[str, Any] = {"quarantine": str(tmp_path / "q"), "max_bad": 1.0}
+    bad = {"a": write(tmp_path, "a", 8, range(2, 4))}
+    assert trained(bad, characters, 8, **options) == Counter(f"a{i}" for i in (0, 1, 4, 5, 6, 7))
+    endless = make(bad, characters, encode=once, lanes=4, shuffle=0, **options)
+    assert all(sum(float(b.weights.sum()) for b in next(endless)) for _ in range(5))
+    endless.close()
+    nothing = make({"b": write(tmp_path, "b", 8, range(8))}, characters, encode=once, lanes=4, **options)
+    with pytest.raises(UserError, match=r"no row of .*b\.jsonl left a sample"):
+        next(nothing)
+    nothing.close()
+
+
+def test_a_checkpoint_of_another_order_is_refused(sources: Any, characters: Tokenizer) -> None:
+    loader = make(sources, characters)
+    state = loader.state_dict()
+    for lane in state["lanes"].values():
+        assert lane.pop("order")
+    with pytest.raises(UserError, match="read the data in another order: continue it with that version, or start a new run"):
+        loader.load_state_dict(state)
+    loader.close()
+
+
+def test_a_state_holds_places(sources: Any, characters: Tokenizer) -> None:
+    """28 bytes a sample that waits, however long it is; what stands there must be what stood there."""
+    loader = make(sources, characters, shuffle=50)
+    run([loader], 3)
+    state = loader.state_dict()
+    loader.close()
+    places = [lane["atoms"]["streams"][name]["window"] for lane in state["lanes"].values() for name in "ab"]
+    assert {window.dtype.name for window in places} == {"int32"}
+    assert {window.shape[1] for window in places} == {7}
+    other = make(sources, characters, shuffle=50, encode=lambda row, name, tokenizer: encode_document({"text": "another"}, tokenizer, name))
+    with pytest.raises(UserError, match=r"a\.jsonl:\d+ is not what it was when the checkpoint was written"):
+        other.load_state_dict(state)
+    other.close()
 
 
 def test_lanes_have_one_pass_to_count_and_the_next_to_train(sources: Any, characters: Tokenizer, whole: Any) -> None:

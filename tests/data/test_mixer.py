@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptf.data.mixer import Mixer
+from ptf.data.pipeline import Mixture
+from ptf.data.sources import SourceSpec
 from ptf.data.stream import Shuffle, settle
+from ptf.errors import UserError
 
 
 class Numbers:
@@ -21,9 +24,6 @@ class Numbers:
         self.at += 1
         return self.name, self.at // self.n, self.at % self.n
 
-    def epoch(self) -> int:
-        return self.at // self.n
-
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
 
@@ -35,7 +35,7 @@ def mixer(sizes: dict[str, int], weights: dict[str, float] | None = None, window
     streams = {}
     for name, n in sizes.items():
         numbers = Numbers(name, n)
-        streams[name] = Shuffle(numbers, window, name, numbers.epoch, list, list)
+        streams[name] = Shuffle(numbers, window, name, lambda item: item[1], list, list)
     return Mixer(streams, weights or dict.fromkeys(sizes, 1.0), **options)
 
 
@@ -75,8 +75,21 @@ def test_shares_of_10000_samples_are_within_one_percent_by_samples_and_by_tokens
 
 
 def test_temperature_brings_shares_nearer() -> None:
-    mixed = mixer({"a": 9, "b": 9}, {"a": 16.0, "b": 1.0}, temperature=2.0)
-    assert Counter(name for name, *_ in take(mixed, 1000)) == {"a": 800, "b": 200}
+    sources = {"a": SourceSpec("a", 16.0), "b": SourceSpec("b")}
+    assert Mixture(sources, 0, temperature=2.0).shares({"a": 1, "b": 1}) == {"a": 4.0, "b": 1.0}
+    without = {"a": SourceSpec("a"), "b": SourceSpec("b")}
+    assert Mixture(without, 0, temperature=2.0).shares({"a": 100, "b": 400}) == {"a": 10.0, "b": 20.0}
+
+
+def test_rows_are_asked_for_where_they_matter_and_are_not_known() -> None:
+    sources = {"a": SourceSpec("a.jsonl.gz"), "b": SourceSpec("b.jsonl")}
+    with pytest.raises(UserError, match=r"data\.sources\.a do not tell how many rows they have.*give it `rows`.*or give the sources a `weight`"):
+        Mixture(sources, 0).shares({"a": None, "b": 10})
+    assert Mixture({**sources, "a": SourceSpec("a.jsonl.gz", rows=30)}, 0).shares({"a": None, "b": 10}) == {"a": 30.0, "b": 10.0}
+    assert Mixture({**sources, "b": SourceSpec("b.jsonl", 2.0)}, 0).shares({"a": None, "b": 10}) == {"a": 1.0, "b": 2.0}
+    assert Mixture({"a": sources["a"]}, 0).shares({"a": None}) == {"a": 1.0}
+    with pytest.raises(UserError, match=r"sources\.b\.rows is 11, but its files have 10"):
+        Mixture({"b": SourceSpec("b.jsonl", rows=11)}, 0).shares({"b": 10})
 
 
 @pytest.mark.parametrize("window", [1, 4, 50])

@@ -1,4 +1,5 @@
-"""The mask against a second way to find it, on real and on made-up conversations; `make bench-masks` does the same on all of them."""
+"""The mask against a second way to find it, on made-up conversations under templates of our own, and on real ones where PTF_DATA has them;
+`make bench-masks` does the same on many more."""
 
 import functools
 import itertools
@@ -9,102 +10,132 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import ptf.data.chat
+import ptf.data.context
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from tests.data.agreement import difference, judge, outcome
 from tests.data.conversations import Conversation, fuzzed, real, said
 from tests.data.oracle import Masked, Oracle, Refusal
-from tests.data.templates import ONE_SAMPLE, OWN, SPLIT, UNSERVED, markers, templated
+from tests.data.templates import CASES, OURS, REAL, REFUSED, markers, templated
 
-SERVED = [*ONE_SAMPLE, *SPLIT, *OWN]
+NEVER = ("thinking_opened",)  # none of its turns is served as it is rendered
 SOME = {"gsm8k": 6, "oasst": 4, "sgd": 3, "tau": 1, "pairs": 2, "taskmaster": 2}  # conversations of each for each template
 CALLS = [{"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": '{"x": "1"}'}}]
 CALL = {"role": "assistant", "content": None, "tool_calls": CALLS}
 TWO_TURNS = [said("user", "a"), said("assistant", "Yes, b."), said("user", "c"), said("assistant", "d")]
+LOOKED = [*TWO_TURNS[:3], CALL]
 
 
 @functools.cache
-def oracle_of(shared: Path, name: str) -> Oracle:
-    return Oracle(templated(shared, name).hf)
+def oracle_of(name: str, shared: Path | None = None) -> Oracle:
+    tokenizer = templated(name, shared)
+    return Oracle(tokenizer.hf, CASES[name], **tokenizer.rendering.arguments)
 
 
-@functools.cache
-def grouped(shared: Path) -> dict[str, list[Conversation]]:
-    return {source: list(group) for source, group in itertools.groupby(real(shared), lambda c: c.source)}
-
-
-@pytest.mark.parametrize("name", [*SERVED, *UNSERVED])
-def test_real_conversations(shared: Path, name: str) -> None:
+def spans_of(name: str, conversations: list[Conversation], shared: Path | None = None) -> int:
+    """How many turns were trained; all alike."""
     spans = 0
-    for source, count in SOME.items():
-        for conversation in Random(f"{name}/{source}").sample(grouped(shared)[source], count):
-            verdict = judge(templated(shared, name), oracle_of(shared, name), conversation)
-            assert verdict.problem is None, conversation
-            spans += verdict.spans
-    assert spans or name in UNSERVED
-
-
-@pytest.mark.parametrize("name", [*SERVED, *UNSERVED])
-def test_fuzzed_conversations(shared: Path, name: str) -> None:
-    tokenizer = templated(shared, name)
-    spans = 0
-
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-    @given(st.randoms(use_true_random=False))
-    def check(random: Random) -> None:
-        nonlocal spans
-        conversation = fuzzed(random, markers(tokenizer.hf.chat_template))
-        verdict = judge(tokenizer, oracle_of(shared, name), conversation)
-        assert verdict.problem is None, conversation
+    for conversation in conversations:
+        verdict = judge(templated(name, shared), oracle_of(name, shared), conversation)
+        assert verdict.problem is None, (name, conversation)
         spans += verdict.spans
+    return spans
 
-    check()
-    assert spans > 10 or name in UNSERVED
+
+def made_up(name: str, count: int, shared: Path | None = None) -> list[Conversation]:
+    marks = markers(templated(name, shared).hf.chat_template)
+    return [fuzzed(Random(f"{name}/{n}"), marks) for n in range(count)]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_fuzzed_conversations(name: str) -> None:
+    spans = spans_of(name, made_up(name, 25))
+    assert (spans > 4) == (name not in (*NEVER, "empty_thought_prompt"))
+
+
+def test_each_refused_model_trains_by_default_or_by_a_key() -> None:
+    for model, names in REFUSED.items():
+        plain = Conversation("test", TWO_TURNS)
+        thinking = Conversation("test", [said("user", "a"), said("assistant", "<think>\nb\n</think>\n\nc")])
+        assert any(spans_of(name, [plain]) == 2 for name in names), model
+        assert any(spans_of(name, [thinking]) == 1 for name in names) or model == "Gemma 4", model  # whose thinking has other tags
+
+
+def test_real_templates(shared: Path) -> None:
+    grouped = {source: list(group) for source, group in itertools.groupby(real(shared), lambda c: c.source)}
+    for name in REAL:
+        some = [c for source, count in SOME.items() for c in Random(f"{name}/{source}").sample(grouped[source], count)]
+        spans = spans_of(name, [*some, *made_up(name, 20, shared)], shared)
+        assert spans > 4 or name in ("deepseek-r1-distill-qwen", "qwq-32b")
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "messages", "expected"),
     [
-        ("qwen2.5", ["Yes, b.<|im_end|>", '<tool_call>\n{"name": "lookup", "arguments": {"x": "1"}}\n</tool_call><|im_end|>']),
-        ("qwen3", ["<think>\n\n</think>\n\nYes, b.<|im_end|>",
-                   '<think>\n\n</think>\n\n<tool_call>\n{"name": "lookup", "arguments": {"x": "1"}}\n</tool_call><|im_end|>']),
-        ("gpt-oss", ["<|channel|>final<|message|>Yes, b.<|return|>", ' to=functions.lookup<|channel|>commentary json<|message|>{"x": "1"}<|call|>']),
-        ("mistral-nemo", ["Yes, b.</s>", '[TOOL_CALLS][{"name": "lookup", "arguments": {"x": "1"}, "id": "call00001"}]</s>']),
+        ("plain", LOOKED, ["Yes, b.<|im_end|>", '\n<call>lookup {"x": "1"}</call><|im_end|>']),
+        ("drops_thinking", TWO_TURNS, ["<think>\n\n</think>\n\nYes, b.<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]),
+        ("return_or_end", LOOKED, ["<|channel|>final<|message|>Yes, b.<|return|>", ' to=lookup<|channel|>commentary<|message|>{"x": "1"}<|call|>']),
+        ("next_role_stop", LOOKED, ["\n<think></think>\nYes, b.<|user|>",
+            "\n<think></think>\n<tool_call>lookup\n<key>x</key>\n<value>1</value>\n</tool_call><|observation|>"]),
+        ("closed_by_next", LOOKED, ["Yes, b.<|assistant_end|>", '<|tools_prefix|>[{"lookup": {"x": "1"}}]<|tools_suffix|>']),
+        ("two_stops", LOOKED, ["<|response_start|>Yes, b.<|response_end|><|turn_end|>",
+            '<|thinking_start|><|thinking_end|><|action_start|>[{"name": "lookup", "arguments": {"x": "1"}}]<|action_end|><|turn_end|>']),
+        ("thinking_opened, render: served", [said("user", "a"), said("assistant", "<think>b</think>c")], ["b\n</think>\n\nc</s>"]),
+        ("thinking_switch, render: served", TWO_TURNS[:2], ["\n</think>\n\nYes, b.<|im_end|>"]),
+        ("empty_thought_prompt, render: served", TWO_TURNS[:2], ["Yes, b.<|end|>"]),
+        ("moving_tools, render: served", [said("system", "s"), *TWO_TURNS[:2]], [" Yes, b.</s>"]),
+        ("text_arguments", [said("user", "a"), CALL], ['<|call_begin|>lookup<|sep|>{"x": "1"}<|call_end|></s>']),
+        ("only_end_of_document", TWO_TURNS[:2], [" Yes, b.</s>"]),
     ],
 )  # fmt: skip
-def test_the_oracle_finds_what_a_person_would(shared: Path, name: str, expected: list[str]) -> None:
-    hf = templated(shared, name).hf
+def test_what_a_person_would_train(name: str, messages: list[dict[str, Any]], expected: list[str]) -> None:
+    """By the oracle, and by ptf."""
+    hf = templated(name).hf
     found = [
         hf.decode([i for i, _ in run])
-        for ids, mask in oracle_of(shared, name)([*TWO_TURNS[:3], CALL])
+        for ids, mask in oracle_of(name)(messages)
         for trained, run in itertools.groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
         if trained
     ]
     assert found == expected
+    assert spans_of(name, [Conversation("test", messages)]) == len(expected)
+
+
+TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Looks", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.mark.parametrize(
     ("name", "messages", "turn", "reason"),
     [
-        ("granite-3.3", [said("user", "a"), CALL], 1, "left out"),
-        ("mistral-nemo", [said("user", "a"), {**CALL, "content": "loo"}], 1, "left out"),  # not shown beside a call, if some of it is found in the name
-        ("qwen3", [said("user", "a"), said("assistant", "thi<think>b</think>c")], 1, "left out"),
-        ("deepseek-r1-distill-qwen", TWO_TURNS, 1, "never served"),
-        ("qwen3.5-think", [said("user", "a"), said("system", "b"), said("assistant", "c")], 2, "template refuses"),
-        ("phi-3.5", [said("user", "a"), said("assistant", "b<|end|>c")], 1, "stop inside"),
-        ("phi-3.5", [said("assistant", "b")], 0, "speaks first"),
-        ("phi-3.5", [said("user", "b")], None, "no assistant turn"),
+        ("drops_tools", [said("user", "a"), CALL], 1, "left out"),
+        ("moving_tools", [said("user", "a"), {**CALL, "content": "loo"}], 1, "left out"),  # not shown beside a call, if some of it is found in the name
+        ("drops_thinking", [said("user", "a"), said("assistant", "thi<think>b</think>c")], 1, "left out"),
+        ("thinking_opened", TWO_TURNS, 1, "never served"),
+        ("moving_tools", [said("user", "a"), said("system", "b"), said("assistant", "c")], 2, "template refuses"),
+        ("no_system", [said("user", "a"), said("assistant", "b<|end|>c")], 1, "stop inside"),
+        ("plain", [said("assistant", "b")], 0, "speaks first"),
+        ("plain", [said("user", "b")], None, "no assistant turn"),
+        ("first_system_only", [said("user", "a"), said("developer", "b"), said("assistant", "c")], 2, "unseen context"),
+        ("first_system_only", [said("user", "a"), said("system", "b"), said("assistant", "c")], 2, "unseen context"),
+        ("drops_results", [said("user", "a"), CALL, said("tool", "b"), said("assistant", "c")], 3, "unseen context"),
+        ("empty_thought_prompt, render: served", [said("user", "a"), said("assistant", "<think>b</think>c")], 1, "no tags"),
+        ("thinking_switch, enable_thinking: false", [said("user", "a"), said("assistant", "b") | {"reasoning_content": "c"}], 1, "never served"),
     ],
 )
-def test_the_oracle_says_why_not(shared: Path, name: str, messages: list[dict[str, Any]], turn: int | None, reason: str) -> None:
+def test_the_oracle_says_why_not(name: str, messages: list[dict[str, Any]], turn: int | None, reason: str) -> None:
     with pytest.raises(Refusal) as refusal:
-        oracle_of(shared, name)(messages)
+        oracle_of(name)(messages)
     assert (refusal.value.turn, refusal.value.reason) == (turn, reason)
-    assert judge(templated(shared, name), oracle_of(shared, name), Conversation("test", messages)).problem is None
+    spans_of(name, [Conversation("test", messages)])
+
+
+def test_dropped_tools_are_unseen_context_and_empty_ones_are_none() -> None:
+    with pytest.raises(Refusal, match="unseen context"):
+        oracle_of("drops_tools")(TWO_TURNS, TOOLS)
+    assert spans_of("drops_tools", [Conversation("test", TWO_TURNS, tools) for tools in (TOOLS, [], None)]) == 4
+    assert spans_of("drops_tools, unseen_context: allow", [Conversation("test", TWO_TURNS, TOOLS)]) == 2
 
 
 def shift_start(by: int) -> Callable[[np.ndarray], None]:
@@ -148,51 +179,48 @@ def changed(samples: list[Sample], mistake: Callable[[np.ndarray], Any]) -> list
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("name", ["qwen2.5", "mistral-nemo", "phi-3.5"])
-def test_a_wrong_mask_is_seen(shared: Path, name: str, mistake: str) -> None:
-    samples, expected = both(shared, name)
+@pytest.mark.parametrize("name", ["plain", "moving_tools", "next_role_stop"])
+def test_a_wrong_mask_is_seen(name: str, mistake: str) -> None:
+    samples, expected = both(name)
     assert difference(samples, expected) is None
     assert difference(changed(samples, MISTAKES[mistake]), expected) is not None
 
 
-def test_wrong_samples_are_seen(shared: Path) -> None:
-    samples, expected = both(shared, "qwen3")
+def test_wrong_samples_are_seen() -> None:
+    samples, expected = both("drops_thinking")
     first, second = samples
     assert difference([first], expected) == "1 samples, not 2"
     assert difference([second, first], expected) == "other ids in sample 0"
     assert difference([first, Sample(second.tokens[:-1], second.weights[:-1])], expected) == "other ids in sample 1"
 
 
-def both(shared: Path, name: str) -> tuple[list[Sample], list[Masked]]:
-    samples = outcome(templated(shared, name), Conversation("test", TWO_TURNS))
+def both(name: str) -> tuple[list[Sample], list[Masked]]:
+    samples = outcome(templated(name), Conversation("test", TWO_TURNS))
     assert isinstance(samples, list)
-    return samples, oracle_of(shared, name)(TWO_TURNS)
+    return samples, oracle_of(name)(TWO_TURNS)
 
 
-def test_mistakes_in_the_code_are_seen(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them in some of 60 conversations at most."""
+def test_mistakes_in_the_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them in some of 40 conversations at most."""
 
     def problems(name: str) -> int:
-        tokenizer = templated(shared, name)
-        some = [fuzzed(Random(seed), markers(tokenizer.hf.chat_template)) for seed in range(60)]
-        return sum(judge(tokenizer, oracle_of(shared, name), c).problem is not None for c in some)
+        return sum(judge(templated(name), oracle_of(name), c).problem is not None for c in made_up(name, 40))
 
-    def without_tools(self: Tokenizer, messages: Any, prompt: bool, tools: Any = None) -> str:
+    def without_tools(self: Tokenizer, messages: Any, prompt: bool, tools: Any = None, arguments: Any = None) -> str:
         return self.hf.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
 
     mistakes: list[tuple[str, Any, str, Any]] = [
-        ("granite-3.3", ptf.data.chat, "_parts", lambda message: []),  # dropped calls pass
-        (
-            "qwen3.5-think",
-            ptf.data.chat,
-            "encode_growing",
-            lambda texts, tokenizer: tokenizer.encode_all([t.rstrip() for t in texts]),
-        ),  # prompts lose their last line break
-        ("gpt-oss", templated(shared, "gpt-oss"), "stop_ids", (151643,)),  # the directory's eos, which ends no turn of a chat
-        ("qwen2.5", Tokenizer, "render_text", without_tools),
-    ]
+        ("drops_tools, unseen_context: allow", ptf.data.chat, "_parts", lambda message: []),  # dropped calls pass
+        ("drops_results", ptf.data.chat, "refuse_unseen", lambda *_, **__: None),  # dropped context passes
+        ("system_folded", ptf.data.context, "_certain", lambda text, corpus: True),  # what stands elsewhere passes as shown
+        ("drops_thinking, enable_thinking: false", ptf.data.chat, "encode_growing",
+            lambda texts, tokenizer: tokenizer.encode_all([t.rstrip() for t in texts])),  # prompts lose their last line break
+        ("return_or_end", templated("return_or_end"), "stop_ids", (0,)),  # the directory's eos, which ends no turn of a chat
+        ("next_role_stop", Tokenizer, "closing", lambda self, calls: ""),
+        ("plain", Tokenizer, "render_text", without_tools),
+    ]  # fmt: skip
     for name, owner, attribute, wrong in mistakes:
         assert problems(name) == 0
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, wrong)
-            assert problems(name) > 0, attribute
+            assert problems(name) > 0, (name, attribute)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
-from ptf.data.prefixes import pack_shared
+from ptf.data.prefixes import families, pack_shared
 from ptf.data.sample import Atom, Sample, dump_atoms, length
 from ptf.errors import UserError
 
@@ -99,3 +99,36 @@ def test_what_is_written_down_is_whole():
     (row,) = pack_shared([(answered([1, 2, 3], [n]),) for n in range(3)], WIDTH)
     with pytest.raises(AssertionError, match="is whole"):
         dump_atoms(row)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Sample]:
+    """Samples of one conversation: each answers after a beginning of what was said, shown otherwise from some point on."""
+    said = draw(st.lists(st.integers(0, 3), min_size=24, max_size=24))
+    made = []
+    for _ in range(draw(st.integers(1, 6))):
+        context = said[: draw(st.integers(1, 24))]
+        other = draw(st.none() | st.integers(0, len(context) - 1))
+        if other is not None:
+            context = [*context[:other], 7, *context[other + 1 :]]
+        made.append(answered(context, draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))))
+    return made
+
+
+@settings(max_examples=200, deadline=None)
+@given(conversations())
+def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]) -> None:
+    atoms = families(samples, WIDTH)
+    assert Counter(one for atom in atoms for one in whole([atom])) == Counter(one for s in samples for one in whole([(s,)]))
+    assert all(length(atom) <= WIDTH for atom in atoms)
+    assert sum(map(length, atoms)) <= sum(map(len, samples))
+    for atom in atoms:
+        assert [s.begins == 0 for s in atom] == [True] + [False] * (len(atom) - 1), "one is whole, and it comes first"
+
+
+def test_a_conversation_that_had_to_be_split_is_read_about_once() -> None:
+    said = list(range(30))
+    turns = [answered(said[:n], [90, 91]) for n in (5, 10, 20, 30)]
+    (atom,) = families(turns, 64)
+    assert [(len(s), s.begins) for s in atom] == [(32, 0), (3, 19), (3, 9), (3, 4)]
+    assert [len(atom) for atom in families(turns, 32)] == [1, 3], "no atom is longer than a row"

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from ptf import storage
 from ptf.data import blocks
 from ptf.data.blocks import Reader
-from ptf.data.sources import Source, rows_once
+from ptf.data.order import LaneSource, Ordered
+from ptf.data.sources import rows_once
 from ptf.errors import UserError
 
 FORMATS = ("jsonl", "jsonl.gz", "parquet")
@@ -44,7 +45,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return root
 
 
-def take(source: Source, n: int) -> list[int]:
+def take(source: LaneSource, n: int) -> list[int]:
     return [next(source).read()["n"] for _ in range(n)]
 
 
@@ -59,47 +60,12 @@ def test_one_pass_in_file_order(directory: Path) -> None:
     assert all_of(next(directory.glob("part1*"))) == [10]
 
 
-@pytest.mark.parametrize("lanes", [1, 4, 30])  # 30: more lanes than rows
-def test_row_k_of_the_endless_list_goes_to_lane_k_mod_lanes(directory: Path, lanes: int) -> None:
-    reader = Reader(str(directory))
-    each = [Source(reader, lane, lanes) for lane in range(lanes)]
-    for n, source in enumerate(each):
-        assert take(source, 5 + n % 7) == [(n + i * lanes) % 23 for i in range(5 + n % 7)]  # at their own paces, over one reader
-    for n, source in enumerate(each):
-        assert take(source, 4) == [(n + i * lanes) % 23 for i in range(5 + n % 7, 9 + n % 7)]
-    assert take(Source(reader, lanes - 1, lanes, limit=7), 9) == [(lanes - 1 + i * lanes) % 7 for i in range(9)]
-
-
-@settings(deadline=None, max_examples=30)
-@given(lanes=st.integers(1, 5), cuts=st.lists(st.integers(0, 30), min_size=1, max_size=4))
-def test_resumes_anywhere_again_and_again(directory: Path, lanes: int, cuts: list[int]) -> None:
-    reader = Reader(str(directory))
-    one = Source(reader, lanes - 1, lanes)
-    whole = take(Source(reader, lanes - 1, lanes), sum(cuts) + 5)
-    parts: list[int] = []
-    for steps in [*cuts, 5]:
-        parts += take(one, steps)
-        other = Source(Reader(str(directory)), lanes - 1, lanes)
-        other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-        assert other.epoch == one.epoch
-        one = other
-    assert parts == whole
-
-
-def test_epochs_are_counted(directory: Path) -> None:
-    source = Source(Reader(str(directory)))
-    assert source.rows is None
-    take(source, 23)
-    assert source.epoch == 0
-    take(source, 1)
-    assert (source.epoch, source.rows) == (1, 23)
-
-
 def test_rows_know_where_they_came_from(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}])
     assert [place.where for place in rows_once(Reader(str(path)))] == [f"{path}:1", f"{path}:3"]  # line 2 is empty
-    source = Source(Reader(str(path)), 1, 2)
-    assert [next(source).where for _ in range(2)] == [f"{path}:3", f"{path}:3"]
+    for shuffled in (True, False):
+        source = Ordered(Reader(str(path)), "key", 2, shuffled=shuffled).lane(1, 0)
+        assert {next(source).where for _ in range(20)} <= {f"{path}:1", f"{path}:3"}
 
 
 @pytest.mark.parametrize(
@@ -112,9 +78,9 @@ def test_bad_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
     path = str(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=message):
         all_of(path)
-    source = Source(Reader(path))
-    with pytest.raises(UserError, match=message):
-        take(source, 3)
+    for shuffled in (True, False):
+        with pytest.raises(UserError, match=message):
+            take(Ordered(Reader(path), "key", 1, shuffled=shuffled).lane(0, 0), 3)
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
@@ -122,7 +88,7 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"nowhere|\*\.jsonl"):
             Reader(str(tmp_path / path))
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(UserError, match=r"no \.jsonl, \.jsonl\.gz, \.parquet file in"):
+    with pytest.raises(UserError, match=r"no \.jsonl, \.jsonl\.gz, .*\.feather file in"):
         Reader(str(tmp_path))
 
 
@@ -136,16 +102,24 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 
 def test_other_files_are_not_resumed_into(tmp_path: Path) -> None:
+    lane = lambda: Ordered(Reader(str(tmp_path)), "key", 1).lane(0, 0)  # noqa: E731
     write(tmp_path / "a.jsonl", [{"n": 0}])
-    state = Source(Reader(str(tmp_path))).state_dict()
+    state = lane().state_dict()
     write(tmp_path / "a.jsonl", [{"n": 10}])
     with pytest.raises(UserError, match="not those of the checkpoint"):
-        Source(Reader(str(tmp_path))).load_state_dict(state)
+        lane().load_state_dict(state)
     write(tmp_path / "a.jsonl", [{"n": 0}])
-    Source(Reader(str(tmp_path))).load_state_dict(state)
+    lane().load_state_dict(state)
     write(tmp_path / "b.jsonl", [{"n": 1}])
     with pytest.raises(UserError, match="not those of the checkpoint"):
-        Source(Reader(str(tmp_path))).load_state_dict(state)
+        lane().load_state_dict(state)
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    lane = Ordered(Reader(str(write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}]))), "key", 1).lane(0, 0)
+    (tmp_path / "a.jsonl").write_text('{"n": 0}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl has other rows than when they were counted"):
+        next(lane)
 
 
 @settings(deadline=None, max_examples=60)
@@ -219,8 +193,8 @@ def test_lanes_read_a_remote_file_once(tmp_path: Path, monkeypatch: pytest.Monke
     fsspec.filesystem("memory").pipe_file("/rows/a.jsonl", write(tmp_path / "a.jsonl", rows).read_bytes())
     monkeypatch.setattr(blocks, "LINES_BYTES", 50_000)
     store = Counting(monkeypatch, set())
-    reader = Reader("memory://rows")
-    lanes = [Source(reader, lane, 8) for lane in range(8)]
+    ordered = Ordered(Reader("memory://rows"), "key", 8)
+    lanes = [ordered.lane(lane, 0) for lane in range(8)]
     assert sorted(n for _ in range(12) for n in [take(lane, 1)[0] for lane in lanes]) == list(range(96))
     assert 8 <= store.asked <= 1_000_000 / 50_000 + 2
 
@@ -244,8 +218,8 @@ def test_what_is_held_of_a_large_file_is_bounded(tmp_path: Path, monkeypatch: py
 
     def peak(keep: int) -> int:
         monkeypatch.setattr(blocks, "KEEP_BYTES", keep)
-        reader = Reader(str(path))
-        lanes = [Source(reader, lane, 4) for lane in range(4)]
+        ordered = Ordered(Reader(str(path)), "key", 4, shuffled=False)
+        lanes = [ordered.lane(lane, 0) for lane in range(4)]
         tracemalloc.start()
         try:
             numbers = [next(lanes[k % 4]).read()["n"] for k in range(6000)]

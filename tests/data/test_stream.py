@@ -17,10 +17,7 @@ class Epochs:
 
     def __next__(self) -> tuple[int, int]:
         self.at += 1
-        return self.epoch(), (self.at - 1) % self.n
-
-    def epoch(self) -> int:
-        return (self.at - 1) // self.n
+        return (self.at - 1) // self.n, (self.at - 1) % self.n
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
@@ -31,7 +28,7 @@ class Epochs:
 
 def shuffled(n: int, window: int, key: str = "k") -> Shuffle:
     stream = Epochs(n)
-    return Shuffle(stream, window, key, stream.epoch, list, list)
+    return Shuffle(stream, window, key, lambda item: item[0], list, list)
 
 
 def take(stream: Any, n: int) -> list[Any]:

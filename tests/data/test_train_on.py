@@ -47,7 +47,7 @@ def test_a_field_says_how_much_a_turn_counts(characters: Tokenizer) -> None:
     ("messages", "what"),
     [
         (chat(0, False), "no turn of the conversation counts: `w` is 0 or false on every one"),
-        (chat(1, None), r"message 3 \(assistant\): `w`, by which data\.train_on counts it, must be true, false or a number from 0, not None"),
+        (chat(1, None), r"message 3 \(assistant\): `w`, which says how much it counts, must be true, false or a number from 0, not None"),
         (chat(1, -1), "not -1"),
         (chat(1, "yes"), "not 'yes'"),
         ([{"role": "user", "content": "q", "w": 1}, {"role": "assistant", "content": "a", "w": 1}], r"message 0 \(user\): only what the assistant says"),
@@ -63,9 +63,9 @@ def test_every_token_once_where_a_template_splits(characters: Tokenizer, tmp_pat
     characters.save(tmp_path)
     tokenizer = Tokenizer.load(str(tmp_path))
     tokenizer.hf.chat_template = (
-        "{% for m in messages %}<|im_start|><|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}old{% else %}{{ m.content }}{% endif %}<|im_end|>"
+        "{% for m in messages %}<|im_start|><|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}old {% endif %}{{ m.content }}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|><|assistant|>{% endif %}"
     )
     first, second = chat_samples(chat(1, 1), tokenizer, train_on="all")
     assert tokenizer.decode(first.tokens[first.weights > 0]) == f"<|user|>q0<|im_end|>{HEAD}a0<|im_end|>"
-    assert tokenizer.decode(second.tokens[second.weights > 0]) == f"old<|im_end|><|im_start|><|user|>q1<|im_end|>{HEAD}a1<|im_end|>"
+    assert tokenizer.decode(second.tokens[second.weights > 0]) == f"old a0<|im_end|><|im_start|><|user|>q1<|im_end|>{HEAD}a1<|im_end|>"

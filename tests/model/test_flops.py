@@ -157,3 +157,11 @@ def test_pairs_are_those_of_the_mask(window: int | None) -> None:
     at = torch.arange(12)
     seen = (at[:, None] >= at) & (at[:, None] - at < (window or 12))
     assert pairs(12, window) == int(seen.sum())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_of_what_goes_on_from_another_document_is_counted(window: int | None) -> None:
+    flops = Flops(0.0, {window: 1.0}, 0.0)
+    seen = lambda start, end: sum(p + 1 if window is None else min(p + 1, window) for p in range(start, end))  # noqa: E731
+    assert flops.step([30, 4, 9], 0, [0, 20, 3]) == seen(0, 30) + seen(20, 24) + seen(3, 12)
+    assert flops.step([30, 4, 9], 0) < flops.step([30, 4, 9], 0, [0, 20, 3])

@@ -6,7 +6,7 @@ import torch
 
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
-from ptf.data.prefixes import pack_shared
+from ptf.data.prefixes import families, pack_shared
 from ptf.data.sample import Atom, Sample
 from ptf.model import attention
 from ptf.model.attention import Flex, PerDocument
@@ -48,6 +48,25 @@ def test_what_is_read_once_changes_nothing(model_type: str) -> None:
     assert sum(len(s) for row in shared for a in row for s in a) < 0.6 * sum(len(a[0]) for a in atoms)
     mine, theirs = said(model, shared), said(model, alone)
     assert mine[0].keys() == theirs[0].keys() == {str(i) for i in range(len(atoms))}
+    for source, logprobs in theirs[0].items():
+        assert (mine[0][source] - logprobs).abs().max() <= 1e-5 * logprobs.abs().max(), source
+    for a, b in zip(mine[1], theirs[1], strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max() + 1e-9
+
+
+@pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
+def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> None:
+    """As SFT does with `data.share_beginnings`: turns that each end elsewhere in one conversation."""
+    model = model_of(model_type)
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, model.config.vocab, 60).astype(np.int32)
+    samples = []
+    for i, n in enumerate((12, 25, 44, 60)):
+        tokens = np.concatenate([text[:n], rng.integers(0, model.config.vocab, 5).astype(np.int32)])
+        samples.append(Sample(tokens, (np.arange(n + 5) >= n).astype(np.float32), str(i)))
+    shared = families(samples, WIDTH)
+    assert [[s.begins for s in atom] for atom in shared] == [[0, 43, 24, 11]]
+    mine, theirs = said(model, [shared]), said(model, [[(s,)] for s in samples])
     for source, logprobs in theirs[0].items():
         assert (mine[0][source] - logprobs).abs().max() <= 1e-5 * logprobs.abs().max(), source
     for a, b in zip(mine[1], theirs[1], strict=True):

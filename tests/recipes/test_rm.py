@@ -165,7 +165,7 @@ def characters(tmp_path_factory) -> Tokenizer:
     [
         (RM(), {"prompt": "a?", "chosen": "b", "rejected": "b"}, "are the same"),
         (RM(), {"prompt": "a?", "chosen": "b"}, "needs `chosen` and `rejected`"),
-        (RM(), {"chosen": "b", "rejected": "c"}, "without a prompt"),
+        (RM(), {"chosen": "b", "rejected": "c"}, "without a `prompt`"),
         (RM(), {"prompt": "a?", "chosen": "b", "rejected": ""}, "empty"),
         (RM(), {"chosen": chat("a?", "b"), "rejected": chat("c?", "c")}, "different prompts"),
         (RM(margin=True), {"prompt": "a?", "chosen": "b", "rejected": "c"}, "needs a number `margin`"),

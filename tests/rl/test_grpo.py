@@ -107,6 +107,22 @@ def test_answers_without_a_result_enter_no_advantage():
     assert GRPO().credit([(ok[0], failed)]) == []
 
 
+@pytest.mark.parametrize("recipe", [GRPO(), GRPO(mean_over="length", length=7, kl=0.1), GRPO(ratio="answer", mean_over="answers")])
+def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
+    """As if its group were there so often."""
+    model, family = bridge.build(checkpoint(tmp_path / "m"))
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, tmp_path / "m", family)
+    first, second, third = groups()
+    weighed = tuple(dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, weight=3.0)) for t in second)
+    found = []
+    for these in ([first, weighed, third], [first, second, second, second, third], [first, second, third]):
+        batch = Batch.of(pack_all(recipe.credit(these), 40), 40)
+        found.append((float(recipe.loss(model, batch, {})[0]), float(recipe.units(batch))))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0] != pytest.approx(found[2], rel=1e-3)
+
+
 def test_context_is_never_trained():
     for (sample,), t in zip(GRPO().credit(groups()), [t for g in groups() for t in g], strict=True):
         c = len(t.prompt.tokens)

@@ -1,0 +1,73 @@
+"""What the model shall say behind a served prompt, where its chat template would not show it: `data.render: served`.
+
+The one idea: a server gives the model a prompt and trusts what comes back, and no template rewrites that. Some templates open the thinking in the prompt
+and then drop it from the turn (R1-distill, QwQ), or show no thinking at all. So the turn is put together: the thinking of the row, between the tags that
+the prompt began or the template knows, and behind it the answer without thinking as the template writes it.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ptf.data.growing import common_length
+from ptf.data.tokenizer import Tokenizer
+
+OPENED = re.compile(r"<think>(\s*)\Z")
+CLOSED = re.compile(r"</think>\s*\Z")
+EMPTY = re.compile(r"\s*(?:<think>\s*)?</think>\s*")  # how templates begin a turn without thinking
+INSIDE = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*(.*)", re.DOTALL)  # thinking that stands in the content
+THOUGHTS = ("reasoning_content", "thinking")
+
+
+def without_thinking(message: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What the turn thinks, stripped, and the turn without."""
+    bare = {key: value for key, value in message.items() if key not in THOUGHTS}
+    apart = next((message[key].strip() for key in THOUGHTS if str(message.get(key) or "").strip()), "")
+    inside = INSIDE.fullmatch(message["content"])
+    if apart or not inside:
+        return apart, bare
+    return inside[1].strip(), bare | {"content": inside[2]}
+
+
+def completed(
+    before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], prompt: str, tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any],
+    fail: Callable[[str], Exception],
+) -> tuple[str, str, dict[str, Any] | None]:  # fmt: skip
+    """All that follows the prompt: the thinking with its tags, and the answer; and the turn that the answer must show, None where it is the content as it
+    stands, since the template would not show that. Raises what `fail` makes of a reason."""
+    thought, bare = without_thinking(message)
+    opened = OPENED.search(prompt)
+    if thought and CLOSED.search(prompt):
+        raise fail(f"the generation prompt ends the thinking before it begins, yet the turn thinks {thought[:60]!r}; model.template_args can open it")
+    if thought and not opened and "<think>" not in str(tokenizer.hf.chat_template):
+        raise fail("it has no tags for thinking; write the thinking into `content` as the model shall say it, its tags included")
+    head, start, end = _frame([*before], prompt[: opened.start()] if opened else prompt, tokenizer, tools, arguments)
+    answer, shows = "", bare
+    if head is not None:
+        through = tokenizer.render_text([*before, bare], False, tools, arguments)
+        answer = through[len(head) :] if through.startswith(head) else ""
+        answer = answer[len(empty[0]) :] if (empty := EMPTY.match(answer)) else answer
+    if bare.get("tool_calls"):
+        if not answer:
+            raise fail("what it writes before a tool call is never served, so the call cannot be put behind the served prompt; give model.chat_template")
+    elif bare["content"].strip() not in answer or not answer:
+        answer, shows = start + bare["content"] + end, None
+    if opened:
+        return f"{thought}{opened[1]}</think>{opened[1] * 2}", answer, shows
+    return f"<think>\n{thought}\n</think>\n\n" if thought else "", answer, shows
+
+
+def _frame(before: list[Any], prompt: str, tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any]) -> tuple[str | None, str, str]:
+    """How far `prompt`, up to thinking that it opens, is how the template begins the turn (None where it shows what came before otherwise), and what it writes
+    around an answer."""
+    word = "QX0XQ"
+    shown = tokenizer.render_text(before, False, tools, arguments)
+    told = tokenizer.render_text([*before, {"role": "assistant", "content": word}], False, tools, arguments)
+    common = prompt[: common_length(prompt, told)]
+    if prompt.startswith(shown) and len(common) >= len(shown):
+        start, _, end = told[len(common) :].partition(word)
+        return common, start[len(empty[0]) :] if (empty := EMPTY.match(start)) else start, end
+    asked = [{"role": "user", "content": "1"}]  # how it writes an answer where it does not
+    prompt = tokenizer.render_text(asked, True, None, arguments)
+    start, _, end = tokenizer.render_text([*asked, {"role": "assistant", "content": word}], False, None, arguments).partition(word)
+    return None, start[common_length(prompt, start) :], end

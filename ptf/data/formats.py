@@ -1,0 +1,29 @@
+"""What opens a data file of each format. The one idea: whatever the format, an open file gives blocks by number, and says what it knows of their count."""
+
+from typing import Any
+
+from ptf.data.blocks import DataFile, Tables, open_bytes
+from ptf.data.columnar import ArrowFile, ArrowStream, Parquet
+from ptf.data.csv_rows import Csv
+from ptf.data.json_array import JsonArray, is_lines
+from ptf.data.jsonl import Compressed, Jsonl
+
+COMPRESSED = (".jsonl.gz", ".jsonl.zst")
+ARROW_FILE = b"ARROW1"  # how Arrow's file format begins; its stream format, which `save_to_disk` writes, has no such mark
+
+
+def open_file(uri: str, lines_bytes: int, of_table: Tables, footers: dict[str, Any]) -> DataFile:
+    """A data file by its name. `lines_bytes`: of text in a block of a format without blocks of its own. `of_table` makes the block of a row group of
+    parquet, and `footers` remembers the footer of each such file by its URI. Raises UserError where the file cannot be read."""
+    if uri.endswith(".parquet"):
+        return Parquet(uri, of_table, footers)
+    if uri.endswith((".arrow", ".feather")):
+        with open_bytes(uri) as file:
+            return ArrowFile(uri) if file.read(len(ARROW_FILE)) == ARROW_FILE else ArrowStream(uri)
+    if uri.endswith(COMPRESSED):
+        return Compressed(uri, lines_bytes)
+    if uri.endswith(".csv"):
+        return Csv(uri, lines_bytes)
+    if uri.endswith(".json") and not is_lines(uri):
+        return JsonArray(uri, lines_bytes)
+    return Jsonl(uri, lines_bytes)

@@ -1,0 +1,104 @@
+"""JSON lines: plain, where any block can be read by itself, and compressed, where blocks come one after the other."""
+
+import gzip
+import io
+import zlib
+from typing import IO
+
+import pyarrow as pa
+
+from ptf.data.blocks import Lines, local_path, open_bytes, size_of
+from ptf.errors import UserError
+
+
+class Jsonl:
+    """Block n holds the lines that begin in the n-th `lines_bytes` of the file."""
+
+    def __init__(self, uri: str, lines_bytes: int) -> None:
+        self._local = local_path(uri) is not None
+        self._file = open_bytes(uri, lines_bytes + (64 << 10))  # a block is one request, but for a last line that is long
+        self._lines_bytes, self._size = lines_bytes, self._file.seek(0, 2)
+
+    def counts(self) -> list[tuple[int, int]] | None:
+        """A file on this machine is read once for that; a remote one is not."""
+        if not self._local:
+            return None
+        blocks = (self.block(number) for number in range(-(-self._size // self._lines_bytes)))
+        return [(len(block), block.lines) for block in blocks if block is not None]
+
+    def block(self, number: int) -> Lines | None:
+        start, file = number * self._lines_bytes, self._file
+        if start >= self._size:
+            return None
+        file.seek(max(0, start - 1))
+        if start:
+            file.readline()  # the end of a line that began in a block before
+        room = start + self._lines_bytes - file.tell()
+        text = file.read(room) if room > 0 else b""
+        if text and not text.endswith(b"\n"):
+            text += file.readline()
+        return Lines.of(text.split(b"\n")[: -1 if text.endswith(b"\n") else None] if text else [])
+
+    @property
+    def share(self) -> float:
+        return self._file.tell() / max(1, self._size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Compressed:
+    """Blocks of the text that a file (`.gz`, `.zst`) decompresses to. Going back begins anew."""
+
+    def __init__(self, uri: str, lines_bytes: int) -> None:
+        self._uri, self._lines_bytes, self._size = uri, lines_bytes, size_of(uri)
+        self._open()
+
+    def counts(self) -> None:
+        """Not known: only decompressing all of it would tell."""
+
+    @property
+    def share(self) -> float:
+        return self._raw.tell() / max(1, self._size)
+
+    def _open(self) -> None:
+        self._raw = open_bytes(self._uri)
+        self._file = decompressed(self._raw, self._uri)
+        self._next = self._line = self._at = 0
+
+    def block(self, number: int) -> Lines | None:
+        if number < self._next:
+            self.close()
+            self._open()
+        while True:
+            texts = self._lines((self._next + 1) * self._lines_bytes)
+            self._next += 1
+            if not texts and self._at < self._next * self._lines_bytes:
+                self._next -= 1
+                return None
+            if self._next > number:
+                return Lines.of(texts)
+
+    def _lines(self, end: int) -> list[bytes]:
+        texts: list[bytes] = []
+        try:
+            while self._at < end and (text := self._file.readline()):
+                texts.append(text)
+                self._at += len(text)
+        except UserError:  # of the store
+            raise
+        except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowException, OSError) as e:
+            raise UserError(f"{self._uri}: cannot be decompressed after line {self._line + len(texts)}: {e}") from None
+        self._line += len(texts)
+        return texts
+
+    def close(self) -> None:
+        self._file.close()
+        self._raw.close()
+
+
+def decompressed(raw: IO[bytes], name: str) -> IO[bytes]:
+    """What a file holds, by the end of its name."""
+    if name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 1 << 20)  # type: ignore[arg-type]

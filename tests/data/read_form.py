@@ -1,0 +1,106 @@
+"""A row of somebody's data set through the readers and encoders that a run has."""
+
+import json
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ptf.data.encode import encode_prompt
+from ptf.data.kinds import unread
+from ptf.data.pipeline import atoms_once, opened, prompts_once
+from ptf.data.sample import Atom
+from ptf.data.sources import Place, SourceSpec
+from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.recipes.dpo import DPO
+from ptf.recipes.rm import RM
+from ptf.recipes.sft import SFT
+from tests.data.dataset_forms import Form
+
+TEMPLATE = (  # it shows tools, calls and all that anybody says
+    "{% if tools %}{% for tool in tools %}{{ '<tool>' + (tool | tojson) }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + ({'name': c.function.name, 'arguments': c.function.arguments} | tojson) + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|><|assistant|>' }}{% endif %}"
+)
+RECIPES: Mapping[str, Any] = {"sft": SFT(), "dpo": DPO(), "rm": RM(), "rm binary": RM("binary"), "rm regression": RM("regression")}
+SUFFIXES = ("jsonl", "parquet")
+
+
+@dataclass
+class Rows:
+    """A block of rows that no file could hold."""
+
+    rows: list[Any]
+    columnar: bool = False
+    nbytes: int = 0
+
+    @property
+    def lines(self) -> int:
+        return len(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def line(self, i: int) -> int:
+        return i
+
+    def row(self, i: int) -> Any:
+        return self.rows[i]
+
+    def part(self, start: int, end: int) -> "Rows":
+        return Rows(self.rows[start:end], self.columnar)
+
+
+def at(row: Any, line: int = 1, columnar: bool = False) -> Place:
+    """The row, said to be on a line of a.jsonl."""
+    return Place(Rows([row], columnar), 0, "a.jsonl", line - 1)
+
+
+def tokenizer(directory: Path) -> Tokenizer:
+    """One id a character."""
+    made = character_tokenizer(string.printable + "…", directory)
+    made.hf.chat_template = TEMPLATE
+    return Tokenizer(made.hf)
+
+
+def write(rows: list[Any], path: Path) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def spec_of(form: Form, path: Path) -> SourceSpec:
+    return SourceSpec(str(path), kind="prompt" if form.recipe == "grpo" else form.kind, columns=form.columns)
+
+
+def read(form: Form, path: Path, tokenizer: Tokenizer) -> list[Atom] | list[Prompt]:
+    """What a run makes of a file of its rows. Raises UserError for what it refuses."""
+    if form.recipe == "grpo":
+        return list(prompts_once(spec_of(form, path), "set", tokenizer))
+    encode: Callable[..., list[Atom]] = lambda row, source: RECIPES[form.recipe].encode(row, tokenizer, source)  # noqa: E731
+    return list(atoms_once({"set": spec_of(form, path)}, encode=encode, seq_len=1000))
+
+
+def plainly(form: Form, tokenizer: Tokenizer) -> list[Atom] | list[Prompt]:
+    """What its plain row is, for the same recipe."""
+    assert form.plain is not None
+    if form.recipe == "grpo":
+        return [encode_prompt(form.plain, tokenizer, "set", 0)]
+    return RECIPES[form.recipe].encode(form.plain, tokenizer, "set")
+
+
+def not_read(form: Form, path: Path) -> tuple[str, ...]:
+    reader, spec = opened(replace(spec_of(form, path)), None)
+    return unread(spec, reader)
+
+
+def trained(atoms: list[Atom], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The text that is trained, of each sample."""
+    return tuple(tokenizer.decode(s.tokens[s.weights > 0]).replace("<|im_end|>", "<end>") for atom in atoms for s in atom)

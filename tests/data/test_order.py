@@ -1,0 +1,152 @@
+"""Which rows a lane reads: every row once an epoch, whatever the lanes, in an order that mixes and that a place can go on from."""
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptf.data import blocks
+from ptf.data.blocks import Reader
+from ptf.data.order import LaneSource, Ordered, share
+from ptf.data.pipeline import Lanes
+from ptf.data.sample import Sample
+from ptf.data.sources import SourceSpec
+
+FORMATS = ("jsonl", "jsonl.gz", "parquet")
+
+
+def write(path: Path, numbers: Any, group: int = 3) -> Path:
+    text = "".join(json.dumps({"n": int(n), "text": ""}) + "\n\n" for n in numbers).encode()
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"n": np.asarray(numbers), "text": [""] * len(numbers)}), path, row_group_size=group)
+    else:
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """61 numbered rows in four files of several blocks."""
+    root = tmp_path_factory.mktemp("order")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "LINES_BYTES", 60)
+        for f, (start, end) in enumerate([(0, 30), (30, 31), (31, 43), (43, 61)]):
+            write(root / f"part{f}.{request.param}", range(start, end))
+        yield root
+
+
+def ordered(path: Path, lanes: int, limit: int | None = None, shuffled: bool = True, seed: int = 0) -> Ordered:
+    return Ordered(Reader(str(path)), f"order/{seed}", lanes, limit, shuffled)
+
+
+def epochs(source: LaneSource, n: int) -> list[list[int]]:
+    """The numbers of a lane's rows in each of the first n epochs."""
+    found: list[list[int]] = [[] for _ in range(n)]
+    while (place := next(source)).epoch < n:
+        found[place.epoch].append(place.read()["n"])
+    return found
+
+
+@settings(deadline=None, max_examples=25)
+@given(lanes=st.integers(1, 90), limit=st.sampled_from([None, 1, 35, 60]), shuffled=st.booleans())
+def test_every_row_goes_to_one_lane_in_every_epoch(directory: Path, lanes: int, limit: int | None, shuffled: bool) -> None:
+    each = ordered(directory, lanes, limit, shuffled)
+    found = [epochs(each.lane(lane, 5), 3) for lane in range(lanes)]
+    rows = list(range(limit or 61))
+    for e in range(3):
+        assert sorted(n for lane in found for n in lane[e]) == rows
+        totals = [sum(map(len, lane[: e + 1])) for lane in found]
+        assert max(totals) - min(totals) <= 1  # over all epochs so far
+    if not shuffled:
+        assert [lane[0] for lane in found] == [rows[i::lanes] for i in range(lanes)]
+
+
+@settings(deadline=None, max_examples=25)
+@given(lanes=st.integers(1, 9), shuffled=st.booleans(), cuts=st.lists(st.integers(0, 50), min_size=1, max_size=4))
+def test_a_lane_goes_on_from_its_place_again_and_again(directory: Path, lanes: int, shuffled: bool, cuts: list[int]) -> None:
+    take = lambda source, n: [(p.epoch, p.read()["n"]) for p in (next(source) for _ in range(n))]  # noqa: E731
+    whole = take(ordered(directory, lanes, None, shuffled).lane(lanes - 1, 3), sum(cuts) + 20)
+    one, parts = ordered(directory, lanes, None, shuffled).lane(lanes - 1, 3), []
+    for n in [*cuts, 20]:
+        parts += take(one, n)
+        other = ordered(directory, lanes, None, shuffled).lane(lanes - 1, 3)
+        other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+        one = other
+    assert parts == whole
+
+
+def test_what_is_permuted(directory: Path) -> None:
+    """Blocks by (seed, epoch); compressed files whole; nothing without a shuffle, or before the first rows are chosen."""
+    first, second, third = epochs(ordered(directory, 1).lane(0, 0), 3)
+    (other,) = epochs(ordered(directory, 1, seed=1).lane(0, 0), 1)
+    assert len({tuple(e) for e in (first, second, third, other)}) > 2
+    assert epochs(ordered(directory, 1, shuffled=False).lane(0, 0), 2) == [list(range(61))] * 2
+    assert sorted(epochs(ordered(directory, 1, 35).lane(0, 0), 1)[0]) == list(range(35))
+    runs = sum(b != a + 1 for a, b in pairwise([-2, *first]))  # of consecutive numbers
+    assert runs > 20 if ordered(directory, 1).by_block else runs <= 4
+
+
+@given(rows=st.integers(1, 3000), lanes=st.integers(1, 600), epoch=st.integers(0, 50))
+def test_ranges_tile_an_epoch(rows: int, lanes: int, epoch: int) -> None:
+    ranges = sorted(share(rows, lanes, epoch, lane) for lane in range(lanes))
+    assert [n for start, end in ranges for n in range(start, end)] == list(range(rows))
+    assert {end - start for start, end in ranges} <= {rows // lanes, rows // lanes + 1}
+
+
+def labelled(directory: Path, rows: int, groups: int) -> SourceSpec:
+    """Rows sorted by a binary label."""
+    return SourceSpec(str(write(directory / "a.parquet", np.arange(rows) * 2 // rows, rows // groups)), kind="text", epochs=1)
+
+
+def lanes_of(spec: SourceSpec, lanes: int, **options: Any) -> Lanes:
+    encode = lambda row, name: [(Sample(np.full(4, row["n"], np.int32), np.ones(4, np.float32), name),)]  # noqa: E731
+    return Lanes({"a": spec}, None, encode, lanes=lanes, seed=0, lookahead=64, **({"shuffle": 1024, "seq_len": 64} | options))  # type: ignore[arg-type]
+
+
+def labels(made: Lanes) -> np.ndarray:
+    """Of all samples, in the order in which they are trained: row g of the run is of lane g mod lanes."""
+    lanes, found = [made(lane) for lane in range(made.lanes)], []
+    ended: set[int] = set()
+    while len(ended) < len(lanes):
+        for i, lane in enumerate(lanes):
+            row = next(lane, None)
+            if row is None:
+                ended.add(i)
+            else:
+                found += [int(sample.tokens[0]) for (sample,) in row]
+    return np.array(found)
+
+
+def mixed(found: np.ndarray, among: int) -> float:
+    """How many of all windows of so many samples have a share of the label between 0.3 and 0.7."""
+    sums = np.cumsum(np.r_[0, found])
+    shares = (sums[among:] - sums[:-among]) / among
+    return float(((shares >= 0.3) & (shares <= 0.7)).mean())
+
+
+def test_a_sorted_set_mixes(tmp_path: Path) -> None:
+    """A tenth of 100,000 rows in 100 groups; benchmarks/loader_cost.py measures those."""
+    spec = labelled(tmp_path, 10_000, 100)
+    for lanes in (1, 8):
+        found = labels(lanes_of(spec, lanes, shuffle=102))
+        assert Counter(found.tolist()) == {0: 5000, 1: 5000}
+        assert mixed(found, 100) > 0.9  # windows of 100 have three times the noise of 1,000
+    assert mixed(labels(lanes_of(spec, 8, shuffle=0)), 100) < 0.1  # as the files have them
+
+
+@pytest.mark.parametrize("lanes", [1, 8, 40])
+def test_few_blocks_are_read_before_the_first_row(tmp_path: Path, lanes: int) -> None:
+    made = lanes_of(labelled(tmp_path, 40_000, 200), lanes, shuffle=150)
+    first = [made(lane) for lane in range(lanes)]
+    assert all(len(next(lane)) == 16 for lane in first)
+    assert made.opened("a")[0].reader.reads <= 2 * lanes

@@ -1,0 +1,150 @@
+"""`make data` against a server on loopback: what is whole and right appears, nothing else does, and what broke off is continued."""
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "fetch_data.py"
+spec = importlib.util.spec_from_file_location("fetch_data", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+fetch_data = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fetch_data)
+
+
+class Upstream(ThreadingHTTPServer):
+    """`files`: name → bytes. `breaks`: names that break off after so many bytes, once. `asked`: name and range of every request."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.files: dict[str, bytes] = {}
+        self.breaks: dict[str, int] = {}
+        self.asked: list[tuple[str, str]] = []
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Upstream
+
+    def do_GET(self) -> None:
+        name, wanted = self.path[1:], self.headers.get("Range", "")
+        self.server.asked.append((name, wanted))
+        if name not in self.server.files:
+            return self.send_error(404)
+        data = self.server.files[name]
+        start = int(found[1]) if (found := re.fullmatch(r"bytes=(\d+)-", wanted)) else 0
+        self.send_response(206 if found else 200)
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        self.wfile.write(data[start : self.server.breaks.pop(name, None)])
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the console."""
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    with Upstream() as upstream:
+        threading.Thread(target=upstream.serve_forever, daemon=True).start()
+        yield upstream
+        upstream.shutdown()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+TRAJECTORIES = [{"task_id": 0, "trial": 0, "reward": 1.0, "traj": [{"role": "user", "content": "é"}], "info": {}}]
+TAU = b'{"id": "tau-airline-0-0", "reward": 1.0, "messages": [{"role": "user", "content": "\xc3\xa9"}]}\n'
+
+
+@pytest.fixture
+def manifest(upstream: Upstream) -> dict[str, Any]:
+    upstream.files = {"a": b"a" * 3_000_000, "b": b"b" * 10, "tau": json.dumps(TRAJECTORIES).encode()}
+    url = f"http://127.0.0.1:{upstream.server_port}"
+    return {
+        "files": [{"path": f"x/{name}.txt", "url": f"{url}/{name}", "sha256": sha256(upstream.files[name]), "licence": "MIT"} for name in "ab"],
+        "derived": [{"path": "chat/tau.jsonl.gz", "by": "tau_airline", "url": f"{url}/tau", "source_sha256": None, "sha256": sha256(TAU), "licence": "MIT"}],
+        "written": [{"path": "c.json", "text": "{}", "sha256": sha256(b"{}")}],
+        "not_remade": [{"path": "d.gz", "from": "https://example.org", "licence": "CC BY 4.0"}],
+    }
+
+
+def run(manifest: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    (tmp_path / "manifest.yaml").write_text(yaml.safe_dump(manifest))
+    monkeypatch.setattr(sys, "argv", ["fetch_data.py", "--into", str(tmp_path / "into"), "--manifest", str(tmp_path / "manifest.yaml")])
+    return fetch_data.main()
+
+
+def there(tmp_path: Path) -> set[str]:
+    root = tmp_path / "into"
+    return {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file() and not file.name.startswith(".") and ".sources" not in file.parts}
+
+
+ALL = {"x/a.txt", "x/b.txt", "chat/tau.jsonl.gz", "c.json"}
+
+
+def test_all_is_fetched_once(upstream, manifest, tmp_path, monkeypatch, capsys):
+    assert run(manifest, tmp_path, monkeypatch) == 0
+    assert there(tmp_path) == ALL
+    assert gzip.decompress((tmp_path / "into/chat/tau.jsonl.gz").read_bytes()) == TAU
+    assert "not remade: d.gz (CC BY 4.0; https://example.org): tests that read it are skipped" in capsys.readouterr().out
+    upstream.asked.clear()
+    assert run(manifest, tmp_path, monkeypatch) == 0
+    assert upstream.asked == []
+    (tmp_path / "into/x/b.txt").write_bytes(b"damaged")
+    assert run(manifest, tmp_path, monkeypatch) == 0
+    assert [name for name, _ in upstream.asked] == ["b"]
+
+
+def test_a_wrong_checksum_is_refused_and_nothing_is_left(upstream, manifest, tmp_path, monkeypatch, capsys):
+    upstream.files["b"] = b"another"
+    manifest["derived"][0]["sha256"] = "0" * 64
+    assert run(manifest, tmp_path, monkeypatch) == 1
+    assert there(tmp_path) == ALL - {"x/b.txt", "chat/tau.jsonl.gz"}
+    said = capsys.readouterr().err
+    assert f"/b has SHA-256 {sha256(b'another')}, the manifest says {sha256(b'b' * 10)}: it was changed upstream, or on the way" in said
+    assert f"chat/tau.jsonl.gz: what was made has SHA-256 {sha256(TAU)}" in said
+
+
+def test_what_broke_off_is_continued(upstream, manifest, tmp_path, monkeypatch, capsys):
+    upstream.breaks = {"a": 1_000_000}
+    assert run(manifest, tmp_path, monkeypatch) == 1
+    assert there(tmp_path) == ALL - {"x/a.txt"}
+    assert "broke off after 1,000,000 bytes; run this again to go on" in capsys.readouterr().err
+    upstream.asked.clear()
+    assert run(manifest, tmp_path, monkeypatch) == 0
+    assert upstream.asked == [("a", "bytes=1000000-")]
+    assert there(tmp_path) == ALL
+
+
+def test_without_a_network_a_host_is_asked_once(manifest, tmp_path, monkeypatch, capsys):
+    for entry in (*manifest["files"], *manifest["derived"]):
+        entry["url"] = "http://127.0.0.1:9/" + entry["path"]  # nobody listens there
+    assert run(manifest, tmp_path, monkeypatch) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert "x/a.txt: 127.0.0.1:9 did not answer" in said[0]
+    assert said[0].endswith("is there a network?")
+    assert said[1:3] == ["x/b.txt: 127.0.0.1:9 did not answer", "chat/tau.jsonl.gz: 127.0.0.1:9 did not answer"]
+    assert there(tmp_path) == {"c.json"}
+
+
+def test_the_manifest_is_of_what_lies_in_the_real_data(shared):
+    """Where the data are: every checksum is that of the file, and a source is what its copy would be remade from."""
+    manifest = yaml.safe_load((SCRIPT.parent / "public_data.yaml").read_text())
+    entries = [*manifest["files"], *manifest["derived"], *manifest["written"]]
+    assert len({entry["path"] for entry in entries}) == len(entries) > 40
+    for entry in entries:
+        if (path := Path(shared, entry["path"])).exists():
+            assert fetch_data.content_sha256(path, entry) == entry["sha256"], entry["path"]
+        assert entry.get("by", "chat_template") in fetch_data.DERIVED

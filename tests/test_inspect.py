@@ -1,0 +1,118 @@
+"""`ptf inspect`: the object that it prints, the page that it writes, and what it says of a config that cannot be."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptf.cli import main
+from ptf.data.chat import chat_samples
+from ptf.data.tokenizer import Tokenizer
+from tests.tiny import arithmetic, write_jsonl
+
+PLUGIN = """
+import os
+
+def prepare(directory):
+    print("prepare prints")
+    os.system("echo a child prints")
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Write the tiny job, changed, to a file."""
+
+    def job(**changes: object) -> str:
+        raw = arithmetic(tmp_path, rows=20)
+        for key, value in changes.items():
+            raw[key] = {**raw[key], **value} if isinstance(value, dict) else value
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+        return str(tmp_path / "job.yaml")
+
+    return job
+
+
+def inspected(capfd, *arguments: str, status: int = 0) -> dict:
+    capfd.readouterr()
+    assert main(["inspect", *arguments, "--json"]) == status
+    return json.loads(capfd.readouterr().out)
+
+
+def test_samples_are_what_is_trained(job, tmp_path, capfd):
+    found = inspected(capfd, job(), "--samples", "3")
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    tokenizer = Tokenizer.load(str(tmp_path / "model"))
+    assert [sample["place"] for sample in found["samples"]] == [f"{tmp_path / 'train.jsonl'}:{line}" for line in (1, 2, 3)]
+    for row, shown in zip(rows, found["samples"], strict=False):
+        (expected,) = chat_samples(row["messages"], tokenizer)
+        assert (shown["ids"], shown["weights"]) == (expected.tokens.tolist(), expected.weights.tolist())
+        assert shown["text"] == tokenizer.decode(expected.tokens)
+        assert (shown["source"], shown["pair"]) == ("sums", None)
+    assert found["sources"]["sums"]["rows"] == found["sources"]["sums"]["samples"] == 20
+    assert found["expansion"] == 1.0
+
+
+def test_the_answers_of_a_preference_share_a_pair(job, tmp_path, capfd):
+    asked = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    config = job(
+        recipe="dpo", data={"sources": {"pairs": {"path": str(write_jsonl(tmp_path / "p.jsonl", [asked, {**asked, "prompt": "2+0="}]))}}, "validation": {}}
+    )
+    found = inspected(capfd, config, "--samples", "2")
+    assert [sample["pair"] for sample in found["samples"]] == [0, 0, 1, 1]
+    assert [sample["text"][-11:-10] for sample in found["samples"]] == ["2", "3", "2", "3"]
+
+
+def test_what_is_left_out_is_counted_by_its_reason(job, tmp_path, capfd):
+    chat = lambda asked, said: {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}  # noqa: E731
+    rows = [chat("1+1=", "2"), chat("1+1=", "2" * 90), {"messages": []}, chat("2+2=", "4"), chat("x", "1"), chat("yy", "1")]
+    path = str(write_jsonl(tmp_path / "bad.jsonl", rows))
+    config = job(data={"sources": {"sums": {"path": path, "kind": "chat"}}, "too_long": "drop", "on_bad_row": "skip"})
+    source = inspected(capfd, config)["sources"]["sums"]
+    assert (source["rows"], source["samples"]) == (6, 2)
+    assert sum(source["left_out"].values()) == 4
+    assert [n for reason, n in source["left_out"].items() if "data.seq_len (64)" in reason] == [1]
+
+
+def test_bad_rows_that_would_stop_training_are_a_status(job, tmp_path, capfd):
+    path = str(write_jsonl(tmp_path / "bad.jsonl", [{"messages": []}]))
+    inspected(capfd, job(data={"sources": {"sums": {"path": path, "kind": "chat"}}}), status=1)
+
+
+def test_nothing_else_is_printed(job, tmp_path):
+    (tmp_path / "printing.py").write_text(PLUGIN)
+    config = job(data={"prepare": {"use": "printing:prepare"}})
+    done = subprocess.run([sys.executable, "-m", "ptf.cli", "inspect", config, "--json"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert set(json.loads(done.stdout)) >= {"sources", "expansion", "samples"}
+    assert "prepare prints" in done.stderr
+    assert "a child prints" in done.stderr
+
+
+def test_a_config_that_cannot_be_is_its_errors(job, tmp_path, capfd):
+    config = job(data={"seqlen": 3, "lanes": 0})
+    found = inspected(capfd, config, status=2)
+    assert set(found) == {"errors"}
+    lines = {key: number for number, line in enumerate(Path(config).read_text().splitlines(), 1) for key in ("seqlen", "lanes") if f" {key}:" in line}
+    assert {e["key"]: e["place"] for e in found["errors"]} == {f"data.{key}": f"{config}:{line}" for key, line in lines.items()}
+    assert all(e["message"] for e in found["errors"])
+
+
+def test_data_that_is_not_there_is_an_error(job, tmp_path, capfd):
+    found = inspected(capfd, job(data={"sources": {"sums": {"path": str(tmp_path / "absent.jsonl")}}}), status=2)
+    assert "absent.jsonl" in found["errors"][0]["message"]
+
+
+def test_the_page_is_whole_and_fetches_nothing(job, tmp_path, capfd):
+    config = job()
+    page = tmp_path / "page.html"
+    assert main(["inspect", config, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
+    first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])["messages"]
+    assert f"{first[0]['content']}&lt;|im_end|&gt;&lt;|im_start|&gt;&lt;|assistant|&gt;<mark>{first[1]['content']}&lt;|im_end|&gt;</mark>" in text
+    # what a user wrote is text, not markup
+    assert "<|" not in text
