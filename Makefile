@@ -46,6 +46,12 @@ bench-verify: setup                      ## the logit verifier over every family
 bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
 	$(PY) benchmarks/loss_masks.py
 
+bench-resume: setup                      ## 500 random trials of stopping and resuming the data; writes benchmarks/results/resume_trials.md
+	$(PY) benchmarks/resume_trials.py
+
+bench-loader: setup                      ## what reading costs: first row, decoding by ranks, documents a second, memory, state; writes benchmarks/results/loader_cost.md
+	$(PY) benchmarks/loader_cost.py
+
 bench-formats: setup                     ## what is made of the forms of people's data sets; writes benchmarks/results/formats.md
 	$(PY) benchmarks/formats.py
 

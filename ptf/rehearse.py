@@ -17,10 +17,13 @@ from ptf import recipes, storage
 from ptf.compute.world import World
 from ptf.config import Job, resolve
 from ptf.config.schema import MeshConfig, ModelConfig
+from ptf.data.added import tokenizer_of
 from ptf.errors import UserError
 from ptf.model.bridge import build, hf_tensors, locate, save_hf
 from ptf.run import resolved, run
 from ptf.train.companions import located, refuse_other_architecture
+from ptf.train.rendered import rendered
+from ptf.train.takes import takes
 from ptf.train.trainer import load_model
 
 ROWS = 64  # of each source
@@ -51,6 +54,8 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         tell(f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, {ROWS} rows of each source:")
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
+    recipe, path = recipes.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
+    tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].said())
     tell(f"all of it works ({time.monotonic() - began:.0f} s)")
 
 

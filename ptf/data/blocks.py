@@ -191,14 +191,15 @@ def local_path(uri: str) -> str | None:
 class Reader:
     """The blocks of some files, by file and number. Blocks of a remote file are fetched one ahead of the newest asked for."""
 
-    def __init__(self, location: str | Location, of_table: Tables | None = None) -> None:
-        """`of_table` makes the block of a row group of parquet; rows as they are by default."""
+    def __init__(self, location: str | Location, of_table: Tables | None = None, columns: list[str] | None = None) -> None:
+        """`of_table` makes the block of a row group of parquet; rows as they are by default. Of parquet only some `columns` may be read."""
         found = found_files(location)
         self.path, self.uris, self._of_table = str(location), list(found.stamps), of_table or RowGroup
         self.sizes, self.commit, self.not_read = found.sizes, found.commit, found.not_read
         self._remote = found.commit is not None or not storage.is_local(self.uris[0])
         self._kept: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
         self._held: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()  # by some lane, kept or not
+        self._columns = columns
         self._footers: dict[str, Any] = {}  # of parquet files that were opened
         self.reads = 0  # of blocks, from the files
         self._files: OrderedDict[int, DataFile] = OrderedDict()
@@ -261,7 +262,7 @@ class Reader:
         from ptf.data.formats import open_file  # formats are made of this module's blocks
 
         if file not in self._files:
-            self._files[file] = open_file(self.uris[file], LINES_BYTES, self._of_table, self._footers)
+            self._files[file] = open_file(self.uris[file], LINES_BYTES, self._of_table, self._footers, self._columns)
             if len(self._files) > KEEP_FILES:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(file)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,8 +17,8 @@ END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 class Parquet:
     """A block is a row group."""
 
-    def __init__(self, uri: str, of_table: Tables, footers: dict[str, pq.FileMetaData]) -> None:
-        self._uri, self._of_table = uri, of_table
+    def __init__(self, uri: str, of_table: Tables, footers: dict[str, pq.FileMetaData], columns: list[str] | None = None) -> None:
+        self._uri, self._of_table, self._columns = uri, of_table, columns
         self._raw = open_bytes(uri)
         self._file = readable(uri, "parquet", lambda: pq.ParquetFile(self._raw, metadata=footers.get(uri)))
         self._footer = footers[uri] = self._file.metadata
@@ -28,7 +28,7 @@ class Parquet:
         if number >= self._footer.num_row_groups:
             return None
         self.share = (number + 1) / self._footer.num_row_groups
-        table = readable(f"{self._uri}: row group {number}", "parquet", partial(self._file.read_row_group, number))
+        table = readable(f"{self._uri}: row group {number}", "parquet", partial(self._file.read_row_group, number, columns=self._columns))
         return self._of_table(table.combine_chunks())
 
     def counts(self) -> list[tuple[int, int]]:
@@ -73,12 +73,11 @@ class ArrowStream:
     def __init__(self, uri: str) -> None:
         self._uri, self._size, local = uri, size_of(uri), local_path(uri)
         self._batches: list[pa.RecordBatch] | None = None
-        self._raw = None
+        self._raw: Any = pa.memory_map(local) if local else None
         self.share = 0.0
         if local is None:
             self._open()
             return
-        self._raw = pa.memory_map(local)
         self._stream, self._batches = readable(uri, "arrow", lambda: pa.ipc.open_stream(self._raw)), []
         while (batch := self._next_batch()) is not None:
             self._batches.append(batch)

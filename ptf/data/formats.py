@@ -12,11 +12,12 @@ COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 ARROW_FILE = b"ARROW1"  # how Arrow's file format begins; its stream format, which `save_to_disk` writes, has no such mark
 
 
-def open_file(uri: str, lines_bytes: int, of_table: Tables, footers: dict[str, Any]) -> DataFile:
+def open_file(uri: str, lines_bytes: int, of_table: Tables, footers: dict[str, Any], columns: list[str] | None = None) -> DataFile:
     """A data file by its name. `lines_bytes`: of text in a block of a format without blocks of its own. `of_table` makes the block of a row group of
-    parquet, and `footers` remembers the footer of each such file by its URI. Raises UserError where the file cannot be read."""
+    parquet, of some `columns` or of all, and `footers` remembers the footer of each such file by its URI. Raises UserError where the file cannot be
+    read."""
     if uri.endswith(".parquet"):
-        return Parquet(uri, of_table, footers)
+        return Parquet(uri, of_table, footers, columns)
     if uri.endswith((".arrow", ".feather")):
         with open_bytes(uri) as file:
             return ArrowFile(uri) if file.read(len(ARROW_FILE)) == ARROW_FILE else ArrowStream(uri)

@@ -75,7 +75,7 @@ class Loader:
         self._open()
 
     def _open(self) -> None:
-        self._served = {lane: self._factory(lane) for lane in range(self._rank, self._lanes, self._world)}
+        self._served = {lane: self._factory(lane) for lane in self.served}
         self._settle_on()
 
     def _settle_on(self) -> None:
@@ -156,13 +156,10 @@ class Loader:
     def endless(self) -> bool:
         return self._factory.endless
 
-    def steps(self) -> int:
-        """How many steps it takes until the last of this rank's lanes has ended; for that each is packed once, from its start. None may be endless."""
-        ends = 0
-        for lane in range(self._rank, self._lanes, self._world):
-            if rows := sum(1 for _ in _rest(self._factory(lane))):
-                ends = max(ends, lane + (rows - 1) * self._lanes + 1)
-        return -(-ends // self._rows)
+    @property
+    def served(self) -> range:
+        """The lanes of this rank."""
+        return range(self._rank, self._lanes, self._world)
 
     def state_dict(self) -> dict[str, Any]:
         """The state behind the last step that was yielded, of the lanes that this rank serves."""

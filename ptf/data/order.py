@@ -36,9 +36,7 @@ class Extent:
     lines: np.ndarray  # [blocks] int64: of its file that come before it
     whole: np.ndarray  # [blocks] int64: rows in it, counted or not
 
-    @property
-    def total(self) -> int:
-        return int(self.rows.sum())
+    total: int  # rows
 
     @staticmethod
     def of(reader: Reader, counts: list[list[tuple[int, int]]] | None, limit: int | None = None) -> "Extent | None":
@@ -67,7 +65,8 @@ class Extent:
                 number, before = number + 1, before + lines
         if not found:
             raise UserError(f"no rows in {reader.path}")
-        return Extent(*np.array(found, np.int64).T)
+        columns = np.array(found, np.int64).T
+        return Extent(*columns, int(columns[2].sum()))
 
 
 class Ordered:
@@ -101,14 +100,14 @@ class Ordered:
     def pieces(self, epoch: int, lane: int) -> np.ndarray:
         """Of an epoch of permuted blocks, what a lane has: block, first row, end. [n, 3] int64"""
         assert self.extent is not None
+        start, end = share(self.extent.total, self.lanes, epoch, lane)
+        if start == end:
+            return np.zeros((0, 3), np.int64)
         if epoch not in self._epochs:
             order = permutation(f"{self.key}/blocks/{epoch}", len(self.extent.rows))
             self._epochs = {e: made for e, made in self._epochs.items() if e >= epoch - 1}  # lanes are an epoch apart at most, but for those that begin
             self._epochs[epoch] = order, np.cumsum(self.extent.rows[order])
         order, ends = self._epochs[epoch]
-        start, end = share(int(ends[-1]), self.lanes, epoch, lane)
-        if start == end:
-            return np.zeros((0, 3), np.int64)
         first, last = np.searchsorted(ends, [start, end - 1], "right")
         blocks = order[first : last + 1]
         before = ends[first : last + 1] - self.extent.rows[blocks]

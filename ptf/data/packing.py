@@ -32,7 +32,7 @@ class Packer(Generic[T]):
     def _clear(self) -> None:
         self._window: dict[int, tuple[T, int]] = {}  # by number of arrival, oldest first, with its length
         self._arrivals = 0
-        self._ages: list[deque[int]] = [deque() for _ in range(self._seq_len + 1)]  # by length, oldest first
+        self._ages: dict[int, deque[int]] = {}  # by length, of those that are there; oldest first
         self._bits = 0  # bit n: an atom of n tokens is there
         self._mirror = 0  # bit seq_len - n: the same, read backwards
 
@@ -41,8 +41,9 @@ class Packer(Generic[T]):
         if n > self._seq_len:
             raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {self._seq_len}")
         self._window[self._arrivals] = atom, n
-        ages = self._ages[n]
-        if not ages:
+        ages = self._ages.get(n)
+        if ages is None:
+            ages = self._ages[n] = deque()
             self._bits |= 1 << n
             self._mirror |= 1 << (self._seq_len - n)
         ages.append(self._arrivals)
@@ -53,6 +54,7 @@ class Packer(Generic[T]):
         ages = self._ages[n]
         number = ages.popleft()
         if not ages:
+            del self._ages[n]
             self._bits ^= 1 << n
             self._mirror ^= 1 << (self._seq_len - n)
         return self._window.pop(number)[0]

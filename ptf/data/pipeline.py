@@ -233,8 +233,10 @@ class Lanes:
     by: Literal["samples", "tokens"] = "samples"
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
     reorder: bool = False  # the events of a basket, each time it is read
+    share: bool = False  # what the samples of a row begin with alike is read once
     quarantine: str | None = None  # directory of the bad rows; without it they are errors
     max_bad: float = 0.0
+    wrap: Callable[[str, Encoder], Encoder] = lambda name, encoder: encoder  # in place of each source's encoder
     _opened: dict[str, tuple[Ordered, SourceSpec]] = field(default_factory=dict)
     _left: dict[str, bool] = field(default_factory=dict)  # whether any row of a source leaves a sample
 
@@ -268,19 +270,23 @@ class Lanes:
         ordered, spec = self.opened(name)
         file = f"{self.quarantine}/{name}-{lane:03}.jsonl"
         aside = Quarantine(file, self.max_bad).add if self.quarantine else None
-        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside)
+        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share)
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
-        window = self.shuffle + 2 * self.lookahead
-        return Encoded(name, ordered.lane(lane, window), encoder, self._again(name), self.lanes, lambda: self._leaves_some(name), reorder)
+        source, encoder = ordered.lane(lane, self.shuffle + 2 * self.lookahead), self.wrap(name, encoder)
+        return Encoded(name, source, encoder, self.again(name), self.lanes, lambda: self._leaves_some(name), reorder)
 
-    def _again(self, name: str) -> Encoder:
+    def rows(self, name: str) -> int | None:
+        """Of a source in an epoch; None where neither its files nor the config tell."""
+        return rows_of(name, self.sources[name], self.opened(name)[0].rows)
+
+    def again(self, name: str) -> Encoder:
         """An encoder for rows that count elsewhere."""
         aside = (lambda bad, counts: None) if self.quarantine else None
-        return encoder_of(name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside)
+        return encoder_of(name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside, self.share)
 
     def _leaves_some(self, name: str) -> bool:
         if name not in self._left:
-            ordered, again = self.opened(name)[0], self._again(name)
+            ordered, again = self.opened(name)[0], self.again(name)
             self._left[name] = any(again(row) for row in rows_once(ordered.reader, ordered.limit))
         return self._left[name]
 
@@ -294,11 +300,11 @@ def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, Sourc
     return tokenized.reader(spec.path, tokenizer, spec.verify_up_to), spec
 
 
-def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_long: TooLong, set_aside: SetAside | None = None) -> Encoder:
+def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_long: TooLong, set_aside: SetAside | None = None, share: bool = False) -> Encoder:
     """What makes atoms of a source's rows."""
     if spec.kind == "tokenized":
-        return Encoder(tokenized.decode, name, seq_len, too_long, kind=spec.kind)
-    return Encoder(encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside)
+        return Encoder(tokenized.decode, name, seq_len, too_long, kind=spec.kind, share=share)
+    return Encoder(encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside, share=share)
 
 
 def atoms_once(
@@ -382,9 +388,9 @@ class Prompts:
 
     def __init__(self, sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0):
         self._tokenizer, self._sources, self._index = tokenizer, sources, 0
-        self._orders = {name: Ordered(Reader(Location.of(spec)), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0) for name, spec in sources.items()}
+        self.orders = {name: Ordered(Reader(Location.of(spec)), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0) for name, spec in sources.items()}
         streams: dict[str, Shuffle[Any]] = {}
-        for name, ordered in self._orders.items():
+        for name, ordered in self.orders.items():
             texts = _Texts(name, ordered.lane(0, shuffle))
             streams[name] = Shuffle(texts, shuffle, f"prompts/{seed}/{name}", attrgetter("epoch"), texts.dump, texts.load)
         self.mixture = Mixture(sources, seed, temperature)
@@ -394,7 +400,7 @@ class Prompts:
     @property
     def rows(self) -> dict[str, int | None]:
         """Of each source; None where it is not known."""
-        return {name: ordered.rows for name, ordered in self._orders.items()}
+        return {name: ordered.rows for name, ordered in self.orders.items()}
 
     def __next__(self) -> Prompt:
         row: Any = next(self._mixer)

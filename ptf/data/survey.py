@@ -15,7 +15,7 @@ import numpy as np
 from ptf.data.encode import Encode, TooLong
 from ptf.data.kinds import unread
 from ptf.data.packing import pack_all
-from ptf.data.pipeline import encoder_of, opened
+from ptf.data.pipeline import Mixture, encoder_of, opened
 from ptf.data.quarantine import BadRow
 from ptf.data.sample import Atom, length
 from ptf.data.sources import SourceSpec, rows_once
@@ -73,34 +73,37 @@ class Survey:
 
 def survey(
     sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, encode: Encode, *, seq_len: int, too_long: TooLong, lookahead: int, rows: int,
-    temperature: float = 1.0, by_tokens: bool = False, limit: int = 2000, examples: int = 1,
+    temperature: float = 1.0, by_tokens: bool = False, limit: int = 2000, examples: int = 1, share: bool = False,
 ) -> Survey:  # fmt: skip
     """Look at the first `limit` rows of each source; `rows` are packed in a step."""
     found, atoms = [], {}
     for name, spec in sources.items():
-        one, atoms[name] = _look(name, spec, tokenizer, encode, seq_len, too_long, limit, examples)
+        one, atoms[name] = _look(name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share)
         found.append(one)
     packed = pack_all(_mixed(atoms), seq_len, lookahead)
     full = packed[: max(1, len(packed) - lookahead // 4)]  # the window runs dry at the end, which an endless stream's does not
     used = sum(length(atom) for row in full for atom in row)
     fill = used / (seq_len * len(full)) if packed else 0.0
     tokens = sum(source.tokens for source in found)
-    weights = {name: spec.weight ** (1 / temperature) for name, spec in sources.items()}
+    mixture = Mixture(sources, 0, temperature, "tokens" if by_tokens else "samples")
+    weights = mixture.shares({source.name: sources[source.name].rows or max(1, round(source.rows)) for source in found})
     mean = {source.name: source.tokens / max(1.0, source.samples) for source in found}
     samples = {name: weight / (mean[name] or 1.0) if by_tokens else weight for name, weight in weights.items()}
+    if not mixture.weighted:  # shares of rows
+        samples = {source.name: weights[source.name] * source.samples / max(1.0, source.rows) for source in found}
     counted = {name: n * mean[name] for name, n in samples.items()}
-    shares = {name: (samples[name] / sum(samples.values()), counted[name] / (sum(counted.values()) or 1.0)) for name in sources}
+    shares = {name: (samples[name] / (sum(samples.values()) or 1.0), counted[name] / (sum(counted.values()) or 1.0)) for name in sources}
     documents = sum(len(atom) for row in full for atom in row) / max(1, len(full))
     shown = tuple(tuple((sample.source, len(sample)) for atom in row for sample in atom) for row in packed[:ROWS_SHOWN])
     return Survey(tuple(found), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * rows), shown)
 
 
 def _look(
-    name: str, spec: SourceSpec, tokenizer: Tokenizer, encode: Encode, seq_len: int, too_long: TooLong, limit: int, examples: int
+    name: str, spec: SourceSpec, tokenizer: Tokenizer, encode: Encode, seq_len: int, too_long: TooLong, limit: int, examples: int, share: bool
 ) -> tuple[Surveyed, list[Atom]]:
     bad: list[BadRow] = []
     reader, spec = opened(spec, tokenizer)
-    encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row))
+    encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share)
     atoms: list[Atom] = []
     shown: list[tuple[str, Atom]] = []
     longest: list[tuple[int, str]] = []

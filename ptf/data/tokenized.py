@@ -208,6 +208,7 @@ class Progress:
 
 def columns_of(atoms: Sequence[Atom]) -> dict[str, Any]:
     """Of one row. `streams`: name → the values of all its samples, one after the other."""
+    assert not any(sample.begins for atom in atoms for sample in atom), "beginnings are shared where rows are read; what is written down is whole"
     columns = dump_atoms(atoms)
     for name, stream in columns["streams"].items():
         if len(stream["samples"]) != len(columns["lengths"]):
@@ -317,6 +318,33 @@ class TokenRows:
 
     def part(self, start: int, end: int) -> Block:
         raise NotImplementedError("what is tokenized is not tokenized again")
+
+
+ONES = np.ones(1 << 16, np.float32)
+
+
+def hollow(n: int) -> Atom:
+    """As long as an atom of n tokens, and empty."""
+    return (Sample(range(n), ONES[:n] if n <= len(ONES) else np.ones(n, np.float32)),)  # type: ignore[arg-type]
+
+
+class LengthRows(TokenRows):
+    """The same rows, of which only the lengths of the atoms are read."""
+
+    def __init__(self, table: pa.Table):
+        self.lines, self.nbytes = table.num_rows, table.nbytes
+        self._first_atom, atoms = _column(table.column("atoms"))
+        ends = np.concatenate([[0], np.cumsum(_column(table.column("lengths"))[1], dtype=np.int64)])
+        at = np.concatenate([[0], np.cumsum(atoms, dtype=np.int64)])
+        self._of_atoms = np.diff(ends[at]).tolist()  # tokens of each atom
+
+    def atoms(self, i: int) -> list[Atom]:
+        return [hollow(n) for n in self._of_atoms[self._first_atom[i] : self._first_atom[i + 1]]]
+
+
+def lengths_reader(reader: Reader) -> Reader:
+    """The same files, for their lengths."""
+    return Reader(reader.path, LengthRows, ["atoms", "lengths"])
 
 
 def _column(column: pa.ChunkedArray) -> tuple[list[int], Any]:

@@ -16,7 +16,11 @@ from ptf.config import Job
 from ptf.config.load import Problems
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
+from ptf.data.order import Ordered
+from ptf.data.passes import BLOCKS, Planned
+from ptf.data.pipeline import opened
 from ptf.data.sample import Atom, Sample
+from ptf.data.sources import SourceSpec
 from ptf.data.survey import Survey, Surveyed, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -24,6 +28,7 @@ from ptf.model.bridge import locate
 from ptf.run import resolved
 from ptf.train.reading import specs
 from ptf.train.rendered import rendered
+from ptf.train.takes import takes
 
 FEW_ROWS = 2000  # of each source that are looked at where all sources have more than `ALL_ROWS` together
 ALL_ROWS = 100_000
@@ -37,6 +42,8 @@ class Report:
     job: Job
     survey: Survey
     tokenizer: Tokenizer
+    planned: Planned | None  # None where nothing is left to train on
+    orders: Mapping[str, str]  # in which each source is read
 
     @property
     def expansion(self) -> float:
@@ -64,9 +71,18 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         sources = {name: replace(spec, kind="prompt") for name, spec in sources.items()}
     found = survey(
         sources, tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
-        temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows or FEW_ROWS, examples=samples,
+        temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows or few_or_all(sources, tokenizer),
+        examples=samples, share=data.share_beginnings,
     )  # fmt: skip
-    return Report(job, found, tokenizer)
+    if not any(source.counts["samples"] for source in found.sources):
+        return Report(job, found, tokenizer, None, {})
+    return Report(job, found, tokenizer, *takes(job, recipe, tokenizer))
+
+
+def few_or_all(sources: Mapping[str, SourceSpec], tokenizer: Tokenizer) -> int:
+    """How many rows of each source are looked at where nobody says."""
+    known = [Ordered(opened(spec, tokenizer)[0], "", 1, spec.limit).rows for spec in sources.values()]
+    return ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
 
 
 def spans(sample: Sample, tokenizer: Tokenizer) -> list[tuple[str, float]]:
@@ -79,7 +95,9 @@ def spans(sample: Sample, tokenizer: Tokenizer) -> list[tuple[str, float]]:
 def as_dict(found: Report) -> dict[str, Any]:
     """The report as JSON values: sources with their rows, samples, passes and what was left out, steps, expansion and the first samples."""
     return {
-        "sources": {source.name: _source(source) for source in found.survey.sources},
+        "sources": {source.name: _source(source, found.planned) for source in found.survey.sources},
+        "steps": round(sum(found.planned.steps) / 2) if found.planned else 0,
+        "steps_exact": found.planned is None or found.planned.steps_exact,
         "expansion": round(found.expansion, 6),
         "samples": _samples(found),
     }
@@ -87,7 +105,8 @@ def as_dict(found: Report) -> dict[str, Any]:
 
 def outlook(found: Report) -> list[str]:
     """How long the run will be, in sentences."""
-    return []
+    lines = [f"The run as configured: {found.planned.said()}."] if found.planned else []
+    return lines + [f"Source {name} is read {order}." for name, order in found.orders.items() if order != BLOCKS]
 
 
 def advice(found: Report) -> list[str]:
@@ -96,13 +115,16 @@ def advice(found: Report) -> list[str]:
         return []
     return [
         f"Splitting conversations makes the run {found.expansion:.2g} times as long: the template shows earlier turns otherwise than they were served, "
-        "so each becomes a sample of its own. `data.train_on: last` trains the last turn of each conversation alone and has no such cost."
+        "so each becomes a sample of its own. `data.share_beginnings: true` (recipe sft) reads what they begin with once; `data.train_on: last` trains "
+        "the last turn of each conversation alone."
     ]
 
 
-def _source(source: Surveyed) -> dict[str, Any]:
+def _source(source: Surveyed, planned: Planned | None) -> dict[str, Any]:
+    passes = planned.passes[source.name] if planned else None
     return {
-        "rows": round(source.rows), "samples": round(source.samples), "left_out": dict(source.left_out), "not_read": list(source.not_read),
+        "rows": round(source.rows), "samples": round(source.samples), "passes": None if passes is None else sum(passes) / 2,
+        "left_out": dict(source.left_out), "not_read": list(source.not_read),
     }  # fmt: skip
 
 

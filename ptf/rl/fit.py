@@ -18,6 +18,7 @@ from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
 from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, RolloutConfig, Source
 from ptf.data.catalogue import Catalogue
+from ptf.data.passes import of_prompts
 from ptf.data.pipeline import prompts_once, prompts_stream
 from ptf.data.sources import fingerprints, first_lines
 from ptf.data.stream import Stream
@@ -39,6 +40,7 @@ from ptf.rl.sync import SyncError
 from ptf.train.companions import located, refuse_other_tokenizer
 from ptf.train.parts import unadapted
 from ptf.train.reading import specs
+from ptf.train.rendered import in_run
 from ptf.train.start import extended, own_reference, start_directory, tokenizer_directory
 
 PARKED = "parked"  # in the run's directory: what roles keep on disk while others have the devices
@@ -276,6 +278,9 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     drop = job.data.too_long == "drop"
     sources = specs(job.data.sources)
     drawn = prompts_stream(sources, tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle, temperature=job.data.mix.temperature)
+    assert job.train.steps is not None, "online jobs have no train.epochs"
+    mixing = "shares of their weights" if drawn.mixture.weighted else "every prompt once before any comes again"
+    print(f"prompts: {mixing}; {of_prompts(drawn, knobs.prompts, job.train.steps).said()}", flush=True)
     prompts = Fitting(drawn, room, drop)
     if not drop:  # better now than in the middle of the night
         for name, spec in sources.items():
@@ -331,7 +336,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         policy, rollout = groups["policy"], groups["rollout"]
         scorers = {role: groups.get(role, policy) for role in recipe.companions}
         critic = groups.get("critic")
-        taste = Taste(groups["reward"], Tokenizer.load(str(place)), longest, liked.weight) if liked else None
+        taste = Taste(groups["reward"], in_run(job, Tokenizer.load(str(place)), run), longest, liked.weight) if liked else None
         engine = knobs.engine.use if isinstance(knobs.engine, Plug) else knobs.engine
         print(f"rollout: engine={engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
         judge = rewards_of(job, evaluation)

@@ -19,7 +19,7 @@ from ptf.compute.tracking import Tracker
 from ptf.compute.world import World, alone, random_state, set_random_state
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
-from ptf.data.loader import Loader
+from ptf.data.passes import Planned
 from ptf.data.sources import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import Left, UserError
@@ -34,7 +34,7 @@ from ptf.train.annotate import annotated
 from ptf.train.canonical import trainer_of
 from ptf.train.companions import companions, forward_flops
 from ptf.train.export import export
-from ptf.train.reading import held_out_rows, make_loader, specs
+from ptf.train.reading import held_out_rows, make_lanes, make_loader, planned_steps, specs
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.start import adapted_from, extended, tokenizer_directory
 from ptf.train.trainer import load_model
@@ -86,7 +86,8 @@ class Fit:
             self.companions = self.loaded(self.recipe.companions)
         self.trainer = trainer_of(job.train, self.model, world, self.companions)
         self.trainer.refuse_large(job.train.rows)
-        self.loader = make_loader(reading, self.recipe, self.tokenizer, world, run)
+        lanes = make_lanes(reading, self.recipe, self.tokenizer, run)
+        self.loader = make_loader(reading, lanes, world)
         self.held_out = held_out_rows(reading, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None)
         self.saves, self.watch, self.leave = Checkpoints.of(job, run, lease), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
@@ -97,8 +98,10 @@ class Fit:
         self.flops = [Flops.of(self.model), *map(forward_flops, self.companions.values())]
         self.peak = peak_flops(world.device, job.train.precision) * world.size
         self.clock = world.clock
-        self.step, ends = self.restore() or (0, planned_steps(job, self.loader, world))
-        announce(job, world, self.model.config, ends)
+        found = self.restore()
+        takes = None if found else planned_steps(job, lanes, self.loader, world)
+        self.step, ends = found or (0, takes.steps[1])  # type: ignore[union-attr]
+        announce(job, world, self.model.config, ends, takes)
         self.planned = ends
         self.track: Tracker | None = None
         self.end_at(ends)
@@ -279,20 +282,7 @@ COUNTED = {  # rows and samples that are not trained as they are, in the metrics
 }
 
 
-def planned_steps(job: Job, loader: Loader, world: World) -> int:
-    """Of the whole run: `train.steps`, or as many as the data has where that is fewer."""
-    if loader.endless:
-        assert job.train.steps is not None, "the schema lets no endless data train without train.steps"
-        return job.train.steps
-    if world.leads:
-        print("train: counting the steps that the data has", flush=True)
-    steps = int(world.max(loader.steps()))
-    if not steps:
-        raise UserError("the data has no sample to train on")
-    return min(steps, job.train.steps or steps)
-
-
-def announce(job: Job, world: World, config: Any, steps: int) -> None:
+def announce(job: Job, world: World, config: Any, steps: int, takes: Planned | None = None) -> None:
     """The run's first lines: what was chosen, and why if it is not what one would expect."""
     if world.leads:
         attention = "flex_attention" if world.device.type == "cuda" else "SDPA per document (FlexAttention has no backward on a CPU)"
@@ -300,3 +290,5 @@ def announce(job: Job, world: World, config: Any, steps: int) -> None:
             attention = "transformers' (a row for each document; no dropout, no load-balancing loss)"
         print(f"train: {steps} steps of {job.train.rows} rows × {job.data.seq_len} tokens, workers={world.size}, device={world.device}, "
               f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}", flush=True)  # fmt: skip
+        if takes:
+            print(f"train: {takes.said()}", flush=True)

@@ -20,6 +20,7 @@ from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
 from ptf.data.exchange import PeerEnded
 from ptf.data.loader import Loader
+from ptf.data.passes import Planned, part, planned
 from ptf.data.pipeline import Lanes
 from ptf.data.sources import SourceSpec
 from ptf.data.stream import settle
@@ -66,6 +67,10 @@ def make(
     options: dict[str, Any] = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6, "reorder": True} | kwargs
     made = Lanes(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
     return Loader(made, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2, peers=peers)
+
+
+def plan_of(loader: Loader, steps: int | None = None, **options: Any) -> Planned:
+    return planned(loader._factory, ROWS, steps, **options)  # type: ignore[arg-type]
 
 
 def documents(batches: list[Batch], tokenizer: Tokenizer) -> Iterator[str]:
@@ -289,14 +294,16 @@ def test_a_source_of_which_nothing_is_left_is_an_error(sources: Any, characters:
 @pytest.mark.parametrize("exhausted", ["repeat", "drop", "stop"])
 def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: Tokenizer, exhausted: str) -> None:
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
-    planned = [make(finite, characters, rank, 2, encode=once, exhausted=exhausted) for rank in range(2)]
-    assert not planned[0].endless
-    steps = max(loader.steps() for loader in planned)
-    close(planned)
+    ranks = [make(finite, characters, rank, 2, encode=once, exhausted=exhausted) for rank in range(2)]
+    assert not ranks[0].endless
+    parts = [part(loader._factory, loader.served, None) for loader in ranks]  # type: ignore[arg-type]
+    steps = -(-max(one.ends for one in parts) // ROWS)
+    close(ranks)
     seen: Counter[str] = Counter()
     weights = []
     loader = make(finite, characters, encode=once, exhausted=exhausted)
-    assert loader.steps() == steps
+    said = plan_of(loader)
+    assert (said.steps, said.exact) == ((steps, steps), True)
     for _ in range(steps + 2):
         batches = next(loader)
         weights.append(sum(float(b.weights.sum()) for b in batches))
@@ -304,6 +311,8 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
     loader.close()
     assert all(weights[:steps])
     assert weights[steps:] == [0, 0]
+    counted = Counter(key[0] for key in seen.elements())
+    assert said.passes == {name: (pytest.approx(counted[name] / n),) * 2 for name, n in (("a", 61), ("b", 29))}
     a, b = ([n for key, n in seen.items() if key[0] == name] for name in "ab")
     if exhausted == "drop":
         assert set(seen.values()) == {1}
@@ -324,7 +333,7 @@ def trained(sources: dict[str, SourceSpec], characters: Tokenizer, lanes: int, s
     made = Lanes(finite, characters, encode, lanes=lanes, seed=0, shuffle=shuffle, seq_len=SEQ_LEN, lookahead=6, **options)
     loader = Loader(made, lanes=lanes, rows=ROWS, micro_rows=8, seq_len=SEQ_LEN)
     seen: Counter[str] = Counter()
-    for _ in range(loader.steps()):
+    for _ in range(plan_of(loader).steps[1]):
         seen.update(documents(next(loader), characters))
     assert not list(documents(next(loader), characters))
     loader.close()
@@ -400,7 +409,7 @@ def test_lanes_have_one_pass_to_count_and_the_next_to_train(sources: Any, charac
     """Counting the steps does not move the loader."""
     finite = {name: replace(spec, epochs=3) for name, spec in sources.items()}
     loader = make(finite, characters)
-    loader.steps()
+    plan_of(loader)
     assert run([loader], 2) == whole[:2]
     loader.close()
 

@@ -1,0 +1,96 @@
+"""What is said of a run before it begins is what it then does; where it is an interval, that is in it."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptf.data import passes, tokenized
+from ptf.data.encode import encode_document
+from ptf.data.passes import estimated, planned
+from ptf.data.pipeline import Lanes
+from ptf.data.sources import SourceSpec
+from ptf.data.tokenizer import Tokenizer
+
+ROWS, SIZES = 4, {"a": 90, "b": 40}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "none": {}, "temperature": {"temperature": 2.0}, "weights": {"weights": (2.0, None)}, "tokens": {"weights": (1.0, 1.0), "by": "tokens"},
+    "drop": {"weights": (3.0, 1.0), "exhausted": "drop"}, "stop": {"weights": (1.0, 1.0), "exhausted": "stop"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("passes")
+    for name, n in SIZES.items():
+        (root / f"{name}.jsonl").write_text("".join(json.dumps({"text": name + "x" * (i * i % 23)}) + "\n" for i in range(n)))
+    return root
+
+
+def lanes_of(files: Path, tokenizer: Tokenizer, epochs: int | None, weights: tuple[float | None, float | None] = (None, None), **options: Any) -> Lanes:
+    sources = {name: SourceSpec(str(files / f"{name}.jsonl"), weight, epochs=epochs) for name, weight in zip(SIZES, weights, strict=True)}
+    encode = lambda row, name: encode_document(row, tokenizer, name)  # noqa: E731
+    return Lanes(sources, tokenizer, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8, **options)
+
+
+def trained(lanes: Lanes, rows: int | None) -> tuple[int, dict[str, float]]:
+    """Steps, and passes over each source, of a run of so many packed rows, or of one that ends."""
+    seen: Counter[str] = Counter()
+    ends = 0
+    for lane in range(lanes.lanes):
+        for k, row in enumerate(lanes(lane)):
+            if rows is not None and lane + k * lanes.lanes >= rows:
+                break
+            ends = max(ends, lane + k * lanes.lanes + 1)
+            seen.update(sample.source for (sample,) in row)
+    return -(-ends // ROWS), {name: seen[name] / n for name, n in SIZES.items()}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("epochs", "steps"), [(2, None), (None, 30), (1, 5)])
+def test_what_is_said_is_what_is_trained(files: Path, characters: Tokenizer, mixture: str, epochs: int | None, steps: int | None) -> None:
+    if mixture in ("drop", "stop") and epochs is None:
+        epochs = 9
+    options = MIXTURES[mixture]
+    said = planned(lanes_of(files, characters, epochs, **options), ROWS, steps)
+    ends, found = trained(lanes_of(files, characters, epochs, **options), None if steps is None else steps * ROWS)
+    assert said.exact
+    assert said.steps == (ends, ends)
+    assert said.passes == {name: (pytest.approx(n), pytest.approx(n)) for name, n in found.items()}
+    if mixture in ("none", "temperature", "drop") and steps is None:
+        assert found == {"a": epochs, "b": epochs}
+    rough = estimated(lanes_of(files, characters, epochs, **options), ROWS, steps)
+    assert not rough.exact
+    assert rough.steps[0] * 0.9 - 2 <= ends <= rough.steps[1] * 1.1 + 2  # the lanes' windows run dry in so small a set
+    for name, n in found.items():
+        low, high = rough.passes[name]  # type: ignore[misc]
+        assert low * 0.85 <= n <= high * 1.15
+
+
+def test_only_the_lengths_of_what_is_tokenized_are_read(files: Path, characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = lambda row, name: encode_document(row, characters, name)  # noqa: E731
+    options: dict[str, Any] = {"encode": encode, "seq_len": 64, "too_long": "error", "tokenizer": characters, "config_fingerprint": "c"}
+    tokenized.write(str(tmp_path / "t"), SourceSpec(str(files / "a.jsonl")), "a", **options)
+    sources = {"a": SourceSpec(str(tmp_path / "t"), kind="tokenized", epochs=2)}
+    lanes = Lanes(sources, characters, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
+    steps, found = trained(lanes, None)
+    monkeypatch.setattr(tokenized.TokenRows, "_sample", lambda self, k: pytest.fail("tokens were read"))
+    said = planned(lanes, ROWS, None)
+    assert (said.steps, said.passes, said.exact) == ((steps, steps), {"a": (2.0, 2.0)}, True)
+    assert found["a"] == 2
+    monkeypatch.setattr(passes, "FEW_ROWS", 0)
+    assert planned(lanes, ROWS, None).exact
+
+
+def test_an_interval_where_too_much_would_be_encoded(files: Path, characters: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "FEW_ROWS", 100)
+    lanes = lanes_of(files, characters, 1)
+    said = planned(lanes, ROWS, None)
+    assert not said.exact
+    assert said.steps[0] < said.steps[1]
+    assert said.passes == {"a": (1.0, 1.0), "b": (1.0, 1.0)}
+    assert "passes over the data: a 1, b 1; steps: " in said.said()
+    assert said.said().endswith("(estimated)")
+    assert planned(lanes, ROWS, None, exact=True).exact

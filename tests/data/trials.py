@@ -1,0 +1,209 @@
+"""Random trials of a run that is stopped and resumed: another number of ranks each time, any lanes, rows, formats and mixtures.
+
+The one idea: every sample carries its number, so what was trained can be read back from the batches, and compared with a run that never stopped, with
+what an epoch is, and with what was said before the run began. Used by a test and by benchmarks/resume_trials.py.
+"""
+
+import gzip
+import json
+import pickle
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ptf import storage
+from ptf.data import blocks, tokenized
+from ptf.data.batch import Batch
+from ptf.data.loader import Loader
+from ptf.data.passes import Planned, planned
+from ptf.data.pipeline import Lanes
+from ptf.data.sample import Atom, Sample
+from ptf.data.sources import SourceSpec
+from ptf.data.tokenizer import Tokenizer
+from tests.data.peers import Threads, close
+
+BASE, SEQ_LEN, SOURCES = 1000, 128, "abc"
+FORMATS = ("jsonl", "parquet", "jsonl.gz", "tokenized")
+
+
+def encode(row: dict[str, Any], source: str) -> list[Atom]:
+    """Documents that begin with the source and the number of the row, and which of its documents it is; of some rows none, of some several."""
+    n = row["n"]
+    made = []
+    for i in range(0 if n % 11 == 5 else 1 + (n % 7 == 3)):
+        tokens = np.full(4 + n % 37, n % 7, np.int32)
+        tokens[:4] = SOURCES.index(source), n // BASE, n % BASE, i
+        made.append((Sample(tokens, np.ones(len(tokens), np.float32), source),))
+    return made
+
+
+@dataclass(frozen=True)
+class Trial:
+    sizes: dict[str, int]  # rows of each source
+    formats: dict[str, str]
+    weights: dict[str, float | None]
+    lanes: int
+    rows: int  # packed, in a step
+    epochs: int | None
+    mixture: dict[str, Any]
+    shuffle: int
+    limit: int | None
+    worlds: list[int]
+    steps: int  # between a stop and the next
+    exchange: bool
+    seed: int = 0
+    block_bytes: int = field(default=2000)
+
+    @staticmethod
+    def drawn(rng: random.Random, most_rows: int, most_lanes: int) -> "Trial":
+        names = SOURCES[: rng.randint(1, 3)]
+        lanes = 2 ** rng.randint(0, most_lanes.bit_length() - 1)
+        sizes = {name: min(most_rows, int(10 ** rng.uniform(0, np.log10(most_rows) + 0.01))) for name in names}
+        weighted = rng.random() < 0.6
+        weights = {name: rng.choice([None, 0.5, 1.0, 3.0]) if weighted else None for name in names}
+        epochs = rng.choice([1, 1, 2, None])
+        mixture: dict[str, Any] = {"temperature": rng.choice([1.0, 1.0, 2.0])}
+        if any(weights.values()):
+            mixture |= {"by": rng.choice(["samples", "tokens"]), "exhausted": rng.choice(["repeat", "drop", "stop"]) if epochs else "repeat"}
+        formats = {name: rng.choice(FORMATS) for name in names}
+        worlds = [w for w in (1, 2, 4, 8) if lanes % w == 0]
+        rows = max(worlds) * rng.randint(1, 4)
+        stops = [rng.choice(worlds) for _ in range(rng.randint(2, 5))]
+        limit = rng.choice([None, None, None, rng.randint(1, most_rows)])
+        return Trial(
+            sizes, formats, weights, lanes, rows, epochs, mixture, rng.choice([0, 1, 8, 64]), limit, stops, rng.randint(1, 12), rng.random() < 0.3,
+            rng.randint(0, 99),
+        )  # fmt: skip
+
+
+def written(trial: Trial, directory: Path, tokenizer: Tokenizer) -> dict[str, SourceSpec]:
+    """The trial's sources; the first row of each leaves a sample."""
+    found = {}
+    for name, n in trial.sizes.items():
+        numbers = range(1, n + 1)
+        path = directory / f"{name}.{trial.formats[name]}"
+        if trial.formats[name] == "parquet":
+            pq.write_table(pa.table({"n": list(numbers)}), path, row_group_size=max(1, n // 7))
+        elif trial.formats[name] == "tokenized":
+            path.mkdir(exist_ok=True)
+            file = tokenized.RowFile(path / "rows.parquet")
+            for at in range(0, n, max(1, n // 5)):
+                file.write(tokenized.side_by_side(tokenized.columns_of(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)]))
+            file.close()
+            storage.commit(path, {"tokenizer": tokenizer.identity})
+        else:
+            text = "".join(json.dumps({"n": k}) + "\n" for k in numbers).encode()
+            path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+        kind = "tokenized" if trial.formats[name] == "tokenized" else "auto"
+        told = n if trial.formats[name] == "jsonl.gz" else None
+        found[name] = SourceSpec(str(path), trial.weights[name], kind, limit=trial.limit, epochs=trial.epochs, rows=told)
+    return found
+
+
+def lanes_of(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer) -> Lanes:
+    return Lanes(sources, tokenizer, encode, lanes=trial.lanes, seed=trial.seed, shuffle=trial.shuffle, seq_len=SEQ_LEN, lookahead=8, **trial.mixture)
+
+
+def documents(batch: Batch, row: int) -> list[tuple[int, ...]]:
+    """Source, number and which, of each in a row."""
+    flat, found = batch.tokens[row].numpy(), []
+    segments = batch.segments[row].numpy()
+    for first in np.flatnonzero(np.diff(segments, prepend=-2)):
+        if segments[first] >= 0 and batch.lengths[segments[first]] > 1:
+            source, high, low, i = flat[first : first + 4].tolist()
+            found.append((source, high * BASE + low, i))
+    return found
+
+
+@contextmanager
+def ranks(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer, world: int, state: Any, exchange: bool = False):
+    peers = Threads.group(world) if exchange and world > 1 else [None] * world
+    loaders = [
+        Loader(lanes_of(trial, sources, tokenizer), lanes=trial.lanes, rows=trial.rows, rank=r, world_size=world, micro_rows=trial.rows, seq_len=SEQ_LEN, peers=p)
+        for r, p in enumerate(peers)
+    ]  # fmt: skip
+    try:
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(state)
+        yield loaders
+    finally:
+        close(loaders)
+
+
+def stepped(loaders: list[Loader]) -> list[list[tuple[int, ...]]]:
+    """A global step: the documents of every row, by the row's number."""
+    with ThreadPoolExecutor(len(loaders)) as pool:
+        batches = list(pool.map(next, loaders))
+    found = {
+        number: documents(batch, i)
+        for loader, (batch,) in zip(loaders, batches, strict=True)
+        for i, number in enumerate(loader.numbers)
+    }  # fmt: skip
+    return [found[number] for number in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    differences: int  # steps that are others than without a stop
+    not_once: int  # samples that did not come as often as the epochs, where each must
+    not_said: int  # sources whose passes, or runs whose steps, are others than was said
+    steps: int
+    state_bytes: int  # of a lane, the most
+
+
+def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
+    """The run without a stop; then with stops; then what was said of it."""
+    before, blocks.LINES_BYTES = blocks.LINES_BYTES, trial.block_bytes
+    try:
+        sources = written(trial, directory, tokenizer)
+        total = trial.steps * len(trial.worlds)
+        said = planned(lanes_of(trial, sources, tokenizer), trial.rows, total if trial.epochs is None else None, exact=True)
+        total = max(said.steps[1] + 1, total) if trial.epochs else total
+        with ranks(trial, sources, tokenizer, 1, None) as (alone,):
+            whole = [stepped([alone]) for _ in range(total)]
+        state, parts, largest = None, [], 0
+        each = -(-total // len(trial.worlds))
+        for world in trial.worlds:
+            with ranks(trial, sources, tokenizer, world, state, trial.exchange) as loaders:
+                parts += [stepped(loaders) for _ in range(min(each, total - len(parts)))]
+                states = [loader.state_dict() for loader in loaders]
+            lanes = {lane: one for s in states for lane, one in s["lanes"].items()}
+            state = pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": lanes}))
+            largest = max(largest, *(len(pickle.dumps(one)) for one in lanes.values()))
+        differences = sum(a != b for a, b in zip(whole, parts, strict=True))
+        seen = Counter(document for step in whole for row in step for document in row)
+        return Outcome(differences, _not_once(trial, seen), _not_said(trial, seen, said, whole), total, largest)
+    finally:
+        blocks.LINES_BYTES = before
+
+
+def _not_once(trial: Trial, seen: Counter) -> int:
+    if trial.epochs is None or (any(trial.weights.values()) and trial.mixture["exhausted"] != "drop"):
+        return 0
+    wanted: Counter = Counter()
+    for name, n in trial.sizes.items():
+        rows = range(1, min(n, trial.limit or n) + 1)
+        wanted.update({(SOURCES.index(name), k, i): trial.epochs for k in rows for i in range(len(encode({"n": k}, name)))})
+    return sum(((wanted - seen) + (seen - wanted)).values())
+
+
+def _not_said(trial: Trial, seen: Counter, said: Planned, whole: list[Any]) -> int:
+    wrong = 0
+    for name, n in trial.sizes.items():
+        rows = min(n, trial.limit or n)
+        samples = sum(len(encode({"n": k}, name)) for k in range(1, rows + 1))
+        passes = sum(count for (source, *_), count in seen.items() if SOURCES[source] == name) / samples
+        told = said.passes[name]
+        wrong += told is None or abs(told[0] - passes) * rows > 2 * trial.lanes  # of each lane the row that it is in, whose samples differ
+    if trial.epochs:
+        wrong += next((i for i in range(len(whole), 0, -1) if any(whole[i - 1])), 0) != said.steps[1]
+    return wrong
