@@ -84,6 +84,9 @@ learning-rl: setup                       ## GRPO, its family, PPO and on-policy 
 reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
 	$(PY) benchmarks/reliability.py
 
+resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
+	$(PY) benchmarks/two_resumes.py
+
 ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated
 	$(PY) -m tests.data.ledger 1000000
 

@@ -78,7 +78,7 @@ def soak(directory: Path, steps: int) -> dict[str, Any]:
     after = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     rows = [row for row in read_metrics(directory / "runs" / "soak" / "metrics.jsonl") if row["step"] > steps // 4]
     slope = np.polyfit([row["step"] for row in rows], [row["mem_gib"] * 1024 for row in rows], 1)[0] * 1000
-    left = [p for p in (directory / "runs" / "soak").rglob("*") if p.name.startswith(".") and p.name != ".metadata"]
+    left = [p for p in (directory / "runs" / "soak").rglob("*") if p.name.startswith(".") and p.name not in (".metadata", ".lease.json.lock")]
     return {"steps": steps, "mib_per_1000_steps": float(slope), "open_files": after[0] - before[0], "threads": after[1] - before[1], "files_left": len(left)}
 
 

@@ -21,7 +21,7 @@ def read(path: Path) -> list[Row]:
 
 
 def json_lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a file, or of its last bytes; a line that is still being written, or was torn, is left out."""
+    """The rows of a file, or of its last bytes; a last line that is still being written is left out. Raises ValueError naming another that is none."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -29,12 +29,18 @@ def json_lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
         file.seek(skipped)
         lines = file.read().splitlines()
     rows = []
-    for line in lines[1:] if skipped else lines:
+    lines = lines[1:] if skipped else lines
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError
         except ValueError:
-            continue
-    return [row for row in rows if isinstance(row, dict)]
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}: {'' if not skipped else 'of its end, '}line {number} is not a row: the file was damaged") from None
+        rows.append(row)
+    return rows
 
 
 def charts(rows: list[Row]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptf import recipes, storage
+from ptf import gate, recipes, storage
 from ptf.compute.launch import default_threads, on_ray
 from ptf.compute.world import World, joined
 from ptf.config import ConfigError, Job, dump, loads
@@ -23,6 +23,7 @@ from ptf.data.ranking import MEASURES
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from ptf.gate import Worse
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.recipes.dpo import DPO
@@ -38,7 +39,7 @@ from ptf.train.parts import parts_of, unadapted
 from ptf.train.reading import held_out_rows
 from ptf.train.start import extended, start_directory, tokenizer_directory
 from ptf.train.trainer import load_model
-from ptf.train.validate import held_out_loss
+from ptf.train.validate import held_out_loss, held_out_losses
 
 COMPARED = "compared.json"  # in the run's directory
 
@@ -67,7 +68,7 @@ def compare(text: str, directory: str) -> None:
     """What every rank runs; leaves the metrics in the run's directory."""
     job, run = loads(text), Path(directory)
     recipe, compute = measuring(recipes.build(job)), job.compute
-    base = bridge.locate(job.model.path, job.model.revision)
+    base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(job, spec, base, run)
     sets = held_out_rows(job, recipe, Tokenizer.load(tokenizer_path), run / "quarantine" if int(os.environ.get("RANK", 0)) == 0 else None)
@@ -79,9 +80,15 @@ def compare(text: str, directory: str) -> None:
         model = load(run / "model")
         beside = companions(recipe.companions, job, world, world, model, unadapted(spec), base, run, tokenizer_path)
         metrics |= measured(model, recipe, sets, job, world, beside)
+        by_row = gate.needs_losses(job)
+        if by_row:
+            leave_losses(model, recipe, sets, job, world, beside, run / gate.ROWS)
         if job.evaluate.start:
             place = world.share(str(start_directory(spec, base, run, tokenizer_path, job.seed)) if world.leads else None)
-            metrics |= {f"start/{name}": value for name, value in measured(load(Path(str(place))), recipe, sets, job, world, beside).items()}
+            before = load(Path(str(place)))
+            metrics |= {f"start/{name}": value for name, value in measured(before, recipe, sets, job, world, beside).items()}
+            if by_row:
+                leave_losses(before, recipe, sets, job, world, beside, run / gate.ROWS / "start")
         for name, rows in sets.items():
             atoms = [atom for row in rows for atom in row]
             if all(len(atom) == 2 for atom in atoms):
@@ -105,6 +112,17 @@ def measured(
         if 0 < (truth > 0.5).sum() < len(truth):  # it is the order of two kinds
             found |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
     return found
+
+
+def leave_losses(
+    model: Decoder, recipe: recipes.Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], job: Job, world: World, beside: Mapping[str, Decoder], place: Path
+) -> None:  # fmt: skip
+    """For the gate: the loss of each held-out row, in files that are alike for every model."""
+    for name, rows in sets.items():
+        found = held_out_losses(model, recipe, rows, world, job.data.seq_len, beside)
+        if world.leads:
+            lines = [json.dumps({"value": value, "denominator": denominator}) + "\n" for value, denominator in found.tolist()]
+            storage.write_text(str(place / f"{name}.jsonl"), "".join(lines))
 
 
 def measuring(recipe: recipes.Recipe) -> recipes.Recipe:
@@ -159,7 +177,7 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     rewards = rewards_of(job, knobs.reward or (job.rollout.reward if job.rollout else None))
     if not knobs.sources or not (rewards or (job.rollout and job.rollout.environment)):
         return {}
-    base = bridge.locate(job.model.path, job.model.revision)
+    base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(job, spec, base, run)
     tokenizer = Tokenizer.load(tokenizer_path)
@@ -197,7 +215,7 @@ def ranked(job: Job, run: Path) -> dict[str, float]:
     started from, as `start/…`; the measures of each user are left in `run/ranked/`."""
     knobs = job.evaluate.ranking
     assert knobs is not None
-    base = bridge.locate(job.model.path, job.model.revision)
+    base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(job, spec, base, run)
     tokenizer = Tokenizer.load(tokenizer_path)
@@ -252,10 +270,6 @@ def check(job: Job) -> None:
     if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):
         known = [*names, *(f"what the recipe says of {name}, like loss/{name}" for name in held_out)]
         raise ConfigError(f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}")
-
-
-class Worse(UserError):
-    """The model is not what should be published in the place of what is."""
 
 
 def refuse_regression(metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_drop: float, mode: str = "max") -> None:

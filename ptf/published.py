@@ -5,11 +5,12 @@ wanted: where somebody else has moved it meanwhile, nothing happens, and whoever
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptf import storage
+from ptf import storage, verified
 from ptf.errors import UserError
 from ptf.storage import Corrupt
 
@@ -44,7 +45,10 @@ def _found(root: str) -> tuple[Pointer, dict[str, Any]] | None:
     if (found := pointer(root)) is None:
         return None
     try:
-        return found, storage.manifest_of(f"{root}/{found.version}")
+        said = storage.manifest_of(f"{root}/{found.version}")
+        if said.get("version") != found.version:
+            raise Corrupt(f"{root}/{found.version} holds another version, {said.get('version')}; ptf publish {root} --rollback VERSION goes back to one")
+        return found, said
     except storage.Missing:
         raise Corrupt(f"{root}/{POINTER} names {found.version}, which is not there; ptf publish {root} --list says what is") from None
 
@@ -85,7 +89,8 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
         raise UserError(f"{root}: {seen.version} is the only version that was published there; there is nothing to go back to")
     to = to or seen.before[-1]
     try:
-        storage.verify(f"{root}/{to}")
+        if (held := verified.verify(f"{root}/{to}").get("version")) != to:
+            raise Corrupt(f"{root}/{to} holds another version, {held}")
     except storage.Missing:
         raise UserError(f"{root} has no version {to}; it has {', '.join(versions(root))}") from None
     last = len(seen.before) - 1 - seen.before[::-1].index(to) if to in seen.before else None
@@ -94,6 +99,24 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
     if not _move(root, wanted, now):
         raise UserError(f"{root}: somebody else has just published or rolled back; look at it (ptf publish {root} --list) and try again")
     return wanted
+
+
+def refuse_damaged(directory: Path, path: str, up_to: float, without: Sequence[str] = ()) -> None:
+    """Raises Corrupt where a local directory, or a copy of `path`, is not what was published there. A model that ptf did not publish has no manifest to
+    compare it with."""
+    try:
+        said = json.loads((directory / storage.MANIFEST).read_text())
+    except FileNotFoundError:
+        return
+    except ValueError:
+        said = {"digest": None}  # whose manifest it is cannot be known: the check below names it
+    if not (isinstance(said, dict) and said.keys() & {"digest", "files"}):
+        print(f"not verified: {directory}/{storage.MANIFEST} is not ptf's, so nothing is known of what {directory} should hold", flush=True)
+        return
+    held = verified.verify(str(directory), up_to, "ptf publish … --rollback goes back to another version", without)
+    root, _, name = path.rstrip("/").rpartition("/")
+    if held.get("version") != name and root and storage.exists(f"{root}/{POINTER}"):  # elsewhere a copy may have any name
+        raise Corrupt(f"{path} holds another version, {held.get('version')}")
 
 
 def _move(root: str, wanted: Pointer, now: str | None) -> bool:

@@ -48,7 +48,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         tell(memory(job))
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
-        source = locate(job.model.path, job.model.revision)
+        source = locate(job.model.path, job.model.revision, verify_up_to=None)
         shrink(source, model)
         small = smaller(beside(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, {ROWS} rows of each source:")
@@ -98,7 +98,7 @@ def beside(job: Job, model: Path, scratch: Path) -> Job:
     for role, one in recipes.build(job).companions.items():
         if one.path is None:
             continue
-        place = located(one, role)
+        place = located(one, role, None)
         if one.alike:
             refuse_other_architecture(build(place)[0], build(model)[0], place, role)
         shrink(place, scratch / f"{role}.config")

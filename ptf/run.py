@@ -1,6 +1,7 @@
 """Running a job: the hybrid of SPMD and single controller in one `if`. Also `python -m ptf.run CONFIG` under torchrun."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from ptf import entry  # first: it notes who started this process
 # isort: split
 from ptf import disk, published, recipes, scratch, storage
 from ptf.compute import launch, leave
+from ptf.compute.lease import Lease, leased
 from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, shown, sources_of
 from ptf.config.schema import Source
@@ -49,7 +51,7 @@ def prepared_directory(job: Job) -> str | None:
     """Run `data.prepare` unless its output is there already; None if the job has none."""
     if job.data.prepare is None:
         return None
-    return prepare(plug.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared")
+    return prepare(plug.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared", job.verify_bytes)
 
 
 def published_models(job: Job) -> dict[str, str]:
@@ -112,39 +114,42 @@ def remove_leftovers(job: Job, lineage: str) -> None:
 
 def run(job: Job, lineage: str) -> Path:
     """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory: metrics.jsonl, tensorboard/,
-    checkpoints/, and `model/`, a Hugging Face directory."""
+    checkpoints/, and `model/`, a Hugging Face directory. Raises Held where another process is training it."""
     refuse_lineage(lineage)
+    directory, job = Path(job.output) / lineage, shown(job)
     with disk.plainly(job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])):
-        return _run(shown(job), lineage)
+        if (job.compute.address or "").startswith(("http://", "https://")):
+            record(job, directory)
+            submitted(job, lineage, directory)  # the lease is held there
+        else:
+            with leased(job, directory) as lease:
+                _run(job, lineage, directory, lease)
+    return directory
 
 
-def _run(job: Job, lineage: str) -> Path:
-    directory, text = Path(job.output) / lineage, dump(job)
+def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
+    text, compute = dump(job), job.compute
     record(job, directory)
-    compute = job.compute
-    elsewhere = (compute.address or "").startswith(("http://", "https://"))
-    if not (os.environ.get(launch.LAUNCHED) or elsewhere):
+    if not os.environ.get(launch.LAUNCHED):
         leave.forget(directory)
         remove_leftovers(job, lineage)
-    if elsewhere:
-        submitted(job, lineage, directory)
-    elif recipes.build(job).online:
+    if recipes.build(job).online:
         from ptf.rl.fit import fit_online
 
-        fit_online(job, directory)
+        fit_online(job, directory, lease)
     elif compute.launcher == "ray":
         with leave.passing_on(directory):
             launch.on_ray(
-                work, (text, str(directory)), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address,
+                work, (text, str(directory), lease.text), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address,
                 workdir=directory, timeout_s=compute.timeout_s,
             )  # fmt: skip
     elif compute.launcher == "torchrun":
         threads = compute.threads or launch.default_threads(compute.workers)
         with leave.passing_on(directory):
-            launch.torchrun([str(directory / "job.yaml"), "--lineage", lineage], compute.workers, threads, compute.timeout_s, directory)
+            command = [str(directory / "job.yaml"), "--lineage", lineage, "--lease", lease.text]
+            launch.torchrun(command, compute.workers, threads, compute.timeout_s, directory)
     else:
-        work(text, str(directory))
-    return directory
+        work(text, str(directory), lease.text)
 
 
 def submitted(job: Job, lineage: str, directory: Path) -> None:
@@ -184,13 +189,13 @@ def begun(job: Job, lineage: str | None) -> dict[str, str]:
     return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
 
 
-def work(text: str, directory: str) -> None:
-    """What every rank of an offline job runs."""
+def work(text: str, directory: str, lease: str) -> None:
+    """What every rank of an offline job runs; whoever started it holds the lease."""
     from ptf.train.fit import fit
 
     job = loads(text)
     with world_of(job) as world:
-        fit(job, world, Path(directory))
+        fit(job, world, Path(directory), Lease.told(lease))
 
 
 def world_of(job: Job):
@@ -216,6 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", nargs="+")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     parser.add_argument("--lineage", help="continue this run from its newest checkpoint")
+    parser.add_argument("--lease", help=argparse.SUPPRESS)  # of the process that started torchrun
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))
     entry.end_with_parent(entry.STARTED_BY)  # of a rank that torchrun started by hand; ours were bound to it before they imported anything
@@ -234,11 +240,13 @@ def main(arguments: list[str] | None = None) -> int:
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)
-            together(world, lambda: record(job, directory) if world.leads else None)
-            if world.leads and not os.environ.get(launch.LAUNCHED):
-                leave.forget(directory)
-                remove_leftovers(job, lineage)
-            fit(job, world, directory)
+            with contextlib.ExitStack() as held:
+                text = together(world, lambda: (given.lease or held.enter_context(leased(job, directory)).text) if world.leads else "")
+                together(world, lambda: record(job, directory) if world.leads else None)
+                if world.leads and not os.environ.get(launch.LAUNCHED):
+                    leave.forget(directory)
+                    remove_leftovers(job, lineage)
+                fit(job, world, directory, Lease.told(str(text)))
     except UserError as error:
         print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)
         return 2

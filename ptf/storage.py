@@ -29,6 +29,7 @@ from ptf.errors import UserError
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+COPIED = ".files.json"  # after the name of a local copy of a remote directory: what it held when it was complete
 GIVE_UP_S = 300.0  # a store that fails for so long is down
 READ_BYTES = 1 << 20  # of one request, unless the reader asks for more
 LASTING = (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)  # errors that a repetition does not mend
@@ -51,6 +52,13 @@ def exists(uri: str) -> bool:
 
 def is_local(uri: str) -> bool:
     return _local(_open(uri)[0])
+
+
+def local_path(uri: str) -> Path:
+    """Of what lies on this machine's file system."""
+    files, path = _open(uri)
+    assert _local(files), uri
+    return Path(path)
 
 
 def size(uri: str) -> int:
@@ -88,6 +96,19 @@ def stamps(uri: str) -> dict[str, str]:
         return {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
     changes = lambda about: next((str(about[key]) for key in STAMPS if about.get(key)), "")  # noqa: E731
     return {files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(found.items())}
+
+
+def marks(directory: str) -> dict[str, tuple[int, str]]:
+    """Of every file below a directory or URI, by its name there: its size, and a text that is another once it has been written to; nothing where the
+    store has none."""
+    files, path = _open(directory)
+    if _local(files):
+        held = {name: os.stat(os.path.join(path, name)) for name in _names(path)}  # of what a link leads to
+        return {name: (s.st_size, f"file {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}") for name, s in held.items()}
+    root = path.rstrip("/") + "/"
+    found = _asked(files, directory, lambda: files.find(path, detail=True))
+    named = lambda about: " ".join(str(about[key]) for key in ("ETag", "etag", "VersionId", "version_id", "md5Hash") if about.get(key))  # noqa: E731
+    return {name.removeprefix(root): (int(about["size"]), named(about)) for name, about in found.items()}
 
 
 def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
@@ -275,7 +296,7 @@ def upload(directory: str | os.PathLike[str], uri: str) -> None:
 def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()) -> str:
     """A local directory with what is at `uri`, but for names that match `without`: a local one as it is, a remote one copied to a place of its
     own below `into`. The copy appears only when it is complete, whoever else makes it at the same time, and is made again only when something
-    at `uri` has changed. Raises Missing if nothing is there."""
+    at `uri` has changed. What it holds is written beside it, for `ptf.verified`. Raises Missing if nothing is there."""
     files, path = _open(uri)
     if not _asked(files, uri, lambda: files.exists(path)):
         raise Missing(f"no such directory: {uri}")
@@ -288,13 +309,20 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
     found = {name: info for name, info in there.items() if not any(fnmatch(name.removeprefix(root), p) for p in without)}
     state = json.dumps([uri.rstrip("/"), found], sort_keys=True, default=str)  # sizes, and times or ETags
     copy = Path(into) / f"{Path(path).name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
-    if copy.is_dir():
+    if copy.is_dir() and exists(f"{copy}{COPIED}"):
         return str(copy)
     with scratch.directory(copy) as part:
         for name in found:
             target = part / name.removeprefix(root)
             target.parent.mkdir(parents=True, exist_ok=True)
             _asked(files, uri, partial(files.get_file, name, str(target)))
+            if target.stat().st_size != found[name]["size"]:
+                raise Corrupt(f"{uri} has changed while it was copied: {name} has {target.stat().st_size} bytes, not {found[name]['size']}")
+        entries = {}
+        for name in _names(part):
+            with open(part / name, "rb") as stream:
+                entries[name] = _entry(stream)
+        write_text(f"{copy}{COPIED}", json.dumps(entries))
         try:
             os.replace(part, copy)
         except OSError:
@@ -351,7 +379,9 @@ def verify(directory: str, whole_up_to: float = float("inf")) -> dict[str, Any]:
     """The manifest of a committed directory or URI, after reading every file; of one with more bytes than `whole_up_to`, after looking at the
     sizes. Raises Corrupt naming the first file that differs, Missing if nothing is there."""
     manifest, base = manifest_of(directory), directory.rstrip("/")
-    whole = sum(entry["size"] for entry in manifest["files"].values()) <= whole_up_to
+    held_bytes = sum(entry["size"] for entry in manifest["files"].values())
+    if not (whole := held_bytes <= whole_up_to):
+        print(f"not verified: {base} has {held_bytes / 2**30:.3g} GiB, more than checkpoint.verify_gib: sizes were compared, SHA-256 were not", flush=True)
     for name, entry in manifest["files"].items():
         try:
             held = size(f"{base}/{name}")

@@ -21,7 +21,11 @@ class Artifact:
     published: str | None = None  # URI of the published version
 
     def resolve(self, job: Job) -> Job:
-        """The job with its `prepare:` and `job:` paths, and its tokenized sources, in place."""
+        """The job with its `prepare:` and `job:` paths, and its tokenized sources, in place. Raises Corrupt where prepared data are not what was written."""
+        if self.prepared is not None:
+            from ptf.data.prepare import refuse_damaged
+
+            refuse_damaged(self.prepared, job.verify_bytes)
         return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, commits=self.commits)
 
     def but(self, **changes: Any) -> "Artifact":

@@ -11,8 +11,9 @@ from steps.artifact import Artifact
 SERVE = {"lm": "vllm serve {place}", "scalar": "vllm serve {place} --runner pooling    # its score: classify, with use_activation: false"}
 
 
-def card(job: Job, artifact: Artifact, made: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
-    """Markdown, with the header that model hubs read. `made`: what the run was made with; `before`: the manifest of the version that counts now."""
+def card(job: Job, artifact: Artifact, made: Mapping[str, Any], before: Mapping[str, Any] | None, gate: str) -> str:
+    """Markdown, with the header that model hubs read. `made`: what the run was made with; `before`: the manifest of the version that counts now;
+    `gate`: how it compares with what training started from."""
     from ptf import recipes
 
     recipe, head = job.recipe if isinstance(job.recipe, str) else job.recipe.use, recipes.build(job).head
@@ -27,7 +28,7 @@ def card(job: Job, artifact: Artifact, made: Mapping[str, Any], before: Mapping[
     parts = {
         "": [f"Trained by ptf, recipe {recipe}, from `{began}`{random}. Licence: {job.publish.license or 'not stated'}.", "",
              "```", SERVE[head].format(place=f"{job.versions}/{artifact.lineage}"), "```"],
-        "Evaluation": _evaluation(artifact.metrics, before),
+        "Evaluation": [*_evaluation(artifact.metrics, before), "", f"Gate: {gate}."],
         "Data": ["| source | where | kind | weight | its files |", "|---|---|---|---|---|", *sources],
         "Made with": [f"ptf {made['ptf']}, Python {made['python']}, {packages}; {made['hardware']['device']}.", "", "```yaml", kept, "```"],
     }  # fmt: skip

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.config.schema import LOGPROB_BOUND
@@ -12,12 +12,25 @@ from ptf.errors import Retryable, UserError
 from steps.artifact import Artifact
 from steps.model_card import card
 
+if TYPE_CHECKING:
+    from ptf.compute.lease import Lease
+
 ATTEMPTS = 10
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
     """The version is named by the lineage, so publishing again changes nothing. Raises UserError, before anything is written, if the
-    exported model does not give the trained model's log-probs in transformers, its tokenizer gives other ids, or the evaluation regressed."""
+    exported model does not give the trained model's log-probs in transformers or its tokenizer gives other ids; Worse, if it is worse than what training
+    started from or what is published; Held where another process is writing the lineage."""
+    from ptf.compute.lease import leased
+
+    assert artifact.run is not None
+    with leased(job, Path(artifact.run)) as lease:
+        return _publish(job, artifact, lease)
+
+
+def _publish(job: Job, artifact: Artifact, lease: "Lease") -> Artifact:
+    from ptf import gate as gates
     from ptf import published, storage
     from ptf.compute.provenance import FILE
 
@@ -25,19 +38,22 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     assert artifact.model is not None
     resolved = artifact.resolve(job)
     root = job.versions
+    compared = gates.comparisons(job, Path(artifact.run), artifact.metrics)
+    gates.refuse_worse(job, compared)
     _refuse_worse(job, artifact, published.manifest(root))
     difference = gate(resolved, Path(artifact.run), Path(artifact.model))
     staged = Path(artifact.run) / "publish"
     shutil.rmtree(staged, ignore_errors=True)
     shutil.copytree(artifact.model, staged)
     made = json.loads((Path(artifact.run) / FILE).read_text())
-    (staged / "README.md").write_text(card(job, artifact, made, _before(root, artifact.lineage)))
+    (staged / "README.md").write_text(card(job, artifact, made, _before(root, artifact.lineage), gates.said(job, compared)))
     manifest = {
         "version": artifact.lineage, "job": dump(shown(resolved)), "config": fingerprint(job), "metrics": dict(artifact.metrics),
-        "logprob_difference": difference, "data": dict(artifact.data), "made_with": made,
+        "logprob_difference": difference, "data": dict(artifact.data), "made_with": made, "gate": gates.said(job, compared),
     }  # fmt: skip
     files = storage.commit(str(staged), manifest)["files"]
     again = _files(f"{root}/{artifact.lineage}") == files  # as after a retry: what may be being read is not written once more
+    lease.check()
     if not again:
         storage.upload(staged, f"{root}/{artifact.lineage}")
     for _ in range(ATTEMPTS):
@@ -46,11 +62,14 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
             print(f"{root}/{artifact.lineage} was published before, and {seen.version} after it; the pointer stays there", flush=True)
             break
         _refuse_worse(job, artifact, published.manifest(root))  # than what is there now: others may publish meanwhile
-        if published.point(root, artifact.lineage, seen):
+        with lease.commit():
+            moved = published.point(root, artifact.lineage, seen)
+        if moved:
             break
     else:
         raise Retryable(f"{root}/{artifact.lineage} is there whole, but others publish there all the time: its pointer could not be moved")
     print(f"published {root}/{artifact.lineage} (log-probs in transformers within {difference:.1e} of the trained model's)", flush=True)
+    print(f"gate: {gates.said(job, compared)}", flush=True)
     if job.publish.hub:
         push(staged, job.publish.hub, artifact.lineage)
     shutil.rmtree(staged)
@@ -64,8 +83,11 @@ def page(artifact: Artifact) -> str:
     if artifact.published is None:
         return f"# {artifact.lineage}\n\n**Not published:** what is there is better."
     said = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
-    difference = storage.manifest_of(artifact.published)["logprob_difference"]
-    return f"Gates passed: transformers gives the trained model's log-probs to {difference:.1e}; the tokenizer gives the ids that were trained on.\n\n{said}"
+    manifest = storage.manifest_of(artifact.published)
+    return (
+        f"Gates passed: transformers gives the trained model's log-probs to {manifest['logprob_difference']:.1e}; the tokenizer gives the ids that were "
+        f"trained on. Beside what training started from: {manifest.get('gate', 'not compared')}.\n\n{said}"
+    )
 
 
 def push(directory: Path, repository: str, version: str) -> None:
@@ -124,7 +146,8 @@ def gate(job: Job, run: Path, model: Path) -> float:
             f"not published: layers of model.replace have tensors that no Hugging Face model has, so whoever loads {model} with transformers or vLLM would "
             f"get random ones in their place. The whole model is there, theirs in {FILES['layers.']}: train on from it with the same model.replace"
         )
-    trained = rendered(job, tokenizer_of(job.model.tokenizer or str(locate(job.model.path, job.model.revision)), job.model.tokens), run)
+    place = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes))
+    trained = rendered(job, tokenizer_of(place, job.model.tokens), run)
     served = Tokenizer.load(str(model))
     served.rendering = trained.rendering  # a server renders the day on which it serves
     if served.fingerprint() != trained.fingerprint():

@@ -21,7 +21,8 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
         print("tokenize: on the fly, nothing to do ahead", flush=True)
         return artifact
     resolved = artifact.resolve(job)
-    tokenizer = tokenizer_of(resolved.model.tokenizer or str(locate(resolved.model.path, resolved.model.revision)), resolved.model.tokens)
+    model = resolved.model
+    tokenizer = tokenizer_of(model.tokenizer or str(locate(model.path, model.revision, verify_up_to=job.verify_bytes)), model.tokens)
     tokenizer = rendered(resolved, tokenizer, Path(job.output) / artifact.lineage)
     made = tokenized(resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *SETTINGS))
     return artifact.but(tokenized=made)

@@ -1,9 +1,12 @@
 """What tests share: one Ray (starting it takes 3-8 s, and every test gives its places back), and the real data, where PTF_DATA has it; and which of
 them go one after the other where there are several processes (`pytest -n 2`)."""
 
+import atexit
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,8 @@ settings.register_profile("fixed", deadline=None, database=None, derandomize=Tru
 settings.register_profile("random", deadline=None, database=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
+os.environ["PTF_CACHE"] = tempfile.mkdtemp(prefix="ptf-cache-")  # what is verified is remembered here
+atexit.register(shutil.rmtree, os.environ["PTF_CACHE"], ignore_errors=True)
 ROOT = Path(__file__).parents[1]
 SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[2] / "shared" / "data")
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from ptf import storage
 from ptf.compute import dcp_files
+from ptf.compute.lease import UNSHARED, Lease
 from ptf.compute.world import World
 from ptf.config import Job
 from ptf.errors import UserError
@@ -130,17 +131,19 @@ class Checkpoints:
     into the directory. `best`: the metric, and whether `min` or `max` of it, by which one more is kept."""
 
     def __init__(
-        self, root: str, *, every: int, keep: int, steps: int, best: tuple[str, str] | None = None, whole_up_to: float = float("inf")
+        self, root: str, *, every: int, keep: int, steps: int, best: tuple[str, str] | None = None, whole_up_to: float = float("inf"),
+        lease: Lease = UNSHARED,
     ) -> None:  # fmt: skip
+        self.lease = lease
         self.root, self.every, self.keep, self.steps, self.best, self.whole_up_to = root.rstrip("/"), every, keep, steps, best, whole_up_to
 
     @classmethod
-    def of(cls, job: Job, run: Path) -> "Checkpoints":
-        """Of the run in this directory."""
+    def of(cls, job: Job, run: Path, lease: Lease = UNSHARED) -> "Checkpoints":
+        """Of the run in this directory; `lease` is checked whenever one is begun or committed."""
         knobs = job.checkpoint
         best = (knobs.best.metric, knobs.best.mode) if knobs.best else None
         root = f"{knobs.to.rstrip('/')}/{run.name}" if knobs.to else str(run / "checkpoints")
-        return cls(root, every=knobs.every, keep=knobs.keep, steps=job.train.steps or 0, best=best, whole_up_to=knobs.verify_gib * 2**30)
+        return cls(root, every=knobs.every, keep=knobs.keep, steps=job.train.steps or 0, best=best, whole_up_to=knobs.verify_gib * 2**30, lease=lease)
 
     def due(self, step: int) -> bool:
         return step % self.every == 0 or step == self.steps
@@ -149,17 +152,20 @@ class Checkpoints:
         return f"{self.root}/step_{step:08}"
 
     def begin(self, step: int) -> str:
-        """A place in which nothing is; what an earlier attempt left half-written goes."""
+        """A place in which nothing is; what an earlier attempt left half-written goes. Raises LeaseLost."""
+        self.lease.check()
         storage.remove(self.path(step))
         return self.path(step)
 
     def commit(self, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest, then drop what is older than the newest `keep` and not the best."""
-        storage.finish(self.path(step), {"step": step, **manifest}, entries)
+        """Write the manifest, then drop what is older than the newest `keep` and not the best. Raises LeaseLost, and writes nothing."""
+        with self.lease.commit():
+            storage.finish(self.path(step), {"step": step, **manifest}, entries)
         done = [other for other in self._steps() if other <= step]  # what is newer is damaged, and will be written again
         best = self.ranked()[:1]
         for old in done[self.keep :]:
             if old not in best:
+                self.lease.check()
                 storage.remove(self.path(old))
 
     def best_whole(self) -> int | None:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,21 @@ FILE = "made_with.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "safetensors")
 
 
+# Of ptf's files, those that no run reads: commands, pages and reports. (tests/compute/test_provenance.py holds that nothing of a run imports them.)
+TOOLS = (
+    "cli.py", "doctor.py", "chat.py", "rehearse.py", "inspection/*", "config/reference.py", "data/survey.py", "model/verify.py", "train/budget.py",
+    "rl/contract.py",
+)  # fmt: skip
+
+
 @functools.cache
-def code() -> str:
-    """SHA-256 over ptf's source files, shortened."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
+def code(root: Path = Path(__file__).parents[1]) -> str:
+    """SHA-256 over the source files that a run's numbers depend on, shortened."""
+    digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+        name = file.relative_to(root).as_posix()
+        if not any(fnmatch(name, tool) for tool in TOOLS):
+            digest.update(name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

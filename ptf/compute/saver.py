@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ptf import disk, storage
 from ptf.compute.checkpoint import Checkpoints, copied, tensors_of, write
+from ptf.compute.lease import LeaseLost
 from ptf.compute.world import World
 from ptf.errors import UserError
 
@@ -48,6 +49,7 @@ class Saver:
             try:
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)  # a thread begins with the first one
+                self._saves.lease.check()  # on every rank, before it writes its part
                 entries = write(place, tensors, {host_file(world.rank): host}, world, self._group)
                 if world.leads:
                     self._saves.commit(step, entries, manifest)
@@ -60,7 +62,7 @@ class Saver:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Until what was begun is written, on all ranks. Raises UserError, on all ranks, where it could not be."""
+        """Until what was begun is written, on all ranks. Raises UserError, on all ranks, where it could not be (LeaseLost, where another has taken over)."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s)
@@ -68,6 +70,8 @@ class Saver:
         self._thread = None
         failed = self._error or (TimeoutError(f"not done after {self._timeout_s:g} s") if late else None)
         if self._world.max(float(failed is not None)):
+            if isinstance(failed, LeaseLost):
+                raise failed
             why = str(failed or "see the other ranks' lines")
             if storage.is_local(root := self._saves.root) and ("No space left" in why or "quota exceeded" in why or disk.room(root) < self._bytes):
                 why = disk.full(root, needed=self._bytes)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.schema import TrackConfig
 from ptf.errors import UserError
 
@@ -23,30 +24,40 @@ def is_clock(name: str) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """The rows of a metrics.jsonl; a last line that a kill cut short is left out. Raises UserError naming another that is not one of ours."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row["step"], int):
+                raise ValueError
+        except (ValueError, KeyError):  # of JSON, or of UTF-8
+            if number == len(lines):
+                break
+            raise UserError(f"{path}:{number} is not a row of metrics: the file was damaged; restore it, or remove it to go on without it") from None
+        rows.append(row)
     return rows
 
 
 class Rows:
-    """A file of JSON lines, each with its `step`; those of steps that will be made again are dropped when it is opened. `add` is durable when it returns."""
+    """A file of JSON lines, each with its `step`; those of steps that will be made again are dropped when it is opened. `add` is durable when it returns.
+    Both raise LeaseLost, and write nothing, where another process has taken the run over."""
 
-    def __init__(self, path: Path, resumed: int) -> None:
+    def __init__(self, path: Path, resumed: int, lease: Lease = UNSHARED) -> None:
+        self._lease = lease
         kept = [row for row in read_metrics(path) if row["step"] <= resumed]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, path)
-        self.file = path.open("a")
+        with lease.commit(local=True):
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            os.replace(temporary, path)
+            self.file = path.open("a")
 
     def add(self, *rows: Mapping[str, Any]) -> None:
-        self.file.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with self._lease.commit(local=True):
+            self.file.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
+            self.file.flush()
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()
@@ -93,10 +104,10 @@ class WandB:
 class Tracker:
     """Written by one process. `log` is durable when it returns."""
 
-    def __init__(self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int) -> None:
+    def __init__(self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int, lease: Lease = UNSHARED) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        self.rows = Rows(self.path, resumed)
+        self.rows = Rows(self.path, resumed, lease)
         self.steps, self.print_every = steps, knobs.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if knobs.tensorboard else []

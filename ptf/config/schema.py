@@ -548,7 +548,8 @@ class CheckpointConfig(Section):
     best: BestConfig | None = None
     """Offline recipes: keep the best checkpoint too, and export its weights at the end."""
     verify_gib: PositiveFloat = free(64.0)
-    """Checkpoints up to this size are read whole and compared with their SHA-256 before training continues from them; of larger ones, sizes are."""
+    """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their SHA-256 when they are read again (once:
+    a file that has not changed since is not hashed again). Of what has more to hash than this, sizes are compared, and the run says so."""
     accept_changes: bool = free(False)
     """Continue although ptf or its packages have changed since the checkpoint; the run may then differ in its bits from one that never stopped."""
 
@@ -612,6 +613,9 @@ class PublishConfig(Section):
 
     to: str | None = free(None)
     """Directory or URI of versions and their pointer; default `{output}/published`."""
+    gate: Literal["start", "off"] = free("start")
+    """`start`: what is worse than what training started from is not published. Worse: the 95 % interval of the difference on the same held-out rows, of
+    `metric` or else of greedy answers, of rankings, or of held-out losses, whichever there is first, lies below 0 (below -`max_drop`). `off`: publish."""
     metric: str | None = free(None)
     """A metric of the evaluate stage that may not be worse than the published version's by more than `max_drop`."""
     mode: Literal["min", "max"] = free("max")
@@ -681,6 +685,11 @@ class Job(Section):
     def versions(self) -> str:
         """Directory or URI below which its models are published."""
         return (self.publish.to or f"{self.output}/published").rstrip("/")
+
+    @property
+    def verify_bytes(self) -> float:
+        """How much is hashed of one directory before it is used."""
+        return self.checkpoint.verify_gib * 2**30
 
     @model_validator(mode="after")
     def _agrees(self) -> "Job":

@@ -297,7 +297,7 @@ def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, Sourc
         reader = Reader(Location.of(spec))
         return reader, found_out(spec, reader)
     assert tokenizer is not None, "a tokenized source is read with the tokenizer that it must have been written with"
-    return tokenized.reader(spec.path, tokenizer), spec
+    return tokenized.reader(spec.path, tokenizer, spec.verify_up_to), spec
 
 
 def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_long: TooLong, set_aside: SetAside | None = None, share: bool = False) -> Encoder:

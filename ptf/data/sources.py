@@ -28,6 +28,7 @@ class SourceSpec:
     config: str | None = None  # of a dataset with several
     split: str | None = None
     revision: str | None = None  # of a dataset of the Hub
+    verify_up_to: float = float("inf")  # bytes of a tokenized source that are hashed before it is read
 
 
 class Place:

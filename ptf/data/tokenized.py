@@ -5,9 +5,9 @@ order of its own blocks), and whatever reads parquet reads it.
 """
 
 import contextlib
-import json
 import multiprocessing
 import os
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ptf import scratch, storage
+from ptf import scratch, storage, verified
 from ptf.data.blocks import Block, Location, Reader, Row
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import found_out
@@ -86,7 +86,7 @@ def write(
     made_with = {"tokenizer": tokenizer.identity, "config": config_fingerprint}
     root = Path(directory)
     if (root / storage.MANIFEST).exists():
-        manifest = json.loads((root / storage.MANIFEST).read_text())
+        manifest = verified.verify(directory, spec.verify_up_to, f"remove {directory}: it is made again")
         if manifest.items() >= made_with.items():
             return manifest
     with scratch.directory(root) as part:  # others may be reading what is there
@@ -408,10 +408,19 @@ class Decoder(Encoder):
         return block.atoms(place.row)
 
 
-def reader(path: str, tokenizer: Tokenizer) -> Reader:
-    """Its rows, for `decode`. Raises UserError where another tokenizer wrote them."""
-    manifest = f"{path.rstrip('/')}/{storage.MANIFEST}"
-    if not storage.exists(manifest):
-        raise UserError(f"{path} is not tokenized data, or its writing never finished: it has no {storage.MANIFEST}")
-    tokenizer.refuse_other(json.loads(storage.read_text(manifest))["tokenizer"], path)
+def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) -> Reader:
+    """Its rows, for `decode`. Raises UserError where another tokenizer wrote them, or they are not what was written."""
+    tokenizer.refuse_other(whole(path, verify_up_to)["tokenizer"], path)
     return Reader(path, TokenRows)
+
+
+def whole(path: str, verify_up_to: float) -> dict[str, Any]:
+    """The manifest of tokenized data that is what was written (ptf.verified). Raises UserError naming what is not."""
+    if not storage.exists(f"{path.rstrip('/')}/{storage.MANIFEST}"):
+        raise UserError(f"{path} is not tokenized data, or its writing never finished: it has no {storage.MANIFEST}")
+    mend = f"remove {path}: it is made again"
+    manifest = verified.verify(path, verify_up_to, mend)
+    made_as, key = manifest.get("config", ""), path.rstrip("/").rpartition("-")[2]
+    if "tokenizer" not in manifest or (re.fullmatch("[0-9a-f]{16}", key) and made_as and made_as != key):
+        raise storage.Corrupt(f"{path} holds what was made of other data ({made_as or 'no tokenized data'}); {mend}")
+    return manifest

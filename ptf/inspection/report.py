@@ -56,7 +56,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     """Look at `rows` rows of each source (None: at all of them where they are at most `ALL_ROWS` together, else at the first `FEW_ROWS` of each)
     and keep the first `samples` atoms of each. Runs `data.prepare` where it has not run. Raises UserError for data that cannot be read."""
     recipe, job = recipes.build(job), resolved(job)
-    path = job.model.tokenizer or str(locate(job.model.path, job.model.revision))
+    path = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=None))
     tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
 
     def encode(row: Mapping[str, Any], source: str) -> list[Atom]:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ptf import published, storage
+from ptf import published, storage, verified
 from ptf.errors import UserError
 from ptf.model import hub
 from ptf.model.components import OWN, constructed, file_of, fill_buffers, own_files, own_tensors, refuse_unmatched, standard
@@ -39,14 +39,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SHARD_BYTES = 4 << 30
 
 
-def locate(path: str, revision: str | None = None, cache: str | None = None) -> Path:
+def locate(path: str, revision: str | None = None, cache: str | None = None, verify_up_to: float | None = float("inf")) -> Path:
     """The local directory of a model: a directory (of versions: the one its pointer names), a URI (copied into `cache`), or a
-    Hugging Face id, through its cache. Raises UserError if there is none or it has no config.json."""
+    Hugging Face id, through its cache. A published version and a copy are verified first (ptf.verified), up to so many bytes; with None they
+    are not, for who reads no weights. Raises UserError if there is none, it has no config.json or is not what was written."""
     path = published.latest(path) or path
     if "://" in path:
-        local = Path(storage.localize(path, cache or os.path.join("runs", "models"), without=hub.COPIES))
+        into = cache or os.path.join("runs", "models")
+        if verify_up_to is None:
+            local = Path(storage.localize(path, into, without=hub.COPIES))
+        else:
+            local = Path(verified.localized(path, into, verify_up_to, without=hub.COPIES))
+            published.refuse_damaged(local, path, verify_up_to, without=hub.COPIES)
     elif os.path.isdir(path):
         local = Path(path)
+        if verify_up_to is not None:
+            published.refuse_damaged(local, path, verify_up_to)
     elif path.count("/") == 1 and not path.startswith((".", "/", "~")):
         local = hub.fetch(path, revision)
     else:

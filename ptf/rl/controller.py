@@ -11,6 +11,7 @@ import numpy as np
 
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
+from ptf.compute.lease import Lease
 from ptf.compute.leave import Requests, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
@@ -46,7 +47,7 @@ class Controller:
     def __init__(
         self, job: Job, recipe: Online, prompts: Stream[Prompt], held_out: dict[str, list[Prompt]], cluster: Cluster,
         *, policy: RoleGroup, rollout: RoleGroup, scorers: Mapping[str, RoleGroup], critic: RoleGroup | None = None,
-        rewards: Rewards | None, taste: Taste | None, judge: Rewards | None, made_with: Mapping[str, Any], tokenizer: Tokenizer, run: Path,
+        rewards: Rewards | None, taste: Taste | None, judge: Rewards | None, made_with: Mapping[str, Any], tokenizer: Tokenizer, run: Path, lease: Lease,
     ) -> None:  # fmt: skip
         assert job.rollout is not None
         assert job.train.steps is not None, "online jobs have no train.epochs"
@@ -65,13 +66,13 @@ class Controller:
         )
         self.made_with = made_with
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
-        self.saves = Checkpoints.of(job, run)
+        self.saves = Checkpoints.of(job, run, lease)
         self.leave, self.directory = Requests(run), run
         self.ahead = recipe.needs_old or self.warmup > 0  # the trainer's log-probs of what was sampled, before anything is made of it
         self.canary: list[np.ndarray] = []
         self.step = self._restore()
-        self.track = Tracker(run, job.track, resumed=self.step, steps=self.steps)
-        self.samples = Samples(run, job.track, tokenizer, self.step)
+        self.track = Tracker(run, job.track, resumed=self.step, steps=self.steps, lease=lease)
+        self.samples = Samples(run, job.track, tokenizer, self.step, lease)
 
     def run(self) -> None:
         """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""

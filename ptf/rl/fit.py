@@ -12,6 +12,7 @@ from ptf import recipes, storage
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.launch import default_threads
+from ptf.compute.lease import Lease
 from ptf.compute.leave import Requests
 from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
@@ -233,21 +234,21 @@ def rewards_of(job: Job, reward: Plug | None) -> Rewards | None:
     return Rewards(reward, knobs.reward_timeout_s, processes=knobs.processes, retries=knobs.retries, within_s=within)
 
 
-def start_of(one: Companion, role: str, tokenizer: str, model: Path) -> dict[str, Any]:
+def start_of(one: Companion, role: str, tokenizer: str, model: Path, verify_up_to: float) -> dict[str, Any]:
     """What a model of its own is loaded from. Raises UserError if it is not there, or reads other tokens than the policy does."""
-    place = located(one, role)
+    place = located(one, role, verify_up_to)
     refuse_other_tokenizer(place, tokenizer, role, one, model)
     return {"directory": str(place), "spec": ModelConfig(path=str(place))}
 
 
-def fit_online(job: Job, run: Path) -> None:
+def fit_online(job: Job, run: Path, lease: Lease) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory. On Ray, what fails in the
     middle goes on from the newest checkpoint, `compute.restarts` times without a newer one."""
     saves = Checkpoints.of(job, run)
     at, again, said = -1, 0, ""
     while True:
         try:
-            return attempt(job, run)
+            return attempt(job, run, lease)
         except (UserError, SyncError, TimeoutError):
             raise
         except Exception as error:
@@ -262,14 +263,14 @@ def fit_online(job: Job, run: Path) -> None:
             print(f"{redacted(told(error))}\nstarted again from step {step} ({again} of {job.compute.restarts}, compute.restarts)", flush=True)
 
 
-def attempt(job: Job, run: Path) -> None:
+def attempt(job: Job, run: Path, lease: Lease) -> None:
     """fit_online, once."""
     knobs = job.rollout
     if knobs is None:
         raise UserError("an online recipe needs the section rollout")
     recipe = recipes.build(job)
     evaluation = job.evaluate.reward
-    directory = bridge.locate(job.model.path, job.model.revision)
+    directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     model, directory = extended(job.model, directory, run, job.seed)
     tokenizer_path = tokenizer_directory(job, model, directory, run)
     tokenizer = Tokenizer.load(tokenizer_path)
@@ -306,7 +307,7 @@ def attempt(job: Job, run: Path) -> None:
     frozen = {"spec": unadapted(common["spec"]), "precision": job.train.precision, "micro_rows": job.train.micro_rows}
     if job.train.deterministic:
         frozen["width"] = 0
-    own = {role: start_of(one, role, tokenizer_path, start) for role, one in recipe.companions.items() if one.path is not None}
+    own = {role: start_of(one, role, tokenizer_path, start, job.verify_bytes) for role, one in recipe.companions.items() if one.path is not None}
     print("\n".join(first_lines(sources)), flush=True)
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
     if trie is not None:
@@ -320,7 +321,7 @@ def attempt(job: Job, run: Path) -> None:
         train = job.train.model_copy(update={"lr": lr or job.train.lr})
         plans["critic"] = RoleSpec("critic", Learner, {**common, "tokenizer": tokenizer_path, "train": train, "recipe": trained_by}, workers, **mesh)
     if liked := knobs.reward_model:
-        place = located(Companion(liked.path, liked.revision), "rollout.reward_model.path")
+        place = located(Companion(liked.path, liked.revision), "rollout.reward_model.path", job.verify_bytes)
         refuse_without_score(place)
         longest = min(bridge.shape(place).max_positions, 2 * job.data.seq_len)  # its tokenizer and template may take more tokens than the policy's
         width = 0 if job.train.deterministic else longest
@@ -342,11 +343,12 @@ def attempt(job: Job, run: Path) -> None:
         judge = rewards_of(job, evaluation)
         controller = Controller(
             job, cast("Online", recipe), prompts, held_out, cluster, policy=policy, rollout=rollout, scorers=scorers, critic=critic,
-            rewards=rewards_of(job, knobs.reward), taste=taste, judge=judge, made_with=made_with, tokenizer=tokenizer, run=run,
+            rewards=rewards_of(job, knobs.reward), taste=taste, judge=judge, made_with=made_with, tokenizer=tokenizer, run=run, lease=lease,
         )  # fmt: skip
         try:
             controller.run()
             with cluster.phase(policy, "export"):
+                lease.check()
                 provenance.write(run, made_with)
                 policy.call("export", str(run / "model"))
         finally:

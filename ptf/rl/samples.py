@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ptf.compute.lease import UNSHARED, Lease
 from ptf.compute.tracking import Rows
 from ptf.config.schema import TrackConfig
 from ptf.data.sample import Atom
@@ -20,9 +21,9 @@ from ptf.recipes.grpo import samples_of
 
 
 class Samples:
-    def __init__(self, run: Path, knobs: TrackConfig, tokenizer: Tokenizer, resumed: int) -> None:
+    def __init__(self, run: Path, knobs: TrackConfig, tokenizer: Tokenizer, resumed: int, lease: Lease = UNSHARED) -> None:
         self.every, self.prompts, self.tokenizer = knobs.samples_every, knobs.samples, tokenizer
-        self.rows = Rows(run / "samples.jsonl", resumed) if self.every else None
+        self.rows = Rows(run / "samples.jsonl", resumed, lease) if self.every else None
 
     def log(self, step: int, groups: Sequence[Group], atoms: Sequence[Atom]) -> None:
         """Of the step that is numbered so when it is done; the first is always there."""

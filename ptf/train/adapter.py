@@ -64,4 +64,4 @@ def refuse_difference(directory: Path, trained: dict[str, list], again: dict[str
 
 def base_name(spec: ModelConfig, source: Path) -> str:
     """What the adapter says that it belongs to: the model as the job names it, or, where the run extended or drew it, the run's own copy."""
-    return spec.path if bridge.locate(spec.path, spec.revision) == source else str(source)
+    return spec.path if bridge.locate(spec.path, spec.revision, verify_up_to=None) == source else str(source)

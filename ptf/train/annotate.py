@@ -66,7 +66,7 @@ def annotated(job: Job, recipe: Annotating, tokenizer: Tokenizer, world: World, 
 
 def _named(job: Job, recipe: Annotating, tokenizer: Tokenizer, model: Decoder, directory: Path) -> dict[str, str]:
     """Source → directory: its key is of all that decides what is written there, and of nothing else."""
-    models = {role: _start(job, directory) if one.path is None else _digest(located(one, role)) for role, one in recipe.companions.items()}
+    models = {role: _start(job, directory) if one.path is None else _digest(located(one, role, job.verify_bytes)) for role, one in recipe.companions.items()}
     vocabulary = model.config.vocab if any(one.path for one in recipe.companions.values()) else 0
     made_by = models, vocabulary, type(recipe).__qualname__, recipe.annotated_by, job.train.precision, tokenizer.fingerprint(), code()
     sources = {**job.data.sources, **job.data.validation}.items()
@@ -99,7 +99,7 @@ class _Annotating:
         """Rank 0 writes what all find; the directory appears when it is complete."""
         leads, root = self.world.leads, Path(directory)
         with scratch.directory(root) if leads else contextlib.nullcontext() as part:
-            reader = tokenized.reader(source.path, self.tokenizer)
+            reader = tokenized.reader(source.path, self.tokenizer, self.job.verify_bytes)
             tell = tokenized.Progress("annotate", name, reader) if leads else None
             with contextlib.closing(tokenized.RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
                 group: list[dict[str, Any]] = []  # columns of each row

@@ -178,7 +178,7 @@ def pretended(gpus: int, replicate: int, tensor: int) -> Iterator[DeviceMesh]:
 def described(path: str, revision: str | None) -> Path:
     """A directory with the config.json of a model; of a Hugging Face id nothing else is fetched. Raises UserError if there is none."""
     if "://" in path or Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        return bridge.locate(path, revision)
+        return bridge.locate(path, revision, verify_up_to=None)
     from huggingface_hub import hf_hub_download
 
     try:

@@ -38,7 +38,7 @@ def companions(
         if one.path is None:
             place = Path(str(world.share(str(start_directory(spec, directory, run, tokenizer, job.seed)) if world.leads else None)))
         else:
-            place = located(one, role)
+            place = located(one, role, job.verify_bytes)
             refuse_other_tokenizer(place, tokenizer, role, one, directory)
         how = exported(spec, place) if one.alike else ModelConfig(path=str(place))
         found[role], _ = load_model(place, within, how, seed=job.seed, precision=job.train.precision)
@@ -48,10 +48,10 @@ def companions(
     return found
 
 
-def located(one: Companion, role: str) -> Path:
-    """Its local directory. Raises UserError if there is none."""
+def located(one: Companion, role: str, verify_up_to: float | None) -> Path:
+    """Its local directory, verified as `bridge.locate` does. Raises UserError if there is none."""
     try:
-        return bridge.locate(str(one.path), one.revision)
+        return bridge.locate(str(one.path), one.revision, verify_up_to=verify_up_to)
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
 

@@ -11,6 +11,7 @@ import torch
 from ptf import recipes
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
+from ptf.compute.lease import Lease
 from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.meter import memory_gib, peak_flops
 from ptf.compute.saver import Saver, host_file
@@ -41,12 +42,12 @@ from ptf.train.validate import held_out_loss
 from ptf.train.watch import Watch
 
 
-def fit(job: Job, world: World, run: Path) -> None:
+def fit(job: Job, world: World, run: Path, lease: Lease) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory, and
-    with LoRA `run/adapter`. Raises Left where it was asked to end before."""
+    with LoRA `run/adapter`. Raises Left where it was asked to end before, LeaseLost where another process has taken the run over."""
     try:
         with world.clock.phase("loading"):
-            one = Fit(job, world, run)
+            one = Fit(job, world, run, lease)
         try:
             with on_sigterm(one.leave.note):
                 one.train()
@@ -61,9 +62,9 @@ def fit(job: Job, world: World, run: Path) -> None:
 class Fit:
     """One attempt at a run, on one rank."""
 
-    def __init__(self, job: Job, world: World, run: Path) -> None:
-        self.job, self.world, self.run, self.recipe = job, world, run, recipes.build(job)
-        directory = bridge.locate(job.model.path, job.model.revision)
+    def __init__(self, job: Job, world: World, run: Path, lease: Lease) -> None:
+        self.job, self.world, self.run, self.lease, self.recipe = job, world, run, lease, recipes.build(job)
+        directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
         spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
         self.tokenizer_path = str(world.share(tokenizer_directory(job, spec, directory, run) if world.leads else None))
         self.tokenizer = Tokenizer.load(self.tokenizer_path)
@@ -88,7 +89,7 @@ class Fit:
         lanes = make_lanes(reading, self.recipe, self.tokenizer, run)
         self.loader = make_loader(reading, lanes, world)
         self.held_out = held_out_rows(reading, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None)
-        self.saves, self.watch, self.leave = Checkpoints.of(job, run), watch_of(job), Requests(run)
+        self.saves, self.watch, self.leave = Checkpoints.of(job, run, lease), watch_of(job), Requests(run)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
         if world.leads:
             print("\n".join(first_lines(specs(reading.data.sources))), flush=True)
@@ -105,7 +106,7 @@ class Fit:
         self.track: Tracker | None = None
         self.end_at(ends)
         if world.leads:
-            self.track = Tracker(run, job.track, resumed=self.step, steps=ends)
+            self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease)
         self.skipped = 0  # steps, one after the other
         self.clock.step = self.step
 
@@ -240,6 +241,7 @@ class Fit:
     def export(self) -> None:
         """The final weights, or those of the best checkpoint where one is kept."""
         world, model = self.world, self.model
+        self.lease.check()
         best = world.share(self.saves.best_whole() if world.leads else None)
         if best is not None and best != self.ends:
             checkpoint.load_tensors(self.saves.path(best), model, self.trainer.optimizer, world)  # type: ignore[arg-type]

@@ -22,18 +22,22 @@ from ptf.errors import UserError
 from ptf.recipes import Recipe
 
 
-def specs(sources: Any, epochs: int | None = None) -> dict[str, SourceSpec]:
+def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("inf")) -> dict[str, SourceSpec]:
     """The config's sources as plain values; `epochs` is for those that have none of their own."""
     return {
-        name: SourceSpec(s.path, s.weight, s.kind, s.columns, s.limit, s.epochs or epochs, s.rows, s.config, s.split, s.revision) for name, s in sources.items()
-    }
+        name: SourceSpec(
+            s.path, s.weight, s.kind, s.columns, s.limit, s.epochs or epochs, s.rows, s.config, s.split, s.revision, verify_up_to=verify_up_to,
+        )
+        for name, s in sources.items()
+    }  # fmt: skip
 
 
 def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None = None) -> Lanes:
     """`run` is where rows that are set aside are kept."""
     data = job.data
     return Lanes(
-        specs(data.sources, job.train.epochs), tokenizer, lambda row, source: recipe.encode(row, tokenizer, source), lanes=data.lanes, seed=job.seed,
+        specs(data.sources, job.train.epochs, job.verify_bytes), tokenizer, lambda row, source: recipe.encode(row, tokenizer, source),
+        lanes=data.lanes, seed=job.seed,
         shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead, too_long=data.too_long, temperature=data.mix.temperature, by=data.mix.by,
         exhausted=data.mix.exhausted, reorder=data.baskets == "shuffle", share=data.share_beginnings,
         quarantine=str(run / "quarantine") if run and data.on_bad_row == "skip" else None, max_bad=data.max_bad,
@@ -72,7 +76,7 @@ def held_out_rows(job: Job, recipe: Recipe, tokenizer: Tokenizer, quarantine: Pa
     def encode(row: Row, source: str) -> list[Atom]:
         return recipe.encode(row, tokenizer, source)
 
-    for name, spec in specs(data.validation).items():
+    for name, spec in specs(data.validation, None, job.verify_bytes).items():
         file = quarantine / f"validation-{name}.jsonl" if quarantine else None
         aside = Quarantine(file, data.max_bad).add if data.on_bad_row == "skip" else None
         atoms = atoms_once({name: spec}, tokenizer=tokenizer, encode=encode, seq_len=data.seq_len, too_long=data.too_long, set_aside=aside)

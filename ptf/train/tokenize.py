@@ -32,7 +32,8 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
         made[name] = f"{job.output}/tokenized/{name}-{key}"
         began = time.perf_counter()
         counts = tokenized.write(
-            made[name], specs({name: source})[name], name, encode=lambda row, source: recipe.encode(row, tokenizer, source), seq_len=data.seq_len,
+            made[name], specs({name: source}, None, job.verify_bytes)[name], name,
+            encode=lambda row, source: recipe.encode(row, tokenizer, source), seq_len=data.seq_len,
             too_long=data.too_long, tokenizer=tokenizer, config_fingerprint=key,
             max_bad=data.max_bad if data.on_bad_row == "skip" else None, processes=processes,
         )  # fmt: skip

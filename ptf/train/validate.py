@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ptf.compute.world import World
@@ -33,3 +34,23 @@ def held_out_loss(
             raise UserError(f"data.validation.{name} has nothing to measure a loss by")
         out |= {f"{metric}/{name}": mean / count for metric, mean in zip(totals, means, strict=True)}
     return out
+
+
+FEW_ROWS = 64  # packed rows, below which each of their documents is a row of its own
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: Decoder, recipe: Recipe, rows: Sequence[Sequence[Atom]], world: World, width: int, companions: Mapping[str, Decoder]
+) -> np.ndarray:  # fmt: skip
+    """Loss and denominator of each packed row that has one, on every rank: [rows, 2]; in an order that depends on the rows and on how many ranks there are."""
+    if len(rows) < FEW_ROWS:
+        rows = [[atom] for row in rows for atom in row]
+    mine = []
+    for batch in deal(rows, world, 1, width):
+        batch = batch.to(world.device)
+        _, metrics = recipe.loss(model, batch, companions)
+        loss = metrics["divergence"] if "divergence" in metrics else metrics["loss"]
+        mine.append([float(loss), float(recipe.units(batch))])
+    found = np.concatenate([np.array(of) for rank, of in enumerate(world.gather(mine)) if rank % world.tensor == 0])  # a tensor group has the same
+    return found[found[:, 1] > 0]

@@ -10,6 +10,8 @@ import pytest
 from ptf.compute.tracking import Tracker, read_metrics
 from ptf.config.schema import TrackConfig
 from ptf.errors import UserError
+from tests.tiny import arithmetic
+from tests.train.test_fit import facts, train
 
 
 def test_weights_and_biases_gets_every_step_and_the_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +42,31 @@ def test_without_the_package_it_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"track\.wandb: the package wandb is not installed"):
         Tracker(tmp_path, TrackConfig(tensorboard=False, wandb="a-project"), resumed=0, steps=2)
+
+
+BAD = ["", "{", '{"loss": 1}', "[1]", "12", '{"step": "a"}', "\udcff"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_line_that_is_no_row_is_named_unless_it_is_the_last(tmp_path: Path, bad: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = [f'{{"step": {step}}}' for step in (1, 2, 3)]
+    file.write_bytes("\n".join([*rows, bad]).encode(errors="surrogateescape"))
+    assert [row["step"] for row in read_metrics(file)] == [1, 2, 3]
+    file.write_bytes("\n".join([rows[0], bad, *rows[1:]]).encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not a row of metrics"):
+        read_metrics(file)
+
+
+def test_a_run_whose_metrics_were_damaged_does_not_go_on_as_if_they_ended_there(tmp_path: Path) -> None:
+    raw = arithmetic(tmp_path)
+    directory = train(raw, "a")
+    whole, file = facts(directory), directory / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:3], lines[3][:20] + "\n", *lines[4:]]))
+    held = file.read_bytes()
+    with pytest.raises(UserError, match=r"metrics\.jsonl:4 is not a row"):
+        train(raw, "a")
+    assert file.read_bytes() == held
+    file.write_text("".join(lines))
+    assert facts(train(raw, "a")) == whole

@@ -171,3 +171,13 @@ def test_the_config_is_on_the_page(job):
     assert leaves["train.lr"] == 1e-4
     assert leaves["flow.steps.train.retries"] == 2
     assert leaves["data.validation"] == {}
+
+
+def test_a_damaged_line_is_an_error_and_never_the_end_of_the_file(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [row["step"] for row in charts.read(file)] == [1, 2], "the last one is still being written"
+    for bad in ('{"st', "", "[]"):
+        file.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
+        with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is not a row"):
+            charts.read(file)

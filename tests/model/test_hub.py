@@ -118,7 +118,7 @@ def test_a_uri_is_copied_once_whole_and_without_other_copies_of_the_weights(mode
     memory.pipe("/models/tiny/config.json", b"{}")
     with pytest.raises(RuntimeError, match="cut off"):
         bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
-    assert sorted((tmp_path / "cache").iterdir()) == sorted([local, newer])
+    assert {place for place in (tmp_path / "cache").iterdir() if place.is_dir()} == {local, newer}
 
 
 def test_a_file_uri_and_a_missing_one(model, tmp_path):

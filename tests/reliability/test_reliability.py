@@ -48,3 +48,13 @@ def test_the_sweep_sees_a_silent_load(checkpoints: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(storage, "verify", lambda directory, up_to=0.0: whole(directory, 0.0))
     monkeypatch.setattr("tests.reliability.mutations.MUTATIONS", {"flip": MUTATIONS["flip"]})
     assert sweep(checkpoints, tmp_path, 20)[1]
+
+
+def test_of_two_resumes_at_once_one_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """The other says who holds the run; where that one is killed too, the next goes on at once."""
+    command = [sys.executable, "-m", "tests.reliability.resumes", str(tmp_path), "disk", "3"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["wrong"] for one in found] == [[], [], []]
+    assert sum(one["refused"] for one in found) >= 1

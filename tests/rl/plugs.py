@@ -6,6 +6,11 @@ def by_length(row, text):
     return max(0.0, 1 - len(text) / 6)
 
 
+def by_wordiness(row, text):
+    """Its contrary."""
+    return 1 - by_length(row, text)
+
+
 def crashes(row, text):
     raise OSError("no connection to the judge")
 

@@ -78,7 +78,7 @@ def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_p
     assert worse.metrics["loss/held_out"] > worse.metrics["start/loss/held_out"]
     assert worse.published is None
     assert published.pointer(root) == published.Pointer("better", ("first",))
-    assert "not published: loss/held_out is" in capsys.readouterr().out
+    assert "retrain: not published: worse than what training started from: loss/held_out" in capsys.readouterr().out
 
 
 def test_publishing_again_writes_nothing_and_moves_no_pointer(raw, tmp_path, capsys):

@@ -1,0 +1,180 @@
+"""The gate: whether a trained model is worse than what training started from, by the same held-out rows.
+
+The one idea: both models answered the same rows, so what counts is the difference on each row. A model is worse where the whole 95 % interval of its
+mean difference lies on the wrong side; a difference that the rows cannot tell from none keeps nobody from publishing.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptf.config import Job
+from ptf.config.schema import KDAlgo
+from ptf.errors import UserError
+
+ROWS = "held_out"  # in the run's directory: loss and denominator of each held-out row
+ANSWERS, RANKED = "answers", "ranked"  # what ptf.eval leaves there of each prompt, and of each user
+FEWEST = 5  # rows that have an interval
+LEVEL = 0.975  # of each side
+
+
+class Worse(UserError):
+    """The model is not what should be published in the place of what is."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric before and after training. `low` to `high`: the 95 % interval of by how much it is better, below 0 where it is worse; infinite where
+    there are too few rows."""
+
+    metric: str
+    rows: int
+    start: float
+    now: float
+    low: float
+    high: float
+
+    def is_worse(self, allowed: float = 0.0) -> bool:
+        return self.high < -allowed
+
+    @property
+    def said(self) -> str:
+        change = f"{self.metric} {self.start:.4g} at the start, {self.now:.4g} now"
+        if not self.rows:
+            return f"{change}; of no rows, so without an interval"
+        if math.isinf(self.low):
+            return f"{change}; {self.rows} rows are too few for an interval"
+        verdict = "worse" if self.is_worse() else "better" if self.low > 0 else "no difference that these rows show"
+        return f"{change}; better by {self.low:+.3g} to {self.high:+.3g} (95 %, {self.rows} rows): {verdict}"
+
+
+def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
+    """With what training started from: `publish.metric`, or else the greedy answers (reward and pass@1), the ranking (NDCG), or the held-out loss,
+    whichever there is first. None where nothing is held out, or `evaluate.start` is off. Raises UserError where rows are not of this evaluation."""
+    named = job.publish.metric
+    if named is not None and f"start/{named}" in metrics:
+        found = [(named, job.publish.mode == "max", _rows(job, run, named))]
+    else:
+        wanted = [names for names in defaults(job) if any(f"start/{name}" in metrics for name in names)]
+        found = [(name, not _is_loss(name), _rows(job, run, name)) for names in wanted[:1] for name in names if f"start/{name}" in metrics]
+    return [_compared(name, more, rows, metrics) for name, more, rows in found]
+
+
+def defaults(job: Job) -> Iterator[list[str]]:
+    """Names of metrics, those that say most first."""
+    yield [f"{source}/{rate}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
+    if ranking := job.evaluate.ranking:
+        yield [f"{source}/all/ndcg@{ranking.k}" for source in ranking.sources]
+    yield [f"{'kl' if isinstance(job.algo, KDAlgo) else 'loss'}/{name}" for name in job.data.validation]
+
+
+def needs_losses(job: Job) -> bool:
+    """Whether the held-out loss of each row will be compared, as far as the config says."""
+    if job.publish.gate == "off" or not job.evaluate.start:
+        return False
+    metric = job.publish.metric
+    if metric is not None and not metric.startswith("train/"):
+        return _is_loss(metric)
+    rollout = job.rollout
+    scored = job.evaluate.reward or (rollout and (rollout.reward or rollout.environment))
+    ranked = job.evaluate.ranking and job.model.init == "pretrained"
+    return not ((job.evaluate.sources and scored) or ranked)
+
+
+def _is_loss(metric: str | None) -> bool:
+    return metric is not None and metric.startswith(("loss/", "kl/"))
+
+
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # of each row: its value at the start and now, and its denominator
+
+
+def _rows(job: Job, run: Path, metric: str) -> Rows | None:
+    """None of a metric that is not a mean over rows."""
+    if _is_loss(metric):
+        name = metric.partition("/")[2]
+        then, now = (_read(run / ROWS / prefix / f"{name}.jsonl") for prefix in ("start", ""))
+        return None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
+    source, _, measure = metric.partition("/")
+    if source in job.evaluate.sources and measure in ("reward", "pass@1"):
+        then, now = (_read(run / ANSWERS / prefix / f"{source}.jsonl") for prefix in ("start", ""))
+        value = float if measure == "reward" else lambda outcome: float(outcome >= 1)
+        pairs = [(a["outcome"], b["outcome"]) for a, b in _both(then, now, run, "prompt")]
+        return _paired([(value(a), value(b), 1.0) for a, b in pairs if not isinstance(a, str) and not isinstance(b, str)])
+    if job.evaluate.ranking and source in job.evaluate.ranking.sources:
+        then, now = (_read(run / RANKED / prefix / f"{source}.jsonl") for prefix in ("start", ""))
+        return _paired([(a[measure], b[measure], 1.0) for a, b in _both(then, now, run, "user") if measure in a and measure in b])
+    return None
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def _both(then: Sequence[dict], now: Sequence[dict], run: Path, key: str = "") -> Iterator[tuple[dict, dict]]:
+    """The same rows before and after. Raises UserError where they are not the same."""
+    if len(then) != len(now) or any(key and a[key] != b[key] for a, b in zip(then, now, strict=True)):
+        raise UserError(f"what {run} holds of the start and of the trained model is not of the same held-out rows: run the evaluate stage again")
+    yield from zip(then, now, strict=True)
+
+
+def _paired(rows: Sequence[tuple[float, float, float]]) -> Rows:
+    table = np.array(rows, np.float64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _compared(metric: str, more: bool, rows: Rows | None, metrics: Mapping[str, float]) -> Comparison:
+    start, now, sign = metrics[f"start/{metric}"], metrics[metric], 1.0 if more else -1.0
+    if rows is None:  # a number of all rows together
+        return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start))
+    then, after, denominators = rows
+    low, high = interval(sign * (after - then), denominators)
+    return Comparison(metric, len(then), start, now, low, high)
+
+
+def interval(differences: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
+    """95 % interval of Σ differences / Σ denominators: a ratio of sums over rows (Cochran 1977, eq. 6.13), by Student's t."""
+    n = len(differences)
+    if n < FEWEST:
+        return -math.inf, math.inf
+    mean = differences.sum() / denominators.sum()
+    spread = math.sqrt(n / (n - 1) * ((differences - mean * denominators) ** 2).sum()) / denominators.sum()
+    return mean - quantile(n - 1) * spread, mean + quantile(n - 1) * spread
+
+
+def quantile(freedom: int) -> float:
+    """Of Student's t, by its expansion around the normal one (Abramowitz and Stegun 26.7.5); within 1 % from 4 degrees of freedom on."""
+    z, v = statistics.NormalDist().inv_cdf(LEVEL), freedom
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / v**power for power, term in enumerate(terms))
+
+
+def said(job: Job, found: Sequence[Comparison]) -> str:
+    """A line for the console and the card."""
+    if job.publish.gate == "off":
+        return "not compared with what training started from: publish.gate is off"
+    if not found:
+        why = "evaluate.start is off" if not job.evaluate.start else "the job holds nothing out (evaluate.sources, data.validation)"
+        return f"not compared with what training started from: {why}"
+    return "; ".join(one.said for one in found)
+
+
+def refuse_worse(job: Job, found: Sequence[Comparison]) -> None:
+    """Raises Worse, naming what is worse than it was."""
+    allowed = job.publish.max_drop if job.publish.metric else 0.0
+    if job.publish.gate != "off" and (worse := [one for one in found if one.is_worse(allowed)]):
+        raise Worse(
+            f"not published: worse than what training started from: {'; '.join(one.said for one in worse)}. "
+            "publish.gate: off publishes it anyway (a flow: run --continue LINEAGE --set publish.gate=off)"
+        )

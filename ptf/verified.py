@@ -1,0 +1,143 @@
+"""What is read again is compared with what was written: sizes and SHA-256 of every file, and no file that does not belong there.
+
+The one idea: a file whose identity (device, inode, size, mtime and ctime; in an object store entity tag and version) is the one under which it was
+hashed before is not hashed again. What was found is kept in a small file per directory below `PTF_CACHE` (default `~/.cache/ptf`).
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from ptf import storage
+from ptf.storage import MANIFEST, Corrupt
+
+FRESH_NS = 100_000_000  # a file younger than this may be written to once more under the same times
+COARSE_NS = 2_000_000_000  # where the file system keeps whole seconds
+WAIT_S = 600.0  # for another process that hashes the same directory
+
+
+def verify(directory: str, up_to: float = float("inf"), mend: str = "", without: Sequence[str] = ()) -> dict[str, Any]:
+    """The manifest of a committed directory or URI that holds exactly what it says. Where more than `up_to` bytes had to be hashed, sizes alone are
+    compared, and the console says so. Names that match `without` may be missing. Raises Corrupt naming the file that is missing, other or not of it,
+    with `mend` as the advice; Missing if nothing is there."""
+    with _advised(mend):
+        manifest = storage.manifest_of(directory)
+        compare(directory, {name: entry for name, entry in manifest["files"].items() if not _any(name, without)}, up_to)
+    return manifest
+
+
+def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"), without: Sequence[str] = ()) -> str:
+    """`storage.localize`; a copy that is used again must hold what was copied. Raises Corrupt, Missing."""
+    local = storage.localize(uri, into, without)
+    if not storage.is_local(uri):
+        with _advised(f"remove {local}: it is copied again"):
+            compare(local, json.loads(storage.read_text(f"{local}{storage.COPIED}")), up_to, manifest=False)
+    return local
+
+
+def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: float, manifest: bool = True) -> None:
+    """Raises Corrupt unless the files below are those of `entries` (name → size and SHA-256), and no others but, with `manifest`, that."""
+    base = directory.rstrip("/")
+    found = storage.marks(base)
+    for name in sorted(found.keys() - entries.keys()):
+        if not (manifest and name == MANIFEST):
+            raise Corrupt(f"{base}/{name} does not belong there: it is not one of the files that were written")
+    for name, entry in sorted(entries.items()):
+        if name not in found:
+            raise Corrupt(f"{base}/{name} is missing")
+        if found[name][0] != entry["size"]:
+            raise Corrupt(f"{base}/{name} has {found[name][0]} bytes, not {entry['size']}")
+    with _memory(base) as known:
+        unknown = {name: entry for name, entry in entries.items() if not found[name][1] or known.get(name) != [found[name][1], entry["sha256"]]}
+        size = sum(entry["size"] for entry in unknown.values())
+        if size > up_to:
+            print(
+                f"not verified: {base} has {size / 2**30:.3g} GiB to read, more than checkpoint.verify_gib ({up_to / 2**30:.3g}): sizes were compared, "
+                "SHA-256 were not", flush=True,
+            )  # fmt: skip
+            return
+        for name, entry in sorted(unknown.items()):
+            if _sha256(f"{base}/{name}") != entry["sha256"]:
+                raise Corrupt(f"{base}/{name} has changed: its SHA-256 is not the one that was written")
+        if unknown:
+            after = storage.marks(base)
+            now = time.time_ns()
+            for name, entry in unknown.items():
+                if name in after and after[name] == found[name] and _settled(after[name][1], now):
+                    known[name] = [after[name][1], entry["sha256"]]
+
+
+def _settled(mark: str, now: int) -> bool:
+    """Whether a later write would show. Marks of files here end with their ctime in nanoseconds; those of object stores are always others."""
+    if not mark.startswith("file "):
+        return bool(mark)
+    changed = int(mark.rsplit(" ", 1)[1])
+    return now - changed > (FRESH_NS if changed % 1_000_000_000 else COARSE_NS)
+
+
+def _sha256(uri: str) -> str:
+    digest = hashlib.sha256()
+    with storage.open_read(uri, 8 << 20) as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
+    """Name → identity and SHA-256, of files that were hashed before; what the block adds is kept. One process of this machine at a time, so that of
+    several ranks one reads and the others know."""
+    place = os.path.realpath(directory) if storage.is_local(directory) else directory
+    root = Path(os.environ.get("PTF_CACHE") or Path.home() / ".cache" / "ptf") / "verified"
+    file = root / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        print(f"what is verified cannot be remembered in {root} ({error.strerror}): every file is read again; PTF_CACHE names another place", flush=True)
+        yield {}
+        return
+    try:
+        _wait(handle)
+        try:
+            known = json.loads(file.read_text())
+            assert isinstance(known, dict)
+        except (OSError, ValueError, AssertionError):
+            known = {}
+        before = json.dumps(known)
+        yield known
+        if json.dumps(known) != before:
+            storage.write_text(str(file), json.dumps(known))
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # for a process that was forked meanwhile has the file open, too
+        os.close(handle)
+
+
+def _wait(handle: int) -> None:
+    """For whoever hashes the same files; after `WAIT_S` without him."""
+    ends = time.monotonic() + WAIT_S
+    while time.monotonic() < ends:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+    return None
+
+
+@contextlib.contextmanager
+def _advised(mend: str) -> Iterator[None]:
+    try:
+        yield
+    except Corrupt as error:
+        raise Corrupt(f"{error}; {mend}" if mend else str(error)) from None
+
+
+def _any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

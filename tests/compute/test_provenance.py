@@ -1,0 +1,81 @@
+"""What a run was made with: the files that its numbers depend on, and no others; and the names of its data."""
+
+import ast
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from ptf.compute.provenance import TOOLS, code
+from ptf.data.blocks import Reader
+from ptf.data.sources import fingerprint
+from ptf.errors import UserError
+from tests.test_layers import ROOT, imports
+from tests.tiny import arithmetic, write_jsonl
+from tests.train.test_fit import train
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(ROOT / "ptf", tmp_path_factory.mktemp("copy") / "ptf", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+@pytest.mark.parametrize(("file", "counts"), [
+    ("cli.py", False), ("inspection/page.py", False), ("config/reference.py", False), ("rehearse.py", False),
+    ("train/trainer.py", True), ("rl/rewards.py", True), ("data/packing.py", True), ("model/families/qwen3.py", True), ("tasks/arithmetic.py", True),
+])  # fmt: skip
+def test_a_comment_counts_where_numbers_depend_on_the_file(copy: Path, file: str, counts: bool) -> None:
+    code.cache_clear()
+    before = code(copy)
+    with (copy / file).open("a") as stream:
+        stream.write("# a comment\n")
+    code.cache_clear()
+    assert (code(copy) != before) == counts
+
+
+def modules() -> dict[str, Path]:
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in (ROOT / "ptf").rglob("*.py")}
+
+
+def test_nothing_that_a_run_imports_is_left_out() -> None:
+    """Lazily or not, from all that trains and evaluates."""
+    there = modules()
+    left_out = {name for name, file in there.items() if any(fnmatch(file.relative_to(ROOT / "ptf").as_posix(), tool) for tool in TOOLS)}
+    assert len(left_out) >= len(TOOLS)
+    waiting, reached = ["ptf.run", "ptf.eval", *(name for name in there if name.startswith(("ptf.recipes.", "ptf.model.families", "ptf.tasks.")))], set()
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        for found in imports(ast.parse(there[name].read_text()), ".".join(there[name].relative_to(ROOT).parts[:-1])):
+            module = found.module
+            while module and module not in there:
+                module = module.rpartition(".")[0]
+            waiting += [module] if module else []
+    assert not reached & left_out
+    assert "ptf.train.trainer" in reached
+
+
+def test_the_names_of_files_count(tmp_path: Path) -> None:
+    """Not only what they hold together: a file under another name may stand elsewhere in the order."""
+    for name in "ab":
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", [{"text": name}])
+    before = fingerprint(Reader(str(tmp_path / "data")))
+    (tmp_path / "data" / "b.jsonl").rename(tmp_path / "data" / "c.jsonl")
+    assert fingerprint(Reader(str(tmp_path / "data"))) != before
+    (tmp_path / "data" / "c.jsonl").rename(tmp_path / "data" / "b.jsonl")
+    assert fingerprint(Reader(str(tmp_path / "data"))) == before
+
+
+def test_a_run_does_not_go_on_with_files_of_other_names(tmp_path: Path) -> None:
+    raw = arithmetic(tmp_path)
+    data = tmp_path / "data"
+    data.mkdir()
+    (tmp_path / "train.jsonl").rename(data / "train.jsonl")
+    raw["data"]["sources"]["sums"]["path"] = str(data)
+    train(raw, "a")
+    (data / "train.jsonl").rename(data / "other.jsonl")
+    with pytest.raises(UserError, match="are not those of the checkpoint"):
+        train(raw, "a")

@@ -1,0 +1,209 @@
+"""What is worse than what training started from, on the same held-out rows, is not published; what the rows cannot tell is."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from ptf import gate, published, storage
+from ptf.config import loads
+from ptf.errors import UserError
+from ptf.gate import Comparison, Worse, interval, quantile
+from steps.artifact import Artifact
+from steps.evaluate import evaluate
+from steps.prepare import prepare
+from steps.publish import page, publish
+from steps.tokenize import tokenize
+from steps.train import train
+from tests.rl.test_controller import raw as rl_raw  # noqa: F401  a fixture
+from tests.tiny import arithmetic, write_jsonl
+
+
+@pytest.mark.parametrize("freedom", [4, 5, 9, 30, 511])
+def test_the_quantile_is_students(freedom: int) -> None:
+    assert quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.01)
+
+
+def test_the_interval_of_equal_denominators_is_students() -> None:
+    found = np.random.default_rng(0).normal(0.1, 1.0, 40)
+    wanted = stats.t.interval(0.95, 39, found.mean(), stats.sem(found))
+    assert interval(found, np.ones(40)) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_the_interval_covers_a_ratio_as_often_as_it_says() -> None:
+    rng, inside = np.random.default_rng(1), 0
+    for _ in range(600):
+        sizes = rng.integers(1, 20, 60).astype(float)
+        low, high = interval(sizes * 0.3 + rng.normal(0, 1, 60) * np.sqrt(sizes), sizes)
+        inside += low <= 0.3 <= high
+    assert 0.92 <= inside / 600 <= 0.98
+
+
+def test_few_rows_tell_nothing_and_equal_ones_all() -> None:
+    assert interval(np.full(4, -1.0), np.ones(4)) == (-math.inf, math.inf)
+    low, high = interval(np.full(10, -1.0), np.ones(10))
+    assert (low, high) == pytest.approx((-1, -1))
+    assert Comparison("a", 10, 1, 0, low, high).is_worse()
+    assert not Comparison("a", 10, 1, 0, low, high).is_worse(allowed=1.5)
+    assert interval(np.zeros(10), np.ones(10)) == (0, 0)
+    assert not Comparison("a", 10, 0, 0, 0, 0).is_worse()
+
+
+def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") -> dict[str, float]:
+    """What the evaluate stage leaves of rewards; its metrics."""
+    for prefix, values in (("start/", then), ("", now)):
+        rows = [{"prompt": {"n": n}, "answer": "", "outcome": value} for n, value in enumerate(values)]
+        write_jsonl(run / "answers" / f"{prefix}{source}.jsonl", rows)
+    mean = lambda values: float(np.mean([v for v in values if not isinstance(v, str)]))  # noqa: E731
+    both = {"start/": then, "": now}
+    return {f"{p}{source}/{rate}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
+            for p, v in both.items() for rate in ("reward", "pass@1")}  # fmt: skip
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> dict[str, Any]:
+    raw = arithmetic(tmp_path)
+    raw["evaluate"] = {"sources": {"test": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "reward": {"use": "ptf.tasks.tiny:always"}}
+    return raw
+
+
+@pytest.mark.parametrize(("then", "now", "worse"), [
+    ([1] * 41 + [0] * 471, [1] * 9 + [0] * 503, True),  # .080 → .018 of 512
+    ([1] * 9 + [0] * 503, [1] * 41 + [0] * 471, False),
+    ([1] * 4 + [0] * 46, [1] * 3 + [0] * 47, False),  # of so few it may be chance
+    ([1, 0] * 50, [0, 1] * 50, False),  # other rows, as many
+    ([1, 1, 1, 1], [0, 0, 0, 0], False),  # too few
+    (["timed out"] * 20 + [1] * 20, [1] * 20 + ["timed out"] * 20, False),  # no row has both
+])  # fmt: skip
+def test_what_is_worse_beyond_its_interval_is_named(raw: dict[str, Any], tmp_path: Path, then: list, now: list, worse: bool) -> None:
+    job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, then, now)
+    found = gate.comparisons(job, tmp_path, metrics)
+    assert [one.metric for one in found] == ["test/reward", "test/pass@1"]
+    assert [one.is_worse() for one in found] == [worse, worse]
+    off = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
+    if worse:
+        with pytest.raises(
+            Worse, match=r"test/pass@1 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ .*512 rows\): worse.*publish\.gate: off"
+        ):
+            gate.refuse_worse(job, found)
+    else:
+        gate.refuse_worse(job, found)
+    gate.refuse_worse(off, gate.comparisons(off, tmp_path, metrics))
+    assert gate.said(off, found) == "not compared with what training started from: publish.gate is off"
+
+
+def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_path: Path) -> None:
+    metrics = answers(tmp_path, [0.9] * 50, [0.1] * 49 + [1])
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@1"}}))
+    gate.refuse_worse(job, found := gate.comparisons(job, tmp_path, metrics))
+    assert [one.metric for one in found] == ["test/pass@1"]
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward"}}))
+    with pytest.raises(Worse, match="test/reward"):
+        gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "max_drop": 0.9}}))
+    gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "mode": "min"}}))
+    gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@8"}}))  # which is not a mean over rows
+    with pytest.raises(Worse, match=r"test/pass@8 0\.5 at the start, 0\.4 now; of no rows"):
+        gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics | {"start/test/pass@8": 0.5, "test/pass@8": 0.4}))
+
+
+def test_rows_of_another_evaluation_are_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, [1] * 10, [1] * 10)
+    file = tmp_path / "answers" / "test.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    for changed in (lines[1:], lines[::-1]):
+        file.write_text("".join(changed))
+        with pytest.raises(UserError, match="not of the same held-out rows: run the evaluate stage again"):
+            gate.comparisons(job, tmp_path, metrics)
+
+
+def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
+    raw: dict[str, Any] = arithmetic(tmp_path) | {"evaluate": {"ranking": {"sources": {"next": {"path": "x"}}}}}
+    raw["model"]["init"] = "pretrained"
+    job = loads(yaml.safe_dump(raw))
+    for prefix, value in (("start/", 0.8), ("", 0.2)):
+        write_jsonl(tmp_path / "ranked" / f"{prefix}next.jsonl", [{"user": n, "all/ndcg@10": value + n / 100} for n in range(10)])
+    metrics = {"start/next/all/ndcg@10": 0.845, "next/all/ndcg@10": 0.245}
+    with pytest.raises(Worse, match=r"next/all/ndcg@10 0\.845 at the start"):
+        gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
+    assert not gate.needs_losses(job)
+
+
+def staged(raw: dict[str, Any], lineage: str = "a") -> tuple[Any, Artifact]:
+    job, artifact = loads(yaml.safe_dump(raw)), Artifact(lineage)
+    for stage in (prepare, tokenize, train, evaluate):
+        artifact = stage(job, artifact)
+    return job, artifact
+
+
+def wrong(tmp_path: Path) -> dict[str, Any]:
+    """A job that goes on from a model that has learned its sums, with data that teach others."""
+    raw: dict[str, Any] = arithmetic(tmp_path) | {"output": str(tmp_path / "first")}
+    raw["train"] |= {"steps": 30, "validate_every": 0}
+    _, first = staged(raw)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["messages"][-1]["content"] = "-+=-"
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    return raw | {"model": {"path": str(first.model)}, "output": str(tmp_path / "runs")}
+
+
+def test_a_training_that_made_it_worse_is_not_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = wrong(tmp_path)
+    job, artifact = staged(raw)
+    assert "gate: loss/held_out " in capsys.readouterr().out
+    (one,) = gate.comparisons(job, Path(str(artifact.run)), artifact.metrics)
+    assert one.rows == 20, "documents, where there are few packed rows"
+    assert one.now == artifact.metrics["loss/held_out"]
+    middle = (one.low + one.high) / 2
+    assert middle == pytest.approx(one.start - one.now, rel=1e-4), "the rows are those of the metric"
+    with pytest.raises(Worse, match=r"not published: worse than what training started from: loss/held_out"):
+        publish(job, artifact)
+    assert published.pointer(job.versions) is None
+    assert not storage.exists(f"{job.versions}/a/manifest.json")
+
+    job = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
+    artifact = publish(job, artifact)
+    words = "not compared with what training started from: publish.gate is off"
+    assert words in capsys.readouterr().out
+    assert words in page(artifact)
+    assert f"Gate: {words}." in (Path(str(artifact.published)) / "README.md").read_text()
+
+
+def test_a_training_that_made_it_better_is_and_says_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = arithmetic(tmp_path)
+    raw["train"] |= {"steps": 30}
+    job, artifact = staged(raw)
+    artifact = publish(job, artifact)
+    words = r"rows): better"
+    assert words in capsys.readouterr().out
+    assert words in page(artifact)
+    assert words in (Path(str(artifact.published)) / "README.md").read_text()
+    assert words in storage.manifest_of(str(artifact.published))["gate"]
+
+
+def test_where_nothing_is_held_out_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = arithmetic(tmp_path)
+    del raw["data"]["validation"]
+    raw["train"] |= {"steps": 1, "validate_every": 0}
+    job, artifact = staged(raw)
+    publish(job, artifact)
+    assert "gate: not compared with what training started from: the job holds nothing out" in capsys.readouterr().out
+
+
+def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any]) -> None:  # noqa: F811
+    """GRPO on one reward, judged by its contrary; no metric is named."""
+    rl_raw["train"] |= {"steps": 8, "lr": 5e-3, "validate_every": 0}
+    rl_raw["evaluate"] |= {"reward": {"use": "tests.rl.plugs:by_wordiness"}, "samples": 1, "limit": 60, "max_new_tokens": 6}
+    job, artifact = staged(rl_raw)
+    assert artifact.metrics["dev/reward"] < artifact.metrics["start/dev/reward"]
+    with pytest.raises(Worse, match=r"worse than what training started from: dev/reward"):
+        publish(job, artifact)
+    assert published.pointer(job.versions) is None
