@@ -65,8 +65,8 @@ class Extent:
                 number, before = number + 1, before + lines
         if not found:
             raise UserError(f"no rows in {reader.path}")
-        columns = np.array(found, np.int64).T
-        return Extent(*columns, int(columns[2].sum()))
+        files, numbers, rows, lines, whole = np.array(found, np.int64).T
+        return Extent(files, numbers, rows, lines, whole, int(rows.sum()))
 
 
 class Ordered:

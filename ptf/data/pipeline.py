@@ -45,7 +45,7 @@ class Item(NamedTuple):
         """By which a sample that is read again is known for the same."""
         crc = 0
         for sample in self.atom:
-            crc = zlib.crc32(np.ascontiguousarray(sample.tokens), crc)
+            crc = zlib.crc32(sample.tokens.tobytes(), crc)
         return crc
 
 
