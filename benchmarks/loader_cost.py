@@ -127,7 +127,7 @@ def main() -> None:
         "# What the loader costs", "",
         f"Command: `{' '.join(['python', 'benchmarks/loader_cost.py', *sys.argv[1:]])}`  ", f"Hardware: {cpu()}  ", f"Date: {time.strftime('%Y-%m-%d')}", "",
         f"{given.documents:,} tokenized documents of {mean:.0f} tokens on the average, in row groups of {tokenized.ROWS_IN_GROUP:,},",
-        f"packed into rows of {SEQ_LEN:,} tokens; `data.shuffle: {SHUFFLE}`, `data.lookahead: {LOOKAHEAD}`. Times are CPU time of the process,",
+        f"packed into rows of {SEQ_LEN:,} tokens; `data.shuffle: {SHUFFLE}`, `data.lookahead: {LOOKAHEAD}`. Times are CPU time of the process, "
         "with other work beside it on the machine.", "",
         "| lanes, all of one rank | row groups read before every lane has a row | a lane | CPU-seconds to the first row |", "|---|---|---|---|",
         *(f"| {lanes} | {reads:,} | {each:.2f} | {spent:.2f} |" for lanes, (reads, each, spent) in firsts.items()), "",

@@ -221,7 +221,8 @@ The oracle (`tests/data/oracle.py`) shares no code with ptf. It renders a turn a
 off the characters of the text, finds tokens by their offsets, and knows by hand where the turns of each template end (`tests/data/templates.py`). They agree
 on a conversation if ids and masks are equal token by token in the same samples, or if both refuse it at the same turn for the same reason. Templates with
 a description are ours (`tests/data/chat_templates`), with a byte-level tokenizer that the tests train; the 13 real ones are tried with the Qwen3 tokenizer,
-their special tokens added; `own/…` is a tokenizer directory as it is. Behind a comma stand the keys that are set. Real conversations are GSM8K,
+their special tokens added; `own/…` is a tokenizer directory as it is. Behind a comma stand the keys that are set: of `data`
+(`render`, `unseen_context`), or arguments in `model.template_args`. Real conversations are GSM8K,
 OpenAssistant, SGD with its tools, τ-bench airline, and the last answers of the preference data, with ids of calls renumbered to the nine characters that
 Mistral-Nemo asks for. Fuzzed ones are short, with all that could go wrong in what is said: the template's own special tokens, tags of thinking and calls,
 white space, Unicode, empty parts, thoughts, calls, tools, developers, further systems, arguments of the row's own, roles out of order.

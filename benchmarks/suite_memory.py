@@ -89,7 +89,8 @@ def watch(arguments: list[str], times: Path, interval: float) -> tuple[int, list
         sys.exit("this system does not let a process adopt its descendants (PR_SET_CHILD_SUBREAPER)")
     line = [sys.executable, "-m", "pytest", "-p", "benchmarks.suite_memory", *arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    main = os.posix_spawn(sys.executable, line, {**os.environ, TIMES: str(times), "PYTHONPATH": path})
+    env = {**os.environ, TIMES: str(times), "PYTHONPATH": path}
+    main = os.posix_spawn(sys.executable, line, env, setsigdef=[signal.SIGINT])  # a shell may have it ignored for what runs behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest has it too, ends by itself, and what was seen is still reported
     signal.signal(signal.SIGTERM, lambda *_: os.kill(main, signal.SIGINT))
     samples: list[Sample] = []

@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from ptf.cli import main
+from ptf.compute.tracking import read_metrics
+from ptf.config import load
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
+from ptf.run import run
 from tests.tiny import arithmetic, write_jsonl
 
 PLUGIN = """
@@ -55,6 +58,8 @@ def test_samples_are_what_is_trained(job, tmp_path, capfd):
         assert (shown["source"], shown["pair"]) == ("sums", None)
     assert found["sources"]["sums"]["rows"] == found["sources"]["sums"]["samples"] == 20
     assert found["expansion"] == 1.0
+    assert (found["steps"], found["steps_exact"]) == (12, True)  # as configured: train.steps
+    assert found["sources"]["sums"]["passes"] > 1
 
 
 def test_the_answers_of_a_preference_share_a_pair(job, tmp_path, capfd):
@@ -106,6 +111,17 @@ def test_data_that_is_not_there_is_an_error(job, tmp_path, capfd):
     assert "absent.jsonl" in found["errors"][0]["message"]
 
 
+def test_files_that_are_not_read_are_named(job, tmp_path, capfd):
+    chats = [json.loads(line) for line in Path(job()).with_name("train.jsonl").read_text().splitlines()]
+    for name in ("train.jsonl", "test.jsonl", "dataset_infos.json"):
+        write_jsonl(tmp_path / "set" / name, chats[:3])
+    both = {"path": str(tmp_path / "set")}
+    (error,) = inspected(capfd, job(data={"sources": {"sums": both}}), status=2)["errors"]
+    assert "several splits: test (test.jsonl); train (train.jsonl)" in error["message"]
+    source = inspected(capfd, job(data={"sources": {"sums": {**both, "split": "train"}}}))["sources"]["sums"]
+    assert (source["rows"], source["not_read"]) == (3, ["dataset_infos.json", "test.jsonl"])
+
+
 def test_the_page_is_whole_and_fetches_nothing(job, tmp_path, capfd):
     config = job()
     page = tmp_path / "page.html"
@@ -116,3 +132,16 @@ def test_the_page_is_whole_and_fetches_nothing(job, tmp_path, capfd):
     assert f"{first[0]['content']}&lt;|im_end|&gt;&lt;|im_start|&gt;&lt;|assistant|&gt;<mark>{first[1]['content']}&lt;|im_end|&gt;</mark>" in text
     # what a user wrote is text, not markup
     assert "<|" not in text
+
+
+def test_passes_and_steps_are_those_of_the_run(job, tmp_path, capfd):
+    """Sources of 7 and 60 rows, one epoch: each row comes once, and the run has as many steps as said."""
+    job()
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    sources = {"few": write_jsonl(tmp_path / "few.jsonl", rows[:7]), "many": write_jsonl(tmp_path / "many.jsonl", rows * 3)}
+    config = job(train={"steps": None, "epochs": 1, "validate_every": 0}, data={"sources": {n: {"path": str(p)} for n, p in sources.items()}, "validation": {}})
+    found = inspected(capfd, config)
+    assert {name: source["passes"] for name, source in found["sources"].items()} == {"few": 1.0, "many": 1.0}
+    assert {name: source["rows"] for name, source in found["sources"].items()} == {"few": 7, "many": 60}
+    metrics = read_metrics(run(load(config), "run") / "metrics.jsonl")
+    assert (found["steps"], found["steps_exact"]) == (len(metrics), True)

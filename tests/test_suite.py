@@ -1,12 +1,15 @@
-"""The suite itself: which tests share a process, and that it draws the same examples every time."""
+"""The suite itself: which tests share a process, that it draws the same examples every time, and how its memory is measured."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import scope
+from tests.conftest import ROOT, scope
 
 
 def test_all_that_uses_ray_shares_a_process(request: pytest.FixtureRequest) -> None:
@@ -29,3 +32,35 @@ def test_the_suite_draws_the_same_examples_every_time() -> None:
     assert settings.default is settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
     assert drawn("fixed") == drawn("fixed")
     assert any(drawn("random") != drawn("random") for _ in range(5))  # negative control
+
+
+DAEMON = """
+import os, time
+def test_that_leaves_a_process_behind():
+    made, ends = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        if os.fork():
+            os._exit(0)  # the process below has lost its parent
+        os.setsid()
+        os.close(ends[1])
+        held = os.urandom(1 << 20) * 256
+        os.write(made[1], b"made")
+        os.read(ends[0], 1)  # until pytest ends
+        os._exit(0)
+    os.wait()
+    os.read(made[0], 4)
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(("limit", "status"), [(0.2, 1), (8.0, 0)])
+def test_memory_of_orphans_is_the_suites(tmp_path: Path, limit: float, status: int) -> None:
+    (tmp_path / "test_daemon.py").write_text(DAEMON)
+    line = [sys.executable, str(ROOT / "benchmarks" / "suite_memory.py"), "--limit", str(limit), "--interval", "0.05", "-q", "-p", "no:cacheprovider"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([*line, "test_daemon.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    peak, *_ = done.stdout.partition("Peak PSS ")[2].split()
+    assert 0.25 < float(peak) < 0.5
+    assert "test_daemon.py::test_that_leaves_a_process_behind" in done.stdout
+    assert ("above the limit" in done.stdout) == (status == 1)

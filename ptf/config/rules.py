@@ -326,6 +326,8 @@ def own_components(job: Job) -> list[str]:
         faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
     if tokens and tokens.init == "description" and not tokens.file:
         faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
+    if job.data.share_beginnings and (job.recipe != "sft" or model.backend != "ptf" or model.replace):
+        faults.append("data.share_beginnings is for recipe sft with model.backend: ptf and without model.replace")
     declared = model.head or "head" in model.replace
     if declared and job.rollout:
         faults.append("model.head: rollouts are sampled from logits over the vocabulary; a declared head trains with offline recipes")

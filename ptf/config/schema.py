@@ -172,6 +172,9 @@ class DataConfig(Section):
     train_on: Annotated[str, Field(pattern=r"^(assistant|last|all|field:.+)$")] = "assistant"
     """What of a chat is trained: `assistant`, all of its turns; `last` of them; `all` tokens; `field:NAME`, each of the assistant's turns as much as
     its key NAME says (true, false, or a number)."""
+    share_beginnings: bool = False
+    """Read once what the samples of a conversation begin with alike, as rollouts do for the answers to a prompt (recipe sft). For templates that make
+    every turn a sample of its own (`ptf inspect` says so: *expansion*); losses are the same but for rounding."""
     render: Literal["template", "served"] = "template"
     """`template`: an answer is trained as the chat template writes it, and refused where it does not write it behind the served prompt. `served`: there
     the answer and its thinking are put behind that prompt, as a server's model would say them."""

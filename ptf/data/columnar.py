@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,12 +73,11 @@ class ArrowStream:
     def __init__(self, uri: str) -> None:
         self._uri, self._size, local = uri, size_of(uri), local_path(uri)
         self._batches: list[pa.RecordBatch] | None = None
-        self._raw = None
+        self._raw: Any = pa.memory_map(local) if local else None
         self.share = 0.0
         if local is None:
             self._open()
             return
-        self._raw = pa.memory_map(local)
         self._stream, self._batches = readable(uri, "arrow", lambda: pa.ipc.open_stream(self._raw)), []
         while (batch := self._next_batch()) is not None:
             self._batches.append(batch)

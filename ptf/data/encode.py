@@ -15,6 +15,7 @@ from ptf.data.context import refuse_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
 from ptf.data.kinds import KINDS, refuse_unwanted, shaped
 from ptf.data.messages import finite
+from ptf.data.prefixes import families
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
 from ptf.data.rendering import row_arguments
 from ptf.data.sample import Atom, Sample, length
@@ -284,9 +285,10 @@ class Encoder:
 
     def __init__(
         self, encode: Encode, name: str, seq_len: int, too_long: TooLong, *, columns: Columns | None = None, kind: str = "auto",
-        set_aside: SetAside | None = None,
+        set_aside: SetAside | None = None, share: bool = False,
     ):  # fmt: skip
-        self._encode, self._name, self._seq_len = encode, name, seq_len
+        """`share`: what the samples of a row begin with alike is read once, and those that share are one atom (ptf.data.prefixes.families)."""
+        self._encode, self._name, self._seq_len, self._share = encode, name, seq_len, share
         self._too_long: TooLong = too_long
         self._columns, self._kind, self._set_aside = columns or {}, kind, set_aside
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
@@ -307,7 +309,12 @@ class Encoder:
             self._set_aside(BadRow(place.where, reason), self.counts)
             return []
         self.count(whole, kept)
-        return [atom for atoms in kept for atom in atoms]
+        atoms = [atom for atoms in kept for atom in atoms]
+        if not self._share or len(atoms) < 2 or any(len(atom) > 1 for atom in atoms):
+            return atoms
+        shared = families([sample for (sample,) in atoms], self._seq_len)
+        self.counts["tokens"] -= sum(map(length, atoms)) - sum(map(length, shared))
+        return shared
 
     def count(self, whole: Sequence[Atom], kept: Sequence[Sequence[Atom]]) -> None:
         """A row's atoms, and what was kept of each."""

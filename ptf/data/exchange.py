@@ -51,7 +51,7 @@ def group_size(ranks: int) -> int:
 
 def work_of(row: Sequence[Atom]) -> int:
     """Of attention."""
-    return sum(len(sample) ** 2 for atom in row for sample in atom)
+    return sum(len(sample) * (len(sample) + 2 * sample.begins) for atom in row for sample in atom)
 
 
 def leave(peers: Peers, failed: bool = False) -> None:

@@ -104,11 +104,12 @@ class Loader:
 
     def _like(self, rows: list[list[Atom]]) -> Atom:
         """An atom that carries the streams that all do, though this rank may have none left."""
-        if self._seen is None:
-            first = (row for lane in range(self._lanes) for row in itertools.islice(_rest(self._factory(lane)), 1))  # of some lane: others may have none
-            seen = self._seen = next((row[0] for row in rows if row), None) or next(first)[0]
-            return seen
-        return self._seen
+        seen = self._seen or next((row[0] for row in rows if row), None)
+        if seen is None:
+            lanes = (row for lane in range(self._lanes) for row in itertools.islice(_rest(self._factory(lane)), 1))  # of some lane: others may have none
+            seen = next(lanes)[0]
+        self._seen = seen
+        return seen
 
     def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
         while True:

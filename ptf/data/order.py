@@ -65,8 +65,8 @@ class Extent:
                 number, before = number + 1, before + lines
         if not found:
             raise UserError(f"no rows in {reader.path}")
-        files, numbers, rows, lines, whole = np.array(found, np.int64).T
-        return Extent(files, numbers, rows, lines, whole, int(rows.sum()))
+        files, numbers, kept_rows, lines_before, whole = np.array(found, np.int64).T
+        return Extent(files, numbers, kept_rows, lines_before, whole, int(kept_rows.sum()))
 
 
 class Ordered:

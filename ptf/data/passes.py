@@ -60,7 +60,7 @@ def by_lengths(lanes: Lanes) -> Lanes:
     sources = {name: lanes.opened(name) for name in lanes.sources}
     opened = {}
     for name, (ordered, spec) in sources.items():
-        if spec.kind == "tokenized":
+        if spec.kind == "tokenized" and not lanes.share:  # what is shared follows from the tokens
             ordered = replaced(ordered, tokenized.lengths_reader(ordered.reader))
         opened[name] = ordered, spec
     cached = {name: _Cached() for name, spec in lanes.sources.items() if spec.kind != "tokenized"}

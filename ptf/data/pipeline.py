@@ -45,7 +45,7 @@ class Item(NamedTuple):
         """By which a sample that is read again is known for the same."""
         crc = 0
         for sample in self.atom:
-            crc = zlib.crc32(sample.tokens.tobytes(), crc)
+            crc = zlib.crc32(np.ascontiguousarray(sample.tokens).data, crc)
         return crc
 
 
@@ -233,6 +233,7 @@ class Lanes:
     by: Literal["samples", "tokens"] = "samples"
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
     reorder: bool = False  # the events of a basket, each time it is read
+    share: bool = False  # what the samples of a row begin with alike is read once
     quarantine: str | None = None  # directory of the bad rows; without it they are errors
     max_bad: float = 0.0
     wrap: Callable[[str, Encoder], Encoder] = lambda name, encoder: encoder  # in place of each source's encoder
@@ -269,7 +270,7 @@ class Lanes:
         ordered, spec = self.opened(name)
         file = f"{self.quarantine}/{name}-{lane:03}.jsonl"
         aside = Quarantine(file, self.max_bad).add if self.quarantine else None
-        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside)
+        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share)
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
         source, encoder = ordered.lane(lane, self.shuffle + 2 * self.lookahead), self.wrap(name, encoder)
         return Encoded(name, source, encoder, self.again(name), self.lanes, lambda: self._leaves_some(name), reorder)
@@ -281,7 +282,7 @@ class Lanes:
     def again(self, name: str) -> Encoder:
         """An encoder for rows that count elsewhere."""
         aside = (lambda bad, counts: None) if self.quarantine else None
-        return encoder_of(name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside)
+        return encoder_of(name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside, self.share)
 
     def _leaves_some(self, name: str) -> bool:
         if name not in self._left:
@@ -299,11 +300,11 @@ def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, Sourc
     return tokenized.reader(spec.path, tokenizer), spec
 
 
-def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_long: TooLong, set_aside: SetAside | None = None) -> Encoder:
+def encoder_of(name: str, spec: SourceSpec, encode: Encode, seq_len: int, too_long: TooLong, set_aside: SetAside | None = None, share: bool = False) -> Encoder:
     """What makes atoms of a source's rows."""
     if spec.kind == "tokenized":
-        return tokenized.Decoder(name, seq_len, too_long)
-    return Encoder(encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside)
+        return tokenized.Decoder(name, seq_len, too_long, share)
+    return Encoder(encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside, share=share)
 
 
 def atoms_once(

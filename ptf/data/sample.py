@@ -37,12 +37,12 @@ def length(atom: Atom) -> int:
 def dump_atoms(atoms: Sequence[Atom]) -> dict[str, Any]:
     """Atoms as columns: arrays, strings, lists and dicts only. `load_atoms` is the inverse."""
     samples = [s for atom in atoms for s in atom]
-    assert not any(s.begins for s in samples), "beginnings are shared in rows that are about to be trained on; what is written down is whole"
     names = sorted({name for s in samples for name in s.streams})
     owners = {name: [i for i, s in enumerate(samples) if name in s.streams] for name in names}
     return {
         "atoms": np.array([len(atom) for atom in atoms], np.int32),  # samples in each
         "lengths": np.array([len(s) for s in samples], np.int32),
+        "begins": np.array([s.begins for s in samples], np.int32),
         "tokens": np.concatenate([s.tokens for s in samples] or [np.zeros(0, np.int32)]),
         "weights": np.concatenate([s.weights for s in samples] or [np.zeros(0, np.float32)]),
         "sources": [s.source for s in samples],
@@ -60,6 +60,7 @@ def load_atoms(state: Mapping[str, Any]) -> list[Atom]:
         owners = np.asarray(column["samples"])
         for i, values in zip(owners, np.split(column["values"], np.cumsum(lengths[owners])[:-1]), strict=True):
             streams[i][name] = values
-    parts = zip(np.split(state["tokens"], cuts), np.split(state["weights"], cuts), state["sources"], streams, strict=True) if len(lengths) else ()
+    columns = np.split(state["tokens"], cuts), np.split(state["weights"], cuts), state["sources"], streams, np.asarray(state["begins"]).tolist()
+    parts = zip(*columns, strict=True) if len(lengths) else ()
     samples = iter([Sample(*part) for part in parts])
     return [tuple(next(samples) for _ in range(n)) for n in state["atoms"]]

@@ -73,12 +73,12 @@ class Survey:
 
 def survey(
     sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, encode: Encode, *, seq_len: int, too_long: TooLong, lookahead: int, rows: int,
-    temperature: float = 1.0, by_tokens: bool = False, limit: int = 2000, examples: int = 1,
+    temperature: float = 1.0, by_tokens: bool = False, limit: int = 2000, examples: int = 1, share: bool = False,
 ) -> Survey:  # fmt: skip
     """Look at the first `limit` rows of each source; `rows` are packed in a step."""
     found, atoms = [], {}
     for name, spec in sources.items():
-        one, atoms[name] = _look(name, spec, tokenizer, encode, seq_len, too_long, limit, examples)
+        one, atoms[name] = _look(name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share)
         found.append(one)
     packed = pack_all(_mixed(atoms), seq_len, lookahead)
     full = packed[: max(1, len(packed) - lookahead // 4)]  # the window runs dry at the end, which an endless stream's does not
@@ -99,11 +99,11 @@ def survey(
 
 
 def _look(
-    name: str, spec: SourceSpec, tokenizer: Tokenizer, encode: Encode, seq_len: int, too_long: TooLong, limit: int, examples: int
+    name: str, spec: SourceSpec, tokenizer: Tokenizer, encode: Encode, seq_len: int, too_long: TooLong, limit: int, examples: int, share: bool
 ) -> tuple[Surveyed, list[Atom]]:
     bad: list[BadRow] = []
     reader, spec = opened(spec, tokenizer)
-    encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row))
+    encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share)
     atoms: list[Atom] = []
     shown: list[tuple[str, Atom]] = []
     longest: list[tuple[int, str]] = []

@@ -208,6 +208,7 @@ class Progress:
 
 def columns_of(atoms: Sequence[Atom]) -> dict[str, Any]:
     """Of one row. `streams`: name → the values of all its samples, one after the other."""
+    assert not any(sample.begins for atom in atoms for sample in atom), "beginnings are shared where rows are read; what is written down is whole"
     columns = dump_atoms(atoms)
     for name, stream in columns["streams"].items():
         if len(stream["samples"]) != len(columns["lengths"]):
@@ -391,9 +392,9 @@ def decode(row: Row, name: str) -> list[Atom]:
 class Decoder(Encoder):
     """The encoder of rows read here. What a row counts is known of its whole block, so a row whose atoms fit costs little more than their slices."""
 
-    def __init__(self, name: str, seq_len: int, too_long: TooLong) -> None:
-        super().__init__(decode, name, seq_len, too_long, kind="tokenized")
-        self._longest = seq_len
+    def __init__(self, name: str, seq_len: int, too_long: TooLong, share: bool = False) -> None:
+        super().__init__(decode, name, seq_len, too_long, kind="tokenized", share=share)
+        self._longest = -1 if share else seq_len  # what is shared follows from the tokens
 
     def __call__(self, place: Place) -> list[Atom]:
         block = place.block

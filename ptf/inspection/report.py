@@ -16,8 +16,11 @@ from ptf.config import Job
 from ptf.config.load import Problems
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
+from ptf.data.order import Ordered
 from ptf.data.passes import BLOCKS, Planned
+from ptf.data.pipeline import opened
 from ptf.data.sample import Atom, Sample
+from ptf.data.sources import SourceSpec
 from ptf.data.survey import Survey, Surveyed, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -68,11 +71,18 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         sources = {name: replace(spec, kind="prompt") for name, spec in sources.items()}
     found = survey(
         sources, tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
-        temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows or FEW_ROWS, examples=samples,
+        temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows or few_or_all(sources, tokenizer),
+        examples=samples, share=data.share_beginnings,
     )  # fmt: skip
     if not any(source.counts["samples"] for source in found.sources):
         return Report(job, found, tokenizer, None, {})
     return Report(job, found, tokenizer, *takes(job, recipe, tokenizer))
+
+
+def few_or_all(sources: Mapping[str, SourceSpec], tokenizer: Tokenizer) -> int:
+    """How many rows of each source are looked at where nobody says."""
+    known = [Ordered(opened(spec, tokenizer)[0], "", 1, spec.limit).rows for spec in sources.values()]
+    return ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
 
 
 def spans(sample: Sample, tokenizer: Tokenizer) -> list[tuple[str, float]]:
@@ -105,7 +115,8 @@ def advice(found: Report) -> list[str]:
         return []
     return [
         f"Splitting conversations makes the run {found.expansion:.2g} times as long: the template shows earlier turns otherwise than they were served, "
-        "so each becomes a sample of its own. `data.train_on: last` trains the last turn of each conversation alone and has no such cost."
+        "so each becomes a sample of its own. `data.share_beginnings: true` (recipe sft) reads what they begin with once; `data.train_on: last` trains "
+        "the last turn of each conversation alone."
     ]
 
 

@@ -39,6 +39,7 @@ from ptf.rl.sync import SyncError
 from ptf.train.companions import located, refuse_other_tokenizer
 from ptf.train.parts import unadapted
 from ptf.train.reading import specs
+from ptf.train.rendered import in_run
 from ptf.train.start import extended, own_reference, start_directory, tokenizer_directory
 
 PARKED = "parked"  # in the run's directory: what roles keep on disk while others have the devices
@@ -334,7 +335,7 @@ def attempt(job: Job, run: Path) -> None:
         policy, rollout = groups["policy"], groups["rollout"]
         scorers = {role: groups.get(role, policy) for role in recipe.companions}
         critic = groups.get("critic")
-        taste = Taste(groups["reward"], Tokenizer.load(str(place)), longest, liked.weight) if liked else None
+        taste = Taste(groups["reward"], in_run(job, Tokenizer.load(str(place)), run), longest, liked.weight) if liked else None
         engine = knobs.engine.use if isinstance(knobs.engine, Plug) else knobs.engine
         print(f"rollout: engine={engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
         judge = rewards_of(job, evaluation)

@@ -1,7 +1,8 @@
 """What companions say of the data, found once before training and kept beside the tokens: reference log-probs, teachers' likeliest tokens.
 
-The one idea: rows keep their order and their places, so a run reads annotated data exactly as it would read the tokenized data that it was made of,
-and trains the same batches. A directory's name says which data, models and settings it is of; who finds it there has nothing to do.
+The one idea: rows keep their order and their row groups, so a run reads annotated data exactly as it would read the tokenized data that it was made
+of, and trains the same batches (but where a row group would be larger than `GROUP_BYTES`: it is divided, and blocks are then permuted otherwise). A
+directory's name says which data, models and settings it is of; who finds it there has nothing to do.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from ptf.data.batch import Batch
 from ptf.data.blocks import Reader
 from ptf.data.packing import pack_all
 from ptf.data.sample import Atom, Sample, length
-from ptf.data.sources import rows_once
+from ptf.data.sources import blocks_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
 from ptf.recipes import Annotating, Companion
@@ -39,7 +41,8 @@ from ptf.train.parts import unadapted
 from ptf.train.tokenize import tokenize
 from ptf.train.trainer import forget_forwards
 
-ROUND = 4  # micro-batches of each rank between two writes
+ROUND = 4  # micro-batches of each rank that are annotated at a time
+GROUP_BYTES = 128 << 20  # of a row group, at most and about
 
 Load = Callable[[Mapping[str, Companion]], dict[str, Decoder]]
 
@@ -103,10 +106,14 @@ class _Annotating:
             reader = tokenized.reader(source.path, self.tokenizer)
             tell = tokenized.Progress("annotate", name, reader) if leads else None
             with contextlib.closing(tokenized.RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
-                for rows in self._rounds(reader, source.limit):
+                group: list[dict[str, Any]] = []  # columns of each row
+                for rows, ends in self._rounds(reader, source.limit):
                     made = self.annotate(rows)
                     if file is not None:
-                        file.write(tokenized.side_by_side(map(tokenized.columns_of, made)))
+                        group += map(tokenized.columns_of, made)
+                        if ends or sum(map(_nbytes, group)) > GROUP_BYTES:
+                            file.write(tokenized.side_by_side(group))
+                            group = []
                     if tell:
                         tell({"rows": len(rows), "tokens": sum(length(atom) for row in rows for atom in row)})
             if part:
@@ -119,19 +126,22 @@ class _Annotating:
             if part:
                 shutil.rmtree(part, ignore_errors=True)
 
-    def _rounds(self, reader: Reader, limit: int | None) -> Iterator[list[list[Atom]]]:
-        """The rows, as many at a time as all ranks together have use for."""
+    def _rounds(self, reader: Reader, limit: int | None) -> Iterator[tuple[list[list[Atom]], bool]]:
+        """The rows, as many at a time as all ranks together have use for, and whether a row group ends with them."""
         size = ROUND * self.job.train.micro_rows * self.world.data_size * self.job.data.seq_len
-        rows: list[list[Atom]] = []
-        held = 0
-        for place in rows_once(reader, limit):
-            rows.append(tokenized.decode(place.read(), ""))
-            held += sum(map(length, rows[-1]))
-            if held >= size:
-                yield rows
-                rows, held = [], 0
-        if rows:
-            yield rows
+        left = limit
+        for block, *_ in blocks_once(reader):
+            rows: list[list[Atom]] = []
+            held, count = 0, len(block) if left is None else min(len(block), left)
+            for i in range(count):
+                rows.append(tokenized.decode(block.row(i), ""))
+                held += sum(map(length, rows[-1]))
+                if held >= size or i == count - 1:
+                    yield rows, i == count - 1
+                    rows, held = [], 0
+            left = None if left is None else left - count
+            if left == 0:
+                return
 
     def annotate(self, rows: Sequence[Sequence[Atom]]) -> list[list[Atom]]:
         """The same rows, their samples with what the companions say; on every rank."""
@@ -147,6 +157,11 @@ class _Annotating:
         number = itertools.count()
         with_streams = lambda sample: Sample(sample.tokens, sample.weights, sample.source, {**sample.streams, **found[str(next(number))]})  # noqa: E731
         return [[tuple(with_streams(sample) for sample in atom) for atom in row] for row in rows]
+
+
+def _nbytes(columns: Mapping[str, Any]) -> int:
+    """Of a row's tokens and streams."""
+    return sum(array.nbytes for array in (columns["tokens"], columns["weights"], *columns["streams"].values()))
 
 
 def of_samples(batch: Batch, streams: Mapping[str, Tensor]) -> dict[str, dict[str, np.ndarray]]:

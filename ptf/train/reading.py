@@ -35,7 +35,7 @@ def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None 
     return Lanes(
         specs(data.sources, job.train.epochs), tokenizer, lambda row, source: recipe.encode(row, tokenizer, source), lanes=data.lanes, seed=job.seed,
         shuffle=data.shuffle, seq_len=data.seq_len, lookahead=data.lookahead, too_long=data.too_long, temperature=data.mix.temperature, by=data.mix.by,
-        exhausted=data.mix.exhausted, reorder=data.baskets == "shuffle",
+        exhausted=data.mix.exhausted, reorder=data.baskets == "shuffle", share=data.share_beginnings,
         quarantine=str(run / "quarantine") if run and data.on_bad_row == "skip" else None, max_bad=data.max_bad,
     )  # fmt: skip
 

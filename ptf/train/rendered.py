@@ -34,10 +34,15 @@ def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:
     """The tokenizer, changed in place. `run`: the run's directory, which has the date or gets it; without one, it is today's or the job's."""
     template = job.model.chat_template
     tokenizer.give_template(None if template is None else template_text(template), job.model.template_args)
+    return in_run(job, tokenizer, run, served=job.data.render == "served")
+
+
+def in_run(job: Job, tokenizer: Tokenizer, run: Path | None, served: bool = False) -> Tokenizer:
+    """The tokenizer of any model of the run, with the template that it has: what the run says of dates and of context holds for it, too."""
     date = None
     if renders_date(tokenizer.hf.chat_template):
         date = job.data.date or (datetime.date.today().isoformat() if run is None else pinned_date(run))
-    tokenizer.rendering = Rendering(date, job.data.render == "served", job.data.unseen_context == "allow")
+    tokenizer.rendering = Rendering(date, served, job.data.unseen_context == "allow")
     return tokenizer
 
 

@@ -203,6 +203,20 @@ def test_rules_between_keys_are_reported_together(write):
     ]
 
 
+def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
+    write(a=SFT)
+    of_hub = "is for a dataset of the Hugging Face Hub, which"
+    for source, what in {
+        "{path: ./a, revision: main}": f"chat.revision  {of_hub} ./a is not; remove it",
+        "{path: 's3://b/a', revision: main}": f"chat.revision  {of_hub} s3://b/a is not; remove it",
+        "{path: a, kind: tokenized, split: train}": "chat.split  is of data that are not tokenized yet; remove it",
+    }.items():
+        (problem,) = problems("a.yaml", overrides=(f"data.sources.chat={source}",))
+        assert problem.endswith(f"data.sources.{what}")
+    for source in ("{path: open/gsm, config: main, split: train, revision: main}", "{path: ./a, split: train}"):
+        load("a.yaml", overrides=(f"data.sources.chat={source}",))
+
+
 @pytest.mark.parametrize(
     ("override", "what"),
     [
@@ -374,8 +388,8 @@ def test_resolve_puts_paths_in_place():
     chosen = dict.fromkeys(("config", "split", "revision", "rows"))
     done_chat = {"path": "/tok/chat", **chosen, "kind": "tokenized", "weight": 2.0, "columns": {}, "limit": None, "epochs": 3}
     assert done.data.sources["chat"].model_dump() == done_chat
-    pinned = resolve(job, commits={"data.sources.chat": "c0ffee", "evaluate.sources.e": "beef"})
-    assert (pinned.data.sources["chat"].revision, pinned.evaluate.sources["e"].revision) == ("c0ffee", "beef")
+    pinned = resolve(loads(SFT.replace("a.jsonl", "open/gsm")), commits={"data.sources.chat": "c0ffee"})
+    assert pinned.data.sources["chat"].revision == "c0ffee"
     assert done.evaluate.sources["e"].path == "s3://p/e"
     assert done.evaluate.reward == Plug(use="a:b", args={"tables": ["s3://p/t", "plain"]})
     assert resolve(loads(SFT)).model.path == "m"

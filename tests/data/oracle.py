@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Masked = tuple[list[int], list[bool]]  # a sample: ids, and which of them are trained
 Reason = Literal[
@@ -21,20 +21,6 @@ Reason = Literal[
 
 LONG = 3000  # characters
 ANSWER = {"role": "assistant", "content": "v"}
-
-
-class Known(Protocol):
-    """What a person reads off a template (tests/data/templates.py)."""
-
-    answer: str
-    call: str | None
-    borrowed: Mapping[bool, str]
-    behind: str
-    headers: tuple[str, ...]
-    before_answer: str
-    text_arguments: bool
-    served: bool
-    allow_unseen: bool
 
 
 class Refusal(Exception):
@@ -56,8 +42,8 @@ class Span:
 
 
 class Oracle:
-    def __init__(self, hf: Any, known: Known, **options: Any):
-        """`options`: what the template is handed besides messages and tools."""
+    def __init__(self, hf: Any, known: Any, **options: Any):
+        """`known`: what a person knows, a Case of templates.py. `options`: what the template is handed besides messages and tools."""
         self.hf, self.known, self.options = hf, known, options
         self.added = {i: token.content for i, token in hf.added_tokens_decoder.items()}
         self.stops = either({known.answer, known.call or known.answer, hf.eos_token} - {None})
@@ -142,8 +128,8 @@ class Oracle:
             raise Refusal(turn, "template refuses", str(e)) from None
         plain_too = self._render([*before, {**ANSWER, "content": "w"}], False, tools)
         differ = next((n for n, (a, b) in enumerate(zip(plain, plain_too, strict=False)) if a != b), len(plain))
-        heads = [at + len(header) for header in self.known.headers if (at := plain.rfind(header, 0, differ)) >= 0]
-        head = max([*heads, *([len(shown)] if plain.startswith(shown) else []), 0])
+        heads: list[int] = [at + len(header) for header in self.known.headers if (at := plain.rfind(header, 0, differ)) >= 0]
+        head: int = max([*heads, *([len(shown)] if plain.startswith(shown) else []), 0])
         served = asked.startswith(shown) and asked.startswith(plain[:head]) and head >= len(shown)
         body = re.sub(r"\A\s*(<think>)?\s*</think>\s*", "", told[head:]) if served and told.startswith(plain[:head]) else ""
         if bare.get("tool_calls"):
@@ -176,7 +162,8 @@ class Oracle:
         return None
 
     def _with_words(self, before: Sequence[Mapping[str, Any]], tools: Any, words: Mapping[tuple[str, Any], str]) -> str | None:
-        messages, named = [dict(message) for message in before], list(tools or ())
+        messages: list[Any] = [dict(message) for message in before]
+        named: list[Any] = list(tools or ())
         for (kind, at), word in words.items():
             if kind == "tool":
                 named[at] = with_function(named[at], {**function(named[at]), "name": word})

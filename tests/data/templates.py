@@ -118,10 +118,10 @@ REAL["mistral-nemo"] = Case("mistral-nemo", answer="</s>", eos="</s>")
 REAL["deepseek-r1-distill-qwen"] = Case("deepseek-r1-distill-qwen", answer=R1_END, eos=R1_END)
 REAL |= {
     "deepseek-r1-distill-qwen, render: served": Case(
-        "deepseek-r1-distill-qwen", answer=R1_END, eos=R1_END, headers=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"), served=True
+        "deepseek-r1-distill-qwen", answer=R1_END, eos=R1_END, behind="<｜Assistant｜>", headers=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"), served=True
     ),
     "deepseek-r1-distill-qwen, render: served, enable_thinking: true": Case(
-        "deepseek-r1-distill-qwen", answer=R1_END, eos=R1_END, headers=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"), served=True,
+        "deepseek-r1-distill-qwen", answer=R1_END, eos=R1_END, behind="<｜Assistant｜>", headers=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"), served=True,
         arguments={"enable_thinking": True},
     ),
     "qwq-32b, render: served": Case("qwq-32b", served=True),

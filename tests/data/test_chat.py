@@ -14,10 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.chat import chat_samples
+from ptf.data.rendering import Rendering
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.templates import ONE_SAMPLE, SPLIT, UNSERVED, templated
+
+WHOLE = (
+    "plain",
+    "generation_markers",
+    "first_system_only",
+    "developer",
+    "system_folded",
+    "next_role_stop",
+    "date",
+    "end_of_document",
+)  # one sample, whatever is said
+REWRITTEN = ("drops_thinking", "return_or_end")  # a sample for each turn
 
 
 def oracle(samples: list[Sample], messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str | None:
@@ -92,20 +105,15 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     return numbered([draw(TEXTS) for _ in roles], roles)
 
 
-@pytest.mark.hypothesis  # the property is inside
-@pytest.mark.parametrize("template", [*ONE_SAMPLE, *SPLIT])
-def test_masks_agree_with_the_oracle(shared: Path, template: str) -> None:
-    tokenizer = templated(shared, template)
-
-    @settings(max_examples=40, deadline=None)
+def masks_agree(tokenizer: Tokenizer, one: bool, examples: int, system: bool = True) -> None:
+    @settings(max_examples=examples, deadline=None)
     @given(conversations())
     def check(messages: list[dict[str, Any]]) -> None:
-        if template == "mistral-nemo":  # shows the system message only before the first answer: see below
-            messages = [m for m in messages if m["role"] != "system"]
+        messages = [m for m in messages if system or m["role"] != "system"]
         samples = chat_samples(messages, tokenizer)
         assert oracle(samples, messages, tokenizer) is None
         turns = sum(m["role"] == "assistant" for m in messages)
-        assert len(samples) == (1 if template in ONE_SAMPLE else turns)
+        assert len(samples) == (1 if one else turns)
         last = chat_samples(messages, tokenizer, train_on="last")
         assert len(last) == 1
         assert oracle(last, [m | {"role": "user"} if m["role"] == "assistant" and m is not messages[-1] else m for m in messages], tokenizer) is None
@@ -113,34 +121,53 @@ def test_masks_agree_with_the_oracle(shared: Path, template: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("template", ["qwen3", "phi-3.5"])
+@pytest.mark.hypothesis  # the property is inside
+@pytest.mark.parametrize("template", [*WHOLE, *REWRITTEN])
+def test_masks_agree_with_the_oracle(template: str) -> None:
+    masks_agree(templated(template), template in WHOLE, 20)
+
+
+@pytest.mark.hypothesis
+def test_masks_of_real_templates_agree_with_the_oracle(shared: Path) -> None:
+    for template in (*ONE_SAMPLE, *SPLIT):  # Mistral-Nemo shows the system message only before the first answer: see below
+        masks_agree(templated(template, shared), template in ONE_SAMPLE, 10, template != "mistral-nemo")
+
+
+@pytest.mark.parametrize("template", ["drops_thinking", "end_of_document"])
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_the_oracle_catches_a_mask_that_is_off_by_one(shared: Path, template: str, shift: int) -> None:
-    tokenizer = templated(shared, template)
+def test_the_oracle_catches_a_mask_that_is_off_by_one(template: str, shift: int) -> None:
+    tokenizer = templated(template)
     messages = numbered(["a", "b", "c", "d"], alternating(2, False))
     wrong = [Sample(s.tokens, np.roll(s.weights, shift)) for s in chat_samples(messages, tokenizer)]
     assert oracle(wrong, messages, tokenizer) is not None
 
 
-@pytest.mark.parametrize("template", UNSERVED)
-def test_a_turn_that_is_never_served_is_refused(shared: Path, template: str) -> None:
-    tokenizer = templated(shared, template)
+def refused_as_never_served(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=rf"chat template {re.escape(tokenizer.template_name)}, turn 1: the generation prompt ends in '<think>"):
         chat_samples(numbered(["a", "b"], ["user", "assistant"]), tokenizer)
 
 
-def test_a_moving_system_message_is_refused(shared: Path) -> None:
-    """Mistral-Nemo shows the system message with the last user message only while that is the last message."""
+def test_a_turn_that_is_never_served_is_refused() -> None:
+    refused_as_never_served(templated("thinking_opened"))
+
+
+def test_a_turn_that_is_never_served_by_a_real_template_is_refused(shared: Path) -> None:
+    for template in UNSERVED:
+        refused_as_never_served(templated(template, shared))
+
+
+def test_a_moving_system_message_is_refused() -> None:
+    """As Mistral-Nemo, it shows the system message with the last user message only while that is the last message."""
     with pytest.raises(UserError, match="turn 2: the generation prompt"):
-        chat_samples(numbered(["a", "b", "c"], ["system", "user", "assistant"]), templated(shared, "mistral-nemo"))
+        chat_samples(numbered(["a", "b", "c"], ["system", "user", "assistant"]), templated("moving_tools"))
 
 
-@pytest.mark.parametrize("template", ["granite-3.3", "phi-3.5", "smollm3"])
-def test_a_template_that_drops_tool_calls_is_refused(shared: Path, template: str) -> None:
+@pytest.mark.parametrize("template", ["drops_tools", "system_folded", "end_of_document"])
+def test_a_template_that_drops_tool_calls_is_refused(template: str) -> None:
     call = {"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": '{"x": 1}'}}
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(UserError, match="turn 1: the template leaves out 'lookup'"):
-        chat_samples(messages, templated(shared, template))
+        chat_samples(messages, templated(template))
 
 
 def calling(content: str, *names: str) -> list[dict[str, Any]]:
@@ -151,39 +178,39 @@ def calling(content: str, *names: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("template", "messages", "part"),
     [
-        ("granite-3.3", calling("I lookup that.", "lookup"), "lookup"),
-        ("phi-3.5", calling("", "end"), "end"),  # as in <|end|>
-        ("gpt-oss", calling("", "lookup", "lookup"), "lookup"),  # shows one call a turn
-        ("mistral-nemo", calling("look", "lookup"), "look"),  # shows a call or what was said, not both
-        ("qwen2.5", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b, so c", "reasoning_content": "b"}], "b"),
-        ("qwen2.5", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>", "reasoning_content": "<think>"}], "<think>"),
-        ("qwen3", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<think>c</think>d"}], "b"),
-        ("qwen3", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c</think>d"}], "c"),
+        ("drops_tools", calling("I lookup that.", "lookup"), "lookup"),
+        ("end_of_document", calling("", "end"), "end"),  # as in <|end|>
+        ("return_or_end", calling("", "lookup", "lookup"), "lookup"),  # shows one call a turn
+        ("moving_tools", calling("look", "lookup"), "look"),  # shows a call or what was said, not both
+        ("plain", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b, so c", "reasoning_content": "b"}], "b"),
+        ("plain", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>", "reasoning_content": "<think>"}], "<think>"),
+        ("drops_thinking", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<think>c</think>d"}], "b"),
+        ("drops_thinking", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c</think>d"}], "c"),
     ],
 )
-def test_a_part_that_only_seems_to_be_there_is_refused(shared: Path, template: str, messages: list[dict[str, Any]], part: str) -> None:
+def test_a_part_that_only_seems_to_be_there_is_refused(template: str, messages: list[dict[str, Any]], part: str) -> None:
     """What a template drops may stand in something else that it shows, or in its own markers."""
     with pytest.raises(UserError, match=f"turn 1: the template leaves out '{part}'"):
-        chat_samples(messages, templated(shared, template))
+        chat_samples(messages, templated(template))
 
 
-def test_thinking_inside_the_content_may_be_laid_out_anew(shared: Path) -> None:
-    tokenizer = templated(shared, "qwen3")
+def test_thinking_inside_the_content_may_be_laid_out_anew() -> None:
+    tokenizer = templated("drops_thinking")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}]
     (sample,) = chat_samples(messages, tokenizer)
     assert tokenizer.decode(sample.tokens[sample.weights > 0]) == "<think>\nb\n</think>\n\nc<|im_end|>"
 
 
-def test_a_refusing_template_names_the_turn(shared: Path) -> None:
-    tokenizer = templated(shared, "mistral-nemo")
+def test_a_refusing_template_names_the_turn() -> None:
+    tokenizer = templated("no_system")
     messages = numbered(["a", "b", "c", "d"], ["user", "assistant", "assistant", "user"])
-    with pytest.raises(UserError, match=f"turn 2: chat template {tokenizer.template_name} refuses the messages: After the optional system"):
+    with pytest.raises(UserError, match=f"turn 2: chat template {tokenizer.template_name} refuses the messages: roles must alternate"):
         chat_samples(messages, tokenizer)
 
 
-@pytest.mark.parametrize("template", ["gpt-oss", "qwen2.5", "qwen3", "qwen3-coder", "mistral-nemo"])
-def test_tool_calls_are_trained_and_their_results_are_not(shared: Path, template: str) -> None:
-    tokenizer = templated(shared, template)
+@pytest.mark.parametrize("template", ["return_or_end", "plain", "drops_thinking", "next_role_stop", "moving_tools", "two_stops"])
+def test_tool_calls_are_trained_and_their_results_are_not(template: str) -> None:
+    tokenizer = templated(template)
     call = {"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": '{"x": "Denver"}'}}
     messages = [
         {"role": "user", "content": "where?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -198,34 +225,34 @@ def test_tool_calls_are_trained_and_their_results_are_not(shared: Path, template
     assert set(stops) <= set(tokenizer.stop_ids)
 
 
-def test_thinking_is_trained_where_the_template_shows_it(shared: Path) -> None:
+def test_thinking_is_trained_where_the_template_shows_it() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "ponder"}]
-    (sample,) = chat_samples(messages, templated(shared, "qwen3"))
-    assert templated(shared, "qwen3").decode(sample.tokens[sample.weights > 0]) == "<think>\nponder\n</think>\n\nb<|im_end|>"
+    (sample,) = chat_samples(messages, templated("drops_thinking"))
+    assert templated("drops_thinking").decode(sample.tokens[sample.weights > 0]) == "<think>\nponder\n</think>\n\nb<|im_end|>"
     with pytest.raises(UserError, match="leaves out 'ponder'"):
-        chat_samples(messages, templated(shared, "qwen2.5"))
+        chat_samples(messages, templated("plain"))
 
 
-def test_a_token_over_the_end_of_the_prompt_is_cut_as_a_server_cuts_it(shared: Path) -> None:
-    """ "\\n" ends Qwen's generation prompt and "\\n\\n" is one token: rendered as one text, the answer "\\nyes" would swallow the prompt's end."""
-    tokenizer = templated(shared, "qwen2.5")
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\nyes"}]
+def test_a_token_over_the_end_of_the_prompt_is_cut_as_a_server_cuts_it() -> None:
+    """The prompt ends in "\\n\\n", which is one token where nothing follows: rendered as one text, its end would be other ids than are served."""
+    tokenizer = templated("drops_thinking, enable_thinking: false")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"}]
     (sample,) = chat_samples(messages, tokenizer)
     prompt = tokenizer.render(messages[:1], True)
     assert sample.tokens[: len(prompt)].tolist() == prompt != tokenizer.render(messages, False)[: len(prompt)]
     assert sample.weights.tolist() == [0.0] * len(prompt) + [1.0] * (len(sample) - len(prompt))
-    assert tokenizer.decode(sample.tokens[len(prompt) :]) == "\nyes<|im_end|>"
+    assert tokenizer.decode(sample.tokens[len(prompt) :]) == "yes<|im_end|>"
 
 
-@pytest.mark.parametrize("template", ["qwen2.5", "qwen3", "gpt-oss", "minimind", "phi-3.5"])
-def test_real_conversations(shared: Path, template: str) -> None:
-    tokenizer = templated(shared, template)
+def test_real_conversations(shared: Path) -> None:
     with gzip.open(shared / "chat/oasst_en100_paths.jsonl.gz") as lines:
         conversations = [json.loads(line)["messages"] for line in itertools.islice(lines, 60)]
-    for messages in conversations:
-        contents = [m["content"].strip() for m in messages]
-        if not any(a in b for a, b in itertools.permutations(contents, 2)):
-            assert oracle(chat_samples(messages, tokenizer), messages, tokenizer) is None
+    for template in ("qwen2.5", "qwen3", "gpt-oss", "minimind", "phi-3.5"):
+        tokenizer = templated(template, shared)
+        for messages in conversations:
+            contents = [m["content"].strip() for m in messages]
+            if not any(a in b for a, b in itertools.permutations(contents, 2)):
+                assert oracle(chat_samples(messages, tokenizer), messages, tokenizer) is None
 
 
 USER, CALL = {"role": "user", "content": "a"}, {"function": {"name": "f", "arguments": "{"}}
@@ -262,5 +289,6 @@ def test_a_full_mask_is_refused(characters: Tokenizer, tmp_path: Path) -> None:
     characters.save(tmp_path)
     bare = Tokenizer.load(str(tmp_path))
     bare.hf.chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    bare.rendering = Rendering(allow_unseen=True)
     with pytest.raises(UserError, match="turn 1: nothing comes before the answer"):
         chat_samples([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], bare)

@@ -10,6 +10,7 @@ from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.read_form import at
+from tests.data.templates import bytes_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 
@@ -98,12 +99,13 @@ def test_a_row_is_what_its_columns_say(characters: Tokenizer, row: dict[str, Any
     assert (sample.tokens.dtype, sample.weights.dtype, sample.source) == (np.int32, np.float32, "s")
 
 
-def test_without_a_template_a_prompt_is_plain_text(shared: Path) -> None:
-    gpt2 = Tokenizer.load(str(shared / "tokenizers/gpt2"))
-    ((sample,),) = encode_document({"prompt": "The capital of France is", "completion": " Paris"}, gpt2)
-    assert said(gpt2, sample) == ("The capital of France is Paris<|endoftext|>", " Paris<|endoftext|>")
-    ((sample,),) = encode_document({"prompt": "wo", "completion": "rld"}, gpt2)  # "world" is one token, but "wo" is what is served
-    assert sample.tokens.tolist() == [*gpt2.encode("wo"), *gpt2.encode("rld"), gpt2.hf.eos_token_id]
+def test_without_a_template_a_prompt_is_plain_text() -> None:
+    plain = Tokenizer(bytes_tokenizer())
+    ((sample,),) = encode_document({"prompt": "The capital of France is", "completion": " Paris"}, plain)
+    assert said(plain, sample) == ("The capital of France is Paris<|endoftext|>", " Paris<|endoftext|>")
+    assert len(plain.encode("name")) == 1
+    ((sample,),) = encode_document({"prompt": "na", "completion": "me"}, plain)  # "name" is one token, but "na" is what is served
+    assert sample.tokens.tolist() == [*plain.encode("na"), *plain.encode("me"), plain.hf.eos_token_id]
 
 
 def test_a_preference_is_a_pair(characters: Tokenizer) -> None:

@@ -3,6 +3,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from ptf.data.growing import encode_growing
 from ptf.data.tokenizer import Tokenizer
+from tests.data.conversations import said
 from tests.data.templates import ONE_SAMPLE, SPLIT, templated
+
+SAID = ("a\n\nb ", " 数学 é", "\n", "<|im_end|>", "the weather is 3.14")
 
 
 @given(st.lists(st.lists(st.sampled_from(["a", "1", "=", "<|im_end|>", "<|pad|>", "<|user|>"])).map("".join), max_size=8))
@@ -19,14 +23,27 @@ def test_any_texts_one_after_the_other(characters: Tokenizer, texts: list[str]) 
     assert encode_growing(texts, characters) == [characters.encode(text) for text in texts]
 
 
-@pytest.mark.parametrize("template", [*ONE_SAMPLE, *SPLIT])
-def test_real_conversations_turn_by_turn(shared: Path, template: str) -> None:
-    tokenizer = templated(shared, template)
+def all_renders(tokenizer: Tokenizer, conversations: list[list[dict[str, Any]]]) -> list[str]:
+    return [tokenizer.render_text(m[:n], prompt) for m in conversations for n in range(1, len(m) + 1) for prompt in (True, False)]
+
+
+@pytest.mark.parametrize("template", ["plain", "drops_thinking", "next_role_stop", "closed_by_next", "two_stops", "only_end_of_document"])
+def test_conversations_turn_by_turn(template: str) -> None:
+    tokenizer = templated(template)
+    made = [[said("assistant" if i % 2 else "user", text) for i, text in enumerate((a, b, a + "\n\n", b))] for a, b in itertools.permutations(SAID, 2)]
+    assert tokenizer.cuts
+    texts = all_renders(tokenizer, made)
+    assert encode_growing(texts, tokenizer) == [tokenizer.encode(text) for text in texts]
+
+
+def test_real_conversations_turn_by_turn(shared: Path) -> None:
     with gzip.open(shared / "chat/oasst_en100_paths.jsonl.gz") as lines:
         conversations = [json.loads(line)["messages"] for line in itertools.islice(lines, 15)]
-    assert tokenizer.cuts
-    texts = [tokenizer.render_text(m[:n], prompt) for m in conversations for n in range(1, len(m) + 1) for prompt in (True, False)]
-    assert encode_growing(texts, tokenizer) == [tokenizer.encode(text) for text in texts]
+    for template in (*ONE_SAMPLE, *SPLIT):
+        tokenizer = templated(template, shared)
+        assert tokenizer.cuts
+        texts = all_renders(tokenizer, conversations)
+        assert encode_growing(texts, tokenizer) == [tokenizer.encode(text) for text in texts]
 
 
 def test_it_saves_what_it_says(characters: Tokenizer) -> None:

@@ -79,7 +79,7 @@ def test_an_id_with_config_and_split_gives_its_rows(stub: HubStub) -> None:
     assert reader.commit == commit
     assert reader.not_read == (".gitattributes", "README.md", "main/test-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet")
     assert next(iter(rows_once(reader))).where == f"hf://datasets/open/gsm@{commit}/main/train-00000-of-00002.parquet:1"
-    assert [reader.block_rows(file) for file in (0, 1)] == [(2, 1), (2,)]
+    assert reader.counts() == [[(2, 2), (1, 1)], [(2, 2)]]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
+from ptf.data.encode import encode_document
+from ptf.data.exchange import as_bytes, of_bytes
 from ptf.data.packing import pack_all
+from ptf.data.passes import planned
+from ptf.data.pipeline import Lanes
 from ptf.data.prefixes import families, pack_shared
-from ptf.data.sample import Atom, Sample, dump_atoms, length
+from ptf.data.sample import Atom, Sample, length
+from ptf.data.sources import SourceSpec
+from ptf.data.stream import settle
+from ptf.data.tokenized import columns_of
 from ptf.errors import UserError
+from tests.data.templates import templated
+from tests.tiny import write_jsonl
 
 WIDTH = 40
 
@@ -98,7 +107,7 @@ def test_what_has_something_in_a_stream_is_not_shared():
 def test_what_is_written_down_is_whole():
     (row,) = pack_shared([(answered([1, 2, 3], [n]),) for n in range(3)], WIDTH)
     with pytest.raises(AssertionError, match="is whole"):
-        dump_atoms(row)
+        columns_of(row)
 
 
 @st.composite
@@ -132,3 +141,43 @@ def test_a_conversation_that_had_to_be_split_is_read_about_once() -> None:
     (atom,) = families(turns, 64)
     assert [(len(s), s.begins) for s in atom] == [(32, 0), (3, 19), (3, 9), (3, 4)]
     assert [len(atom) for atom in families(turns, 32)] == [1, 3], "no atom is longer than a row"
+
+
+@pytest.fixture
+def chats(tmp_path) -> str:
+    said = lambda n, k: [{"role": r, "content": f"{w} {n} {k} more"} for r, w in (("user", "question"), ("assistant", "answer"))]  # noqa: E731
+    return str(write_jsonl(tmp_path / "chats.jsonl", [{"messages": [m for k in range(1 + n % 4) for m in said(n, k)]} for n in range(40)]))
+
+
+def lanes(path: str, share: bool, epochs: int | None = 1) -> Lanes:
+    tokenizer = templated("drops_thinking")
+    encode = lambda row, source: encode_document(row, tokenizer, source)  # noqa: E731
+    spec = SourceSpec(path, epochs=epochs)
+    return Lanes({"chats": spec}, tokenizer, encode, lanes=2, seed=0, shuffle=8, seq_len=256, lookahead=4, share=share)
+
+
+def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(chats: str) -> None:
+    rows = {share: [row for lane in range(2) for row in lanes(chats, share)(lane)] for share in (True, False)}
+    shared, plain = (Counter(one for row in rows[share] for one in whole(row)) for share in (True, False))
+    assert shared == plain
+    assert plain.total() == 40 * 2.5, "every turn is a sample of its own"
+    tokens = {share: sum(length(atom) for row in found for atom in row) for share, found in rows.items()}
+    assert tokens[True] < 0.7 * tokens[False]
+    found = {share: planned(lanes(chats, share), 4, None) for share in (True, False)}
+    assert {share: p.steps[0] for share, p in found.items()} == {share: -(-max(ends(lanes(chats, share), k) for k in range(2)) // 4) for share in found}
+
+
+def ends(made: Lanes, lane: int) -> int:
+    """The number behind that of the last row of a lane."""
+    return 2 * (sum(1 for _ in made(lane)) - 1) + lane + 1
+
+
+def test_what_is_shared_resumes_and_travels(chats: str) -> None:
+    stream, again = lanes(chats, True, None)(1), lanes(chats, True, None)(1)
+    for _ in range(3):
+        next(stream)
+    again.load_state_dict(settle(stream.state_dict()))
+    following = [next(stream) for _ in range(6)]
+    assert any(sample.begins for row in following for atom in row for sample in atom)
+    assert [whole(row) for row in following] == [whole(next(again)) for _ in range(6)]
+    assert [whole(row) for row in of_bytes(as_bytes(following))] == [whole(row) for row in following]

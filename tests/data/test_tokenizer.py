@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
+from tests.data.templates import templated
 
 CHAT = [{"role": "user", "content": "12+7="}, {"role": "assistant", "content": "19"}]
 
@@ -37,11 +38,10 @@ def test_unknown_characters_are_refused(characters: Tokenizer) -> None:
         characters.render([{"role": "user", "content": "A"}], True)
 
 
-def test_render_is_what_a_server_renders(shared: Path) -> None:
-    tokenizer = Tokenizer.load(str(shared / "tokenizers/qwen3"))
+def test_render_is_what_a_server_renders() -> None:
+    tokenizer = templated("plain")
     for prompt in (False, True):
         assert tokenizer.render(CHAT, prompt) == tokenizer.hf.apply_chat_template(CHAT, add_generation_prompt=prompt, return_dict=False)
-    assert tokenizer.vocab_size == 151669
     assert [tokenizer.decode([i]) for i in tokenizer.stop_ids] == ["<|im_end|>", "<|endoftext|>"]  # the directory's eos alone would never stop a chat
 
 
@@ -74,7 +74,10 @@ def test_fingerprint_catches_a_lost_normalizer(shared: Path) -> None:
     assert trap is not None
     assert re.match(r"AutoTokenizer makes a LlamaTokenizer\w* of .*phi3-mini, whose ids differ from its tokenizer.json's: '  two  spaces.* is \[", trap)
     assert direct.class_trap() is None
-    assert Tokenizer.load(str(shared / "tokenizers/qwen3")).class_trap() is None
+    qwen3 = Tokenizer.load(str(shared / "tokenizers/qwen3"))
+    assert qwen3.class_trap() is None
+    assert qwen3.vocab_size == 151669
+    assert [qwen3.decode([i]) for i in qwen3.stop_ids] == ["<|im_end|>", "<|endoftext|>"]
 
 
 def test_another_tokenizer_is_refused_by_its_first_difference(characters: Tokenizer, tmp_path: Path) -> None:

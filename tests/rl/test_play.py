@@ -17,7 +17,8 @@ from ptf.recipes.grpo import GRPO, samples_of
 from ptf.rl.engine import Sampling
 from ptf.rl.env import Environments
 from ptf.rl.play import Episode, Limits, play
-from tests.data.conversations import Conversation, real
+from tests.data.conversations import Conversation, real, said, schema
+from tests.data.templates import templated
 
 
 class Scripted:
@@ -71,14 +72,35 @@ def spread(shared) -> list[Conversation]:
     return [c for source, n in (("tau", 6), ("sgd", 12)) for c in islice((c for c in real(shared) if c.source == source and takes_turns(c)), n)]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_recorded_conversations_are_replayed_with_the_ids_that_are_trained(name, shared):
+def turns_with_tools(n: int) -> Conversation:
+    """n questions, each answered by a call and what is said of its result."""
+    messages = []
+    for i in range(n):
+        call = {"id": f"call0000{i}", "type": "function", "function": {"name": "lookup", "arguments": {"place": f"Denver {i}"}}}
+        messages += [said("user", f"How is it in Denver {i}?"), {**said("assistant", ""), "tool_calls": [call]}]
+        messages += [{**said("tool", f"sunny {i}"), "tool_call_id": call["id"]}, said("assistant", f"It is sunny {i}.")]
+    return Conversation("made", messages, [schema("lookup")])
+
+
+def test_recorded_conversations_are_replayed_with_the_ids_that_are_trained():
     """Through environment and engine come the samples that the same conversation has as training data: tokens and masks."""
-    tokenizer = Tokenizer.load(str(shared / "tokenizers" / name))
+    for name in ("plain", "drops_thinking", "next_role_stop", "date", "two_stops"):
+        split = replayed([turns_with_tools(n) for n in (1, 3)], templated(name))
+        assert (split > 0) == (name == "drops_thinking")
+
+
+def test_real_conversations_are_replayed_with_the_ids_that_are_trained(shared):
+    for name in ("qwen3", "minimind"):
+        split = replayed(spread(shared), Tokenizer.load(str(shared / "tokenizers" / name)))
+        assert split == 0 or name == "qwen3"
+
+
+def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
+    """How many were split into several samples."""
     split = 0
     environments = Environments(Plug(use="tests.rl.environments:Replay"))
     try:
-        for c in spread(shared):
+        for c in conversations:
             wanted = chat_samples(c.messages, tokenizer, tools=c.tools)
             script = {}
             for sample in wanted:
@@ -97,7 +119,7 @@ def test_recorded_conversations_are_replayed_with_the_ids_that_are_trained(name,
             split += len(found) > 1
     finally:
         environments.close()
-    assert split == 0 or name == "qwen3"
+    return split
 
 
 def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):

@@ -246,7 +246,7 @@ def test_the_card_says_what_it_is_made_of_and_how_it_did(raw, tmp_path):
     row = f"| loss/held_out | {first.metrics['loss/held_out']:.4g} | {better.metrics['loss/held_out']:.4g} | {first.metrics['loss/held_out']:.4g} |"
     assert row in text, "start, now, and what was published before, which is the start"
     assert "published before (first)" in text
-    assert f"| sums | `{tmp_path}/data` | auto | 1 | {better.data['sums']} |" in text
+    assert f"| sums | `{tmp_path}/data` | auto | by rows | {better.data['sums']} |" in text
     assert f"vllm serve {better.published}\n" in text
     job = loads(text.split("```yaml\n")[1].split("```")[0])
     assert job == retrain.based(loads(yaml.safe_dump(raw)), better), "the config, as it can be run again"

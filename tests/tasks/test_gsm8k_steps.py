@@ -20,7 +20,7 @@ SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[3] / "shared"
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (SHARED / "gsm8k").is_dir():
-        pytest.skip("needs the real data: point PTF_DATA at it")
+        pytest.skip("needs the real data: `make data` fetches it, or point PTF_DATA at it")
     root = tmp_path_factory.mktemp("gsm8k_steps")
     prepare(str(root), data=str(SHARED), generated=3000)
     return root
