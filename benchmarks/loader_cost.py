@@ -70,25 +70,23 @@ def first_row(lanes: Lanes) -> tuple[int, float, float]:
     return reads, reads / lanes.lanes, first
 
 
-def decoding(directory: Path, tokenizer: Tokenizer, ranks: int, steps: int = 30) -> float:
-    """CPU-seconds that a rank spends on a step, on the average over one group of the ranks."""
-    size = group_size(ranks)
-    factories = [made(directory, tokenizer, max(8, ranks)) for _ in range(size)]
-    peers = Threads.group(size)
+def decoding(directory: Path, tokenizer: Tokenizer, ranks: int) -> float:
+    """CPU-seconds that a rank spends on a step, on the average over an epoch of one group of the ranks."""
+    size, lanes, peers = group_size(ranks), max(8, ranks), Threads.group(group_size(ranks))
     loaders = [
         Loader(
-            factory, lanes=max(8, ranks), rows=ROWS_A_RANK * ranks, rank=rank, world_size=ranks, micro_rows=ROWS_A_RANK, seq_len=SEQ_LEN, prefetch=1,
-            peers=peers[rank],
+            made(directory, tokenizer, lanes, epochs=1), lanes=lanes, rows=ROWS_A_RANK * ranks, rank=rank, world_size=ranks, micro_rows=ROWS_A_RANK,
+            seq_len=SEQ_LEN, peers=peers[rank],
         )
-        for rank, factory in enumerate(factories)
+        for rank in range(size)
     ]  # fmt: skip
+    began, steps, more = time.process_time(), 0, True
     with ThreadPoolExecutor(size) as pool:
-        for _ in range(10):  # every lane has filled its windows
-            list(pool.map(next, loaders))
-        began = time.process_time()
-        for _ in range(steps):
-            list(pool.map(next, loaders))
-        spent = time.process_time() - began
+        while more:
+            batches = list(pool.map(next, loaders))
+            more = any(float(batch.weights.sum()) for micro in batches for batch in micro)
+            steps += more
+    spent = time.process_time() - began
     close(loaders)
     return spent / steps / size
 

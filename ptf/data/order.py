@@ -81,7 +81,7 @@ class Ordered:
         blocks = sum(map(len, counts or ()))
         self.open = min(OPEN, max(OPEN_LEAST, OPEN_BYTES * blocks // max(1, sum(reader.sizes))))
         self.fingerprint = fingerprint(reader)
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # order of blocks, rows up to the end of each, ranges of lanes
 
     @property
     def rows(self) -> int | None:
@@ -100,26 +100,38 @@ class Ordered:
     def pieces(self, epoch: int, lane: int) -> np.ndarray:
         """Of an epoch of permuted blocks, what a lane has: block, first row, end. [n, 3] int64"""
         assert self.extent is not None
-        start, end = share(self.extent.total, self.lanes, epoch, lane)
-        if start == end:
+        if not size(self.extent.total, self.lanes, epoch, lane):
             return np.zeros((0, 3), np.int64)
         if epoch not in self._epochs:
             order = permutation(f"{self.key}/blocks/{epoch}", len(self.extent.rows))
             self._epochs = {e: made for e, made in self._epochs.items() if e >= epoch - 1}  # lanes are an epoch apart at most, but for those that begin
-            self._epochs[epoch] = order, np.cumsum(self.extent.rows[order])
-        order, ends = self._epochs[epoch]
+            ranges = shares(self.extent.total, self.lanes, epoch, f"{self.key}/lanes/{epoch}")
+            self._epochs[epoch] = order, np.cumsum(self.extent.rows[order]), ranges
+        order, ends, ranges = self._epochs[epoch]
+        start, end = ranges[lane]
         first, last = np.searchsorted(ends, [start, end - 1], "right")
         blocks = order[first : last + 1]
         before = ends[first : last + 1] - self.extent.rows[blocks]
-        return np.stack([blocks, np.maximum(start - before, 0), np.minimum(end - before, self.extent.rows[blocks])], 1)
+        pieces = np.stack([blocks, np.maximum(start - before, 0), np.minimum(end - before, self.extent.rows[blocks])], 1)
+        return np.roll(pieces, -1, 0)  # the first one may be a small part of a block: with whole ones fewer are read before the first row
 
 
-def share(rows: int, lanes: int, epoch: int, lane: int) -> tuple[int, int]:
-    """First row and end of a lane's range of an epoch of so many rows."""
+def size(rows: int, lanes: int, epoch: int, lane: int) -> int:
+    """How many of an epoch's rows a lane has."""
     each, more = divmod(rows, lanes)
-    j = (lane - epoch * more) % lanes
-    start = j * each + min(j, more)
-    return start, start + each + (j < more)
+    return each + ((lane - epoch * more) % lanes < more)
+
+
+def shares(rows: int, lanes: int, epoch: int, key: str) -> np.ndarray:
+    """First row and end of each lane's range. The ranges lie in an order that `key` names: lanes that follow each other, whose rows are trained side by
+    side, are not to read the same block. [lanes, 2] int64"""
+    each, more = divmod(rows, lanes)
+    order = permutation(key, lanes)
+    sizes = each + ((np.arange(lanes) - epoch * more) % lanes < more)
+    ends = np.cumsum(sizes[order])
+    found = np.zeros((lanes, 2), np.int64)
+    found[order] = np.stack([ends - sizes[order], ends], 1)
+    return found
 
 
 class LaneSource(Protocol):

@@ -357,7 +357,9 @@ def test_an_epoch_is_every_row_once_whatever_the_lanes(characters: Tokenizer, tm
 def test_without_weights_every_row_comes_once_and_sources_are_interleaved(characters: Tokenizer, tmp_path: Path) -> None:
     sources = {"a": write(tmp_path, "a", 10), "b": write(tmp_path, "b", 500)}
     assert trained(sources, characters, 2) == Counter([f"a{i}" for i in range(10)] + [f"b{i}" for i in range(500)])
-    lane = make({name: replace(spec, epochs=1) for name, spec in sources.items()}, characters, encode=once, lanes=1, shuffle=2)._factory(0)
+    finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
+    encode = lambda row, name: encode_document(row, characters, name)  # noqa: E731
+    lane = Lanes(finite, characters, encode, lanes=1, seed=0, shuffle=2, seq_len=SEQ_LEN, lookahead=6)(0)
     order = [sample.source for row in lane for atom in row for sample in atom]
     at = [i for i, name in enumerate(order) if name == "a"]
     assert len(order) == 510

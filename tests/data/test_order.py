@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ptf.data import blocks
 from ptf.data.blocks import Reader
-from ptf.data.order import LaneSource, Ordered, share
+from ptf.data.order import LaneSource, Ordered, shares, size
 from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
 from ptf.data.sources import SourceSpec
@@ -98,9 +98,10 @@ def test_what_is_permuted(directory: Path) -> None:
 
 @given(rows=st.integers(1, 3000), lanes=st.integers(1, 600), epoch=st.integers(0, 50))
 def test_ranges_tile_an_epoch(rows: int, lanes: int, epoch: int) -> None:
-    ranges = sorted(share(rows, lanes, epoch, lane) for lane in range(lanes))
-    assert [n for start, end in ranges for n in range(start, end)] == list(range(rows))
-    assert {end - start for start, end in ranges} <= {rows // lanes, rows // lanes + 1}
+    found = shares(rows, lanes, epoch, "key").tolist()
+    assert [end - start for start, end in found] == [size(rows, lanes, epoch, lane) for lane in range(lanes)]
+    assert [n for start, end in sorted(found) for n in range(start, end)] == list(range(rows))
+    assert {end - start for start, end in found} <= {rows // lanes, rows // lanes + 1}
 
 
 def labelled(directory: Path, rows: int, groups: int) -> SourceSpec:
