@@ -95,7 +95,8 @@ class SFTThenRLFlow(PostTrainFlow):
         self.next(self.tokenize)
 
     def _job(self) -> Job:
-        return super()._job() if self.published_first else loads(self.first)
+        first = None if getattr(self, "published_first", None) else getattr(self, "first", None)  # `start` has neither yet
+        return super()._job() if first is None else loads(first)
 
 
 if __name__ == "__main__":

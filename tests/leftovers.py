@@ -23,6 +23,7 @@ SHARED = Path("/dev/shm")
 EVERY_S = 2.0
 GRACE_S = float(os.environ.get("SUITE_GRACE_S", "20"))  # for what was told to end
 CACHES = ("torchinductor_", "pytest-of-", "hsperfdata_", "matplotlib-", "fontconfig")  # which libraries keep for later processes of this user
+LIBRARIES = re.compile(r"vllm_dist_\w+|tmp\w{8}\.json")  # files that vLLM's engines and Metaflow's cards leave, whoever uses them
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # of this process, with which they end
 
 
@@ -97,7 +98,7 @@ class Session:
             if not any(str(SHARED / name) in _maps(process) for process in [psutil.Process()]):
                 lines.append(f"shared memory: {SHARED / name}")
                 (SHARED / name).unlink(missing_ok=True)
-        lines += [f"temporary: {path}" for path in sorted(self.place.iterdir()) if not path.name.startswith(CACHES)]
+        lines += [f"temporary: {path}" for path in sorted(self.place.iterdir()) if not (path.name.startswith(CACHES) or LIBRARIES.fullmatch(path.name))]
         shutil.rmtree(self.place, ignore_errors=True)
         for name, value in self.kept.items():
             os.environ.pop(name, None)

@@ -41,7 +41,7 @@ def test_a_conversation_goes_on_from_what_was_said(model):
 def test_lines_of_a_pipe_are_answered_by_the_published_version(model, tmp_path, monkeypatch, capsys):
     root = str(tmp_path / "published")
     storage.upload(model, f"{root}/v1")
-    storage.commit(f"{root}/v1", {})
+    storage.commit(f"{root}/v1", {"version": "v1"})
     assert published.point(root, "v1", None)
     told = []
     for where in (root, model):

@@ -47,7 +47,7 @@ def test_a_session_that_leaves_something_fails_and_names_it(tmp_path):
         assert line in said, f"{name}: {said}"
     left = [int(word.split()[1].rstrip(":")) for word in said.splitlines() if word.strip().startswith("process ")]
     assert len(left) >= 3
-    assert not any(psutil.pid_exists(pid) for pid in left)  # and it is gone now
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in left)  # and it is gone now
     assert not list(Path("/dev/shm").glob("suite_*_test"))
 
 

@@ -107,6 +107,7 @@ NAMES = {
     ("torch", "float32"),
     ("torch", "bfloat16"),
     ("torch", "float16"),
+    *(("torch", name) for name in ("float64", "int64", "int32", "int16", "int8", "uint8", "bool")),  # of components of the user's own
 }
 
 

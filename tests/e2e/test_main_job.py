@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from ptf.compute.tracking import is_clock, read_metrics
-from ptf.config import load
+from ptf.config import load, resolve
+from ptf.data.tokenizer import Tokenizer
 from ptf.run import resolved, run
+from ptf.train.tokenize import tokenize
 
 ROOT = Path(__file__).parents[2]
 SFT, GRPO = "configs/tiny/sft.yaml", "configs/tiny/grpo.yaml"
@@ -94,8 +96,15 @@ def sft(place):
 
 @pytest.fixture(scope="module")
 def alone(place):
-    """The same job uninterrupted on one worker, in this process."""
-    job = load(str(ROOT / SFT), overrides=place.sets("alone", "compute.launcher=local", "data.pretokenize=false", *STEPS))
+    """The same job uninterrupted on one worker, in this process, from tokenized data as in the flow."""
+    job = resolved(load(str(ROOT / SFT), overrides=place.sets("alone", "compute.launcher=local", *STEPS)))
+    return run(resolve(job, tokenized=tokenize(job, Tokenizer.load(job.model.path), 1)), "alone")
+
+
+@pytest.fixture(scope="module")
+def on_the_fly(place):
+    """The same from the rows as they are, whose blocks, and so their order, are others."""
+    job = load(str(ROOT / SFT), overrides=place.sets("on_the_fly", "compute.launcher=local", "data.pretokenize=false", *STEPS))
     return run(resolved(job), "alone")
 
 
@@ -211,10 +220,10 @@ def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
 
 
 @pytest.mark.cluster
-def test_torchrun_runs_the_same_job_without_ray(place, alone):
+def test_torchrun_runs_the_same_job_without_ray(place, on_the_fly):
     overrides = [w for s in place.sets("torchrun", "compute.workers=2", "data.pretokenize=false", *STEPS) for w in ("--set", s)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ptf.run", str(ROOT / SFT), *overrides]
     done = place.do([*command, "--lineage", "a"])
     assert done.returncode == 0, done.stderr[-3000:]
-    for a, b in zip(facts(alone), facts(place.home / "torchrun" / "a"), strict=True):
+    for a, b in zip(facts(on_the_fly), facts(place.home / "torchrun" / "a"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)

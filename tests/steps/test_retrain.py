@@ -139,7 +139,7 @@ def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, 
     assert again(raw, "worse").published is None
     assert again(raw, "same") is None
     assert f"nothing new since worse, which was not better: loss/held_out {first.metrics['loss/held_out']:.4g} → " in capsys.readouterr().out
-    assert again({**raw, "train": {**raw["train"], "lr": 1e-9}}, "other rate") is not None, "another config may end otherwise"
+    assert again({**raw, "train": {**raw["train"], "lr": 1e-9}}, "other-rate") is not None, "another config may end otherwise"
     sums(tmp_path, 0, 150)
     assert again(raw, "more") is not None
 

@@ -139,7 +139,7 @@ def test_a_place_that_cannot_be_written_leaves_the_checkpoint_before_it(raw: dic
         return write(directory, *args)
 
     monkeypatch.setattr(saver, "write", full)
-    with pytest.raises(UserError, match=r"the checkpoint of step 10 could not be written to .*No space left on device.*the one before it is whole"):
+    with pytest.raises(UserError, match=r"the checkpoint of step 10 could not be written to .*no space is left on the disk at .*the one before it is whole"):
         train(raw, "a")
     monkeypatch.undo()
     again = train(raw, "a")

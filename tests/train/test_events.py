@@ -150,6 +150,7 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
     catalogue = str(tmp_path / "made" / "catalogue.json")
     raw["rollout"] |= {"reward": None, "environment": {"use": "ptf.tasks.slates:Future", "args": {"catalogue": catalogue, "turns": 2, "size": 4}}}
     raw["rollout"] |= {"prompts": 8, "group": 4}
+    raw["data"]["unseen_context"] = "allow"  # the template shows what users did, and nothing that was recommended
     raw["train"] |= {"steps": 2}
     raw["evaluate"].pop("metrics")
     found, directory = trained(raw, "played")
