@@ -48,6 +48,20 @@ def families(samples: Sequence[Sample], seq_len: int) -> list[Atom]:
     return atoms
 
 
+def apart(atom: Atom) -> list[Sample]:
+    """The samples of a family, each whole again."""
+    head = atom[0]
+    return [head, *(joined(head, sample) for sample in atom[1:])]
+
+
+def joined(head: Sample, sample: Sample) -> Sample:
+    """A sample that goes on from another's beginning, with that before it; what is shared has no weight and nothing in its streams."""
+    n = sample.begins
+    streams = {name: np.concatenate([np.zeros((n, *v.shape[1:]), v.dtype), v]) for name, v in sample.streams.items()}
+    weights = np.concatenate([np.zeros(n, np.float32), sample.weights])
+    return replace(sample, tokens=np.concatenate([head.tokens[:n], sample.tokens]), weights=weights, streams=streams, begins=0)
+
+
 def _alike(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens two samples begin with alike."""
     n = min(len(a), len(b))

@@ -16,6 +16,7 @@ from ptf.data.encode import Encode, TooLong
 from ptf.data.kinds import unread
 from ptf.data.packing import pack_all
 from ptf.data.pipeline import Mixture, encoder_of, opened
+from ptf.data.prefixes import apart
 from ptf.data.quarantine import BadRow
 from ptf.data.sample import Atom, length
 from ptf.data.sources import SourceSpec, rows_once
@@ -113,7 +114,8 @@ def _look(
         made = encoder(place)
         seen += 1
         atoms += made
-        shown += [(place.where, atom) for atom in made][: max(0, examples - len(shown))]
+        whole_ones = [(sample,) for atom in made for sample in apart(atom)] if share else made
+        shown += [(place.where, atom) for atom in whole_ones][: max(0, examples - len(shown))]
         if made:
             heapq.heappush(longest, (max(map(length, made)), place.where))
             longest = heapq.nlargest(LONGEST, longest)

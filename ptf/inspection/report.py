@@ -123,7 +123,7 @@ def advice(found: Report) -> list[str]:
 def _source(source: Surveyed, planned: Planned | None) -> dict[str, Any]:
     passes = planned.passes[source.name] if planned else None
     return {
-        "rows": round(source.rows), "samples": round(source.samples), "passes": None if passes is None else sum(passes) / 2,
+        "rows": round(source.rows), "samples": round(source.samples), "passes": None if passes is None else round(sum(passes) / 2, 6),
         "left_out": dict(source.left_out), "not_read": list(source.not_read),
     }  # fmt: skip
 

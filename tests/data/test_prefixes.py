@@ -14,7 +14,7 @@ from ptf.data.exchange import as_bytes, of_bytes
 from ptf.data.packing import pack_all
 from ptf.data.passes import planned
 from ptf.data.pipeline import Lanes
-from ptf.data.prefixes import families, pack_shared
+from ptf.data.prefixes import apart, families, pack_shared
 from ptf.data.sample import Atom, Sample, length
 from ptf.data.sources import SourceSpec
 from ptf.data.stream import settle
@@ -129,6 +129,7 @@ def conversations(draw: st.DrawFn) -> list[Sample]:
 def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]) -> None:
     atoms = families(samples, WIDTH)
     assert Counter(one for atom in atoms for one in whole([atom])) == Counter(one for s in samples for one in whole([(s,)]))
+    assert sorted((tuple(s.tokens), tuple(s.weights)) for atom in atoms for s in apart(atom)) == sorted((tuple(s.tokens), tuple(s.weights)) for s in samples)
     assert all(length(atom) <= WIDTH for atom in atoms)
     assert sum(map(length, atoms)) <= sum(map(len, samples))
     for atom in atoms:
