@@ -144,12 +144,11 @@ def open_read(uri: str, read_bytes: int = READ_BYTES) -> IO[bytes]:
         raise Missing(f"no such file: {uri}") from None
 
 
-class _Remote(io.RawIOBase):
-    """A remote file as it was when it was opened: nothing of it is held here."""
+class Ranged(io.RawIOBase):
+    """A file that is read by ranges of bytes; a subclass reads them (`readinto`)."""
 
-    def __init__(self, files: Any, path: str, uri: str) -> None:
-        self._files, self._path, self._uri, self._at = files, path, uri, 0
-        self._size = int(_asked(files, uri, lambda: files.size(path)))
+    def __init__(self, size: int) -> None:
+        self._size, self._at = size, 0
 
     def readable(self) -> bool:
         return True
@@ -163,6 +162,14 @@ class _Remote(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
+
+
+class _Remote(Ranged):
+    """A remote file as it was when it was opened: nothing of it is held here."""
+
+    def __init__(self, files: Any, path: str, uri: str) -> None:
+        super().__init__(int(_asked(files, uri, lambda: files.size(path))))
+        self._files, self._path, self._uri = files, path, uri
 
     def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self._size)

@@ -220,25 +220,13 @@ def _write(file: Path, data: bytes) -> None:
         raise UserError(f"what is read from the Hub cannot be kept in {file.parent}: {error}; set HF_HOME to a directory with room") from None
 
 
-class _Pieces(io.RawIOBase):
+class _Pieces(storage.Ranged):
     """A file of a commit. Pieces that were read before come from disk; neighbours that were not are one request."""
 
     def __init__(self, id: str, commit: str, name: str, size: int) -> None:
-        self._id, self._commit, self._name, self._size, self._at = id, commit, name, size, 0
+        super().__init__(size)
+        self._id, self._commit, self._name = id, commit, name
         self._folder = _kept(id, commit) / "pieces" / name
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
 
     def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self._size)
