@@ -18,7 +18,7 @@ pytest_plugins = ["tests.leftovers"]
 
 # no test asserts a time; `make test` draws the same examples every time, `make test-random` others
 settings.register_profile("fixed", deadline=None, database=None, derandomize=True)
-settings.register_profile("random", deadline=None, database=None, print_blob=True)
+settings.register_profile("random", deadline=None, database=None, derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
 os.environ["PTF_CACHE"] = tempfile.mkdtemp(prefix="ptf-cache-")  # what is verified is remembered here
