@@ -1,4 +1,4 @@
-"""The tokenizer: a thin layer over AutoTokenizer, which alone decides what text becomes which ids.
+"""The tokenizer: a thin layer over the one that AutoTokenizer makes, which alone decides what text becomes which ids.
 
 The one idea: a chat is rendered by the model's own chat template and by nothing else, and what ends a turn is found by asking that
 template, not by knowing its family. The only transformers import in ptf.data.
@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ptf.data.rendering import Rendering, with_arguments
 from ptf.errors import UserError, refuse_custom_code
@@ -28,6 +28,28 @@ PROBES = (
     "Hello, world!", "  two  spaces\tand a tab", "\n\nnewlines\n", "naïve café Ångström ﬁ ①", "数学 русский العربية हिन्दी", "👩‍👩‍👧 emoji",
     "1234567.89e-10", "don't DON'T it's", "<|im_end|></s><|endoftext|>", "a\u0301 \u00e1", "x=  y;\r\n", "\u200b\ufeff",
 )  # fmt: skip
+
+
+# families of which AutoTokenizer takes a tokenizer_config.json at its word where it names no class of their own
+PLAIN_FAMILIES = frozenset({None, "gemma3", "gemma3_text", "gpt_oss", "llama", "qwen3", "qwen3_moe"})
+PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+
+
+def loader(path: str) -> Any:
+    """AutoTokenizer, or, where the directory's files leave it one choice, that choice: importing AutoTokenizer takes 2.7 CPU-seconds (it imports
+    all of `transformers.generation`, scikit-learn and torch._dynamo), which every process of a run would pay."""
+    directory = Path(path)
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+        family = json.loads((directory / "config.json").read_text()).get("model_type") if (directory / "config.json").exists() else None
+    except (OSError, ValueError):
+        config, family = {}, None
+    plain = config.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in config and family in PLAIN_FAMILIES
+    if plain and (directory / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 class Tokenizer:
@@ -42,7 +64,7 @@ class Tokenizer:
         """From a directory or a Hugging Face id; never from the network where HF_HUB_OFFLINE is set."""
         local = os.path.isdir(path) or os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
         try:
-            hf: Any = AutoTokenizer.from_pretrained(path, revision=revision, local_files_only=local, trust_remote_code=False)  # type: ignore[arg-type]
+            hf: Any = loader(path).from_pretrained(path, revision=revision, local_files_only=local, trust_remote_code=False)
         except (OSError, ValueError) as e:
             refuse_custom_code(path, e)
             raise UserError(f"no tokenizer in {path}: {str(e).splitlines()[0]}") from None
