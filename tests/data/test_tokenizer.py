@@ -144,9 +144,14 @@ def test_a_plain_directory_is_loaded_as_auto_tokenizer_loads_it(characters: Toke
     assert Tokenizer(auto).fingerprint() == ours.fingerprint()
 
 
-@pytest.mark.parametrize(("family", "keys"), [
-    (None, {"tokenizer_class": "Qwen2Tokenizer"}), (None, {"auto_map": {"AutoTokenizer": [None, "code.Tokens"]}}), ("phi3", {}), ("qwen2", {}), ("mistral", {}), ("other", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        (None, {"tokenizer_class": "Qwen2Tokenizer"}),
+        (None, {"auto_map": {"AutoTokenizer": [None, "code.Tokens"]}}),
+        *((family, {}) for family in ("phi3", "qwen2", "mistral", "other")),
+    ],
+)
 def test_any_other_directory_is_auto_tokenizers(characters: Tokenizer, tmp_path: Path, family: str | None, keys: dict) -> None:
     characters.save(tmp_path)
     edit(tmp_path / "tokenizer_config.json", **{"tokenizer_class": "PreTrainedTokenizerFast", **keys})
