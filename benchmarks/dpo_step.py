@@ -44,7 +44,7 @@ def ours(given: dict[str, Any]) -> None:
     from ptf.data.batch import Batch
     from ptf.data.packing import pack_all
     from ptf.data.sample import Atom, Sample, length
-    from ptf.recipes.dpo import DPO
+    from ptf.recipes.dpo.recipe import DPO
     from ptf.train.trainer import Trainer, load_model
 
     stored = np.load(given["documents"])

@@ -41,7 +41,7 @@ from ptf.data.packing import pack_all  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from ptf.eval import evaluate  # noqa: E402
 from ptf.recipes.documents import sums  # noqa: E402
-from ptf.recipes.dpo import DPO  # noqa: E402
+from ptf.recipes.dpo.recipe import DPO  # noqa: E402
 from ptf.run import run  # noqa: E402
 from ptf.tasks.tiny import write_model  # noqa: E402
 from ptf.train.deal import deal  # noqa: E402

@@ -37,7 +37,7 @@ from ptf.config import loads  # noqa: E402
 from ptf.data.sample import Atom, Sample  # noqa: E402
 from ptf.data.trajectory import Group  # noqa: E402
 from ptf.errors import UserError  # noqa: E402
-from ptf.recipes.grpo import GRPO  # noqa: E402
+from ptf.recipes.grpo.recipe import GRPO  # noqa: E402
 from ptf.rl import controller  # noqa: E402
 from ptf.rl.cluster import LocalGroup  # noqa: E402
 from ptf.rl.sync import SyncError  # noqa: E402

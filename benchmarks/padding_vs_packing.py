@@ -64,7 +64,7 @@ def ours(given: dict[str, Any]) -> None:
     from ptf.data.pipeline import Lanes
     from ptf.data.sample import Atom, Sample
     from ptf.data.sources import SourceSpec
-    from ptf.recipes.sft import SFT
+    from ptf.recipes.sft.recipe import SFT
     from ptf.train.trainer import Trainer, load_model
 
     stored = np.load(given["documents"])

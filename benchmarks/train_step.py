@@ -48,7 +48,7 @@ def ours(given: dict[str, Any]) -> None:
     from ptf.data.batch import Batch
     from ptf.data.packing import pack_all
     from ptf.data.sample import Sample
-    from ptf.recipes.sft import SFT
+    from ptf.recipes.sft.recipe import SFT
     from ptf.train.trainer import Trainer, load_model
 
     stored = np.load(given["documents"])

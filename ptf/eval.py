@@ -6,19 +6,18 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from ptf import gate, recipes, storage
+from ptf import gate, storage
 from ptf.compute.launch import default_threads, on_ray
 from ptf.compute.world import World, joined
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plug import bind
-from ptf.config.schema import Plug
+from ptf.config.section import Plug
 from ptf.data.ranking import MEASURES
 from ptf.data.sample import Atom, Sample
 from ptf.data.tokenizer import Tokenizer
@@ -26,9 +25,8 @@ from ptf.errors import UserError
 from ptf.gate import Worse
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
-from ptf.recipes.dpo import DPO
-from ptf.recipes.kd import KD
-from ptf.recipes.rm import RM
+from ptf.recipes import registry
+from ptf.recipes.protocol import Judging, Recipe, as_evaluated, as_reported
 from ptf.rl.cluster import Pool
 from ptf.rl.fit import clustered, held_out_prompts, rewards_of, sampler_spec, trie_of
 from ptf.rl.ranking import TASKS, rank
@@ -47,7 +45,7 @@ COMPARED = "compared.json"  # in the run's directory
 def evaluate(job: Job, run: Path) -> dict[str, float]:
     """By name; `start/…` is of the model that training started from."""
     found = generated(job, run) | (ranked(job, run) if job.evaluate.ranking else {})
-    return found | (compared(job, run) if job.data.validation and not recipes.build(job).online else {})
+    return found | (compared(job, run) if job.data.validation and not registry.build(job).online else {})
 
 
 def compared(job: Job, run: Path) -> dict[str, float]:
@@ -67,7 +65,7 @@ def compared(job: Job, run: Path) -> dict[str, float]:
 def compare(text: str, directory: str) -> None:
     """What every rank runs; leaves the metrics in the run's directory."""
     job, run = loads(text), Path(directory)
-    recipe, compute = measuring(recipes.build(job)), job.compute
+    recipe, compute = as_evaluated(registry.build(job)), job.compute
     base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     tokenizer_path = tokenizer_directory(job, spec, base, run)
@@ -99,13 +97,14 @@ def compare(text: str, directory: str) -> None:
 
 
 def measured(
-    model: Decoder, recipe: recipes.Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], job: Job, world: World, beside: Mapping[str, Decoder]
+    model: Decoder, recipe: Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], job: Job, world: World, beside: Mapping[str, Decoder]
 ) -> dict[str, float]:
     """What the recipe says of one model; of scores from 0 to 1, how well it tells those above 0.5 from the others too, and what lengths alone would."""
     micro_rows, width = job.train.micro_rows, job.data.seq_len
-    found = named(held_out_loss(model, recipe, sets, world, micro_rows, width, beside), recipe)
-    if not (isinstance(recipe, RM) and recipe.form == "binary"):
+    found = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_rows, width, beside))
+    if not getattr(recipe, "is_probability", False):
         return found
+    recipe = cast(Judging, recipe)
     for name, rows in sets.items():
         scores, truth, lengths = scored(model, recipe, rows, world, micro_rows, width)
         found[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
@@ -115,7 +114,7 @@ def measured(
 
 
 def leave_losses(
-    model: Decoder, recipe: recipes.Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], job: Job, world: World, beside: Mapping[str, Decoder], place: Path
+    model: Decoder, recipe: Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], job: Job, world: World, beside: Mapping[str, Decoder], place: Path
 ) -> None:  # fmt: skip
     """For the gate: the loss of each held-out row, in files that are alike for every model."""
     for name, rows in sets.items():
@@ -125,32 +124,17 @@ def leave_losses(
             storage.write_text(str(place / f"{name}.jsonl"), "".join(lines))
 
 
-def measuring(recipe: recipes.Recipe) -> recipes.Recipe:
-    """As its models are measured: beside companions that are there, and, in distillation, by KL(teacher ‖ student) and the loss of the data."""
-    if isinstance(recipe, KD):
-        return replace(recipe, form="forward", temperature=1.0, ce=1.0, top_k=None, precomputed=False)
-    return replace(recipe, precomputed=False) if isinstance(recipe, DPO) else recipe
-
-
-def named(metrics: Mapping[str, float], recipe: recipes.Recipe) -> dict[str, float]:
-    """Under the names that they are known by: of distillation, `kl/NAME` and `ce/NAME`; their sum is nothing that is looked at."""
-    if not isinstance(recipe, KD):
-        return dict(metrics)
-    return {name.replace("divergence", "kl", 1): value for name, value in metrics.items() if not name.startswith("loss/")}
-
-
 def answer_length(sample: Sample) -> int:
     return int((sample.weights != 0).sum())
 
 
 @torch.no_grad()
-def scored(model: Decoder, recipe: RM, rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> np.ndarray:
+def scored(model: Decoder, recipe: Judging, rows: Sequence[Sequence[Atom]], world: World, micro_rows: int, width: int) -> np.ndarray:
     """Scores, rewards and lengths of all answers, on every rank: [3, answers]."""
     found = []
     for batch in deal(rows, world, micro_rows, width):
         batch = batch.to(world.device)
-        what = recipe.scores(model, batch), *(recipe.judged(batch, name) for name in ("score", "answer_length"))
-        found.append(torch.stack(what).cpu().numpy())
+        found.append(recipe.judgements(model, batch).cpu().numpy())
     mine = np.concatenate(found, axis=1)
     return np.concatenate([mine for rank, mine in enumerate(world.gather(mine)) if rank % world.tensor == 0], axis=1)  # a tensor group has the same
 
@@ -266,7 +250,7 @@ def check(job: Job) -> None:
     names = [f"{source}/{rate}" for source in knobs.sources for rate in rates]
     if knobs.ranking:
         names += [f"{source}/{task}/{measure}@{knobs.ranking.k}" for source in knobs.ranking.sources for task in TASKS for measure in MEASURES]
-    held_out = [] if recipes.build(job).online else list(job.data.validation)
+    held_out = [] if registry.build(job).online else list(job.data.validation)
     if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):
         known = [*names, *(f"what the recipe says of {name}, like loss/{name}" for name in held_out)]
         raise ConfigError(f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}")

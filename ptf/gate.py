@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ptf.config import Job
-from ptf.config.schema import KDAlgo
+from ptf.config.section import Knobs
 from ptf.errors import UserError
 
 ROWS = "held_out"  # in the run's directory: loss and denominator of each held-out row
@@ -71,7 +71,8 @@ def defaults(job: Job) -> Iterator[list[str]]:
     yield [f"{source}/{rate}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
     if ranking := job.evaluate.ranking:
         yield [f"{source}/all/ndcg@{ranking.k}" for source in ranking.sources]
-    yield [f"{'kl' if isinstance(job.algo, KDAlgo) else 'loss'}/{name}" for name in job.data.validation]
+    metric = job.algo.held_out_metric if isinstance(job.algo, Knobs) else "loss"
+    yield [f"{metric}/{name}" for name in job.data.validation]
 
 
 def needs_losses(job: Job) -> bool:

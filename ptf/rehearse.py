@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf import recipes, storage
+from ptf import storage
 from ptf.compute.world import World
 from ptf.config import Job, resolve
 from ptf.config.schema import MeshConfig, ModelConfig
 from ptf.data.added import tokenizer_of
 from ptf.errors import UserError
 from ptf.model.bridge import build, hf_tensors, locate, save_hf
+from ptf.recipes import registry
 from ptf.run import resolved, run
 from ptf.train.companions import located, refuse_other_architecture
 from ptf.train.rendered import rendered
@@ -54,7 +55,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         tell(f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, {ROWS} rows of each source:")
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
-    recipe, path = recipes.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
+    recipe, path = registry.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
     tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].said())
     tell(f"all of it works ({time.monotonic() - began:.0f} s)")
 
@@ -95,7 +96,7 @@ def beside(job: Job, model: Path, scratch: Path) -> Job:
     """The job with narrow models, of random weights, in place of the ones that its recipe looks at. Raises UserError for one that does not go with
     the job's model."""
     paths = {}
-    for role, one in recipes.build(job).companions.items():
+    for role, one in registry.build(job).companions.items():
         if one.path is None:
             continue
         place = located(one, role, None)

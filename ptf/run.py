@@ -13,7 +13,7 @@ from pathlib import Path
 from ptf import entry  # first: it notes who started this process
 
 # isort: split
-from ptf import disk, published, recipes, scratch, storage
+from ptf import disk, published, scratch, storage
 from ptf.compute import launch, leave
 from ptf.compute.lease import Lease, leased
 from ptf.compute.world import World, joined
@@ -24,6 +24,7 @@ from ptf.data import hub
 from ptf.data.files import Location, repo_of
 from ptf.data.prepare import prepare
 from ptf.errors import Retryable, UserError
+from ptf.recipes import registry
 from ptf.train.resume import refuse_frozen_changes
 
 
@@ -133,7 +134,7 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
     if not os.environ.get(launch.LAUNCHED):
         leave.forget(directory)
         remove_leftovers(job, lineage)
-    if recipes.build(job).online:
+    if registry.build(job).online:
         from ptf.rl.fit import fit_online
 
         fit_online(job, directory, lease)
@@ -227,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     entry.end_with_parent(entry.STARTED_BY)  # of a rank that torchrun started by hand; ours were bound to it before they imported anything
     try:
         job = load(*given.config, overrides=given.set)
-        if recipes.build(job).online:
+        if registry.build(job).online:
             raise UserError("an online recipe has one controller, not ranks: use `ptf train` or its flow")
         if job.compute.workers != int(os.environ.get("WORLD_SIZE", 1)):
             raise UserError(f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} processes")

@@ -14,9 +14,9 @@ SERVE = {"lm": "vllm serve {place}", "scalar": "vllm serve {place} --runner pool
 def card(job: Job, artifact: Artifact, made: Mapping[str, Any], before: Mapping[str, Any] | None, gate: str) -> str:
     """Markdown, with the header that model hubs read. `made`: what the run was made with; `before`: the manifest of the version that counts now;
     `gate`: how it compares with what training started from."""
-    from ptf import recipes
+    from ptf.recipes import registry
 
-    recipe, head = job.recipe if isinstance(job.recipe, str) else job.recipe.use, recipes.build(job).head
+    recipe, head = job.recipe if isinstance(job.recipe, str) else job.recipe.use, registry.build(job).head
     began = artifact.models.get(job.model.path, job.model.path)
     random = ", with random weights" if job.model.init == "random" else ""
     header = {"library_name": "transformers", "pipeline_tag": "text-generation" if head == "lm" else "text-classification", "tags": ["ptf", recipe]}

@@ -10,14 +10,14 @@ from steps.artifact import Artifact
 def tokenize(job: Job, artifact: Artifact) -> Artifact:
     """Idempotent: what was made from the same files with the same tokenizer and settings is reused. Online recipes render prompts as they
     go, and so does `data.pretokenize: false`; then there is nothing to do."""
-    from ptf import recipes
     from ptf.data.added import tokenizer_of
     from ptf.model.bridge import locate
+    from ptf.recipes import registry
     from ptf.train.rendered import rendered
     from ptf.train.tokenize import SETTINGS
     from ptf.train.tokenize import tokenize as tokenized
 
-    if recipes.build(job).online or not job.data.pretokenize:
+    if registry.build(job).online or not job.data.pretokenize:
         print("tokenize: on the fly, nothing to do ahead", flush=True)
         return artifact
     resolved = artifact.resolve(job)

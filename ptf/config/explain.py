@@ -13,7 +13,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ptf.config.schema import Job, Section
+from ptf.config.schema import Job
+from ptf.config.section import Section
 from ptf.config.tree import Node, Problem, near
 
 EXPECTED = {

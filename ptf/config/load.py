@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ptf.config.explain import explain, given
-from ptf.config.schema import JOBS, DPOAlgo, Job, KDAlgo, OPDAlgo, Section, Source, job_class
+from ptf.config.schema import Job, Source, job_class, jobs
+from ptf.config.section import Knobs, Section
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
 from ptf.credentials import HIDDEN, REFERENCE
 from ptf.errors import UserError
@@ -70,15 +71,11 @@ def fingerprint(job: Job, *sections: str) -> str:
 
 def model_paths(job: Job) -> dict[str, str]:
     """Key → value of everything that names a model to load."""
-    found, algo = {"model.path": job.model.path}, job.algo
-    if isinstance(algo, DPOAlgo) and algo.reference:
-        found["algo.reference"] = algo.reference
-    if isinstance(algo, OPDAlgo):
-        found["algo.teacher"] = algo.teacher
+    found = {"model.path": job.model.path}
     if job.rollout and job.rollout.reward_model:
         found["rollout.reward_model.path"] = job.rollout.reward_model.path
-    if isinstance(algo, KDAlgo):
-        found |= {f"algo.teachers.{name}.path": teacher.path for name, teacher in algo.teachers.items()}
+    if isinstance(job.algo, Knobs):
+        found |= {f"algo.{key}": path for key, path in job.algo.model_paths().items()}
     return found
 
 
@@ -170,7 +167,7 @@ def _checked(tree: Tree) -> Job:
                 problems += explain(error, known or Job, tree.root)
     if known is None and "recipe" in values:
         recipe = values["recipe"]
-        what = f"no such recipe: {given(recipe)}; there are {', '.join(JOBS)}, or `use: module:name` for your own{near(str(recipe), JOBS)}"
+        what = f"no such recipe: {given(recipe)}; there are {', '.join(jobs())}, or `use: module:name` for your own{near(str(recipe), jobs())}"
         problems.append(Problem(tree.root.nearest(["recipe"]), "recipe", what))
     if job is None or problems:
         raise Problems(problems)

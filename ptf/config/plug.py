@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ptf.config.load import ConfigError
-from ptf.config.schema import Plug
+from ptf.config.section import Plug
 from ptf.config.tree import near
 from ptf.credentials import resolved
 

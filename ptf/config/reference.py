@@ -15,7 +15,8 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticUndefined
 
 from ptf.config.explain import core, section_at
-from ptf.config.schema import JOBS, Job, Plug, PlugJob, Section
+from ptf.config.schema import Job, PlugJob, jobs
+from ptf.config.section import Plug, Section
 
 INTRO = """# Config
 
@@ -42,17 +43,17 @@ def markdown() -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of one config file. No key is required in it, since the file may be merged with others."""
-    jobs = (*JOBS.values(), PlugJob)
-    references, schema = models_json_schema([(job, "validation") for job in jobs], ref_template="#/$defs/{model}")
+    kinds = (*jobs().values(), PlugJob)
+    references, schema = models_json_schema([(job, "validation") for job in kinds], ref_template="#/$defs/{model}")
     for definition in schema["$defs"].values():
         definition.pop("required", None)
-    for job in jobs:
+    for job in kinds:
         properties = schema["$defs"][job.__name__]["properties"]
         properties["extends"] = TypeAdapter(str | list[str]).json_schema() | {"description": "Files that this one is put over."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ptf config",
-        "anyOf": [references[job, "validation"] for job in jobs],
+        "anyOf": [references[job, "validation"] for job in kinds],
         "$defs": schema["$defs"],
     }
 
@@ -70,7 +71,7 @@ def _sections(section: type[Section], above: str, free: bool) -> Iterator[tuple[
         named = get_origin(core(field.annotation)) is dict
         inner = section_at(field.annotation, ["NAME"] if named else [])
         if section is Job and name == "algo":
-            for recipe, job in JOBS.items():
+            for recipe, job in jobs().items():
                 yield f"algo, recipe {recipe}", section_at(job, ["algo"]) or Section, False
         elif inner and inner is not Plug:
             yield from _sections(inner, f"{above}{name}." + ("NAME." if named else ""), free or _free(field))

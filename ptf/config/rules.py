@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ptf.config.schema import DPOAlgo, GRPOAlgo, Job, KDAlgo, OPDAlgo, PolicyAlgo, PPOAlgo, RewardedAlgo, RMAlgo
+from ptf.config.schema import Job
+from ptf.config.section import Knobs
 from ptf.credentials import is_secret
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
@@ -84,9 +85,7 @@ def broken(job: Job) -> list[str]:
     if job.train.stop or job.checkpoint.best:
         faults += watched(job)
     faults += own_components(job)
-    faults += preferences(job)
-    faults += companions(job)
-    faults += policies(job)
+    faults += job.algo.faults(job) if isinstance(job.algo, Knobs) else []
     faults += foreign_model(job)
     faults += pools(job)
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
@@ -245,88 +244,6 @@ def foreign_model(job: Job) -> list[str]:
     return [f"{key} is not there with model.backend: hf" for key, there in asked.items() if there]
 
 
-def preferences(job: Job) -> list[str]:
-    """What goes with the recipes that learn from whole answers."""
-    algo, faults = job.algo, []
-    if isinstance(algo, DPOAlgo):
-        if algo.loss == "simpo" and algo.reference:
-            faults.append("algo.reference: simpo has no reference")
-        if algo.loss != "sigmoid" and algo.label_smoothing:
-            faults.append(f"algo.label_smoothing belongs to algo.loss: sigmoid, not to {algo.loss}")
-    if isinstance(algo, RMAlgo):
-        if algo.loss != "pair" and (algo.margin or algo.centring):
-            faults.append(f"algo.margin belongs to algo.loss: pair, like algo.centring, not to {algo.loss}")
-        if job.evaluate.sources:
-            faults.append("evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation")
-        if job.model.head is not None or "head" in job.model.replace:
-            faults.append("model.head: a reward model's head is a scalar one")
-    if isinstance(algo, DPOAlgo | RMAlgo):
-        if job.data.train_on != "assistant":
-            faults.append(f"data.train_on is of chats; recipe {job.recipe} compares or scores the last answer")
-        if job.data.too_long in ("truncate", "split"):
-            faults.append(f"data.too_long: recipe {job.recipe} looks at whole answers; use error or drop")
-    if isinstance(algo, DPOAlgo | KDAlgo | RMAlgo) and job.model.backend == "hf":
-        faults.append(f"model.backend: hf has no recipe {job.recipe}")
-    return faults
-
-
-def companions(job: Job) -> list[str]:
-    """What goes with recipes that look at other models."""
-    algo, faults = job.algo, []
-    if not isinstance(algo, DPOAlgo | KDAlgo):
-        return faults
-    if job.model.head is not None or "head" in job.model.replace:
-        faults.append(f"model.head: {job.recipe} compares log-probs over the vocabulary")
-    if isinstance(algo, DPOAlgo) and algo.precomputed and algo.loss == "simpo":
-        faults.append("algo.precomputed: simpo has no reference")
-    if algo.precomputed and job.train.deterministic:
-        faults.append("algo.precomputed: what is found ahead depends, in its last bits, on how rows were dealt; not with train.deterministic")
-    if isinstance(algo, KDAlgo) and algo.loss != "js" and algo.beta != KDAlgo.model_fields["beta"].default:
-        faults.append(f"algo.beta belongs to algo.loss: js, not to {algo.loss}")
-    if isinstance(algo, KDAlgo) and algo.precomputed and algo.top_k is None:
-        faults.append("algo.precomputed needs algo.top_k: whole distributions are too large to be kept")
-    return faults
-
-
-def nucleus(job: Job) -> list[str]:
-    """What cannot be with `rollout.top_p` below 1, because another policy has another nucleus, in which what was drawn need not be."""
-    algo, what = job.algo, "rollout.top_p: a nucleus is taken of one policy's distribution, so it cannot be with"
-    assert isinstance(algo, PolicyAlgo)
-    others = {
-        "several updates from the same rollouts; give algo.epochs: 1 and algo.minibatches: 1": algo.epochs * algo.minibatches > 1,
-        "algo.kl; give 0": isinstance(algo, RewardedAlgo) and algo.kl > 0,
-        "recipe opd: the teacher has another": isinstance(algo, OPDAlgo),
-        "algo.critic_warmup; give 0": isinstance(algo, PPOAlgo) and algo.critic_warmup > 0,
-    }
-    return [f"{what} {other}" for other, there in others.items() if there]
-
-
-def policies(job: Job) -> list[str]:
-    """What goes with PPO, GRPO and its family."""
-    algo, faults = job.algo, []
-    if not isinstance(algo, PolicyAlgo) or job.rollout is None:
-        return faults
-    if isinstance(algo, GRPOAlgo) and job.rollout.group < 2:
-        faults.append("rollout.group must be at least 2: GRPO compares the answers to one prompt with each other")
-    if job.rollout.top_p < 1:
-        faults += nucleus(job)
-    if isinstance(algo, OPDAlgo) and job.rollout.equal == "replace":
-        faults.append("rollout.equal: replace is for recipes that learn from rewards")
-    if not isinstance(algo, RewardedAlgo):
-        return faults
-    if algo.kl and algo.kl_estimator == "k1" and algo.kl_in == "loss":
-        faults.append("algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it holds the policy to nothing; use k2 or k3, or kl_in: reward")
-    if isinstance(algo, GRPOAlgo) and algo.baseline == "leave_one_out" and algo.scale_by_std:
-        faults.append("algo.scale_by_std belongs to algo.baseline: mean; give false")
-    if isinstance(algo, PPOAlgo) and job.model.backend == "hf":
-        faults.append("model.backend: hf has no recipe ppo: a critic has a scalar head")
-    if algo.overlong and job.rollout.environment:
-        faults.append("algo.overlong is about single answers; an environment gives the rewards of its episodes")
-    if algo.overlong > job.rollout.max_new_tokens:
-        faults.append(f"algo.overlong ({algo.overlong}) is more than rollout.max_new_tokens ({job.rollout.max_new_tokens})")
-    return faults
-
-
 def deterministic(job: Job) -> list[str]:
     rules = {
         "train.deterministic needs train.precision: fp32": job.train.precision == "fp32",
@@ -361,7 +278,8 @@ def own_components(job: Job) -> list[str]:
         faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
     if tokens and tokens.init == "description" and not tokens.file:
         faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
-    if job.data.share_beginnings and (job.recipe != "sft" or model.backend != "ptf" or model.replace):
+    shares = isinstance(job.algo, Knobs) and job.algo.may_share_beginnings and model.backend == "ptf"
+    if job.data.share_beginnings and (model.replace or not shares):
         faults.append("data.share_beginnings is for recipe sft with model.backend: ptf and without model.replace")
     declared = model.head or "head" in model.replace
     if declared and job.rollout:

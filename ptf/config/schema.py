@@ -6,49 +6,16 @@ prefixes point at what other stages make: `prepare:NAME` (a file or directory th
 (the model which that config last published).
 """
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, create_model, model_validator
+
+from ptf.config.section import Count, Fraction, Knobs, Patterns, Plug, Positive, PositiveFloat, Section, Temperature, free
 
 # Largest difference between two engines' log-prob of a token that is rounding and not a fault. A small model trained to a sharp function turns
 # fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of: measured against float64, in the trainer and in vLLM alike.
 LOGPROB_BOUND = {"fp32": 1e-3, "bf16": 0.2}
-
-
-def free(default: Any, **limits: Any) -> Any:
-    """A key that may differ between a checkpoint and the run that resumes it."""
-    return Field(default, json_schema_extra={"resume": "free"}, **limits)
-
-
-MOST = 10**15  # more of anything does not fit into the numbers that count it
-
-
-def _countable(value: int) -> int:
-    if value > MOST:
-        raise PydanticCustomError("less_than_equal", "too large", {"le": MOST})
-    return value
-
-
-Positive = Annotated[int, Field(gt=0), AfterValidator(_countable)]
-Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
-Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class Plug(Section):
-    """Anything of your own: `use: pkg.mod:name`, called with `args`."""
-
-    use: str = Field(pattern=r"^[\w.]+:\w+$")
-    """Where it is: importable module, colon, name."""
-    args: dict[str, Any] = {}
-    """Keyword arguments. A secret (`api_key`, `password`, …) is written as `env:NAME`, the environment variable that holds it."""
 
 
 class TokensConfig(Section):
@@ -200,146 +167,6 @@ class DataConfig(Section):
     """In a flow: tokenize once to parquet, or on the fly while training."""
     prefetch: Positive = free(4)
     """Global steps packed ahead in the background."""
-
-
-class SFTAlgo(Section):
-    """Supervised fine-tuning has no knobs of its own."""
-
-
-class DPOAlgo(Section):
-    """Preferences, by the policy's log-probs beside a reference's."""
-
-    loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
-    """`sigmoid`: DPO. `ipo`: a squared loss that does not push margins without end. `simpo`: means over tokens, and no reference."""
-    beta: PositiveFloat = 0.1
-    """How much the policy is held to the reference: the larger, the more."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs that may be the wrong way round (`sigmoid`)."""
-    length_normalised: bool = False
-    """Means over the tokens of an answer instead of sums; with `simpo` always."""
-    gamma: Annotated[float, Field(ge=0)] = 0.5
-    """By how much the chosen answer is to be ahead (`simpo`)."""
-    reference: str | None = None
-    """Another reference than the model that training starts from: what `model.path` may be. With adapters alone (LoRA), the default costs no memory."""
-    precomputed: bool = False
-    """Take the reference's log-probs once, before training, and keep them in `{output}/annotated`: then the reference is not in memory while it trains."""
-
-
-class TeacherConfig(Section):
-    """A model that the student learns from; its tokenizer must be the student's."""
-
-    path: str
-    """What `model.path` may be."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hugging Face id."""
-    weight: PositiveFloat = 1.0
-    """Its share, relative to the other teachers."""
-
-
-class KDAlgo(Section):
-    """Knowledge distillation: predict what teachers predict."""
-
-    teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], TeacherConfig] = Field(min_length=1)
-    """By name; of any size and family."""
-    loss: Literal["forward", "reverse", "js"] = "forward"
-    """`forward`: KL(teacher ‖ student), which covers all that the teacher may say. `reverse`: KL(student ‖ teacher), which keeps to what it is likely
-    to say. `js`: generalised Jensen–Shannon, between them."""
-    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The teacher's share in the mean that `js` looks at."""
-    temperature: PositiveFloat = 1.0
-    """Both distributions are taken at it; the divergence counts temperature² times."""
-    ce: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the cross-entropy of the data, on top of the divergence."""
-    top_k: Positive | None = None
-    """Look at each teacher's likeliest tokens, and at all others as one, instead of at the whole vocabulary."""
-    precomputed: bool = False
-    """Find those once, before training, and keep them in `{output}/annotated`: then no teacher is in memory while it trains. Needs `top_k`."""
-
-
-class RMAlgo(Section):
-    """Reward models."""
-
-    loss: Literal["pair", "binary", "regression"] = "pair"
-    """`pair`: Bradley–Terry, of `chosen` and `rejected`. `binary`, `regression`: of `prompt`, `completion` and `reward`."""
-    margin: bool = False
-    """Rows of pairs have a number `margin`, by which the chosen answer's score is to be ahead."""
-    centring: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the squared sum of a pair's scores, which keeps them near 0."""
-
-
-class PolicyAlgo(Section):
-    """What recipes with rollouts share: the clipped objective."""
-
-    clip_low: PositiveFloat = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
-    max_importance: PositiveFloat | None = None
-    """Weigh tokens by how much likelier the trainer finds them than the engine did, up to this; null weighs all alike."""
-    entropy: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a bonus for the entropy of each token's distribution."""
-    epochs: Positive = 1
-    """Passes over the rollouts of a step."""
-    minibatches: Positive = 1
-    """Optimizer steps in each pass."""
-
-
-class RewardedAlgo(PolicyAlgo):
-    """What GRPO and PPO share besides."""
-
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
-    overlong: Count = 0
-    """Answers within so many tokens of `rollout.max_new_tokens` lose reward, in a straight line down to -1."""
-
-
-class GRPOAlgo(RewardedAlgo):
-    """Group-relative policy optimisation, and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`. Dr.GRPO: `scale_by_std: false`,
-    `mean_over: length`. DAPO: `clip_high: 0.28`, `overlong`, `rollout.equal: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
-
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What a reward is compared with: the mean of its group's, or of the others' in its group."""
-    scale_by_std: bool = True
-    """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
-    ratio: Literal["token", "answer"] = "token"
-    """What is clipped: each token's ratio to the old policy, or the geometric mean of its answer's."""
-    mean_over: Literal["tokens", "answers", "length"] = "tokens"
-    """The loss is a mean over all tokens of a step; over answers, of the means over their tokens; or over answers, of sums over their tokens divided by
-    `rollout.max_new_tokens`."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How it is estimated from a token (Schulman 2020)."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or taken from the reward."""
-
-
-class PPOAlgo(RewardedAlgo):
-    """Proximal policy optimisation, with a critic that begins as the policy does, its head one new row."""
-
-    gamma: Fraction = 1.0
-    """Discount of a token."""
-    lam: Fraction = 0.95
-    """Of generalised advantage estimation: 1 takes what followed as it was, 0 the critic's word for it."""
-    whiten: bool = True
-    """Centre and scale advantages over all tokens of a step."""
-    value_clip: PositiveFloat = 0.2
-    """How far a value may move from what it was before it has no gradient."""
-    critic_lr: PositiveFloat | None = None
-    """Peak learning rate of the critic; default `train.lr`."""
-    critic_warmup: Count = 0
-    """Steps at the start in which the critic alone is trained."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How it is estimated from a token (Schulman 2020)."""
-    kl_in: Literal["loss", "reward"] = "reward"
-    """Taken from each token's reward, or added to the loss."""
-
-
-class OPDAlgo(PolicyAlgo):
-    """On-policy distillation: the policy samples, and is moved towards what a teacher would have said, token by token. The reward is only reported."""
-
-    teacher: str
-    """What `model.path` may be, of any size and family; its tokenizer must be the student's."""
-    teacher_revision: str | None = None
-    """Branch, tag or commit of a Hugging Face id."""
 
 
 class RewardModelConfig(Section):
@@ -670,7 +497,7 @@ class Job(Section):
     """Of everything random."""
     model: ModelConfig
     data: DataConfig
-    algo: SFTAlgo | DPOAlgo | KDAlgo | RMAlgo | GRPOAlgo | PPOAlgo | OPDAlgo | dict[str, Any] = {}
+    algo: Knobs | dict[str, Any] = {}
     """Knobs of the recipe; of a plugged recipe: its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
@@ -700,56 +527,33 @@ class Job(Section):
         return self
 
 
-class SFTJob(Job):
-    recipe: Literal["sft"]  # type: ignore[assignment]
-    algo: SFTAlgo = SFTAlgo()  # type: ignore[assignment]
-    rollout: None = None  # type: ignore[assignment]
-
-
-class DPOJob(Job):
-    recipe: Literal["dpo"]  # type: ignore[assignment]
-    algo: DPOAlgo = DPOAlgo()  # type: ignore[assignment]
-    rollout: None = None  # type: ignore[assignment]
-
-
-class KDJob(Job):
-    recipe: Literal["kd"]  # type: ignore[assignment]
-    algo: KDAlgo  # type: ignore[assignment]
-    rollout: None = None  # type: ignore[assignment]
-
-
-class RMJob(Job):
-    recipe: Literal["rm"]  # type: ignore[assignment]
-    algo: RMAlgo = RMAlgo()  # type: ignore[assignment]
-    rollout: None = None  # type: ignore[assignment]
-
-
-class GRPOJob(Job):
-    recipe: Literal["grpo"]  # type: ignore[assignment]
-    algo: GRPOAlgo = GRPOAlgo()  # type: ignore[assignment]
-    rollout: RolloutConfig  # type: ignore[assignment]
-
-
-class PPOJob(Job):
-    recipe: Literal["ppo"]  # type: ignore[assignment]
-    algo: PPOAlgo = PPOAlgo()  # type: ignore[assignment]
-    rollout: RolloutConfig  # type: ignore[assignment]
-
-
-class OPDJob(Job):
-    recipe: Literal["opd"]  # type: ignore[assignment]
-    algo: OPDAlgo  # type: ignore[assignment]
-    rollout: RolloutConfig  # type: ignore[assignment]
-
-
 class PlugJob(Job):
     recipe: Plug  # type: ignore[assignment]
     algo: dict[str, Any] = {}  # type: ignore[assignment]
 
 
-JOBS: dict[str, type[Job]] = {"sft": SFTJob, "dpo": DPOJob, "kd": KDJob, "rm": RMJob, "grpo": GRPOJob, "ppo": PPOJob, "opd": OPDJob}
+@cache
+def job_of(recipe: str) -> type[Job]:
+    """The `Job` whose `algo` and `rollout` are typed as the algorithm's `knobs.py` says."""
+    from ptf.recipes.registry import RECIPES, knobs_of  # whose knobs are made of the classes of ptf.config.section
+
+    knobs = knobs_of(recipe)
+    required = any(field.is_required() for field in knobs.model_fields.values())
+    fields: dict[str, Any] = {
+        "recipe": (Literal[recipe], ...),
+        "algo": (knobs, ... if required else knobs()),
+        "rollout": (RolloutConfig, ...) if knobs.on_policy else (None, None),
+    }
+    return create_model(f"{RECIPES[recipe].name}Job", __base__=Job, __module__=__name__, **fields)
+
+
+def jobs() -> dict[str, type[Job]]:
+    """Name of each algorithm of ptf → its Job."""
+    from ptf.recipes.registry import RECIPES
+
+    return {recipe: job_of(recipe) for recipe in RECIPES}
 
 
 def job_class(recipe: object) -> type[Job] | None:
     """The Job subclass for a raw `recipe` value; None if there is no such recipe."""
-    return PlugJob if isinstance(recipe, dict | Plug) else JOBS.get(recipe) if isinstance(recipe, str) else None
+    return PlugJob if isinstance(recipe, dict | Plug) else jobs().get(recipe) if isinstance(recipe, str) else None

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ptf.data.sample import Sample
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -87,3 +89,26 @@ def merged(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 Group = tuple[Trajectory, ...]
+
+
+def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> list[Sample]:
+    """An episode as samples, one for each run of calls that extend each other: every sampled token is trained once, with the same advantage or one of its
+    own, [n], and counts as much as the `weight` of the prompt's row says; what the policy was shown is context."""
+    n = trajectory.sampled
+    known = {"advantages": np.broadcast_to(advantage, n), "rollout_logprobs": trajectory.logprobs, **trajectory.streams}
+    samples, done = [], 0
+    for run in merged(trajectory.calls):
+        tokens = np.concatenate([run[-1].context, run[-1].sampled]).astype(np.int32)
+        where = np.concatenate([np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run])
+        part = slice(done, done + len(where))
+        streams = {name: placed(values[part], where, len(tokens), np.int32 if name == "states" else np.float32) for name, values in known.items()}
+        samples.append(Sample(tokens, placed(np.full(len(where), trajectory.prompt.weight), where, len(tokens)), trajectory.prompt.source, streams))
+        done += len(where)
+    return samples
+
+
+def placed(values: np.ndarray, where: np.ndarray, length: int, kind: type = np.float32) -> np.ndarray:
+    """[length, …]: the values there, 0 elsewhere."""
+    found = np.zeros((length, *values.shape[1:]), kind)
+    found[where] = values
+    return found

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ptf import recipes
 from ptf.config import Job
 from ptf.config.load import Problems
 from ptf.data.added import tokenizer_of
@@ -25,6 +24,7 @@ from ptf.data.survey import Survey, Surveyed, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.bridge import locate
+from ptf.recipes import registry
 from ptf.run import resolved
 from ptf.train.reading import specs
 from ptf.train.rendered import rendered
@@ -55,7 +55,7 @@ class Report:
 def report(job: Job, rows: int | None, samples: int) -> Report:
     """Look at `rows` rows of each source (None: at all of them where they are at most `ALL_ROWS` together, else at the first `FEW_ROWS` of each)
     and keep the first `samples` atoms of each. Runs `data.prepare` where it has not run. Raises UserError for data that cannot be read."""
-    recipe, job = recipes.build(job), resolved(job)
+    recipe, job = registry.build(job), resolved(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=None))
     tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
 

@@ -15,14 +15,13 @@ from ptf.compute.lease import Lease
 from ptf.compute.leave import Requests, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
-from ptf.config.schema import LOGPROB_BOUND, PPOAlgo
+from ptf.config.schema import LOGPROB_BOUND
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory
+from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, samples_of
 from ptf.errors import Left, Lost, UserError
-from ptf.recipes import Online
-from ptf.recipes.grpo import samples_of
+from ptf.recipes.protocol import Online
 from ptf.rl.cluster import Cluster, RoleGroup, table
 from ptf.rl.reward_model import Taste
 from ptf.rl.rewards import Rewards, score_groups
@@ -54,7 +53,7 @@ class Controller:
         self.steps = job.train.steps
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
         self.policy, self.rollout, self.scorers, self.critic, self.rewards = policy, rollout, scorers, critic, rewards
-        self.warmup = job.algo.critic_warmup if isinstance(job.algo, PPOAlgo) else 0  # steps of the critic alone
+        self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps of the critic alone
         self.taste = taste
         self.judge = judge or rewards  # of held-out answers
         self.source = (

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ptf import recipes, storage
+from ptf import storage
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.launch import default_threads
@@ -16,7 +16,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.leave import Requests
 from ptf.compute.world import CPU, joined
 from ptf.config import Job, Plug
-from ptf.config.schema import ModelConfig, PoolConfig, PPOAlgo, RolloutConfig, Source
+from ptf.config.schema import ModelConfig, PoolConfig, RolloutConfig, Source
 from ptf.credentials import redacted
 from ptf.data.catalogue import Catalogue
 from ptf.data.passes import of_prompts
@@ -30,7 +30,8 @@ from ptf.errors import Lost, Retryable, UserError, told
 from ptf.model import bridge
 from ptf.model.sampling import AS_IT_IS, Processing
 from ptf.model.vocabulary import refuse_larger_tokenizer
-from ptf.recipes import Companion, Online, Recipe
+from ptf.recipes import registry
+from ptf.recipes.protocol import Companion, Online, Recipe
 from ptf.rl.cluster import Cluster, LocalCluster, Pool, RoleSpec
 from ptf.rl.controller import SYNC, Controller
 from ptf.rl.engine import edges_of
@@ -268,7 +269,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     knobs = job.rollout
     if knobs is None:
         raise UserError("an online recipe needs the section rollout")
-    recipe = recipes.build(job)
+    recipe = registry.build(job)
     evaluation = job.evaluate.reward
     directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     model, directory = extended(job.model, directory, run, job.seed)
@@ -317,8 +318,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         if role in own or not own_reference(model):
             plans[role] = RoleSpec(role, Scorer, {**common, **frozen, **own.get(role, {})}, workers, **mesh)
     if (trained_by := cast("Online", recipe).critic) is not None:
-        lr = job.algo.critic_lr if isinstance(job.algo, PPOAlgo) else None
-        train = job.train.model_copy(update={"lr": lr or job.train.lr})
+        train = job.train.model_copy(update={"lr": trained_by.lr or job.train.lr})
         plans["critic"] = RoleSpec("critic", Learner, {**common, "tokenizer": tokenizer_path, "train": train, "recipe": trained_by}, workers, **mesh)
     if liked := knobs.reward_model:
         place = located(Companion(liked.path, liked.revision), "rollout.reward_model.path", job.verify_bytes)

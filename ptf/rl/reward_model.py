@@ -16,7 +16,7 @@ from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.scalar import is_scalar
-from ptf.recipes.rm import RM
+from ptf.recipes.rm.recipe import RM
 from ptf.rl.cluster import RoleGroup, sharded
 from ptf.rl.looking import per_document
 from ptf.rl.roles import Frozen

@@ -31,7 +31,7 @@ from ptf.model import bridge
 from ptf.model.lora import adapters_off
 from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import AS_IT_IS, Processing
-from ptf.recipes import Recipe
+from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import everywhere, lasting, once, sharded
 from ptf.rl.engine import RolloutEngine, Sampling
 from ptf.rl.env import Environments

@@ -16,8 +16,7 @@ from ptf.compute.tracking import Rows
 from ptf.config.schema import TrackConfig
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, Reward, Trajectory
-from ptf.recipes.grpo import samples_of
+from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 
 
 class Samples:

@@ -32,7 +32,7 @@ from ptf.data.sample import Atom, Sample, length
 from ptf.data.sources import blocks_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
-from ptf.recipes import Annotating, Companion
+from ptf.recipes.protocol import Annotating, Companion
 from ptf.train.companions import located
 from ptf.train.deal import deal
 from ptf.train.parts import unadapted

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ptf import recipes
 from ptf.compute.meter import PEAKS
 from ptf.compute.world import make_mesh
 from ptf.config import Job
@@ -29,7 +28,8 @@ from ptf.model.flops import Flops
 from ptf.model.kept import Kept, kept
 from ptf.model.plan import parallelize, refuse_mesh
 from ptf.model.recompute import Recompute
-from ptf.recipes import Companion
+from ptf.recipes import registry
+from ptf.recipes.protocol import Companion
 from ptf.train.companions import forward_flops, needs_weights
 from ptf.train.parts import parts_of
 from ptf.train.trainable import freeze
@@ -122,7 +122,7 @@ def budget(job: Job, directory: Path, gpus: int, *, room_gib: float = 80.0, mfu:
     if job.train.rows % data:
         raise UserError(f"train.rows ({job.train.rows}) must be a multiple of the {data} data-parallel ranks: each trains one row at least")
     with pretended(gpus, job.compute.mesh.replicate, tensor) as mesh:
-        recipe = recipes.build(job)
+        recipe = registry.build(job)
         model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
         refuse_mesh(model.config, mesh)
         freeze(model, family, job.model.train)

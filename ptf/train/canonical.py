@@ -17,7 +17,7 @@ from ptf.config.schema import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
-from ptf.recipes import Recipe
+from ptf.recipes.protocol import Recipe
 from ptf.train.trainer import LARGEST, Means, Trainer
 
 MOST_BYTES = 4 << 30  # of the gradients of a rank's rows

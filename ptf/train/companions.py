@@ -17,7 +17,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import refuse_larger_tokenizer, rows
-from ptf.recipes import Companion
+from ptf.recipes.protocol import Companion
 from ptf.train.parts import unadapted
 from ptf.train.start import own_reference, start_directory
 from ptf.train.trainer import load_model

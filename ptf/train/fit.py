@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ptf import recipes
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
@@ -27,7 +26,8 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import refuse_larger_tokenizer
-from ptf.recipes import Companion
+from ptf.recipes import registry
+from ptf.recipes.protocol import Companion
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
 from ptf.train.annotate import annotated
@@ -63,7 +63,7 @@ class Fit:
     """One attempt at a run, on one rank."""
 
     def __init__(self, job: Job, world: World, run: Path, lease: Lease) -> None:
-        self.job, self.world, self.run, self.lease, self.recipe = job, world, run, lease, recipes.build(job)
+        self.job, self.world, self.run, self.lease, self.recipe = job, world, run, lease, registry.build(job)
         directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
         spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
         self.tokenizer_path = str(world.share(tokenizer_directory(job, spec, directory, run) if world.leads else None))

@@ -19,7 +19,7 @@ from ptf.data.sample import Atom
 from ptf.data.sources import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.recipes import Recipe
+from ptf.recipes.protocol import Recipe
 
 
 def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("inf")) -> dict[str, SourceSpec]:

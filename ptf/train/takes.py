@@ -7,7 +7,7 @@ from ptf.config import Job
 from ptf.data.passes import Planned, of_prompts, order_of, planned
 from ptf.data.pipeline import prompts_stream
 from ptf.data.tokenizer import Tokenizer
-from ptf.recipes import Recipe
+from ptf.recipes.protocol import Recipe
 from ptf.train.reading import make_lanes, specs
 
 

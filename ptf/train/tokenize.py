@@ -3,13 +3,13 @@
 import hashlib
 import time
 
-from ptf import recipes
 from ptf.config import Job, fingerprint
 from ptf.data import tokenized
 from ptf.data.blocks import Location, found_files
 from ptf.data.encode import FORM
 from ptf.data.files import described
 from ptf.data.tokenizer import Tokenizer
+from ptf.recipes import registry
 from ptf.train.reading import specs, unread_columns
 
 SETTINGS = ("recipe", "algo", "data.seq_len", "data.too_long", "data.train_on", "data.on_bad_row", "data.max_bad")
@@ -18,7 +18,7 @@ SETTINGS = ("recipe", "algo", "data.seq_len", "data.too_long", "data.train_on", 
 def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | None = None) -> dict[str, str]:
     """Source → directory, of all that are not tokenized yet. What was made from the same files with the same tokenizer and settings is reused.
     `settings`: a fingerprint of those; by default the job's."""
-    recipe, data = recipes.build(job), job.data
+    recipe, data = registry.build(job), job.data
     made: dict[str, str] = {}
     made_by = settings or fingerprint(job, *SETTINGS), tokenizer.fingerprint(), FORM
     for name, source in {**data.sources, **data.validation}.items():

@@ -20,7 +20,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.plan import parallelize
 from ptf.model.recompute import Recompute
-from ptf.recipes import Recipe
+from ptf.recipes.protocol import Recipe
 from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.parts import parts_of, report
 from ptf.train.trainable import freeze

@@ -9,7 +9,7 @@ from ptf.compute.world import World
 from ptf.data.sample import Atom
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
-from ptf.recipes import Recipe
+from ptf.recipes.protocol import Recipe
 from ptf.train.deal import deal
 
 

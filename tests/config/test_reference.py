@@ -6,7 +6,7 @@ import pytest
 from ptf.config import dump, loads
 from ptf.config.explain import keys
 from ptf.config.reference import json_schema, markdown, write
-from ptf.config.schema import JOBS
+from ptf.config.schema import jobs
 
 ROOT = Path(__file__).parents[2]
 GRPO = "{recipe: grpo, model: {path: m}, data: {sources: {a: {path: a, kind: prompt}}}, train: {steps: 1, lr: 1e-4}, rollout: {reward: {use: a:b}}}"
@@ -22,7 +22,7 @@ def test_generated_files_are_current(name, tmp_path):
 
 def test_every_key_has_a_row_and_a_description():
     text = markdown()
-    for job in JOBS.values():
+    for job in jobs().values():
         for key, field in keys(job):
             assert f"| `{key.rpartition('.')[2]}` |" in text, key
             assert field.description or field.annotation is None or "." not in key, f"{key} has no docstring"

@@ -17,9 +17,9 @@ from ptf.data.sample import Atom
 from ptf.data.sources import Place, SourceSpec
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.data.trajectory import Prompt
-from ptf.recipes.dpo import DPO
-from ptf.recipes.rm import RM
-from ptf.recipes.sft import SFT
+from ptf.recipes.dpo.recipe import DPO
+from ptf.recipes.rm.recipe import RM
+from ptf.recipes.sft.recipe import SFT
 from tests.data.dataset_forms import Form
 
 TEMPLATE = (  # it shows tools, calls and all that anybody says

@@ -79,7 +79,7 @@ def test_what_is_a_rows_fault_is_named_and_set_aside(name: str, printable: Token
 
 def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
     from ptf.config import loads
-    from ptf.recipes.sft import SFT
+    from ptf.recipes.sft.recipe import SFT
     from ptf.train.reading import held_out_rows, unread_columns
 
     characters = read_form.tokenizer(tmp_path / "tokenizer")

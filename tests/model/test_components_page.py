@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ptf.compute.world import joined
-from ptf.config.schema import ModelConfig, Plug, TrainConfig
+from ptf.config.schema import ModelConfig, TrainConfig
+from ptf.config.section import Plug
 from ptf.model import bridge
-from ptf.recipes.sft import SFT
+from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model
 from tests.model.test_components import DENSE, checkpoint
 from tests.tiny import packed as packed_rows

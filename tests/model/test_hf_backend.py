@@ -20,7 +20,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge, hf_backend
 from ptf.model.verify import export_difference
-from ptf.recipes.sft import SFT
+from ptf.recipes.sft.recipe import SFT
 from ptf.run import run
 from ptf.train.trainer import Trainer, load_model
 from tests.model.foreign import CONFIGS, foreign

@@ -15,9 +15,9 @@ from ptf.data.batch import Batch
 from ptf.data.packing import idle, pack_all
 from ptf.data.sample import Atom, Sample
 from ptf.model.decoder import Decoder
-from ptf.recipes import Recipe
 from ptf.recipes.documents import ends, pairs, sums, weights
-from ptf.recipes.dpo import DPO
+from ptf.recipes.dpo.recipe import DPO
+from ptf.recipes.protocol import Recipe
 from ptf.train.trainer import load_model
 from tests.model.test_components import checkpoint as moe_checkpoint
 from tests.recipes import dense

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.config import ConfigError, loads
-from ptf.config.schema import Plug
+from ptf.config.section import Plug
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.eval import auc, calibration_error, check, evaluate, own_metric, refuse_regression
@@ -76,7 +76,7 @@ def test_transformers_reads_the_same_scores(tmp_path):
     from ptf.config.schema import ModelConfig
     from ptf.data.batch import Batch
     from ptf.data.encode import encode_preference
-    from ptf.recipes.rm import RM
+    from ptf.recipes.rm.recipe import RM
     from ptf.train.trainer import load_model
 
     raw = preferences(tmp_path, "rm")

@@ -12,14 +12,15 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import Atom, Sample
 from ptf.errors import UserError
-from ptf.recipes.kd import KD, Teacher, shared_vocabulary
+from ptf.recipes.kd.knobs import TeacherConfig
+from ptf.recipes.kd.recipe import KD, shared_vocabulary
 from ptf.train.annotate import of_samples
 from tests.recipes import dense
 from tests.recipes.test_dpo import load, ours, stirred
 from tests.tiny import checkpoint, sample
 
-ONE = {"big": Teacher("big")}
-TWO = {"big": Teacher("big", weight=3.0), "small": Teacher("small")}
+ONE = {"big": TeacherConfig(path="big")}
+TWO = {"big": TeacherConfig(path="big", weight=3.0), "small": TeacherConfig(path="small")}
 FORMS = {
     "forward": KD(ONE),
     "reverse": KD(ONE, form="reverse"),

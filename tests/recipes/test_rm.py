@@ -16,7 +16,7 @@ from ptf.data.sample import Atom, length
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
-from ptf.recipes.rm import RM
+from ptf.recipes.rm.recipe import RM
 from ptf.train.trainer import load_model
 from tests.recipes import dense
 from tests.recipes.test_dpo import atoms, ours, stirred

@@ -86,7 +86,7 @@ def _count_phases(visit: Callable[[int], Any]) -> None:
     import ptf.train.fit
     from ptf import storage
     from ptf.data.loader import Loader
-    from ptf.recipes.sft import SFT
+    from ptf.recipes.sft.recipe import SFT
     from ptf.train.trainer import Trainer
 
     seen = 0

@@ -13,7 +13,7 @@ import torch
 
 from ptf.data.trajectory import Call
 from ptf.model.layers import MLP
-from ptf.recipes.grpo import GRPO
+from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl import transfer
 from ptf.rl.native_engine import NativeEngine
 

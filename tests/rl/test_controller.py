@@ -11,7 +11,7 @@ import yaml
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
-from ptf.recipes.grpo import GRPO
+from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.cluster import LocalGroup
 from ptf.rl.controller import differs
 from ptf.rl.native_engine import NativeEngine

@@ -14,7 +14,7 @@ from ptf.data.trajectory import Call, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model.chunked import Said
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong
-from ptf.recipes.grpo import GRPO, estimate
+from ptf.recipes.grpo.recipe import GRPO, estimate
 from tests.rl.test_grpo import groups, trajectory
 
 LONGEST = 12

@@ -12,7 +12,7 @@ from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
 from ptf.model import bridge
 from ptf.model.sampling import Processing
 from ptf.recipes.advantages import group_relative
-from ptf.recipes.grpo import GRPO
+from ptf.recipes.grpo.recipe import GRPO
 from tests.tiny import checkpoint
 
 

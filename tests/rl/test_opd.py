@@ -8,14 +8,13 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import loads, model_paths
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
-from ptf.recipes import Companion
-from ptf.recipes.opd import OPD
+from ptf.recipes.opd.recipe import OPD
 from ptf.run import run
 from tests.rl.test_controller import raw as raw
 from tests.rl.test_grpo import trajectory
 from tests.tiny import checkpoint
 
-TEACHER = OPD(teacher=Companion("t", alike=False))
+TEACHER = OPD(teacher="t")
 
 
 def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the_reward():

@@ -12,8 +12,8 @@ import pytest
 from ptf.config import ConfigError, Plug
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
-from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory, merged
-from ptf.recipes.grpo import GRPO, samples_of
+from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory, merged, samples_of
+from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engine import Sampling
 from ptf.rl.env import Environments
 from ptf.rl.play import Episode, Limits, play

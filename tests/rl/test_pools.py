@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import yaml
 
-from ptf import recipes
 from ptf.compute.parking import give_back
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.compute.world import World, joined
@@ -20,6 +19,7 @@ from ptf.config.load import ConfigError
 from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.model.sampling import AS_IT_IS
+from ptf.recipes import registry
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, table
 from ptf.rl.roles import Learner
 from tests.rl.test_controller import raw as raw  # a fixture
@@ -218,7 +218,7 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
     job = loads(yaml.safe_dump({k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")} | {"recipe": "sft", "data": SFT_DATA}))
     with joined("cpu", 60) as world:
         learner = Learner(
-            world, directory=job.model.path, tokenizer=job.model.path, spec=job.model, seed=0, train=job.train, recipe=recipes.build(job), width=64,
+            world, directory=job.model.path, tokenizer=job.model.path, spec=job.model, seed=0, train=job.train, recipe=registry.build(job), width=64,
             how=AS_IT_IS, parked=str(tmp_path / "parked"),
         )  # fmt: skip
         row = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
@@ -239,7 +239,7 @@ def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
     job = loads(yaml.safe_dump({k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")} | {"recipe": "sft", "data": SFT_DATA}))
     with joined("cpu", 60) as world:
         learner = Learner(
-            world, directory=job.model.path, tokenizer=job.model.path, spec=job.model, seed=0, width=64, how=AS_IT_IS, recipe=recipes.build(job),
+            world, directory=job.model.path, tokenizer=job.model.path, spec=job.model, seed=0, width=64, how=AS_IT_IS, recipe=registry.build(job),
             train=job.train.model_copy(update={"precision": "bf16"}), parked=str(tmp_path / "parked"),
         )  # fmt: skip
         tokens = [np.arange(9, dtype=np.int32)]

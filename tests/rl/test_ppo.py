@@ -12,7 +12,7 @@ from ptf.data.packing import pack_all
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
 from ptf.recipes.advantages import generalised
-from ptf.recipes.ppo import PPO, Critic
+from ptf.recipes.ppo.recipe import PPO, Critic
 from tests.rl.test_controller import intercept, train
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_family import Given, padded

@@ -19,7 +19,7 @@ from ptf.errors import UserError
 from ptf.model.chunked import token_logprobs
 from ptf.model.head import Head
 from ptf.model.sampling import Processing
-from ptf.recipes.grpo import GRPO
+from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engine import edges_of
 from ptf.train.deal import deal
 from tests.rl.test_controller import raw as raw

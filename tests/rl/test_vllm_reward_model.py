@@ -14,7 +14,7 @@ from ptf.config.schema import ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_preference
 from ptf.data.tokenizer import Tokenizer
-from ptf.recipes.rm import RM
+from ptf.recipes.rm.recipe import RM
 from ptf.rl.vllm_engine import engine_env
 from ptf.train.trainer import load_model
 from tests.train.test_fit import train

@@ -12,7 +12,7 @@ from ptf.data.encode import encode_document
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
-from ptf.recipes import Companion, Metrics
+from ptf.recipes.protocol import Companion, Metrics
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.model.head import Head
-from ptf.recipes.grpo import GRPO
+from ptf.recipes.grpo.recipe import GRPO
 from ptf.train.deal import deal
 from tests.rl.test_grpo import groups
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from ptf.compute import provenance, saver
 from ptf.compute.tracking import Tracker, read_metrics
 from ptf.errors import Left, UserError
-from ptf.recipes.sft import SFT
+from ptf.recipes.sft.recipe import SFT
 from ptf.train import fit as fitting
 from tests.reliability.kills import tensors
 from tests.tiny import arithmetic

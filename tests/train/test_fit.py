@@ -183,7 +183,7 @@ def test_a_checkpoint_without_its_manifest_is_absent(raw, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(raw, monkeypatch):
-    from ptf.recipes.sft import SFT
+    from ptf.recipes.sft.recipe import SFT
 
     loss = SFT.loss
     monkeypatch.setattr(SFT, "loss", lambda *a: tuple(x if isinstance(x, dict) else x * float("nan") for x in loss(*a)))

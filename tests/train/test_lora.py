@@ -16,7 +16,7 @@ from ptf.model import bridge
 from ptf.model.lora import adapter_names
 from ptf.model.sampling import Processing
 from ptf.model.verify import export_difference
-from ptf.recipes.sft import SFT
+from ptf.recipes.sft.recipe import SFT
 from ptf.rl.native_engine import NativeEngine
 from ptf.rl.roles import Learner, Scorer
 from ptf.rl.sync import SyncError

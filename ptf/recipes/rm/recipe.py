@@ -25,8 +25,8 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
-from ptf.recipes import Companion, Metrics
 from ptf.recipes.documents import ends, pairs, weights
+from ptf.recipes.protocol import Companion, Metrics
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,15 @@ class RM:
             found["accuracy"] = (right * counts).sum()
         loss = (losses * counts).sum()
         return loss, {name: value.detach() for name, value in {"loss": loss, "score": (score * counts).sum(), **found}.items()}
+
+    @property
+    def is_probability(self) -> bool:
+        """Whether its score is the log-odds of a probability, whose calibration is measured."""
+        return self.form == "binary"
+
+    def judgements(self, model: Decoder, batch: Batch) -> Tensor:
+        """Scores, rewards of the data, and lengths of the answers that were scored: [3, answers]."""
+        return torch.stack([self.scores(model, batch), *(self.judged(batch, n) for n in ("score", "answer_length"))])
 
     def judged(self, batch: Batch, name: str) -> Tensor:
         """What a stream (`score`, `answer_length`) has for each of the answers that were scored: [answers]."""

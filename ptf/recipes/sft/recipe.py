@@ -17,7 +17,7 @@ from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.declared import next_token_loss
 from ptf.model.decoder import Decoder
-from ptf.recipes import Companion, Metrics
+from ptf.recipes.protocol import Companion, Metrics
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,20 @@ from torch import Tensor
 
 from ptf.data.batch import Batch
 from ptf.data.sample import Atom
-from ptf.data.trajectory import Group
+from ptf.data.trajectory import Group, samples_of
 from ptf.model.decoder import Decoder
-from ptf.recipes import Companion, Metrics
-from ptf.recipes.grpo import GRPO, samples_of
+from ptf.recipes.grpo.recipe import GRPO
+from ptf.recipes.protocol import Companion, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class OPD(GRPO):
-    teacher: Companion
+    teacher: str
+    teacher_revision: str | None = None
 
     @property
     def companions(self) -> Mapping[str, Companion]:
-        return {"teacher": self.teacher}
+        return {"teacher": Companion(self.teacher, self.teacher_revision, alike=False)}
 
     @property
     def needs_old(self) -> bool:

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.sample import Atom, Sample
+from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, Reward, Trajectory, merged
+from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.model.chunked import Said, surrogate, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.sampling import AS_IT_IS, Processing
-from ptf.recipes import Companion, Metrics, Recipe
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong
 from ptf.recipes.documents import sums, weights
+from ptf.recipes.protocol import Companion, Critic, Metrics
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class GRPO:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def critic(self) -> Recipe | None:
+    def critic(self) -> Critic | None:
         """What a critic is trained by, where there is one."""
         return None
 
@@ -177,26 +177,3 @@ def estimate(kind: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: Tenso
     if kind == "k3":
         return (-moved).exp() + moved - 1
     return moved if kind == "k1" else moved.square() / 2
-
-
-def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> list[Sample]:
-    """An episode as samples, one for each run of calls that extend each other: every sampled token is trained once, with the same advantage or one of its
-    own, [n], and counts as much as the `weight` of the prompt's row says; what the policy was shown is context."""
-    n = trajectory.sampled
-    known = {"advantages": np.broadcast_to(advantage, n), "rollout_logprobs": trajectory.logprobs, **trajectory.streams}
-    samples, done = [], 0
-    for run in merged(trajectory.calls):
-        tokens = np.concatenate([run[-1].context, run[-1].sampled]).astype(np.int32)
-        where = np.concatenate([np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run])
-        part = slice(done, done + len(where))
-        streams = {name: placed(values[part], where, len(tokens), np.int32 if name == "states" else np.float32) for name, values in known.items()}
-        samples.append(Sample(tokens, placed(np.full(len(where), trajectory.prompt.weight), where, len(tokens)), trajectory.prompt.source, streams))
-        done += len(where)
-    return samples
-
-
-def placed(values: np.ndarray, where: np.ndarray, length: int, kind: type = np.float32) -> np.ndarray:
-    """[length, …]: the values there, 0 elsewhere."""
-    found = np.zeros((length, *values.shape[1:]), kind)
-    found[where] = values
-    return found

@@ -17,12 +17,12 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, Reward, Trajectory
+from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
-from ptf.recipes import Companion, Metrics
 from ptf.recipes.advantages import generalised, overlong
-from ptf.recipes.grpo import GRPO, estimate, samples_of
+from ptf.recipes.grpo.recipe import GRPO, estimate
+from ptf.recipes.protocol import Companion, Metrics
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Critic:
     """Regress the value of each state to what followed it. A unit is a token."""
 
     value_clip: float = 0.2
+    lr: float | None = None
+    warmup: int = 0
     online: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
@@ -67,10 +69,12 @@ class PPO(GRPO):
     lam: float = 0.95
     whiten: bool = True
     value_clip: float = 0.2
+    critic_lr: float | None = None
+    critic_warmup: int = 0
 
     @property
     def critic(self) -> Critic:
-        return Critic(self.value_clip)
+        return Critic(self.value_clip, self.critic_lr, self.critic_warmup)
 
     def credit(self, groups: Sequence[Group]) -> list[Atom]:
         """Answers without a result are not trained on."""

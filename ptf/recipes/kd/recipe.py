@@ -24,21 +24,15 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.divergence import Form, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
-from ptf.recipes import Companion, Metrics
+from ptf.recipes.kd.knobs import TeacherConfig
+from ptf.recipes.protocol import Companion, Metrics
 
 Heard = tuple[str, Tensor, Head]  # a teacher, its hidden states [B, T, D] and its head
 
 
 @dataclass(frozen=True)
-class Teacher:
-    path: str
-    revision: str | None = None
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
 class KD:
-    teachers: Mapping[str, Teacher]
+    teachers: Mapping[str, TeacherConfig]
     form: Form = "forward"
     beta: float = 0.5
     temperature: float = 1.0
@@ -52,6 +46,15 @@ class KD:
     @property
     def companions(self) -> Mapping[str, Companion]:
         return {name: Companion(teacher.path, teacher.revision, alike=False) for name, teacher in self.teachers.items()}
+
+    @property
+    def evaluated(self) -> "KD":
+        """By KL(teacher ‖ student) and the loss of the data, beside teachers that are there."""
+        return replace(self, form="forward", temperature=1.0, ce=1.0, top_k=None, precomputed=False)
+
+    def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The divergence as `kl/NAME`, the loss of the data as `ce/NAME`; nobody looks at their sum."""
+        return {k.replace("divergence", "kl", 1): v for k, v in metrics.items() if not k.startswith("loss/")}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         return encode_document(row, tokenizer, source, self.train_on)

@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -24,8 +24,8 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
-from ptf.recipes import Companion, Metrics
 from ptf.recipes.documents import pairs, sums, weights
+from ptf.recipes.protocol import Companion, Metrics
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class DPO:
     @property
     def companions(self) -> Mapping[str, Companion]:
         return {} if self.form == "simpo" else {"reference": Companion(self.reference)}
+
+    @property
+    def evaluated(self) -> "DPO":
+        """Beside a reference that is there."""
+        return replace(self, precomputed=False)
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
         return encode_preference(row, tokenizer, source)

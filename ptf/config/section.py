@@ -1,0 +1,69 @@
+"""Sections of a config: their base classes and the types that their keys have. Algorithms' own keys depend on this file alone."""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from ptf.config.schema import Job
+
+
+def free(default: Any, **limits: Any) -> Any:
+    """Declare a key that may differ between a checkpoint and the run that resumes it."""
+    return Field(default, json_schema_extra={"resume": "free"}, **limits)
+
+
+MOST = 10**15  # more of anything does not fit into the numbers that count it
+
+
+def _countable(value: int) -> int:
+    if value > MOST:
+        raise PydanticCustomError("less_than_equal", "too large", {"le": MOST})
+    return value
+
+
+Positive = Annotated[int, Field(gt=0), AfterValidator(_countable)]
+Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
+Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
+
+
+class Section(BaseModel):
+    """Base of every section of a config: immutable, without unknown keys; docstrings below fields document them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Plug(Section):
+    """Anything of your own: `use: pkg.mod:name`, called with `args`."""
+
+    use: str = Field(pattern=r"^[\w.]+:\w+$")
+    """Where it is: importable module, colon, name."""
+    args: dict[str, Any] = {}
+    """Keyword arguments. A secret (`api_key`, `password`, …) is written as `env:NAME`, the environment variable that holds it."""
+
+
+class Knobs(Section):
+    """Base of the keys of one algorithm, the section `algo`. What other parts must know of an algorithm before torch is imported stands here."""
+
+    on_policy: ClassVar[bool] = False
+    """Whether it trains on what it generates, and so needs the section `rollout`."""
+    held_out_metric: ClassVar[str] = "loss"
+    """Name of its held-out loss, as in `loss/NAME`; the publication gate compares it."""
+    may_share_beginnings: ClassVar[bool] = False
+    """Whether `data.share_beginnings` is implemented for it."""
+
+    def model_paths(self) -> dict[str, str]:
+        """Key (dotted, below `algo`) → value of each key that names a model to load."""
+        return {}
+
+    def faults(self, job: "Job") -> list[str]:
+        """One line for each broken rule that involves this algorithm; it begins with the key to change."""
+        return []
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the recipe's class."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
