@@ -24,6 +24,7 @@ from rich.text import Text
 
 from ptf import disk, storage
 from ptf.config import dump, load
+from ptf.config.plugins import load_checked
 from ptf.credentials import redacted
 from ptf.errors import UserError
 
@@ -53,7 +54,7 @@ def fail(error: UserError) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    job = load(*options.config, overrides=options.set)
+    job = load_checked(*options.config, overrides=options.set)
     if options.dry_run:
         from ptf.rehearse import rehearse
 

@@ -7,8 +7,10 @@ each with the line to mend.
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -40,12 +42,24 @@ class Problems(ConfigError):
 
 def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
     """Merge files left to right, then overrides `a.b=value`, and check. Raises ConfigError with all problems at once."""
-    return _checked(merge(*files, overrides=overrides))
+    on_path(files)
+    return checked(merge(*files, overrides=overrides))
+
+
+def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
+    """Let plugins be found in the current directory and in the directories of these configs, here and in child processes. They come last, so that
+    no file of theirs hides a package."""
+    for directory in dict.fromkeys([os.getcwd(), *(str(Path(file).resolve().parent) for file in files)]):
+        if directory not in sys.path:
+            sys.path.append(directory)
+        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if directory not in known:
+            os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, known), directory])
 
 
 def loads(text: str, overrides: Sequence[str] = ()) -> Job:
     """The job in one YAML or JSON text, with overrides `a.b=value`; `loads(dump(job)) == job`."""
-    return _checked(parse(text, overrides=overrides))
+    return checked(parse(text, overrides=overrides))
 
 
 def dump(job: Job) -> str:
@@ -154,9 +168,10 @@ def _at(values: Any, section: str) -> Any:
     return values
 
 
-def _checked(tree: Tree) -> Job:
+def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
+    """The job of a tree. Raises Problems with all that is wrong with it, and `more`."""
     values = tree.root.plain()
-    problems = list(tree.problems)
+    problems = [*tree.problems, *more]
     known = job_class(values.get("recipe"))
     job = None
     try:

@@ -31,6 +31,9 @@ RECIPES = {
 }
 
 
+FACTS = ("train_on", "sources", "how", "length")  # of a job, which recipes may ask for by a parameter's name: see `facts`
+
+
 @cache
 def knobs_of(recipe: str) -> type[Knobs]:
     """The section `algo` of an algorithm; imports no torch. Raises KeyError for a name that is not there."""

@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from ptf.config import loads
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.trajectory import Call, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model.chunked import Said
+from ptf.model.sampling import Processing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong
 from ptf.recipes.grpo.recipe import GRPO, estimate
+from ptf.recipes.registry import build
 from tests.rl.test_grpo import groups, trajectory
 
 LONGEST = 12
@@ -161,3 +164,16 @@ def test_the_ratio_of_an_answer_is_the_geometric_mean_of_its_tokens():
     batch = Batch.of([[recipe.credit([(t, Trajectory(t.prompt, (call,), "", Reward(0.0), t.streams))])[0]]], 4)
     loss, _ = recipe.loss(Given(torch.tensor([[-0.5, -1.0, 0.0, 0.0]])), batch, {})  # type: ignore[arg-type]
     assert float(loss) == pytest.approx(-0.5 * math.exp((0.5 + 1.0) / 2))
+
+
+def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
+    text = (
+        "{recipe: RECIPE, algo: {clip_low: 0.1}, model: {path: m}, data: {sources: {a: {path: a, kind: prompt}}}, train: {steps: 1, lr: 1e-4}, "
+        "rollout: {reward: {use: a:b}, max_new_tokens: 17, temperature: 0.5}}"
+    )
+    plugged = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO"}')))
+    assert plugged == build(loads(text.replace("RECIPE", "grpo")))
+    assert plugged.length == 17
+    assert plugged.how == Processing(0.5, 1.0)
+    mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {length: 3}}')))
+    assert mine.length == 3  # what the config says comes first
