@@ -10,7 +10,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -28,23 +28,23 @@ ANSWER_S = 10.0  # for one answer of a cluster
 
 @contextlib.contextmanager
 def environment(**values: str | None) -> Iterator[None]:
-    """These variables for the block, None: unset; Ray, which has read them at its import, is told of both changes. From a token to none only Ray's
-    clients can change: a process that has been connected with one is not heard by a cluster without."""
+    """These variables for the block, None: unset; Ray, which had read them when it was imported, reads them again. It is not told that they are as before
+    again: a thread of Ray's that still wants its token would end the process. From a token to none only a process that has not been connected can change."""
     before = {name: os.environ.get(name) for name in values}
-    _change(values)
+    _set(values)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
     try:
         yield
     finally:
-        _change(before)
+        _set(before)
 
 
-def _change(values: dict[str, str | None]) -> None:
+def _set(values: Mapping[str, str | None]) -> None:
     for name, value in values.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def own(token: Path) -> contextlib.AbstractContextManager[None]:

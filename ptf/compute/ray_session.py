@@ -129,16 +129,17 @@ def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s
     owner = scratch.hold(home / OWNER)
     watch = [sys.executable, "-m", "ptf.compute.reaper", str(os.getpid()), str(home)]
     reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)  # no signal to our group reaches it
+    own = contextlib.ExitStack()
     try:
-        with ray_authentication.own(_token(home / "auth_token")):
-            os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112  Ray's spelling
-            with _sigterm_kept(), _loopback():
-                slots = max(os.cpu_count() or 1, cpus or 1)
-                ray.init(
-                    address="local", _temp_dir=str(home / "r"), include_dashboard=False, num_cpus=slots, num_gpus=gpus, logging_level=logging.WARNING,
-                    log_to_driver=True,
-                )  # fmt: skip
-            yield
+        own.enter_context(ray_authentication.own(_token(home / "auth_token")))
+        os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112  Ray's spelling
+        with _sigterm_kept(), _loopback():
+            slots = max(os.cpu_count() or 1, cpus or 1)
+            ray.init(
+                address="local", _temp_dir=str(home / "r"), include_dashboard=False, num_cpus=slots, num_gpus=gpus, logging_level=logging.WARNING,
+                log_to_driver=True,
+            )  # fmt: skip
+        yield
     except BaseException:
         logs = home / "r" / "session_latest" / "logs"
         if workdir is not None and logs.exists():
@@ -148,6 +149,7 @@ def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s
         time.sleep(DRAIN_S)
         processes = family(home)
         ray.shutdown()
+        own.close()
         end(home, GRACE_S, processes)
         reaper.kill()
         reaper.wait()
