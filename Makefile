@@ -19,6 +19,10 @@ run: setup                               ## the main job: SFT, then GRPO, and a 
 test: setup                              ## the suite, in two processes
 	$(PY) -m pytest -n 2
 
+ALL := test test-cluster test-s3 test-random kills damage leakage parity soak faults
+test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other; some hours
+	@failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
 test-random: setup                       ## every property test on random examples, with 20 fresh seeds (SEEDS=n), for the night
 	$(PY) -m tests.random_examples $(or $(SEEDS),20)
 

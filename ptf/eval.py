@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ptf import gate, recipes, storage
-from ptf.compute.launch import default_threads, on_ray
+from ptf.compute.launch import default_threads, needs_ray, on_ray
 from ptf.compute.world import World, joined
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plug import bind
@@ -52,9 +52,9 @@ def evaluate(job: Job, run: Path) -> dict[str, float]:
 
 def compared(job: Job, run: Path) -> dict[str, float]:
     """What the recipe measures on each of `data.validation`, of the trained model, and beside it what answers' lengths alone would give. Of scores
-    from 0 to 1, the area under the ROC curve and the calibration error too. On Ray by as many workers as trained it, else in this process."""
+    from 0 to 1, the area under the ROC curve and the calibration error too. By as many workers as trained it where that was on Ray, else in this process."""
     compute = job.compute
-    if compute.launcher == "ray" and not (compute.address or "").startswith("http"):
+    if needs_ray(compute) and not (compute.address or "").startswith("http"):
         on_ray(
             compare, (dump(job), str(run)), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address, workdir=run,
             timeout_s=compute.timeout_s, label="evaluate",

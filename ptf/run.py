@@ -137,7 +137,7 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
         from ptf.rl.fit import fit_online
 
         fit_online(job, directory, lease)
-    elif compute.launcher == "ray":
+    elif launch.needs_ray(compute):
         with leave.passing_on(directory):
             launch.on_ray(
                 work, (text, str(directory), lease.text), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address,

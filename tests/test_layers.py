@@ -47,7 +47,7 @@ FLOWS = {"config", "errors", "credentials", "disk"}
 
 PACKAGES = {
     "metaflow": ["flows/*"],
-    "ray": ["ptf/compute/gang.py", "ptf/compute/ray_session.py", "ptf/compute/ray_jobs.py", "ptf/rl/verl_cluster.py"],
+    "ray": ["ptf/compute/gang.py", "ptf/compute/ray_session.py", "ptf/compute/ray_jobs.py", "ptf/compute/ray_authentication.py", "ptf/rl/verl_cluster.py"],
     "verl": ["ptf/compute/gang.py", "ptf/rl/verl_cluster.py"],
     "vllm": ["ptf/rl/vllm_engine.py"],
     "transformers": ["ptf/data/tokenizer.py", "ptf/model/bridge.py", "ptf/model/verify.py", "ptf/model/hf_backend.py"],
