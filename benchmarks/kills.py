@@ -120,7 +120,8 @@ def write() -> int:
     reached = {group: sum(len(killed(found, recipe)) for recipe in names) for group, names in groups.items()}
     wanted = {group: 100 if group in ON_POLICY else 600 for group in groups}
     short = [f"{group}: {reached[group]} of {wanted[group]}" for group in groups if reached[group] < wanted[group]]
-    head = ["recipe", "trials", "SIGKILLs", "before or after a phase", "at a file operation", "at a moment", "inside a write (SIGXFSZ)", "killed more than once",
+    head = ["recipe", "trials", "SIGKILLs", "before or after a phase", "at a file operation", "at a moment",
+            "inside a write (SIGXFSZ)", "killed more than once",
             "not reached", "ended otherwise", "left something"]  # fmt: skip
     lines = [summary(recipe, [row for row in forked if row["recipe"] == recipe]) for recipe in JOBS] + [summary("together", forked)]
     phases = Counter(kill["point"].split(" ", 2)[2] for row in found for kill in row["kills"] if kill["reached"] and kill["kind"] == "phase")
@@ -138,20 +139,21 @@ def write() -> int:
            "100 each over GRPO, PPO and OPD were asked for.")
         + "\n\n"
         + "".join(f"* {row['recipe']}, {row['way']} {row['seed']}: {row['outcome'][:300]}\n" for row in wrong)
-        + "Attempts are processes forked from one that has imported what a run imports and never trained. A phase, drawn by its name and then by its visit, is\n"
-        "one of what a start, a step, a save, an export, a rollout, a sync and finding log-probs ahead consist of; "
+        + "Attempts are processes forked from one that has imported what a run imports and never trained. A phase, drawn by its name and then by its\n"
+        "visit, is one of what a start, a step, a save, an export, a rollout, a sync and finding log-probs ahead consist of; "
         f"{len(phases)} such instants were hit. A file operation is drawn\nby its number. A moment is uniform over a run's time, and kills the whole process "
         f"group ({len(steps)} numbers of steps done were met). Inside a write, the kernel ends the process at\nthe first byte over a size, in whatever file "
         "and thread: nothing of the process runs after it either. Traps that a run does not reach count for nothing.\n\n"
-        "As a user's run, `python -m ptf.cli train` in a process group that is killed a random while after a random row of metrics, and the same command again;\n"
-        "compared with the run of the forked process, so the two ways end with the same bits:\n\n"
+        "As a user's run, `python -m ptf.cli train` in a process group that is killed a random while after a random row of metrics, and the same command\n"
+        "again; compared with the run of the forked process, so the two ways end with the same bits:\n\n"
         + table(["recipe", "trials", "killed", "ended otherwise or left something"],
                 [[recipe, len(of), len(killed(commands, recipe, "command")), f"**{sum(row['outcome'] != 'same' for row in of)}**"]
                  for recipe in JOBS if (of := [row for row in commands if row["recipe"] == recipe])])
-        + "\nNegative controls (`tests/reliability`): a run that begins its data or its prompts anew, an optimizer that has seen nothing, a directory that nobody\n"
-        "sweeps and a process that outlives its parent are each reported.\n\n<details><summary>Kills by phase</summary>\n\n"
+        + "\nNegative controls (`tests/reliability`): a run that begins its data or its prompts anew, an optimizer that has seen nothing, a directory\n"
+        "that nobody sweeps and a process that outlives its parent are each reported.\n\n<details><summary>Kills by phase</summary>\n\n"
         + table(["instant", "kills"], sorted(phases.items()))
-        + "\n</details>\n\nEvery trial, with where it was killed: [kills.jsonl](kills.jsonl). Answers of the on-policy runs: [exactly_once.md](exactly_once.md).\n"
+        + "\n</details>\n\nEvery trial, with where it was killed: [kills.jsonl](kills.jsonl).\n"
+        "Answers of the on-policy runs: [exactly_once.md](exactly_once.md).\n"
     )  # fmt: skip
     once(found)
     print(f"wrote {RESULTS.relative_to(ROOT)} and {ONCE.relative_to(ROOT)}: {len(found)} trials, {len(wrong)} wrong; " + json.dumps(reached))
@@ -174,12 +176,13 @@ def once(found: Sequence[dict[str, Any]]) -> None:
                       *(f"**{count}**" for count in counts[2:])])  # fmt: skip
     ONCE.write_text(
         header("Every answer is trained exactly once", audited)
-        + "The on-policy trials of [kills.md](kills.md) with a ledger of their answers, kept by whoever kills the runs: every attempt appends what was sampled,\n"
-        "scored, trained and restored. What survives of an attempt are its steps before the one from which the next attempt went on. An answer is known by its\n"
-        "tokens and by the engine's log-probs of them, bit for bit.\n\n"
+        + "The on-policy trials of [kills.md](kills.md) with a ledger of their answers, kept by whoever kills the runs: every attempt appends what was\n"
+        "sampled, scored, trained and restored. What survives of an attempt are its steps before the one from which the next attempt went on. An answer\n"
+        "is known by its tokens and by the engine's log-probs of them, bit for bit.\n\n"
         + table(["recipe", "trials", "kills", *columns.values()], lines)
         + "\nSampled again: answers of steps that a kill took back, which the next attempt samples anew; they have to be the same answers, with the same\n"
-        "log-probs and rewards. Negative control (`tests/reliability`): where a resumed run begins its prompts anew, answers are lost and others trained twice.\n"
+        "log-probs and rewards. Negative control (`tests/reliability`): where a resumed run begins its prompts anew, answers\n"
+        "are lost and others trained twice.\n"
     )  # fmt: skip
 
 

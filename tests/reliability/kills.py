@@ -37,7 +37,7 @@ from tests.reliability.faults import FAULTS
 from tests.reliability.jobs import JOBS, ON_POLICY, STEPS, job
 from tests.reliability.traps import Trap, arm, count_files, count_phases
 
-__all__ = ["Command", "Trials", "Trap", "attempt", "job", "warm"]
+__all__ = ["Command", "Trap", "Trials", "attempt", "job", "warm"]
 DEADLINE_S, GRACE_S = 240.0, float(os.environ.get("SUITE_GRACE_S", "20"))
 LINEAGE = "run"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -251,13 +251,21 @@ class Trials:
         raw, shared, kills, status = self.raw | {"output": str(log.parent / "out")}, in_shared_memory(), [], 1
         for trap in [*traps, None]:
             note_of(log).unlink(missing_ok=True)
-            ledger = self.ledger(log, len(kills))
-            status = attempt(raw, LINEAGE, trap, log, lambda ledger=ledger: (self.fault(), ledger()) and None)
+            status = attempt(raw, LINEAGE, trap, log, self.prepared(log, len(kills)))
             if trap:
                 kills.append(self.died(trap, status, log))
             if status >= 0:
                 break
         return {"kills": kills, **self.judged(log, status, shared)}
+
+    def prepared(self, log: Path, attempt: int) -> Callable[[], None]:
+        """What an attempt of a trial begins with."""
+
+        def begin() -> None:
+            self.fault()
+            self.ledger(log, attempt)()
+
+        return begin
 
     def died(self, trap: Trap, status: int, log: Path) -> dict[str, Any]:
         """What is written down of a kill."""
