@@ -34,7 +34,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "kills.md"
 LEDGER, ONCE = RESULTS.with_suffix(".jsonl"), RESULTS.with_name("exactly_once.md")
 SHARES = {"SFT": 155, "DPO": 78, "DPO, reference found ahead": 78, "RM": 155, "KD": 78, "KD, teacher asked ahead": 78, "GRPO": 105, "PPO": 105, "OPD": 105}
 COMMANDS = {recipe: 5 if recipe.startswith(("DPO", "KD")) else 10 for recipe in JOBS}  # of each, as a user's run
-TRAPS, CHUNK = (0.4, 0.35, 0.25), 40  # shares of trials with one trap, two and three; trials of a recipe, one after the other
+TRAPS, CHUNK = (0.3, 0.25, 0.2, 0.15, 0.1), 25  # shares of trials with one trap, two, …, one an attempt; trials of a recipe, one after the other
+LATER = 0.6  # an attempt that continues has less to do: its trap is drawn from so much of a run
 SIGKILL = 9
 
 
@@ -76,7 +77,7 @@ def add(recipe: str, way: str, scratch: Path, until: float, code: str) -> bool:
             break
         seed = sum((row["recipe"], row["way"]) == (recipe, way) for row in found)
         rng, began = Random(f"{recipe}/{way}/{seed}"), time.monotonic()
-        traps = [trials.drawn(rng) for _ in range(rng.choices([1, 2, 3], TRAPS)[0])]
+        traps = [trials.drawn(rng, LATER if n else 1.0) for n in range(rng.choices(range(1, len(TRAPS) + 1), TRAPS)[0])]
         made = trials.trial(f"trial-{seed}", traps) if way == "forked" else Command(trials).trial(f"command-{seed}", rng)
         row = {"recipe": recipe, "way": way, "seed": seed, "commit": code, "date": time.strftime("%Y-%m-%d"), **made}
         with LEDGER.open("a") as file:

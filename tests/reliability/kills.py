@@ -10,6 +10,7 @@ import gc
 import hashlib
 import importlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -234,16 +235,17 @@ class Trials:
     def ledger(self, log: Path, attempt: int) -> Callable[[], None]:
         return (lambda: exactly_once.keep(log.with_suffix(".answers"), attempt)) if self.steps else nothing
 
-    def drawn(self, rng: Random) -> Trap:
-        """A kind by its share; phases alike, however often they are visited; sizes between those of files that a run writes."""
+    def drawn(self, rng: Random, part: float = 1.0) -> Trap:
+        """A kind by its share; phases alike, however often they are visited; sizes between those of files that a run writes. Of the first `part` of a
+        whole run's visits, operations and time."""
         kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         if kind == "time":
-            return Trap(kind, round(rng.uniform(0, self.seconds), 4))
+            return Trap(kind, round(rng.uniform(0, part * self.seconds), 4))
         if kind == "bytes":
             file = rng.randrange(len(self.sizes))
             return Trap(kind, rng.randrange(self.sizes[file - 1] if file else 0, self.sizes[file]))
         phase = rng.choice(sorted(self.counts[kind]))
-        return Trap(kind, rng.randint(1, self.counts[kind][phase]), phase)
+        return Trap(kind, rng.randint(1, math.ceil(part * self.counts[kind][phase])), phase)
 
     def trial(self, name: str, traps: list[Trap]) -> dict[str, Any]:
         """A run that is killed at each trap that it reaches, one an attempt, and then goes on to its end."""
