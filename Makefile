@@ -85,7 +85,10 @@ learning-spmd: setup                     ## SFT, reward models, DPO and distilla
 learning-rl: setup                       ## GRPO, its family, PPO and on-policy distillation of it; writes benchmarks/results/learning_rl.md
 	$(PY) benchmarks/learning_rl.py
 
-reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
+kills: setup                             ## runs of every recipe killed and continued, on where the ledger ends (ANEW=1: another); writes benchmarks/results/kills.md
+	$(PY) benchmarks/kills.py $(if $(ANEW),--anew)
+
+reliability: setup                       ## damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
 	$(PY) benchmarks/reliability.py
 
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
