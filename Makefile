@@ -88,8 +88,8 @@ learning-rl: setup                       ## GRPO, its family, PPO and on-policy 
 kills: setup                             ## runs of every recipe killed and continued, on where the ledger ends (ANEW=1: another); writes benchmarks/results/kills.md
 	$(PY) benchmarks/kills.py $(if $(ANEW),--anew)
 
-reliability: setup                       ## damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
-	$(PY) benchmarks/reliability.py
+damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
+	$(PY) benchmarks/damage.py
 
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py
