@@ -1,10 +1,13 @@
-"""Does a long run grow? 10,000 SFT steps and 3,000 GRPO steps of tiny models, and the memory (PSS) of all processes of the run beside the number of its
-step. Keeps each measurement in results/soak.jsonl and writes results/soak.md from the newest of each run; exits 1 where a bar is missed.
+"""Does a long run grow? 10,000 SFT steps and 3,000 GRPO steps of tiny models, and the memory (PSS) of all processes of
+the run beside the number of its step. Keeps each measurement in results/soak.jsonl and writes results/soak.md from the
+newest of each run; exits 1 where a bar is missed.
 
     python benchmarks/soak.py [--only sft grpo] [--seed 1] [--steps 200]
 
-Each run is a process of its own, which first makes a short run of the same job (so that whatever is made once exists), counts its open files, threads and
-children, makes the long run, and counts again. This process looks at the memory of that one and of all its descendants once a second, and for processes, shared memory and temporary files that are left (tests/leftovers.py).
+Each run is a process of its own, which first makes a short run of the same job (so that whatever is made once exists),
+counts its open files, threads and children, makes the long run, and counts again. This process looks at the memory of
+that one and of all its descendants once a second, and afterwards for processes, shared memory and temporary files that
+are left (tests/leftovers.py).
 """
 
 import argparse
@@ -119,7 +122,10 @@ def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=session.place.parent) as place:
         command = [sys.executable, __file__, "--run", kind, place, str(steps), str(seed)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-        with (Path(place) / "log").open("w") as log, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as made:
+        with (
+            (Path(place) / "log").open("w") as log,
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as made,
+        ):
             watched, metrics = psutil.Process(made.pid), Path(place) / "runs" / "long" / "metrics.jsonl"
             while made.poll() is None:
                 step, found = last_step(metrics), memory_mib(watched)
@@ -132,7 +138,8 @@ def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
         if made.returncode:
             sys.exit(f"{kind}: ended with {made.returncode}\n{(Path(place) / 'log').read_text()[-3000:]}")
         made_at, unfinished = Path(place) / "runs" / "long", [".metadata", ".lease.json.lock"]
-        files = [str(p.relative_to(made_at)) for p in made_at.rglob("*") if p.name.startswith(".") and p.name not in unfinished or p.suffix == ".tmp"]
+        hidden = [path for path in made_at.rglob("*") if path.name.startswith(".") and path.name not in unfinished]
+        files = [str(path.relative_to(made_at)) for path in [*hidden, *made_at.rglob("*.tmp")]]
         checkpoints = len(list((made_at / "checkpoints").glob("step_*")))
     return {
         "run": kind, "seed": seed, "steps": steps, **slope(points), "first_mib": points[0][1], "last_mib": points[-1][1], "samples": len(points),
