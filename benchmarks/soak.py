@@ -117,7 +117,7 @@ def slope(points: Sequence[Sequence[float]]) -> dict[str, float]:
 
 def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
     """One run, and what it left."""
-    session, points, most = Session(), list[tuple[int, float]](), 0
+    session, points, most, of = Session(), list[tuple[int, float]](), 0, commit()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=session.place.parent) as place:
         command = [sys.executable, __file__, "--run", kind, place, str(steps), str(seed)]
@@ -144,7 +144,7 @@ def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
     return {
         "run": kind, "seed": seed, "steps": steps, **slope(points), "first_mib": points[0][1], "last_mib": points[-1][1], "samples": len(points),
         "processes_of_run": most, "open_more": json.loads(said.splitlines()[-1]), "left": [*session.found(), *files], "checkpoints": checkpoints,
-        "seconds": round(time.perf_counter() - began), "commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu(),
+        "seconds": round(time.perf_counter() - began), "commit": of, "date": time.strftime("%Y-%m-%d"), "hardware": cpu(),
         "curve": [[int(s), round(m, 2)] for s, m in points[:: max(1, len(points) // 60)]],
     }  # fmt: skip
 

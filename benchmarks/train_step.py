@@ -119,6 +119,7 @@ def compared(name: str, dtype: str, rounds: int, train: dict[str, Any]) -> dict[
     """Every setting once, the fastest peer and ptf `rounds` times. Raises AssertionError where the two did not do the same."""
     from dpo_step import start
 
+    of = commit()
     cells = {cell: how for cell, how in CELLS.items() if how["pass"] <= ROWS[name] or not how["packed"]}
     with tempfile.TemporaryDirectory() as directory:
         path, model = Path(directory) / "documents.npz", start(Path(directory), MODELS[name])
