@@ -102,7 +102,7 @@ peers:                                   ## .venv-peers: what benchmarks/train_s
 	python3.11 -m venv .venv-peers
 	$(PEERS) || $(PEERS) --extra-index-url https://download.pytorch.org/whl/cpu
 
-bench-train: setup                       ## the SFT step beside TRL's (make peers first); writes benchmarks/results/train_step.md
+bench-train: setup                       ## the SFT step beside TRL and transformers at their best (make peers first); writes benchmarks/results/train_step.md
 	$(PY) benchmarks/train_step.py
 
 bench-dpo: setup                         ## the DPO step beside TRL's (make peers first); writes benchmarks/results/dpo_step.md
