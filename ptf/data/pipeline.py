@@ -60,6 +60,7 @@ class Encoded:
         self._pending: list[Item] = []  # the next one last
         self._without = 0  # rows without a sample since the last that had one
         self._found = 0  # the epoch of that one
+        self._left_out = 0  # rows without a sample, in all
         self._ended = False
 
     def __next__(self) -> Item:
@@ -73,6 +74,7 @@ class Encoded:
                 self._ended = True
             self._pending = self._items(row, self._encoder(row), self._without)
             self._without = 0 if self._pending else self._without + 1
+            self._left_out += not self._pending
             if self._pending:
                 self._found = row.epoch
         return self._pending.pop()
@@ -88,7 +90,8 @@ class Encoded:
         return made
 
     def counts(self) -> Mapping[str, int]:
-        return self._encoder.counts
+        """What the encoder counts, and `left_out`: rows that left no sample, here or when they were tokenized."""
+        return self._encoder.counts | {"left_out": self._left_out}
 
     def dump(self, items: Sequence[Item]) -> np.ndarray:
         """Places and marks. [items, 7] int32"""
@@ -109,13 +112,14 @@ class Encoded:
     def state_dict(self) -> dict[str, Any]:
         return {
             "source": self._source.state_dict(), "counts": dict(self._encoder.counts), "pending": Later(tuple(self._pending), self.dump),
-            "without": self._without, "found": self._found, "ended": self._ended,
+            "without": self._without, "found": self._found, "ended": self._ended, "left_out": self._left_out,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state["source"])
         self._encoder.counts = {key: int(state["counts"][key]) for key in COUNTS}
         self._without, self._found, self._ended = int(state["without"]), int(state["found"]), bool(state["ended"])
+        self._left_out = int(state.get("left_out", 0))  # of a checkpoint that did not count them
         self._pending = self.load(state["pending"])
 
 
@@ -137,7 +141,8 @@ class Lane:
         return [item.atom for item in row]
 
     def counts(self) -> Mapping[str, int]:
-        return {key: sum(e.counts()[key] for e in self._encoded.values()) for key in COUNTS}
+        each = [encoded.counts() for encoded in self._encoded.values()]
+        return {key: sum(counts[key] for counts in each) for key in (*COUNTS, "left_out")}
 
     def _dump(self, items: Sequence[Item]) -> dict[str, Any]:
         places = {name: encoded.dump([item for item in items if item.source == name]) for name, encoded in self._encoded.items()}
@@ -259,6 +264,11 @@ class Lanes:
     def endless(self) -> bool:
         return self.mixture.endless
 
+    @property
+    def window(self) -> int:
+        """Rows of a source that a lane reads before the first one is trained, about."""
+        return self.shuffle + 2 * self.lookahead
+
     def opened(self, name: str) -> tuple[Ordered, SourceSpec]:
         """A source's files and their order, and what its rows are."""
         if name not in self._opened:
@@ -272,7 +282,7 @@ class Lanes:
         aside = Quarantine(file, self.max_bad).add if self.quarantine else None
         encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share)
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
-        source, encoder = ordered.lane(lane, self.shuffle + 2 * self.lookahead), self.wrap(name, encoder)
+        source, encoder = ordered.lane(lane, self.window), self.wrap(name, encoder)
         return Encoded(name, source, encoder, self.again(name), self.lanes, lambda: self._leaves_some(name), reorder)
 
     def rows(self, name: str) -> int | None:
