@@ -91,6 +91,9 @@ kills: setup                             ## runs of every recipe killed and cont
 damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
 	$(PY) benchmarks/damage.py
 
+same-bits: setup                         ## final weights of tiny jobs of every kind beside those on record
+	$(PY) benchmarks/same_bits.py
+
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py
 
