@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from ptf.config import foreign_names
 from ptf.config.schema import Job
 from ptf.config.section import Section
 from ptf.config.tree import Node, Problem, near
@@ -137,6 +138,6 @@ def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
     names = list(section.model_fields) if section else []
     elsewhere = [key for key, _ in keys(job) if key.rpartition(".")[2] == name]
     where = f"in {'.'.join(map(str, path))}" if path else "at the top"
-    hint = near(name, names) or (f"  (did you mean {elsewhere[0]}?)" if elsewhere else "")
-    hint = _not_here(name, path) or hint
+    known = f"  (did you mean {elsewhere[0]}?)" if elsewhere else foreign_names.hint(name, {key for key, _ in keys(job)})
+    hint = _not_here(name, path) or known or near(name, names)
     return f"unknown key {where}" + (hint or (f"; known: {', '.join(names)}" if names else "; it has no keys"))

@@ -76,10 +76,7 @@ def broken(job: Job) -> list[str]:
         faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
     faults += length(job)
     faults += places(job)
-    if job.train.steps and job.train.warmup + (job.train.decay or 0) > job.train.steps:
-        faults.append("train.warmup and train.decay together are longer than train.steps")
-    if job.train.decay_at and not (job.train.decay and job.train.validate_every and job.data.validation):
-        faults.append("train.decay_at needs train.decay, train.validate_every and data.validation")
+    faults += schedule_of(job)
     if job.train.deterministic:
         faults += deterministic(job)
     if job.train.stop or job.checkpoint.best:
@@ -139,6 +136,23 @@ def broken(job: Job) -> list[str]:
             for key, e in engines.items()
             if e == "vllm"
         ]
+    return faults
+
+
+def schedule_of(job: Job) -> list[str]:
+    """Warm-up and decay must fit into the run."""
+    train, faults = job.train, []
+    parts = [part or 0 for part in (train.warmup, train.decay)]
+    steps = sum(part for part in parts if isinstance(part, int))
+    shares = sum(part for part in parts if isinstance(part, float))
+    if shares > 1 or (train.steps and steps + shares * train.steps > train.steps):
+        faults.append("train.warmup and train.decay together are longer than the run; shares of it (0.1) fit any number of steps")
+    if train.decay == 0:
+        faults.append("train.decay must be greater than 0; without it all steps after the warm-up decay")
+    if train.decay_at and not (train.decay and train.validate_every and job.data.validation):
+        faults.append("train.decay_at needs train.decay, train.validate_every and data.validation")
+    if train.decay_at and train.epochs and isinstance(train.decay, float):
+        faults.append("train.decay_at needs train.decay as a number of steps where train.epochs says how long the run is")
     return faults
 
 

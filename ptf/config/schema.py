@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
-from ptf.config.section import Count, Fraction, Knobs, Patterns, Plug, Positive, PositiveFloat, Section, Temperature, free
+from ptf.config.section import Count, Fraction, Knobs, Patterns, Plug, Positive, PositiveFloat, Section, Steps, Temperature, free
 
 # Largest difference between two engines' log-prob of a token that is rounding and not a fault. A small model trained to a sharp function turns
 # fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of: measured against float64, in the trainer and in vLLM alike.
@@ -277,10 +277,10 @@ class TrainConfig(Section):
     """Packed rows in one forward and backward pass of a worker."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after warm-up."""
-    warmup: Count = 0
-    """Steps of linear warm-up."""
-    decay: Positive | None = None
-    """Steps of decay at the end; by default all that follow the warm-up."""
+    warmup: Steps = 0
+    """Steps of linear warm-up, or, below 1, the share of the run that it is (`0.03`)."""
+    decay: Steps | None = None
+    """Steps of decay at the end, or their share of the run; by default all that follow the warm-up."""
     decay_at: PositiveFloat | None = None
     """Held-out loss (of the first of `data.validation`) at which the decay begins early; the run then ends `decay` steps later, at `steps` at the latest."""
     min_lr: Fraction = 0.0

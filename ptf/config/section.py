@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -27,6 +27,20 @@ Positive = Annotated[int, Field(gt=0), AfterValidator(_countable)]
 Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+def _steps(value: Any) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PydanticCustomError("steps_type", "expected a number of steps or a share of the run (0.1)")
+    if isinstance(value, float) and not 0 < value < 1:
+        raise PydanticCustomError("steps_share", "a share of the run lies between 0 and 1, steps are whole numbers")
+    if value < 0:
+        raise PydanticCustomError("greater_than_equal", "negative", {"ge": 0})
+    return _countable(value) if isinstance(value, int) else value
+
+
+WHOLE_OR_SHARE = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]}
+Steps = Annotated[int | float, PlainValidator(_steps), WithJsonSchema(WHOLE_OR_SHARE)]  # a number, or a share of a run's
 Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
 Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
 

@@ -34,6 +34,7 @@ from ptf.train.annotate import annotated
 from ptf.train.canonical import trainer_of
 from ptf.train.companions import companions, forward_flops
 from ptf.train.export import MODEL, export
+from ptf.train.optim import Schedule
 from ptf.train.reading import held_out_rows, make_lanes, make_loader, planned_steps, specs
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.start import adapted_from, extended, tokenizer_directory
@@ -104,6 +105,7 @@ class Fit:
         announce(job, world, self.model.config, ends, takes)
         self.planned = ends
         self.track: Tracker | None = None
+        self.trainer.schedule = Schedule.of(job.train, job.train.steps or ends)  # shares are of the whole run, which may be shorter by now
         self.end_at(ends)
         if world.leads:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, said=rows)
@@ -198,7 +200,7 @@ class Fit:
         rows = 1 if train.deterministic else train.micro_rows
         losses = held_out_loss(self.model, self.recipe, self.held_out, self.within, rows, self.job.data.seq_len, self.companions)
         if self.ends == self.planned and train.decay_at and losses[f"loss/{next(iter(self.held_out))}"] <= train.decay_at:
-            self.end_at(min(self.ends, self.step + 1 + (train.decay or 0)))
+            self.end_at(min(self.ends, self.step + 1 + (self.trainer.schedule.decay or 0)))
         if self.watch and train.stop and self.watch(losses):
             self.end_at(self.step + 1)
             if self.world.leads:

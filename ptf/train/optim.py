@@ -8,7 +8,13 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ptf.config.schema import TrainConfig
 from ptf.train.trainable import fits, refuse_unmatched
+
+
+def counted(steps: int | float, whole: int) -> int:
+    """Steps, given as their number or, below 1, as a share of a run's."""
+    return steps if isinstance(steps, int) else max(1, round(steps * whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,12 @@ class Schedule:
     warmup: int = 0
     decay: int | None = None
     floor: float = 0.0  # share of lr at the end
+
+    @classmethod
+    def of(cls, config: TrainConfig, steps: int) -> "Schedule":
+        """Of a run of so many steps. `train.warmup` and `train.decay` below 1 are shares of it, of a step at least."""
+        decay = None if config.decay is None else counted(config.decay, steps)
+        return cls(config.lr, steps, config.schedule, counted(config.warmup, steps), decay, config.min_lr)
 
     def __call__(self, step: int) -> float:
         """Learning rate of the step with this number, from 0."""

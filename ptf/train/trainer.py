@@ -75,7 +75,7 @@ class Trainer:
     def __init__(self, model: Decoder, world: World, config: TrainConfig, companions: Mapping[str, Decoder] | None = None) -> None:
         self.model, self.world, self.companions = model, world, companions or {}
         self.clip = config.clip
-        self.schedule = Schedule(config.lr, config.steps or 1, config.schedule, config.warmup, config.decay, config.min_lr)
+        self.schedule = Schedule.of(config, config.steps or 1)
         self.groups = groups(model, config.weight_decay, config.lr_groups)
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
 

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.config import ConfigError, Plug, dump, fingerprint, frozen_differences, load, loads, plug, resolve
+from ptf.config import ConfigError, Plug, dump, explain, fingerprint, frozen_differences, load, loads, plug, resolve
+from ptf.config.foreign_names import FOREIGN, hint
+from ptf.config.schema import jobs as jobs_by_name
 from ptf.config.tree import Node, Place, _over, merge
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
@@ -199,7 +201,7 @@ def test_rules_between_keys_are_reported_together(write):
     assert problems("a.yaml", "v.yaml", overrides=("compute={workers: 3, launcher: local}", "train.warmup=20", "data.validation.chat.path=x")) == [
         "--set compute={workers: 3, launcher: local}  compute.launcher  local is one process; use ray or torchrun for compute.workers > 1",
         "--set data.validation.chat.path=x  data.validation.chat  has the name of one of data.sources",
-        "--set train.warmup=20  train.warmup  and train.decay together are longer than train.steps",
+        "--set train.warmup=20  train.warmup  and train.decay together are longer than the run; shares of it (0.1) fit any number of steps",
         "v.yaml:3  data.lanes  (8) must be a multiple of compute.workers (3)",
         "v.yaml:4  train.rows  (8) must be a multiple of compute.workers (3)",
         "v.yaml:6  evaluate.sources  needs evaluate.reward to score the answers",
@@ -485,3 +487,63 @@ def test_an_error_inside_the_plugged_module_is_not_hidden(tmp_path, monkeypatch)
 def test_config_and_storage_load_no_torch():
     code = "import sys, ptf.config, ptf.config.plug, ptf.storage, ptf.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_names_of_other_frameworks_lead_to_keys_that_exist():
+    """Every one, in a job that has the key."""
+    known = {recipe: {key for key, _ in explain.keys(job)} for recipe, job in jobs_by_name().items()}
+    every = set().union(*known.values())
+    assert len(FOREIGN) >= 60
+    for name, here in FOREIGN.items():
+        assert set(here.keys) <= every, name
+        assert name not in every, f"{name} is a key of ptf"
+        assert any(hint(name, of) for of in known.values())
+    assert hint("nothing_of_this_name", every) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ("train.learning_rate", "unknown key in train  (here it is train.lr)"),
+        ("train.warmup_ratio", "unknown key in train  (here it is train.warmup: below 1 it is a share of the run)"),
+        ("gradient_accumulation_steps", "unknown key at the top  (here it is train.micro_rows: passes follow from train.rows and train.micro_rows)"),
+        ("data.max_seq_length", "unknown key in data  (here it is data.seq_len: tokens of a packed row; prompt and answer together)"),
+        ("train.batch_size", "unknown key in train  (here it is train.rows: of a whole step, over all workers)"),
+        ("train.num_generations", "unknown key in train; known: "),  # SFT generates nothing
+        ("train.lrr", "unknown key in train  (did you mean lr?)"),
+    ],
+)  # fmt: skip
+def test_a_key_that_another_framework_has_is_answered_with_ours(key, found):
+    with pytest.raises(ConfigError) as refused:
+        loads(SFT, [f"{key}=1"])
+    (line,) = str(refused.value).splitlines()
+    assert line.partition(f"  {key}  ")[2].startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("train.warmup=0.1", None),
+        ("train.decay=0.9", None),
+        ("{train.warmup: 0.2, train.decay: 0.9}", "train.warmup  and train.decay together are longer than the run"),
+        ("train.warmup=1.0", "train.warmup  a share of the run lies between 0 and 1, steps are whole numbers, got 1.0"),
+        ("train.warmup=-1", "train.warmup  must be at least 0, got -1"),
+        ("train.warmup=ten", "train.warmup  expected a number of steps or a share of the run (0.1), got the text 'ten'"),
+        ("train.decay=0", "train.decay  must be greater than 0"),
+        ("{train.decay: 0.2, train.decay_at: 1.0, train.epochs: 1, train.steps: null}", "train.decay_at  needs train.decay as a number of steps"),
+    ],
+)  # fmt: skip
+def test_warm_up_and_decay_are_steps_or_shares_of_the_run(value, found):
+    given = [value] if "{" not in value else value.strip("{}").replace(": ", "=").split(", ")
+    if found is None:
+        assert loads(dump(loads(SFT, given))) == loads(SFT, given)
+    else:
+        with pytest.raises(ConfigError) as refused:
+            loads(SFT, given)
+        assert any(line.partition("  ")[2].startswith(found) for line in str(refused.value).splitlines())
+
+
+@pytest.mark.parametrize("config", sorted(map(str, Path(__file__).parents[2].glob("configs/*/*.yaml"))))
+def test_shipped_configs_take_any_number_of_steps(config):
+    if loads(dump(load(config))).train.steps:
+        assert load(config, overrides=["train.steps=20"]).train.steps == 20

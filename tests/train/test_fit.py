@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from ptf import storage
 from ptf.compute.tracking import Tracker, is_clock, read_metrics
 from ptf.config import loads
+from ptf.config.schema import TrainConfig
 from ptf.errors import UserError
 from ptf.run import begun, resolved, run
+from ptf.train.optim import Schedule
 from tests.tiny import arithmetic, write_jsonl
 
 
@@ -242,3 +244,13 @@ def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(["{}", *good[:20], "[]", "{}"] * 3) + "\n")
     with pytest.raises(UserError, match=r"rows are bad, more than data\.max_bad \(0\.001\) allows"):
         train(made, "b")
+
+
+def test_warm_up_and_decay_may_be_shares_of_the_run() -> None:
+    config = TrainConfig(steps=40, lr=1.0, schedule="linear", warmup=0.1, decay=0.5)
+    same = TrainConfig(steps=40, lr=1.0, schedule="linear", warmup=4, decay=20)
+    shares, steps = Schedule.of(config, 40), Schedule.of(same, 40)
+    assert shares == steps
+    assert [shares(step) for step in (0, 3, 20, 30)] == [0.25, 1.0, 1.0, 0.5]
+    assert Schedule.of(config, 2).warmup == 1
+    assert Schedule.of(config, 80)(0) == 0.125

@@ -1,0 +1,133 @@
+"""Names of settings that people bring from other frameworks (TRL, transformers, verl, axolotl, LLaMA-Factory), and the keys that do the same here.
+
+Of several keys the first that the job has is quoted. The text behind them says what is different.
+"""
+
+from collections.abc import Container
+from typing import NamedTuple
+
+
+class Here(NamedTuple):
+    """What does the same in ptf."""
+
+    keys: tuple[str, ...]
+    note: str = ""
+
+
+def at(*keys: str, note: str = "") -> Here:
+    return Here(keys, note)
+
+
+BATCH = at("rollout.prompts", "train.rows", note="of a whole step, over all workers")
+PASS = at("train.micro_rows", note="packed rows of data.seq_len tokens in one pass of a worker")
+PARTS = at("algo.minibatches", note="how many optimizer steps a pass over the rollouts has")
+LENGTH = at("data.seq_len", note="tokens of a packed row; prompt and answer together")
+PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
+TRAINED = at("data.train_on", note="by default what the assistant says is trained, and nothing else")
+SOURCES = at("data.sources", note="a section by name, each with a `path`")
+HELD_OUT = at("data.validation", "evaluate.sources", note="a section by name, each with a `path`")
+ANSWER = at("rollout.max_new_tokens", "evaluate.max_new_tokens")
+GROUP = at("rollout.group")
+KL = at("algo.kl", "algo.beta")
+KL_IN = at("algo.kl_in", note="loss or reward")
+ADAPTERS = at("model.lora", note="a section: rank, alpha, targets")
+WORKERS = at("compute.workers", note="all GPUs of all machines together")
+SHARDED = at("compute.mesh", note="weights, gradients and optimizer are always sharded over the workers (FSDP2)")
+RECIPE = at("recipe")
+LOGGED = at("track.wandb", note="a project of Weights & Biases; metrics.jsonl and TensorBoard are always there")
+
+FOREIGN: dict[str, Here] = {
+    # length of a run and optimizer
+    **dict.fromkeys(("learning_rate", "peak_lr"), at("train.lr")),
+    **dict.fromkeys(("max_steps", "total_training_steps", "num_training_steps", "train_steps"), at("train.steps")),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "total_epochs"), at("train.epochs", "train.steps")),
+    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps"), at("train.warmup")),
+    **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), at("train.warmup", note="below 1 it is a share of the run")),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule"), at("train.schedule")),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), at("train.clip")),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), at("train.betas", note="both in one list")),
+    "adam_epsilon": at("train.eps"),
+    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), at("train.precision")),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing"),
+        at("train.checkpointing", note="none, block or selective"),
+    ),
+    "torch_compile": at("train.compile"),
+    # batches
+    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), BATCH),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "micro_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"),
+        PASS,
+    ),
+    "gradient_accumulation_steps": at("train.micro_rows", note="passes follow from train.rows and train.micro_rows"),
+    **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size", "num_mini_batches"), PARTS),
+    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), at("algo.epochs")),
+    # data
+    **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len"), LENGTH),
+    **dict.fromkeys(("max_prompt_length", "model_max_length"), LENGTH),
+    **dict.fromkeys(("packing", "sample_packing", "padding_free", "neat_packing"), PACKED),
+    **dict.fromkeys(("train_on_inputs", "assistant_only_loss", "completion_only_loss", "train_on_prompt"), TRAINED),
+    **dict.fromkeys(("dataset", "datasets", "dataset_name", "dataset_path", "train_files", "train_file"), SOURCES),
+    **dict.fromkeys(("eval_dataset", "val_files", "test_datasets", "val_set_size", "validation_file"), HELD_OUT),
+    **dict.fromkeys(("shuffle_seed", "data_seed"), at("seed")),
+    "dataloader_num_workers": at("data.prefetch", note="steps that are packed ahead in the background"),
+    "dataset_num_proc": at("data.pretokenize", note="the tokenize stage takes all cores"),
+    # model
+    **dict.fromkeys(("model_name_or_path", "base_model", "model_name", "pretrained_model"), at("model.path")),
+    **dict.fromkeys(("tokenizer_path", "tokenizer_name"), at("model.tokenizer")),
+    "template": at("model.chat_template", note="by default the tokenizer's own"),
+    **dict.fromkeys(("lora_r", "lora_rank"), at("model.lora.rank")),
+    "lora_alpha": at("model.lora.alpha"),
+    **dict.fromkeys(("lora_target_modules", "target_modules", "lora_target"), at("model.lora.targets")),
+    "use_rslora": at("model.lora.rslora"),
+    **dict.fromkeys(("peft_config", "adapter", "use_peft"), ADAPTERS),
+    # rollouts
+    **dict.fromkeys(("max_completion_length", "max_response_length", "response_length"), ANSWER),
+    **dict.fromkeys(("num_generations", "num_return_sequences", "rollout_n", "n_samples_per_prompt"), GROUP),
+    **dict.fromkeys(("reward_funcs", "reward_function", "custom_reward_function"), at("rollout.reward")),
+    "reward_model_path": at("rollout.reward_model.path"),
+    **dict.fromkeys(("use_vllm", "vllm_mode", "rollout_backend"), at("rollout.engine", "evaluate.engine")),
+    **dict.fromkeys(("gpu_memory_utilization", "vllm_gpu_memory_utilization"), at("rollout.gpu_share")),
+    **dict.fromkeys(("tensor_model_parallel_size", "vllm_tensor_parallel_size"), at("rollout.tensor")),
+    # algorithms
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_coeff"), KL),
+    "beta": KL,
+    **dict.fromkeys(("kl_penalty", "kl_loss_type"), at("algo.kl_estimator")),
+    **dict.fromkeys(("use_kl_in_reward", "use_kl_loss"), KL_IN),
+    **dict.fromkeys(("epsilon", "cliprange", "clip_ratio", "clip_ratio_low", "eps_clip"), at("algo.clip_low")),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), at("algo.clip_high")),
+    **dict.fromkeys(("entropy_coeff", "ent_coef", "entropy_coef"), at("algo.entropy")),
+    **dict.fromkeys(("cliprange_value", "vf_clip"), at("algo.value_clip")),
+    **dict.fromkeys(("scale_rewards", "norm_adv_by_std_in_grpo"), at("algo.scale_by_std")),
+    "loss_agg_mode": at("algo.mean_over"),
+    "loss_type": at("algo.mean_over", "algo.loss"),
+    "importance_sampling_level": at("algo.ratio"),
+    **dict.fromkeys(("ref_model", "reference_model", "ref_model_path"), at("algo.reference", "algo.kl")),
+    **dict.fromkeys(("teacher_model", "teacher_model_name_or_path"), at("algo.teacher", "algo.teachers")),
+    **dict.fromkeys(("adv_estimator", "algorithm", "stage", "rl"), RECIPE),
+    # machines
+    **dict.fromkeys(("num_gpus", "n_gpus_per_node", "num_processes", "nproc_per_node", "nnodes"), WORKERS),
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "zero_stage"), SHARDED),
+    "tensor_parallel_size": at("compute.mesh.tensor"),
+    # files, checkpoints, logs
+    **dict.fromkeys(("output_dir", "default_local_dir", "save_dir"), at("output")),
+    **dict.fromkeys(("save_steps", "save_freq", "save_interval"), at("checkpoint.every")),
+    "save_total_limit": at("checkpoint.keep"),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), at("checkpoint.best", "evaluate.metrics")),
+    "early_stopping_patience": at("train.stop.patience"),
+    **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), at("train.validate_every")),
+    "logging_steps": at("track.print_every"),
+    **dict.fromkeys(("report_to", "wandb_project", "project_name"), LOGGED),
+    **dict.fromkeys(("hub_model_id", "push_to_hub"), at("publish.hub")),
+    **dict.fromkeys(
+        ("resume_from_checkpoint", "run_name"),
+        at("output", note="a run is named and continued by `ptf train CONFIG --lineage NAME`"),
+    ),
+}
+
+
+def hint(name: str, keys: Container[str]) -> str:
+    """The key of `keys` that does what a framework calls `name`, as a message's end; empty where there is none."""
+    here = FOREIGN.get(name.lower())
+    key = next((key for key in here.keys if key in keys), None) if here else None
+    return f"  (here it is {key}{f': {here.note}' if here and here.note else ''})" if key else ""
