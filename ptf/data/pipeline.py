@@ -60,7 +60,6 @@ class Encoded:
         self._pending: list[Item] = []  # the next one last
         self._without = 0  # rows without a sample since the last that had one
         self._found = 0  # the epoch of that one
-        self._left_out = 0  # rows without a sample, in all
         self._ended = False
 
     def __next__(self) -> Item:
@@ -74,7 +73,6 @@ class Encoded:
                 self._ended = True
             self._pending = self._items(row, self._encoder(row), self._without)
             self._without = 0 if self._pending else self._without + 1
-            self._left_out += not self._pending
             if self._pending:
                 self._found = row.epoch
         return self._pending.pop()
@@ -90,8 +88,7 @@ class Encoded:
         return made
 
     def counts(self) -> Mapping[str, int]:
-        """What the encoder counts, and `left_out`: rows that left no sample, here or when they were tokenized."""
-        return self._encoder.counts | {"left_out": self._left_out}
+        return self._encoder.counts
 
     def dump(self, items: Sequence[Item]) -> np.ndarray:
         """Places and marks. [items, 7] int32"""
@@ -112,14 +109,13 @@ class Encoded:
     def state_dict(self) -> dict[str, Any]:
         return {
             "source": self._source.state_dict(), "counts": dict(self._encoder.counts), "pending": Later(tuple(self._pending), self.dump),
-            "without": self._without, "found": self._found, "ended": self._ended, "left_out": self._left_out,
+            "without": self._without, "found": self._found, "ended": self._ended,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state["source"])
-        self._encoder.counts = {key: int(state["counts"][key]) for key in COUNTS}
+        self._encoder.counts = {key: int(state["counts"].get(key, 0)) for key in COUNTS}  # an earlier version counted fewer things
         self._without, self._found, self._ended = int(state["without"]), int(state["found"]), bool(state["ended"])
-        self._left_out = int(state.get("left_out", 0))  # of a checkpoint that did not count them
         self._pending = self.load(state["pending"])
 
 
@@ -141,8 +137,7 @@ class Lane:
         return [item.atom for item in row]
 
     def counts(self) -> Mapping[str, int]:
-        each = [encoded.counts() for encoded in self._encoded.values()]
-        return {key: sum(counts[key] for counts in each) for key in (*COUNTS, "left_out")}
+        return {key: sum(e.counts()[key] for e in self._encoded.values()) for key in COUNTS}
 
     def _dump(self, items: Sequence[Item]) -> dict[str, Any]:
         places = {name: encoded.dump([item for item in items if item.source == name]) for name, encoded in self._encoded.items()}

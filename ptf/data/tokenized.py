@@ -402,6 +402,7 @@ class Decoder(Encoder):
         counts = self.counts
         counts["rows"] += 1
         counts["samples"] += atoms
+        counts["left_out"] += not atoms
         counts["tokens"] += tokens
         counts["trained"] += trained
         counts["whole"] += longest
