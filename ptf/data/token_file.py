@@ -123,15 +123,17 @@ class TokenRows:
         self._first_atom, self._atoms = _list(table, "atoms")  # of each row, and the end of the last one's; how many samples each atom has
         self._first_sample, lengths = _list(table, "lengths")
         self._ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens before each sample
-        self._tokens, pairs = _values(table, "tokens", np.int32), _values(table, "weights", np.int32).reshape(-1, 2)
-        self._weights = np.repeat(pairs[:, 1].view(np.float32), pairs[:, 0])
-        assert len(self._tokens) == len(self._weights) == self._ends[-1], "a row group whose columns are not of the same tokens"
+        self.tokens, pairs = _values(table, "tokens", np.int32), _values(table, "weights", np.int32).reshape(-1, 2)
+        self.weights = np.repeat(pairs[:, 1].view(np.float32), pairs[:, 0])
+        assert len(self.tokens) == len(self.weights) == self._ends[-1], "a row group whose columns are not of the same tokens"
         self._sources = _list(table, "sources")[1]
         self._streams = {name.removeprefix(STREAM): _stream(table, name) for name in table.column_names if name.startswith(STREAM)}
-        self.nbytes = table.nbytes + self._weights.nbytes
+        self.nbytes = table.nbytes + self.weights.nbytes
         self._rows: list[list[Atom]] | None = None
         self.told = self._told(pairs)
         self.longest = int(self.told[:, 3].max(initial=0))  # tokens of an atom
+        one = np.diff(self._first_sample) == 1 if not self._streams else np.zeros(self.lines, bool)
+        self._several = np.concatenate([[0], np.cumsum(~one)])  # rows before each that are not one sample without streams
 
     def _told(self, pairs: np.ndarray) -> np.ndarray:
         """Of every row: atoms, tokens, those that are trained, tokens of the longest atom. [rows, 4] int64"""
@@ -172,12 +174,21 @@ class TokenRows:
 
     def _made(self) -> list[list[Atom]]:
         cuts = self._ends.tolist()
-        tokens, weights, streams = self._tokens, self._weights, self._streams
+        tokens, weights, streams = self.tokens, self.weights, self._streams
         each = [{name: values[start:end] for name, values in streams.items()} for start, end in pairwise(cuts)] if streams else [NO_STREAMS] * (len(cuts) - 1)
         samples = samples_of([tokens[start:end] for start, end in pairwise(cuts)], [weights[start:end] for start, end in pairwise(cuts)], self._sources, each)
         given = iter(samples)
         atoms = list(zip(samples)) if (self._atoms == 1).all() else [tuple(islice(given, n)) for n in self._atoms.tolist()]
         return [atoms[first:end] for first, end in pairwise(self._first_atom.tolist())]
+
+    def simple(self, first: int, end: int) -> bool:
+        """Whether each of these rows is one sample, without streams."""
+        return bool(self._several[first] == self._several[end])
+
+    def spans(self, first: int, end: int) -> tuple[list[int], list[int], list[str]]:
+        """Of such rows, where their tokens begin and end, and the sources of their samples."""
+        at = self._first_sample[first : end + 1]
+        return self._ends[at[:-1]].tolist(), self._ends[at[1:]].tolist(), self._sources[at[0] : at[-1]]
 
     def part(self, start: int, end: int) -> Block:
         raise NotImplementedError("what is tokenized is not tokenized again")

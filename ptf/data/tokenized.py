@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ptf import scratch, storage, verified
 from ptf.data.blocks import Block, Location, Reader, Row
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
@@ -217,6 +219,18 @@ class Decoder(Encoder):
     def __init__(self, name: str, seq_len: int, too_long: TooLong, share: bool = False) -> None:
         super().__init__(decode, name, seq_len, too_long, kind="tokenized", share=share)
         self._longest = -1 if share else seq_len  # what is shared follows from the tokens
+
+    def fits(self, block: Block) -> bool:
+        """Whether every atom of a block is kept as it is."""
+        return isinstance(block, TokenRows) and block.told is not None and block.longest <= self._longest
+
+    def counted(self, told: np.ndarray) -> np.ndarray:
+        """The counts before rows of such blocks, of which `told` says what each counts, and behind each of them. [rows + 1, len(COUNTS)] int64"""
+        steps = np.zeros((len(told) + 1, len(COUNTS)), np.int64)
+        steps[0] = [self.counts[key] for key in COUNTS]
+        steps[1:, :5] = 1
+        steps[1:, 1:5] = told
+        return np.cumsum(steps, 0)
 
     def __call__(self, place: Place) -> list[Atom]:
         block = place.block
