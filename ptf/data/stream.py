@@ -176,8 +176,9 @@ class Shuffle(Generic[T]):
         """One more item into the window, or beside it if it is of a later epoch; False if the stream below has ended."""
         if self._ended:
             return False
-        if self._run is not None and self._at < len(self._run.items):
-            item = self._run.items[self._at]
+        run = self._current()
+        if run is not None:
+            item = run.items[self._at]
             self._at += 1
         else:
             self._run = None

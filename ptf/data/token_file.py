@@ -5,7 +5,6 @@ of little-endian bytes, a row group is read as a few long arrays, and every samp
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ptf.data.blocks import Block, Row
-from ptf.data.sample import Atom, Sample, dump_atoms, samples_of
+from ptf.data.sample import Atom, Sample, dump_atoms
 from ptf.errors import UserError
 
 FORM = 2  # of the file: data of another one are tokenized again
@@ -129,7 +128,6 @@ class TokenRows:
         self._sources = _list(table, "sources")[1]
         self._streams = {name.removeprefix(STREAM): _stream(table, name) for name in table.column_names if name.startswith(STREAM)}
         self.nbytes = table.nbytes + self.weights.nbytes
-        self._rows: list[list[Atom]] | None = None
         self.told = self._told(pairs)
         self.longest = int(self.told[:, 3].max(initial=0))  # tokens of an atom
         one = np.diff(self._first_sample) == 1 if not self._streams else np.zeros(self.lines, bool)
@@ -163,23 +161,16 @@ class TokenRows:
 
     def atoms(self, i: int) -> list[Atom]:
         """Row i's."""
-        return self.rows[i]
+        at, made = int(self._first_sample[i]), []
+        for n in self._atoms[self._first_atom[i] : self._first_atom[i + 1]].tolist():
+            made.append(tuple([self._sample(k) for k in range(at, at + n)]))
+            at += n
+        return made
 
-    @property
-    def rows(self) -> list[list[Atom]]:
-        """The atoms of every row. They are made together, which costs a fifth of making each by itself."""
-        if self._rows is None:
-            self._rows = self._made()
-        return self._rows
-
-    def _made(self) -> list[list[Atom]]:
-        cuts = self._ends.tolist()
-        tokens, weights, streams = self.tokens, self.weights, self._streams
-        each = [{name: values[start:end] for name, values in streams.items()} for start, end in pairwise(cuts)] if streams else [NO_STREAMS] * (len(cuts) - 1)
-        samples = samples_of([tokens[start:end] for start, end in pairwise(cuts)], [weights[start:end] for start, end in pairwise(cuts)], self._sources, each)
-        given = iter(samples)
-        atoms = list(zip(samples)) if (self._atoms == 1).all() else [tuple(islice(given, n)) for n in self._atoms.tolist()]
-        return [atoms[first:end] for first, end in pairwise(self._first_atom.tolist())]
+    def _sample(self, k: int) -> Sample:
+        start, end = self._ends[k], self._ends[k + 1]
+        streams = {name: values[start:end] for name, values in self._streams.items()} if self._streams else NO_STREAMS
+        return Sample(self.tokens[start:end], self.weights[start:end], self._sources[k], streams)
 
     def simple(self, first: int, end: int) -> bool:
         """Whether each of these rows is one sample, without streams."""
@@ -211,10 +202,10 @@ class LengthRows(TokenRows):
         ends = np.concatenate([[0], np.cumsum(_list(table, "lengths")[1], dtype=np.int64)])
         at = np.concatenate([[0], np.cumsum(atoms, dtype=np.int64)])
         self._of_atoms = np.diff(ends[at]).tolist()  # tokens of each atom
-        self._rows, self.told = None, None
+        self.told = None
 
-    def _made(self) -> list[list[Atom]]:
-        return [[hollow(n) for n in self._of_atoms[first:end]] for first, end in pairwise(self._first_atom.tolist())]
+    def atoms(self, i: int) -> list[Atom]:
+        return [hollow(n) for n in self._of_atoms[self._first_atom[i] : self._first_atom[i + 1]]]
 
 
 def _list(table: pa.Table, name: str) -> tuple[np.ndarray, Any]:
