@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ptf.data.batch import Batch
+from ptf.data.batch import Batch, laid_out
 from ptf.data.exchange import Peers, exchanged, leave
 from ptf.data.items import Item, atoms_of
 from ptf.data.packing import idle
-from ptf.data.sample import Atom, length
+from ptf.data.sample import Atom
 from ptf.data.stream import Stream, settle
 from ptf.errors import UserError
 
@@ -103,8 +103,8 @@ class Loader:
             raise
         if self._peers:
             rows, numbers = exchanged(rows, numbers, self._peers)
-        batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
-        fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
+        batches = laid_out(rows, self._seq_len, self._micro_rows)
+        fill = sum(sum(batch.lengths) for batch in batches) / (len(rows) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
 
     def _row(self, lane: int) -> list[Item]:
