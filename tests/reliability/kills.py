@@ -53,7 +53,9 @@ def adopt_orphans() -> None:
 def nothing() -> None: ...
 
 
-def attempt(raw: dict[str, Any], lineage: str, trap: Trap | None, log: Path, before: Callable[[], None] = nothing, after: Callable[[], None] = nothing) -> int:
+def attempt(
+    raw: dict[str, Any], lineage: str, trap: Trap | None, log: Path, before: Callable[[], object] = nothing, after: Callable[[], object] = nothing
+) -> int:
     """Run it in a process of its own, and how that ended: 0, a status, or minus a signal. `before` is called there first, `after` last. Temporary
     files and what is remembered of verified files lie beside the log."""
     pid = os.fork()
@@ -110,7 +112,7 @@ def _ended(pid: int, killed_after: float | None = None) -> int:
 def warm(raw: dict[str, Any], log: Path) -> dict[str, Any]:
     """Import what a run of this job imports, which a run in a process of its own finds. Returns what that run left."""
     note, known = log.with_suffix(".modules"), set(sys.modules)
-    after = lambda: note.write_text("\n".join(name for name in sys.modules if name not in known)) and None  # noqa: E731
+    after = lambda: note.write_text("\n".join(name for name in sys.modules if name not in known))  # noqa: E731
     assert attempt(raw, LINEAGE, None, log, after=after) == 0, log.read_text()[-3000:]
     for name in note.read_text().splitlines():
         with contextlib.suppress(Exception):  # names that are no modules of files
@@ -212,7 +214,7 @@ class Trials:
         (self.directory / name).mkdir(exist_ok=True)
         return self.directory / name / "log"
 
-    def made(self, name: str, before: Callable[[], None], after: Callable[[], None] = nothing) -> dict[str, Any]:
+    def made(self, name: str, before: Callable[[], object], after: Callable[[], object] = nothing) -> dict[str, Any]:
         """A run from its beginning to its end."""
         log = self.log(name)
         assert attempt(self.raw | {"output": str(log.parent / "out")}, LINEAGE, None, log, before, after) == 0, log.read_text()[-3000:]
@@ -228,7 +230,7 @@ class Trials:
             count_phases(lambda n, phase: found["phase"].__setitem__(phase, n))
             count_files(str(log.parent / "out"), lambda n, _: found["file"].__setitem__("", n))
 
-        made = self.made("counted", look, lambda: note.write_text(json.dumps(found)) and None)
+        made = self.made("counted", look, lambda: note.write_text(json.dumps(found)))
         assert differences(made, self.whole) == []
         return json.loads(note.read_text())
 
