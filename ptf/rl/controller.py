@@ -299,6 +299,7 @@ class Controller:
         state = checkpoint.load_host(f"{path}/controller.pt")
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
+        self.saves.prune(step)
         print(f"resumed from {path} (step {step} of {self.steps})", flush=True)
         return step
 

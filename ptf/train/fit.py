@@ -226,6 +226,7 @@ class Fit:
                 self.watch.load_state_dict(state["watch"])
         self.loader.load_state_dict({"step": step, "lanes": lanes})
         if world.leads:
+            self.saves.prune(step)
             print(f"resumed from {place} (step {step} of {ends})", flush=True)
         return step, ends
 
