@@ -66,12 +66,13 @@ def commit() -> str:
 
 
 def add(recipe: str, way: str, scratch: Path, until: float, code: str) -> bool:
-    """Trials of one recipe, some more or until the time: forked ones with one of the command line after them, or of the command line alone. Whether all
-    went well."""
+    """Trials of one recipe, some more or until the time: forked ones, before which comes the first of the command line, or those of the command line
+    alone. Whether all went well."""
     place = scratch / recipe
     place.mkdir()
     trials = Trials(recipe, place)
-    ways = ["forked"] * CHUNK + ["command"] if way == "forked" else ["command"] * COMMANDS[recipe]
+    first = ["command"] * (not killed(rows(), recipe, "command"))
+    ways = first + ["forked"] * CHUNK if way == "forked" else ["command"] * COMMANDS[recipe]
     well = True
     for each in ways:
         found = rows()
