@@ -305,6 +305,7 @@ class Controller:
         self.tokenizer.refuse_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
+        self.saves.prune(step)
         print(f"resumed from {path} (step {step} of {self.steps})", flush=True)
         return step, manifest
 
