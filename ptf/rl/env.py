@@ -79,10 +79,10 @@ def checked(turn: Any) -> Any:
         return Fault(f"act gave a {type(turn).__name__}, not a ptf.rl.env.Turn")
     try:
         right = not isinstance(turn.reward, str | bytes | bytearray) and is_reward(float(turn.reward))
-    except (TypeError, ValueError):
+    except Exception:  # of float(), for whatever it was given
         right = False
     if not right:
-        return Fault(f"the reward of a turn is {turn.reward!r}")
+        return Fault(f"the reward of a turn is {str(turn.reward)[:60]!r}")
     said = [*turn.messages, *([] if turn.said is None else [turn.said])] if isinstance(turn.messages, Sequence) else [None]
     return turn if all(isinstance(message, Mapping) for message in said) else Fault(f"the messages of a turn are {str(turn.messages)[:60]!r}")
 

@@ -174,7 +174,9 @@ class Trials:
     def _said(self, trial: Trial, happened: list[dict[str, Any]]) -> str:
         """An environment that begins with garbage is told so in other words."""
         begins = trial.place == "environment" and len(json.loads(happened[0]["question"])) == 2
-        return SAID[trial.fault] if not begins or trial.fault in ENDS else "environment"
+        if trial.fault in REWARDS and trial.place == "environment":
+            return "environment" if begins else "the reward of a turn is"
+        return "environment" if begins and trial.fault not in ENDS else SAID[trial.fault]
 
     def _ended(self, status: int, found: dict[str, Any], lines: list[tuple[float, str]]) -> str:
         if status:
