@@ -79,10 +79,10 @@ def checked(turn: Any) -> Any:
         return Fault(f"act gave a {type(turn).__name__}, not a ptf.rl.env.Turn")
     try:
         right = not isinstance(turn.reward, str | bytes | bytearray) and is_reward(float(turn.reward))
-    except Exception:  # of float(), for whatever it was given
-        right = False
+    except Exception as error:  # of float(), for whatever it was given
+        return Fault(f"the reward of a turn is no number: {type(error).__name__}: {error}")
     if not right:
-        return Fault(f"the reward of a turn is {str(turn.reward)[:60]!r}")
+        return Fault(f"the reward of a turn is {turn.reward!r}")
     said = [*turn.messages, *([] if turn.said is None else [turn.said])] if isinstance(turn.messages, Sequence) else [None]
     return turn if all(isinstance(message, Mapping) for message in said) else Fault(f"the messages of a turn are {str(turn.messages)[:60]!r}")
 
