@@ -149,7 +149,7 @@ def compared(name: str, dtype: str, rounds: int, train: dict[str, Any]) -> dict[
         "best": best,
         "train": train,
         "found": found,
-        "commit": commit(),
+        "commit": of,
         "date": time.strftime("%Y-%m-%d"),
         "hardware": cpu(),
     }

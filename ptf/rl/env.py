@@ -79,8 +79,8 @@ def checked(turn: Any) -> Any:
         return Fault(f"act gave a {type(turn).__name__}, not a ptf.rl.env.Turn")
     try:
         right = not isinstance(turn.reward, str | bytes | bytearray) and is_reward(float(turn.reward))
-    except (TypeError, ValueError):
-        right = False
+    except Exception as error:  # of float(), for whatever it was given
+        return Fault(f"the reward of a turn is no number: {type(error).__name__}: {error}")
     if not right:
         return Fault(f"the reward of a turn is {turn.reward!r}")
     said = [*turn.messages, *([] if turn.said is None else [turn.said])] if isinstance(turn.messages, Sequence) else [None]

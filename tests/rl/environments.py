@@ -57,6 +57,8 @@ class Echo:
                 return Turn(reward=None, done=True)
             if fault == "no messages":
                 return Turn(messages=None)
+            if fault == "overflow":
+                return Turn(reward=10**400, done=True)
             if fault == "no data":
                 return Turn([{"role": "user", "content": lambda: "1"}])
             if fault == "text":
