@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ptf.data.batch import Batch, laid_out
+from ptf.data.batch import Batch, Memory, laid_out
 from ptf.data.exchange import Peers, exchanged, leave
 from ptf.data.items import Item, atoms_of
 from ptf.data.packing import idle
@@ -70,6 +70,7 @@ class Loader:
         self._factory, self._lanes, self._rows, self._rank, self._world = lane_factory, lanes, rows, rank, world_size
         self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
         self._peers = peers if peers is not None and peers.size > 1 else None
+        self._memory = Memory()
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self._seen: Atom | None = None
@@ -103,7 +104,7 @@ class Loader:
             raise
         if self._peers:
             rows, numbers = exchanged(rows, numbers, self._peers)
-        batches = laid_out(rows, self._seq_len, self._micro_rows)
+        batches = laid_out(rows, self._seq_len, self._micro_rows, self._memory)
         fill = sum(sum(batch.lengths) for batch in batches) / (len(rows) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
 
