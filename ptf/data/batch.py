@@ -7,6 +7,7 @@ of the token it predicts; the shift by one happens here and nowhere else.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -74,8 +75,8 @@ HELD_HERE = 2  # the list, and the argument of getrefcount
 def laid_out(rows: Sequence[Sequence[Atom]], width: int, micro_rows: int, memory: Memory | None = None) -> list[Batch]:
     """Rows of atoms, each at most `width` tokens in all, as batches of `micro_rows` (the last one may have fewer), of which each is a part of the same
     arrays: numpy's calls cost more than a short document's copies, so all rows are laid out together. `memory` is where."""
-    samples = [sample for row in rows for members in row for sample in members]
-    owned = [len(members) for row in rows for members in row]  # samples of each atom
+    samples: list[Sample] = list(chain.from_iterable(chain.from_iterable(rows)))
+    owned = [*map(len, chain.from_iterable(rows))]  # samples of each atom
     behind = np.cumsum([0, *(sum(map(len, row)) for row in rows)])  # samples before each row, and all
     firsts = [*range(0, len(rows), micro_rows)] or [0]  # row of each batch
     tokens = [sample.tokens for sample in samples]
