@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ptf.data.batch import Batch
+from ptf.data.batch import Batch, Memory, laid_out
 from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchanged
 from ptf.data.items import Item, atoms_of
 from ptf.data.packing import idle
-from ptf.data.sample import Atom, length
+from ptf.data.sample import Atom
 from ptf.data.stream import Stream, settle
 from ptf.errors import UserError
 
@@ -74,6 +74,7 @@ class Loader:
         self._factory, self._lanes, self._rows, self._rank, self._world = lane_factory, lanes, rows, rank, world_size
         self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
         self._peers = peers if peers is not None and peers.size > 1 else None
+        self._memory = Memory()
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self._seen: Atom | None = None
@@ -111,8 +112,8 @@ class Loader:
         return rows, self._snapshot()
 
     def _laid_out(self, numbers: list[int], rows: list[list[Atom]], states: _States) -> _Step:
-        batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
-        fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
+        batches = laid_out(rows, self._seq_len, self._micro_rows, self._memory)
+        fill = sum(sum(batch.lengths) for batch in batches) / (len(rows) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
 
     def _steps(self, step: int, stop: threading.Event) -> Iterator[_Step]:
