@@ -46,7 +46,7 @@ bench-verify: setup                      ## the logit verifier over every family
 bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
 	$(PY) benchmarks/loss_masks.py
 
-bench-resume: setup                      ## 500 random trials of stopping and resuming the data; writes benchmarks/results/resume_trials.md
+bench-resume: setup                      ## 500 random trials of stopping and resuming the data, goes on where it was stopped; writes benchmarks/results/resume_trials.md
 	$(PY) benchmarks/resume_trials.py
 
 bench-loader: setup                      ## what reading costs: first row, decoding by ranks, documents a second, memory, state; writes benchmarks/results/loader_cost.md

@@ -10,12 +10,13 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ptf.data.batch import Batch, Memory, laid_out
-from ptf.data.exchange import Peers, exchanged, leave
+from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchanged
 from ptf.data.items import Item, atoms_of
 from ptf.data.packing import idle
 from ptf.data.sample import Atom
@@ -46,6 +47,9 @@ def _rest(stream: Stream[Any]) -> Iterator[Any]:
     with contextlib.suppress(StopIteration):
         while True:
             yield next(stream)
+
+
+_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # of each lane, behind a step; and what was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +91,63 @@ class Loader:
     def _settle_on(self) -> None:
         self._states, self.counts = self._snapshot()
 
-    def _snapshot(self) -> tuple[dict[int, dict[str, Any]], dict[str, int]]:
+    def _snapshot(self) -> _States:
         each = [stream.counts() for stream in self._served.values()]
         return {lane: stream.state_dict() for lane, stream in self._served.items()}, {key: sum(c[key] for c in each) for key in each[0]}
 
     def _pack(self, step: int) -> _Step:
-        numbers = list(range(self._rank, self._rows, self._world))
-        try:
-            rows = atoms_of([self._row((step * self._rows + j) % self._lanes) for j in numbers])
-            if not all(rows):  # of a lane that has ended: a row that trains nothing
-                rows = [row or [idle([[self._like(rows)]])] for row in rows]
-            states = self._snapshot()
-        except BaseException:
-            if self._peers:
-                leave(self._peers, failed=True)
-            raise
-        if self._peers:
-            rows, numbers = exchanged(rows, numbers, self._peers)
+        """A step of this rank alone."""
+        return self._laid_out(self._own, *self._made(step))
+
+    @property
+    def _own(self) -> list[int]:
+        """Numbers of the rows that this rank makes in a step."""
+        return list(range(self._rank, self._rows, self._world))
+
+    def _made(self, step: int) -> tuple[list[list[Atom]], _States]:
+        """This rank's rows of a step, and the state behind it."""
+        rows = atoms_of([self._row((step * self._rows + j) % self._lanes) for j in self._own])
+        if not all(rows):  # of a lane that has ended: a row that trains nothing
+            rows = [row or [idle([[self._like(rows)]])] for row in rows]
+        return rows, self._snapshot()
+
+    def _laid_out(self, numbers: list[int], rows: list[list[Atom]], states: _States) -> _Step:
         batches = laid_out(rows, self._seq_len, self._micro_rows, self._memory)
         fill = sum(sum(batch.lengths) for batch in batches) / (len(rows) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
+
+    def _steps(self, step: int, stop: threading.Event) -> Iterator[_Step]:
+        """From `step` on, until `stop`."""
+        if self._peers is None:
+            while not stop.is_set():
+                yield self._pack(step)
+                step += 1
+        else:
+            yield from self._exchanged(step, stop, self._peers)
+
+    def _exchanged(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Step]:
+        """Steps are made and exchanged several at a time: a single one at first, so that training begins soon, then twice as many each time. While some
+        are made, those before are laid out and yielded, so that making them keeps nobody waiting."""
+        ready: deque[tuple[list[int], list[list[Atom]], _States]] = deque()  # steps that were exchanged, and not yielded
+        together, error, ended = 1, None, None
+        while not ended:
+            made: list[tuple[list[list[Atom]], _States]] = []
+            while len(made) < together and not error:
+                if ready:
+                    yield self._laid_out(*ready.popleft())
+                if stop.is_set():
+                    exchanged([], self._own, peers, STOPS)
+                    return
+                try:
+                    made.append(self._made(step + len(made)))
+                except BaseException as e:  # those who wait for this rank's rows hear of it first, and train what was made before
+                    error = e
+            found, ended = exchanged([rows for rows, _ in made], self._own, peers, FAILED if error else GOES_ON)
+            ready += [(numbers, rows, states) for (rows, numbers), (_, states) in zip(found, made, strict=False)]
+            step, together = step + len(made), min(2 * together, STEPS)
+        for one in ready:
+            yield self._laid_out(*one)
+        raise error or ended
 
     def _row(self, lane: int) -> list[Item]:
         """A lane's next; nothing where it has ended."""
@@ -125,14 +166,13 @@ class Loader:
         return seen
 
     def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
+        steps = self._steps(step, stop)
         while True:
-            if stop.is_set():
-                if self._peers:
-                    leave(self._peers)
-                return
             item: _Step | BaseException
             try:
-                item = self._pack(step)
+                item = next(steps)
+            except StopIteration:
+                return
             except BaseException as e:  # whatever it is, it belongs to the consumer
                 item = e
             while not stop.is_set():
@@ -143,7 +183,6 @@ class Loader:
                     continue
             if isinstance(item, BaseException):
                 return
-            step += 1
 
     def __iter__(self) -> "Loader":
         return self

@@ -168,7 +168,7 @@ class Encoded:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state["source"])
-        self._encoder.counts = {key: int(state["counts"][key]) for key in COUNTS}
+        self._encoder.counts = {key: int(state["counts"].get(key, 0)) for key in COUNTS}  # an earlier version counted fewer things
         self._without, self._found, self._ended = int(state["without"]), int(state["found"]), bool(state["ended"])
         self._pending = self.load(state["pending"])
 
@@ -331,6 +331,11 @@ class Lanes:
     def endless(self) -> bool:
         return self.mixture.endless
 
+    @property
+    def window(self) -> int:
+        """Rows of a source that a lane reads before the first one is trained, about."""
+        return self.shuffle + 2 * self.lookahead
+
     def opened(self, name: str) -> tuple[Ordered, SourceSpec]:
         """A source's files and their order, and what its rows are."""
         if name not in self._opened:
@@ -344,7 +349,7 @@ class Lanes:
         aside = Quarantine(file, self.max_bad).add if self.quarantine else None
         encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share)
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
-        source, encoder = ordered.lane(lane, self.shuffle + 2 * self.lookahead), self.wrap(name, encoder)
+        source, encoder = ordered.lane(lane, self.window), self.wrap(name, encoder)
         return Encoded(name, source, encoder, self.again(name), self.lanes, lambda: self._leaves_some(name), reorder)
 
     def rows(self, name: str) -> int | None:

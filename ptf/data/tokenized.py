@@ -230,6 +230,7 @@ class Decoder(Encoder):
         steps[0] = [self.counts[key] for key in COUNTS]
         steps[1:, :5] = 1
         steps[1:, 1:5] = told
+        steps[1:, COUNTS.index("left_out")] = told[:, 0] == 0
         return np.cumsum(steps, 0)
 
     def __call__(self, place: Place) -> list[Atom]:
@@ -242,6 +243,7 @@ class Decoder(Encoder):
         counts = self.counts
         counts["rows"] += 1
         counts["samples"] += atoms
+        counts["left_out"] += not atoms
         counts["tokens"] += tokens
         counts["trained"] += trained
         counts["whole"] += longest

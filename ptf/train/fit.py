@@ -172,8 +172,9 @@ class Fit:
                 metrics[f"loss/{name}"] /= share
             else:  # it is the only source, or has nothing in this step
                 metrics.pop(f"loss/{name}", None)
-        if counted := [name for name, there in COUNTED.items() if there(job)]:
-            metrics |= dict(zip(counted, world.sum([self.loader.counts[name] for name in counted]).tolist(), strict=True))
+        counted = [name for name, there in COUNTED.items() if there(job)]
+        left_out, rows, *counts = world.sum([self.loader.counts[name] for name in ("left_out", "rows", *counted)]).tolist()
+        metrics |= {"dropped": left_out / max(1.0, rows), **dict(zip(counted, counts, strict=True))}
         spent = time.perf_counter() - began
         metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
         leaving = world.max(float(self.leave.made)) > 0  # over all ranks, those of a tensor group too
@@ -275,11 +276,14 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     return UserError(f"out of memory ({str(error).splitlines()[0]}). {', or '.join(asks)}; `ptf plan` says what a job needs")
 
 
-COUNTED = {  # rows and samples that are not trained as they are, in the metrics of jobs that allow it
-    "dropped": lambda job: job.data.too_long != "error",
-    "truncated": lambda job: job.data.too_long in ("truncate", "split"),
-    "bad": lambda job: job.data.on_bad_row == "skip",
+COUNTED = {  # samples and rows that are not trained as they are, in the metrics of jobs that allow it; of tokenized data its manifest has them
+    "truncated": lambda job: job.data.too_long in ("truncate", "split") and not all_tokenized(job),
+    "bad": lambda job: job.data.on_bad_row == "skip" and not all_tokenized(job),
 }
+
+
+def all_tokenized(job: Job) -> bool:
+    return all(source.kind == "tokenized" for source in job.data.sources.values())
 
 
 def announce(job: Job, world: World, config: Any, steps: int, takes: Planned | None = None) -> None:
