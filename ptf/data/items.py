@@ -7,12 +7,13 @@ process.
 
 import zlib
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from ptf.data.documents import Documents
 from ptf.data.sample import Atom, length, samples_of
 from ptf.data.token_file import NO_STREAMS, TokenRows, weights_of
 
@@ -46,7 +47,7 @@ def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int
     lengths = block.told[first:end, 1].tolist()
     fields: list[Iterable[Any]] = [repeat(None), lengths, repeat(source), repeat(epoch), repeat(at), range(first, end), repeat(0), repeat(0), repeat(1.0)]
     fields += [repeat(block.tokens), cuts, cuts[1:], repeat(block.runs), runs, runs[1:], own]
-    return list(zip(*fields))
+    return list(zip(*fields))  # noqa: B905  repeat has no end
 
 
 def behind(item: Item, before: int) -> Item:
@@ -59,14 +60,8 @@ def atoms_of(rows: Sequence[Sequence[Item]]) -> list[list[Atom]]:
     flat = [item for row in rows for item in row if item[ATOM] is None]
     if not flat:
         return [[item[ATOM] for item in row] for row in rows]
-    weights = weights_of(np.concatenate([item[RUNS][item[FIRST_RUN] : item[END_RUN]] for item in flat]))
-    cuts = [0, *accumulate(map(length_of, flat))]
-    made = samples_of(
-        [item[TOKENS][item[START] : item[END]] for item in flat],
-        [weights[start:end] for start, end in pairwise(cuts)],
-        [item[OF] for item in flat],
-        [NO_STREAMS] * len(flat),
-    )
+    weights, cuts = _weights(flat), [0, *accumulate(map(length_of, flat))]
+    made = samples_of(_tokens(flat), [weights[start:end] for start, end in pairwise(cuts)], [item[OF] for item in flat], [NO_STREAMS] * len(flat))
     if len(flat) == sum(map(len, rows)):
         atoms = zip(made)
         return [[next(atoms) for _ in row] for row in rows]
@@ -74,9 +69,27 @@ def atoms_of(rows: Sequence[Sequence[Item]]) -> list[list[Atom]]:
     return [[item[ATOM] or (next(samples),) for item in row] for row in rows]
 
 
+def documents_of(rows: Sequence[Sequence[Item]]) -> Documents:
+    """The documents of rows of items."""
+    flat = list(chain.from_iterable(rows))
+    if not flat or any([item[ATOM] for item in flat]):
+        return Documents.of(atoms_of(rows))
+    each, n = [*map(len, rows)], len(flat)
+    return Documents(each, each, [1] * n, _tokens(flat), _weights(flat), [item[OF] for item in flat], [0] * n, ())
+
+
+def _tokens(items: Sequence[Item]) -> list[np.ndarray]:
+    return [item[TOKENS][item[START] : item[END]] for item in items]
+
+
+def _weights(items: Sequence[Item]) -> np.ndarray:
+    """Of all of them, one after the other."""
+    return weights_of(np.concatenate([item[RUNS][item[FIRST_RUN] : item[END_RUN]] for item in items]))
+
+
 def place_of(item: Item) -> tuple[int, ...]:
     """Epoch, file, block, row; which of the row's atoms; rows without any that came before it; and the mark by which it is known when it is read again."""
-    tokens = [item[TOKENS][item[START] : item[END]]] if item[ATOM] is None else [sample.tokens for sample in item[ATOM]]
+    tokens = _tokens([item]) if item[ATOM] is None else [sample.tokens for sample in item[ATOM]]
     crc = 0
     for ids in tokens:
         crc = zlib.crc32(np.ascontiguousarray(ids).data, crc)
