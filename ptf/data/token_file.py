@@ -77,7 +77,7 @@ class RowFile:
         said = {name: {"kind": kind.name, "k": str(k)} for name, (kind, k) in streams.items()}
         fields = [pa.field(name, kind) for name, kind in COLUMNS.items()] + [pa.field(f"{STREAM}{name}", CELL, metadata=each) for name, each in said.items()]
         small = [f"{name}.list.element" for name in ("atoms", "lengths", "sources")]  # of cells, a dictionary would only cost time
-        self._file = pq.ParquetWriter(self._path, pa.schema(fields), compression="zstd", compression_level=1, use_dictionary=small, write_statistics=False)
+        self._file = pq.ParquetWriter(self._path, pa.schema(fields), compression="zstd", compression_level=1, use_dictionary=small, write_statistics=False)  # type: ignore[arg-type]  # names, too
 
     def _flush(self) -> None:
         assert self._file is not None
