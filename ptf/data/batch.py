@@ -7,13 +7,13 @@ of the token it predicts; the shift by one happens here and nowhere else.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.data.sample import Atom, Sample
+from ptf.data.documents import Documents
+from ptf.data.sample import Atom
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Batch:
     @staticmethod
     def of(rows: Sequence[Sequence[Atom]], width: int) -> "Batch":
         """Lay out rows of atoms, each at most `width` tokens in all."""
-        return laid_out(rows, width, max(1, len(rows)))[0]
+        return laid_out(Documents.of(rows), width, max(1, len(rows)))[0]
 
     def to(self, device: torch.device) -> "Batch":
         if device.type == "cpu":
@@ -72,39 +72,34 @@ class Memory:
 HELD_HERE = 2  # the list, and the argument of getrefcount
 
 
-def laid_out(rows: Sequence[Sequence[Atom]], width: int, micro_rows: int, memory: Memory | None = None) -> list[Batch]:
-    """Rows of atoms, each at most `width` tokens in all, as batches of `micro_rows` (the last one may have fewer), of which each is a part of the same
-    arrays: numpy's calls cost more than a short document's copies, so all rows are laid out together. `memory` is where."""
-    samples: list[Sample] = list(chain.from_iterable(chain.from_iterable(rows)))
-    owned = [*map(len, chain.from_iterable(rows))]  # samples of each atom
-    behind = np.cumsum([0, *(sum(map(len, row)) for row in rows)])  # samples before each row, and all
-    firsts = [*range(0, len(rows), micro_rows)] or [0]  # row of each batch
-    tokens = [sample.tokens for sample in samples]
-    counts, begun = [*map(len, tokens)], [sample.begins for sample in samples]
-    lengths = np.array(counts, np.int64)
+def laid_out(documents: Documents, width: int, micro_rows: int, memory: Memory | None = None) -> list[Batch]:
+    """Rows of at most `width` tokens as batches of `micro_rows` (the last one may have fewer), of which each is a part of the same arrays: numpy's calls
+    cost more than a short document's copies, so all rows are laid out together. `memory` is where."""
+    rows = len(documents.rows)
+    counts = [*map(len, documents.tokens)]
+    lengths, behind = np.array(counts, np.int64), np.cumsum([0, *documents.rows])  # documents before each row, and all
     ends = np.concatenate([[0], np.cumsum(lengths)])
     filled = np.diff(ends[behind])
     assert (filled <= width).all(), f"row {int(filled.argmax())} holds {int(filled.max(initial=0))} tokens, more than {width}"
-    row_of = np.repeat(np.arange(len(rows)), np.diff(behind))
-    starts = ends[:-1] - ends[behind[row_of]] + row_of * width  # in the rows one after the other
+    starts = ends[:-1] + np.repeat(np.arange(rows) * width - ends[behind[:-1]], documents.rows)  # in the rows one after the other
+    cuts, pads, before = behind.tolist(), (width - filled).tolist(), ends[behind].tolist()
 
-    made = _arrays(len(rows), width, memory or Memory())
-    pads = (width - filled).tolist()
-    cuts = behind.tolist()
-    np.concatenate(_padded(tokens, cuts, pads, np.int32), out=made["tokens"].reshape(-1), casting="same_kind")
-    np.concatenate(_padded([sample.weights for sample in samples], cuts, pads, np.float32), out=made["own"].reshape(-1), casting="same_kind")
+    made = _arrays(rows, width, memory or Memory())
+    np.concatenate(_padded(documents.tokens, cuts, pads), out=made["tokens"].reshape(-1), casting="same_kind")
+    for own, start, end, pad in zip(made["own"], before, before[1:], pads, strict=False):
+        own[: width - pad] = documents.weights[start:end]
+        own[width - pad :] = 0.0
     made["targets"].reshape(-1)[:-1] = made["tokens"].reshape(-1)[1:]
     last = starts + lengths - 1  # nothing follows the last token of a document, nor that of what is left of a row
     made["targets"].reshape(-1)[last], made["weights"].reshape(-1)[last] = 0, 0.0
     made["targets"][:, -1], made["weights"][:, -1] = 0, 0.0
 
-    streams = _streams(samples, starts.tolist(), (len(rows), width)) if any([sample.streams for sample in samples]) else {}
-    atoms_behind, owners = np.cumsum([0, *map(len, rows)]), np.repeat(np.arange(len(owned)), owned)
-    sources = [sample.source for sample in samples]
-    room, ramp, offsets = behind[1:] + np.arange(len(rows)), np.arange(micro_rows * width), starts - np.array(begun, np.int64)
+    streams = _streams(documents.streams, starts.tolist(), (rows, width)) if documents.streams else {}
+    atoms_behind, owners = np.cumsum([0, *documents.atoms]), np.repeat(np.arange(len(documents.owned)), documents.owned)
+    room, ramp, offsets = behind[1:] + np.arange(rows), np.arange(micro_rows * width), starts - np.array(documents.begins, np.int64)
     batches = []
-    for first in firsts:
-        end = min(first + micro_rows, len(rows))
+    for first in range(0, max(1, rows), micro_rows):
+        end = min(first + micro_rows, rows)
         start, stop = cuts[first], cuts[end]
         own = room[first:end] - start - first  # what is left of a row lies behind its documents: a piece like those
         pieces = _with(lengths[start:stop], own, width - filled[first:end])
@@ -118,7 +113,7 @@ def laid_out(rows: Sequence[Sequence[Atom]], width: int, micro_rows: int, memory
         batches.append(
             Batch(
                 **part, atoms=torch.from_numpy(owners[start:stop] - atoms_behind[first]), lengths=tuple(counts[start:stop]),
-                begins=tuple(begun[start:stop]), sources=tuple(sources[start:stop]),
+                begins=tuple(documents.begins[start:stop]), sources=tuple(documents.sources[start:stop]),
                 streams={name: torch.from_numpy(values[first:end]) for name, values in streams.items()},
             )
         )  # fmt: skip
@@ -134,9 +129,9 @@ def _arrays(rows: int, width: int, memory: Memory) -> dict[str, np.ndarray]:
     return {name: values.reshape(rows, width) for name, values in {**found, "own": loss[:n], "weights": loss[1:]}.items()}
 
 
-def _padded(pieces: list[np.ndarray], cuts: list[int], pads: list[int], kind: type) -> list[np.ndarray]:
-    """The pieces of all rows one after the other, with zeros where a row has nothing more."""
-    zeros = np.zeros(max(pads, default=0), kind)
+def _padded(pieces: Sequence[np.ndarray], cuts: list[int], pads: list[int]) -> list[np.ndarray]:
+    """The tokens of all rows one after the other, with zeros where a row has nothing more."""
+    zeros = np.zeros(max(pads, default=0), np.int32)
     padded = [zeros[:0]]
     for row, n in enumerate(pads):
         padded += pieces[cuts[row] : cuts[row + 1]]
@@ -154,11 +149,11 @@ def _with(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> np.ndar
     return found
 
 
-def _streams(samples: Sequence[Sample], starts: Sequence[int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """Each as long as the rows, with zeros for samples that do not carry it."""
+def _streams(carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Each as long as the rows, with zeros for documents that do not carry it."""
     found: dict[str, np.ndarray] = {}
-    for at, sample in zip(starts, samples, strict=True):
-        for name, values in sample.streams.items():
+    for at, streams in zip(starts, carried, strict=True):
+        for name, values in streams.items():
             if name not in found:
                 found[name] = np.zeros((shape[0] * shape[1], *values.shape[1:]), values.dtype)
             found[name][at : at + len(values) - 1] = values[1:]

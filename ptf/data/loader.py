@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ptf.data.batch import Batch, Memory, laid_out
+from ptf.data.documents import Documents
 from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchanged
-from ptf.data.items import Item, atoms_of
+from ptf.data.items import Item, atoms_of, documents_of, items_of
 from ptf.data.packing import idle
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream, settle
@@ -97,23 +98,24 @@ class Loader:
 
     def _pack(self, step: int) -> _Step:
         """A step of this rank alone."""
-        return self._laid_out(self._own, *self._made(step))
+        return self._laid_out(self._own, documents_of(self._items(step)), self._snapshot())
 
     @property
     def _own(self) -> list[int]:
         """Numbers of the rows that this rank makes in a step."""
         return list(range(self._rank, self._rows, self._world))
 
-    def _made(self, step: int) -> tuple[list[list[Atom]], _States]:
-        """This rank's rows of a step, and the state behind it."""
-        rows = atoms_of([self._row((step * self._rows + j) % self._lanes) for j in self._own])
+    def _items(self, step: int) -> list[list[Item]]:
+        """This rank's rows of a step."""
+        rows = [self._row((step * self._rows + j) % self._lanes) for j in self._own]
         if not all(rows):  # of a lane that has ended: a row that trains nothing
-            rows = [row or [idle([[self._like(rows)]])] for row in rows]
-        return rows, self._snapshot()
+            nothing = items_of([idle([[self._like(rows)]])], "", 0, (0, 0), 0, 0)
+            rows = [row or nothing for row in rows]
+        return rows
 
-    def _laid_out(self, numbers: list[int], rows: list[list[Atom]], states: _States) -> _Step:
-        batches = laid_out(rows, self._seq_len, self._micro_rows, self._memory)
-        fill = sum(sum(batch.lengths) for batch in batches) / (len(rows) * self._seq_len)
+    def _laid_out(self, numbers: list[int], documents: Documents, states: _States) -> _Step:
+        batches = laid_out(documents, self._seq_len, self._micro_rows, self._memory)
+        fill = len(documents.weights) / (len(documents.rows) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
 
     def _steps(self, step: int, stop: threading.Event) -> Iterator[_Step]:
@@ -128,7 +130,7 @@ class Loader:
     def _exchanged(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Step]:
         """Steps are made and exchanged several at a time: a single one at first, so that training begins soon, then twice as many each time. While some
         are made, those before are laid out and yielded, so that making them keeps nobody waiting."""
-        ready: deque[tuple[list[int], list[list[Atom]], _States]] = deque()  # steps that were exchanged, and not yielded
+        ready: deque[tuple[list[int], Documents, _States]] = deque()  # steps that were exchanged, and not yielded
         together, error, ended = 1, None, None
         while not ended:
             made: list[tuple[list[list[Atom]], _States]] = []
@@ -139,11 +141,11 @@ class Loader:
                     exchanged([], self._own, peers, STOPS)
                     return
                 try:
-                    made.append(self._made(step + len(made)))
+                    made.append((atoms_of(self._items(step + len(made))), self._snapshot()))
                 except BaseException as e:  # those who wait for this rank's rows hear of it first, and train what was made before
                     error = e
             found, ended = exchanged([rows for rows, _ in made], self._own, peers, FAILED if error else GOES_ON)
-            ready += [(numbers, rows, states) for (rows, numbers), (_, states) in zip(found, made, strict=False)]
+            ready += [(numbers, Documents.of(rows), states) for (rows, numbers), (_, states) in zip(found, made, strict=False)]
             step, together = step + len(made), min(2 * together, STEPS)
         for one in ready:
             yield self._laid_out(*one)
@@ -156,9 +158,9 @@ class Loader:
         except StopIteration:
             return []
 
-    def _like(self, rows: list[list[Atom]]) -> Atom:
+    def _like(self, rows: list[list[Item]]) -> Atom:
         """An atom that carries the streams that all do, though this rank may have none left."""
-        seen = self._seen or next((row[0] for row in rows if row), None)
+        seen = self._seen or next((atoms_of([row[:1]])[0][0] for row in rows if row), None)
         if seen is None:
             lanes = (row for lane in range(self._lanes) for row in itertools.islice(_rest(self._factory(lane)), 1))  # of some lane: others may have none
             seen = next(lanes)[0]
