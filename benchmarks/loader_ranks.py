@@ -80,7 +80,7 @@ def rank_of_group(data: Path, tokenizer: Tokenizer, rank: int, ranks: int, meeti
     loader = Loader(
         made, lanes=lanes, rows=ROWS_A_RANK * ranks, rank=rank, world_size=ranks, micro_rows=ROWS_A_RANK, seq_len=SEQ_LEN, peers=peers
     )  # fmt: skip
-    making, real = [0.0], loader._made
+    making, real = [0.0], loader._items
 
     def made_in(step: int) -> Any:
         began = time.thread_time()
@@ -88,7 +88,7 @@ def rank_of_group(data: Path, tokenizer: Tokenizer, rank: int, ranks: int, meeti
         making[0] += time.thread_time() - began
         return found
 
-    loader._made = made_in
+    loader._items = made_in
     began, documents = time.process_time(), 0
     for _ in range(steps):
         documents += sum(len(batch.lengths) for batch in next(loader))
