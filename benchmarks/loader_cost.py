@@ -3,9 +3,9 @@
     python benchmarks/loader_cost.py [--documents 100000]
 
 Writes a tokenized data set of that many documents (log-normal lengths, mean about 298 tokens, ids without a pattern) and measures, with the defaults of
-`data.shuffle` and `data.lookahead`: what is read before the first row at 8, 64 and 512 lanes that one rank serves; CPU-seconds a rank and step at 1, 8 and
-128 ranks, which exchange rows in groups of 16 (one rank of each is measured, in this process; its peers are threads); documents a second from the files to
-batches on one core; memory and the size of a lane's state; and how a set that is sorted by a binary label is mixed.
+`data.shuffle` and `data.lookahead`: what is read before the first row at 8, 64 and 512 lanes that one rank serves; documents a second from the files to
+batches on one core; memory and the size of a lane's state; and how a set that is sorted by a binary label is mixed. What a rank spends on a step at 1, 8
+and 128 ranks is in benchmarks/loader_ranks.py.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import resource
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from flow_runs import ROOT, cpu
 
 from ptf import storage
 from ptf.data import tokenized
-from ptf.data.exchange import GROUP, group_size
 from ptf.data.loader import Loader
 from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
@@ -30,7 +28,6 @@ from ptf.data.sources import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.token_file import ROWS_IN_GROUP, RowFile, columns_of, side_by_side
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
-from tests.data.peers import Threads, close
 from tests.data.test_order import labelled, labels, lanes_of, mixed
 
 RESULTS = ROOT / "benchmarks" / "results" / "loader_cost.md"
@@ -71,27 +68,6 @@ def first_row(lanes: Lanes) -> tuple[int, float, float]:
     return reads, reads / lanes.lanes, first
 
 
-def decoding(directory: Path, tokenizer: Tokenizer, ranks: int) -> float:
-    """CPU-seconds that a rank spends on a step, on the average over an epoch of one group of the ranks."""
-    size, lanes, peers = group_size(ranks), max(8, ranks), Threads.group(group_size(ranks))
-    loaders = [
-        Loader(
-            made(directory, tokenizer, lanes, epochs=1), lanes=lanes, rows=ROWS_A_RANK * ranks, rank=rank, world_size=ranks, micro_rows=ROWS_A_RANK,
-            seq_len=SEQ_LEN, peers=peers[rank],
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    began, steps, more = time.process_time(), 0, True
-    with ThreadPoolExecutor(size) as pool:
-        while more:
-            batches = list(pool.map(next, loaders))
-            more = any(float(batch.weights.sum()) for micro in batches for batch in micro)
-            steps += more
-    spent = time.process_time() - began
-    close(loaders)
-    return spent / steps / size
-
-
 def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int) -> float:
     """From the files to batches, an epoch on one rank."""
     loader = Loader(made(directory, tokenizer, 8, epochs=1), lanes=8, rows=32, micro_rows=8, seq_len=SEQ_LEN)
@@ -123,7 +99,6 @@ def main() -> None:
         sorted_set = labelled(Path(scratch), 100_000, 100)
         shares = {lanes: mixed(labels(lanes_of(sorted_set, lanes)), 1000) for lanes in (1, 8, 512)}
         firsts = {lanes: first_row(made(data, tokenizer, lanes)) for lanes in (8, 64, 512)}
-        ranks = {n: decoding(data, tokenizer, n) for n in (1, 8, 128)}
     lines = [
         "# What the loader costs", "",
         f"Command: `{' '.join(['python', 'benchmarks/loader_cost.py', *sys.argv[1:]])}`  ", f"Hardware: {cpu()}  ", f"Date: {time.strftime('%Y-%m-%d')}", "",
@@ -132,8 +107,7 @@ def main() -> None:
         "with other work beside it on the machine.", "",
         "| lanes, all of one rank | row groups read before every lane has a row | a lane | CPU-seconds to the first row |", "|---|---|---|---|",
         *(f"| {lanes} | {reads:,} | {each:.2f} | {spent:.2f} |" for lanes, (reads, each, spent) in firsts.items()), "",
-        f"| ranks (groups of at most {GROUP}) | CPU-seconds a rank and step of {ROWS_A_RANK} rows a rank, exchange included |", "|---|---|",
-        *(f"| {n} | {spent:.4f} |" for n, spent in ranks.items()), "",
+        "CPU-seconds a rank and step at 1, 8 and 128 ranks: [loader_ranks.md](loader_ranks.md).", "",
         "| what | found |", "|---|---|",
         f"| documents a second, files to batches, one core, an epoch | {speed:,.0f} |",
         f"| memory that it adds (peak, 8 lanes) | {memory:,.0f} MiB |", f"| state of a lane | {state / 1024:.1f} KiB |", "",

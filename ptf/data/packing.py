@@ -83,15 +83,16 @@ class Packer(Generic[T]):
         return self
 
     def __next__(self) -> list[T]:
-        self._admit(self._atoms, self._lookahead)
-        if not self._window:
+        window, lookahead, atoms = self._window, self._lookahead, self._atoms
+        self._admit(atoms, lookahead)
+        if not window:
             raise StopIteration
-        n = next(iter(self._window.values()))[1]
+        n = next(iter(window.values()))[1]
         row, room = [], self._seq_len
         while n >= 0:
             row.append(self._take(n))
             room -= n
-            self._admit(self._atoms, self._lookahead)
+            self._admit(atoms, lookahead)
             n = self._choose(room) if room else -1
         return row
 

@@ -8,14 +8,14 @@ came from, only when a checkpoint is really taken, and taking a state with every
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 AT_ONCE = 1024  # random numbers that are made together
-AHEAD = 256  # draws that a shuffle makes together
+AHEAD = 512  # draws that a shuffle makes together
 
 
 class Stream(Protocol[T_co]):
@@ -29,8 +29,7 @@ class Stream(Protocol[T_co]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
+class Later(NamedTuple):
     """A part of a state that `settle` writes out."""
 
     items: Sequence[Any]
@@ -220,6 +219,11 @@ class Shuffle(Generic[T]):
         if not self._next and self._take() and self._window:
             self._next.append(self._window.pop())
         return bool(self._next)
+
+    @property
+    def sure(self) -> int:
+        """How many items may be taken before it has to be asked again how often it passes."""
+        return len(self._out)
 
     def passes(self) -> int | None:
         """Epochs of which every item has been yielded; None if no item will ever come again. It may have to look at the item that follows."""
