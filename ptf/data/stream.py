@@ -240,11 +240,12 @@ class Shuffle(Generic[T]):
         return self._run, self._at
 
     def state_dict(self) -> dict[str, Any]:
-        draws, window = self._draws, Later(tuple(self._window), self._dump)
         if self._out:
             assert self._ahead is not None
             n = len(self._ahead.draws) - len(self._out)
             draws, window = self._ahead.number + n, Later((self._ahead, n), self._dump_ahead)
+        else:
+            draws, window = self._draws, Later(tuple(self._window), self._dump)
         run, at = self.taken
         return {
             "draws": draws, "epoch": self._epoch, "ended": self._ended, "window": window, "next": Later(tuple(self._next), self._dump),
