@@ -49,8 +49,9 @@ bench-masks: setup                       ## loss masks of all chat data and of f
 bench-resume: setup                      ## 500 random trials of stopping and resuming the data, goes on where it was stopped; writes benchmarks/results/resume_trials.md
 	$(PY) benchmarks/resume_trials.py
 
-bench-loader: setup                      ## what reading costs: first row, decoding by ranks, documents a second, memory, state; writes benchmarks/results/loader_cost.md
+bench-loader: setup                      ## what reading costs: first row, documents a second, memory, state, decoding by ranks; writes benchmarks/results/loader_{cost,ranks}.md
 	$(PY) benchmarks/loader_cost.py
+	$(PY) benchmarks/loader_ranks.py
 
 bench-formats: setup                     ## what is made of the forms of people's data sets; writes benchmarks/results/formats.md
 	$(PY) benchmarks/formats.py

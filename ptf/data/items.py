@@ -51,8 +51,8 @@ def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int
 
 
 def behind(item: Item, before: int) -> Item:
-    """A row's only item, before which so many rows left none."""
-    return (*item[:BEFORE], before, before + 1.0, *item[TOKENS:])
+    """A row's first item, before which so many rows left none."""
+    return (*item[:BEFORE], before, before + item[ROWS], *item[TOKENS:])
 
 
 def atoms_of(rows: Sequence[Sequence[Item]]) -> list[list[Atom]]:
