@@ -7,6 +7,7 @@ of the token it predicts; the shift by one happens here and nowhere else.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -82,13 +83,12 @@ def laid_out(documents: Documents, width: int, micro_rows: int, memory: Memory |
     filled = np.diff(ends[behind])
     assert (filled <= width).all(), f"row {int(filled.argmax())} holds {int(filled.max(initial=0))} tokens, more than {width}"
     starts = ends[:-1] + np.repeat(np.arange(rows) * width - ends[behind[:-1]], documents.rows)  # in the rows one after the other
-    cuts, pads, before = behind.tolist(), (width - filled).tolist(), ends[behind].tolist()
+    cuts, pads = behind.tolist(), (width - filled).tolist()
 
     made = _arrays(rows, width, memory or Memory())
-    np.concatenate(_padded(documents.tokens, cuts, pads), out=made["tokens"].reshape(-1), casting="same_kind")
-    for own, start, end, pad in zip(made["own"], before, before[1:], pads, strict=False):
-        own[: width - pad] = documents.weights[start:end]
-        own[width - pad :] = 0.0
+    np.concatenate(_padded(documents.tokens, cuts, pads, np.int32), out=made["tokens"].reshape(-1), casting="same_kind")
+    own = [documents.weights[start:end] for start, end in pairwise(ends[behind].tolist())]
+    np.concatenate(_padded(own, range(rows + 1), pads, np.float32), out=made["own"].reshape(-1), casting="same_kind")
     made["targets"].reshape(-1)[:-1] = made["tokens"].reshape(-1)[1:]
     last = starts + lengths - 1  # nothing follows the last token of a document, nor that of what is left of a row
     made["targets"].reshape(-1)[last], made["weights"].reshape(-1)[last] = 0, 0.0
@@ -96,15 +96,20 @@ def laid_out(documents: Documents, width: int, micro_rows: int, memory: Memory |
 
     streams = _streams(documents.streams, starts.tolist(), (rows, width)) if documents.streams else {}
     atoms_behind, owners = np.cumsum([0, *documents.atoms]), np.repeat(np.arange(len(documents.owned)), documents.owned)
-    room, ramp, offsets = behind[1:] + np.arange(rows), np.arange(micro_rows * width), starts - np.array(documents.begins, np.int64)
+    firsts = range(0, max(1, rows), micro_rows)  # row of each batch
+    in_batches = np.diff(behind[[*firsts, rows]])  # documents of each
+    numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
+    offsets = starts - np.array(documents.begins, np.int64) - np.repeat(np.array(firsts) * width, in_batches)
+    room = behind[1:] + np.arange(rows)  # what is left of a row lies behind its documents: a piece like those
+    pieces, numbers, offsets = _with(lengths, room, width - filled), _with(numbers, room, -1), _with(offsets, room, 0)
+    ramp = np.arange(micro_rows * width)
     batches = []
-    for first in range(0, max(1, rows), micro_rows):
+    for first in firsts:
         end = min(first + micro_rows, rows)
         start, stop = cuts[first], cuts[end]
-        own = room[first:end] - start - first  # what is left of a row lies behind its documents: a piece like those
-        pieces = _with(lengths[start:stop], own, width - filled[first:end])
-        made["segments"][first:end] = np.repeat(_with(np.arange(stop - start), own, -1), pieces).reshape(-1, width)
-        begin = np.repeat(_with(offsets[start:stop] - first * width, own, 0), pieces)
+        piece = slice(start + first, stop + end)
+        made["segments"][first:end] = np.repeat(numbers[piece], pieces[piece]).reshape(-1, width)
+        begin = np.repeat(offsets[piece], pieces[piece])
         np.subtract(ramp[: len(begin)], begin, out=made["positions"][first:end].reshape(-1))
         for row in range(first, end):
             if pads[row]:
@@ -129,9 +134,9 @@ def _arrays(rows: int, width: int, memory: Memory) -> dict[str, np.ndarray]:
     return {name: values.reshape(rows, width) for name, values in {**found, "own": loss[:n], "weights": loss[1:]}.items()}
 
 
-def _padded(pieces: Sequence[np.ndarray], cuts: list[int], pads: list[int]) -> list[np.ndarray]:
-    """The tokens of all rows one after the other, with zeros where a row has nothing more."""
-    zeros = np.zeros(max(pads, default=0), np.int32)
+def _padded(pieces: Sequence[np.ndarray], cuts: Sequence[int], pads: list[int], kind: type) -> list[np.ndarray]:
+    """The pieces of all rows one after the other, with zeros where a row has nothing more."""
+    zeros = np.zeros(max(pads, default=0), kind)
     padded = [zeros[:0]]
     for row, n in enumerate(pads):
         padded += pieces[cuts[row] : cuts[row + 1]]

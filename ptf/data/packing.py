@@ -58,12 +58,12 @@ class Packer(Generic[T]):
     def _take(self, n: int) -> T:
         """The oldest atom of n tokens."""
         ages = self._ages[n]
-        number = ages.pop(0)
-        if not ages:
-            del self._ages[n]
-            self._bits ^= 1 << n
-            self._mirror ^= 1 << (self._seq_len - n)
-        return self._window.pop(number)[0]
+        if len(ages) > 1:
+            return self._window.pop(ages.pop(0))[0]
+        del self._ages[n]
+        self._bits ^= 1 << n
+        self._mirror ^= 1 << (self._seq_len - n)
+        return self._window.pop(ages[0])[0]
 
     def _choose(self, room: int) -> int:
         """Length of the next atom of a row with `room` tokens left; -1 where none fits."""

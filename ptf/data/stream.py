@@ -15,7 +15,7 @@ import numpy as np
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 AT_ONCE = 1024  # random numbers that are made together
-AHEAD = 512  # draws that a shuffle makes together
+AHEAD = 1024  # draws that a shuffle makes together
 
 
 class Stream(Protocol[T_co]):
@@ -193,13 +193,13 @@ class Shuffle(Generic[T]):
         """Many draws at once, where the stream below gives many items at once and they are of the window's epoch."""
         while not self._ended and (run := self._current()) is not None and run.epoch == self._epoch:
             start, full = self._at, self._at + self._size - len(self._window)
-            window = self._window + list(run.items[start:full])
+            self._window += run.items[start:full]
             if full > len(run.items):
-                self._window, self._at = window, len(run.items)
+                self._at = len(run.items)
                 continue
             more = run.items[full : full + AHEAD]
             draws = (self._draw.some(self._draws, len(more) + 1) % np.uint64(self._size)).tolist()
-            self._ahead = _Ahead(window, draws, more, self._draws, full)
+            self._ahead = _Ahead(self._window, draws, more, self._draws, full)
             found, self._window = self._ahead.drawn(len(draws))
             self._out, self._draws, self._at = found[::-1], self._draws + len(draws), full + len(more)
             return True
@@ -240,11 +240,12 @@ class Shuffle(Generic[T]):
         return self._run, self._at
 
     def state_dict(self) -> dict[str, Any]:
-        draws, window = self._draws, Later(tuple(self._window), self._dump)
         if self._out:
             assert self._ahead is not None
             n = len(self._ahead.draws) - len(self._out)
             draws, window = self._ahead.number + n, Later((self._ahead, n), self._dump_ahead)
+        else:
+            draws, window = self._draws, Later(tuple(self._window), self._dump)
         run, at = self.taken
         return {
             "draws": draws, "epoch": self._epoch, "ended": self._ended, "window": window, "next": Later(tuple(self._next), self._dump),
