@@ -19,8 +19,8 @@ run: setup                               ## the main job: SFT, then GRPO, and a 
 test: setup                              ## the suite, in two processes
 	$(PY) -m pytest -n 2
 
-ALL := test test-cluster test-s3 test-random kills damage leakage parity soak faults
-test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other; some hours
+ALL := test test-cluster test-s3 test-random resumes ledger kills damage leakage parity soak faults
+test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other, with NIGHTLY=1: shorter, ledgers begun anew; some hours
 	@failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 test-random: setup                       ## every property test on random examples, with 20 fresh seeds (SEEDS=n), for the night
@@ -87,13 +87,14 @@ learning-rl: setup                       ## GRPO, its family, PPO and on-policy 
 	$(PY) benchmarks/learning_rl.py
 
 kills: setup                             ## runs of every recipe killed and continued, on where the ledger ends (ANEW=1: another); writes benchmarks/results/kills.md
-	$(PY) benchmarks/kills.py $(if $(ANEW),--anew)
+	$(PY) benchmarks/kills.py $(if $(ANEW)$(NIGHTLY),--anew) $(if $(NIGHTLY),--minutes 60)
 
 damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
-	$(PY) benchmarks/damage.py
+	$(if $(NIGHTLY),rm -f benchmarks/results/damage.jsonl)
+	$(PY) benchmarks/damage.py $(if $(NIGHTLY),--trials 100)
 
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
-	$(PY) benchmarks/two_resumes.py
+	$(PY) benchmarks/two_resumes.py $(if $(NIGHTLY),--trials 10)
 
 ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated
 	$(PY) -m tests.data.ledger 1000000
