@@ -19,6 +19,10 @@ run: setup                               ## the main job: SFT, then GRPO, and a 
 test: setup                              ## the suite, in two processes
 	$(PY) -m pytest -n 2
 
+ALL := test test-cluster test-s3 test-random kills damage leakage parity soak faults
+test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other; some hours
+	@failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
 test-random: setup                       ## every property test on random examples, with 20 fresh seeds (SEEDS=n), for the night
 	$(PY) -m tests.random_examples $(or $(SEEDS),20)
 
@@ -46,7 +50,7 @@ bench-verify: setup                      ## the logit verifier over every family
 bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
 	$(PY) benchmarks/loss_masks.py
 
-bench-resume: setup                      ## 500 random trials of stopping and resuming the data; writes benchmarks/results/resume_trials.md
+bench-resume: setup                      ## 500 random trials of stopping and resuming the data, goes on where it was stopped; writes benchmarks/results/resume_trials.md
 	$(PY) benchmarks/resume_trials.py
 
 bench-loader: setup                      ## what reading costs: first row, decoding by ranks, documents a second, memory, state; writes benchmarks/results/loader_cost.md
@@ -84,8 +88,8 @@ learning-rl: setup                       ## GRPO, its family, PPO and on-policy 
 kills: setup                             ## runs of every recipe killed and continued, on where the ledger ends (ANEW=1: another); writes benchmarks/results/kills.md
 	$(PY) benchmarks/kills.py $(if $(ANEW),--anew)
 
-reliability: setup                       ## damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
-	$(PY) benchmarks/reliability.py
+damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
+	$(PY) benchmarks/damage.py
 
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py
@@ -98,7 +102,7 @@ peers:                                   ## .venv-peers: what benchmarks/train_s
 	python3.11 -m venv .venv-peers
 	$(PEERS) || $(PEERS) --extra-index-url https://download.pytorch.org/whl/cpu
 
-bench-train: setup                       ## the SFT step beside TRL's (make peers first); writes benchmarks/results/train_step.md
+bench-train: setup                       ## the SFT step beside TRL and transformers at their best (make peers first); writes benchmarks/results/train_step.md
 	$(PY) benchmarks/train_step.py
 
 bench-dpo: setup                         ## the DPO step beside TRL's (make peers first); writes benchmarks/results/dpo_step.md

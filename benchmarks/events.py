@@ -41,6 +41,7 @@ from ptf.tasks.slates import worth  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "events.md"
 K = 10
+MEASURES = ("NDCG", "HR", "recall", "MRR", "revenue recall", "diversity", "coverage")
 DRAWN = 4  # slates of each user
 Scores = Callable[[Split], np.ndarray]  # of one user: a score for every item
 Users = dict[str, dict[str, float]]  # user → measures
@@ -181,10 +182,34 @@ def apart(a: Users, b: Users, name: str) -> tuple[float, float, float]:
     return interval(np.array([a[user][name] - b[user][name] for user in a if name in a[user]]))
 
 
-def table_row(who: str, users: Users, coverages: Mapping[str, float]) -> str:
+def cells_of(users: Users, coverages: Mapping[str, float]) -> list[str]:
+    """Of one model, by task and measure."""
     names = ("ndcg", "hr", "recall", "mrr", "revenue_recall", "diversity")
-    cells = [[*(f"{mean(users, f'{task}/{name}@{K}'):.4f}" for name in names), f"{coverages[f'{task}/coverage@{K}']:.3f}"] for task in ("all", "new")]
-    return f"| {who} | " + " | ".join(itertools.chain(*cells)) + " |"
+    tasks = [[*(f"{mean(users, f'{task}/{name}@{K}'):.4f}" for name in names), f"{coverages[f'{task}/coverage@{K}']:.3f}"] for task in ("all", "new")]
+    return list(itertools.chain(*tasks))
+
+
+def losing(cells: Mapping[str, Sequence[str]]) -> list[str]:
+    """Where a baseline is better than every model of ptf's, and where training on made it worse; of the figures of the page's table."""
+    ours = [name for name in cells if name.startswith("ptf ")]
+    places = {f"{task} {measure}": i for i, (task, measure) in enumerate(itertools.product(("all", "new"), MEASURES))}
+    table, beaten = [], dict[str, list[str]]()
+    for place, i in places.items():
+        best = max(ours, key=lambda name: float(cells[name][i]))
+        better = sorted((name for name in cells if name not in ours and float(cells[name][i]) > float(cells[best][i])), key=lambda name: -float(cells[name][i]))
+        beaten[place] = better
+        if better:
+            table.append(f"| {place} | {', '.join(f'{name} ({cells[name][i]})' for name in better)} | {best} ({cells[best][i]}) |")
+    said = []
+    for task, what in (("all", "the next basket, items bought before included"), ("new", "items that are new to the user")):
+        better = beaten[f"{task} NDCG"]
+        tell = f"**{' and '.join(better)} beat{'s' if len(better) == 1 else ''} every model of ptf's**" if better else "no baseline beats ptf's best model"
+        said.append(f"* By NDCG, of {what} (`{task}`): {tell}.")
+    after, before = (float(cells[name][places["all NDCG"]]) if name in cells else 0.0 for name in ("ptf GRPO", "ptf SFT"))
+    if 0.0 < after < before:
+        said.append(f"* GRPO on slates lowers NDCG of the next basket from {before:.4f} to {after:.4f}: its reward is another (below).")
+    rows = ["", "By every measure, the baselines that are better than the best of ptf's models:", "", "| | better | ptf's best |", "|---|---|---|", *table]
+    return ["## What loses", "", *said, *(rows if table else [])]
 
 
 def main() -> int:
@@ -224,15 +249,16 @@ def main() -> int:
         found[name] = {row["user"]: {key: x for key, x in row.items() if isinstance(x, float)} for row in rows}
         assert found[name].keys() == held.keys(), f"{run} was evaluated on other users than --hold-out {given.hold_out} holds out"
         coverages[name] = {f"{task}/coverage@{K}": len({item for row in rows for item in row.get(f"{task}/top", ())}) / len(items) for task in ("all", "new")}
-    columns = ("NDCG", "HR", "recall", "MRR", "revenue recall", "diversity", "coverage")
-    head = "| | " + " | ".join(f"{task} {name}" for task in ("all", "new") for name in columns) + " |"
+    cells = {name: cells_of(found[name], coverages[name]) for name in found}
+    head = "| | " + " | ".join(f"{task} {name}" for task in ("all", "new") for name in MEASURES) + " |"
     text = [
         "# Next baskets of Online Retail II", "",
         f"Command: `python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes {given.sasrec_minutes:g}`, after the flows  ",
         f"Hardware: {cpu()}, no GPU  ", f"Date: {time.strftime('%Y-%m-%d')}; seed {given.seed}; SASRec-style: {cost}", "",
         f"{len(held)} users have a basket held out, of whom {sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
         f"new to them. `all`: the next basket; `new`: those of its items that the user had not had, among all that they had not. All measures are at {K}.", "",
-        head, "|---" * 15 + "|", *(table_row(name, found[name], coverages[name]) for name in found), "",
+        *losing(cells), "", "## All models", "",
+        head, "|---" * 15 + "|", *(f"| {name} | {' | '.join(row)} |" for name, row in cells.items()), "",
         "![NDCG of all models](events.svg)", "", "## Beside each other, user by user", "",
         f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).", "",
         "| | all | new |", "|---|---|---|",

@@ -43,3 +43,9 @@ def published(output: str) -> dict[str, Any]:
 def cpu() -> str:
     names = [row.split(":", 1)[1].strip() for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")]
     return f"{len(names)} × {names[0]}" if names else platform.processor()
+
+
+def commit() -> str:
+    """Of the checkout that runs; with a + where its Python files differ from it."""
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()  # noqa: E731
+    return (git("rev-parse", "--short", "HEAD") or "no checkout") + ("+" if git("status", "--porcelain", "--", "*.py") else "")

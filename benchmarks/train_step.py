@@ -1,11 +1,14 @@
-"""The SFT step beside TRL's packing, in one interleaved run (A, B, A, B, …): real tokens per CPU-second of one thread, and the memory that a
-step adds.
+"""The SFT step beside TRL and plain transformers, each at its best setting: real tokens per CPU-second of one thread, and
+the memory that a step adds, on the same rows from the same weights, so that the losses of every step must be the same.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/train_step.py [--models small4 bigvocab] [--dtypes fp32 bf16] [--rounds 3]
 
-Documents: log-normal lengths (median 180, p99 about 2,000, at most 2,048), the first 40 % of each is prompt. Both train Qwen3 shapes with random
-weights, AdamW, one thread. Prints a JSON line a round and writes results/train_step.md.
+First one round of ptf and of every setting of the peers (`CELLS`), then further rounds of ptf and of the fastest peer,
+one after the other (A, B, A, B, …). Documents: log-normal lengths (median 180, p99 about 2,000, at most 2,048), the first
+40 % of each is prompt, packed into rows of 2,048; every step has documents of the same lengths with other tokens. Keeps
+what it finds of a model and dtype in results/train_step.jsonl (so parts may be run by themselves) and writes
+results/train_step.md from it.
 """
 
 import argparse
@@ -21,74 +24,135 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from flow_runs import ROOT, cpu
+from flow_runs import ROOT, commit, cpu
 
 RESULTS = ROOT / "benchmarks" / "results" / "train_step.md"
+KEPT = RESULTS.with_suffix(".jsonl")
 PEER = ROOT / ".venv-peers" / "bin" / "python"
-WIDTH, ROWS = 2048, 4
+WIDTH, LR = 2048, 1e-4
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": WIDTH, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": True, "initializer_range": 0.02,
 }  # fmt: skip
 MODELS = {"small4": SHAPE | {"vocab_size": 4096}, "bigvocab": SHAPE | {"vocab_size": 151_936}}
+ROWS, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 2, "bigvocab": 1}, 8  # rows a step; timed steps; the warm-up step's documents are shorter by this
+TRL, LOOP = "benchmarks/peers/trl_sft.py", "benchmarks/peers/hf_sft.py"
+DENSE, FLAT, BARE = "SDPA, a dense mask a row", "SDPA, one dense mask over all rows of a pass", "SDPA, causal, no mask"
+CELLS: dict[str, dict[str, Any]] = {
+    "TRL, packed, 4 rows a pass": {"script": TRL, "packed": True, "pass": 4, "attention": FLAT},
+    "TRL, packed, 2 rows a pass": {"script": TRL, "packed": True, "pass": 2, "attention": FLAT},
+    "TRL, packed, 1 row a pass": {"script": TRL, "packed": True, "pass": 1, "attention": FLAT},
+    "TRL, not packed, a document a pass": {"script": TRL, "packed": False, "pass": 1, "attention": BARE},
+    "transformers, packed, 4 rows a pass": {"script": LOOP, "packed": True, "pass": 4, "attention": DENSE},
+    "transformers, packed, 1 row a pass": {"script": LOOP, "packed": True, "pass": 1, "attention": DENSE},
+    "transformers, a document a pass": {"script": LOOP, "packed": False, "pass": 1, "attention": BARE},
+}
+OURS = "SDPA, causal, document by document"
+APART = {"fp32": 1e-4, "bf16": 5e-3}  # the most that losses of the same step may differ by
 
 
-def documents(path: Path, vocab: int, count: int = 600) -> None:
+def documents(path: Path, vocab: int, rows: int, steps: int) -> None:
+    """`lengths` and `tokens` of the documents in the order of their rows, and how many each row has (`rows`), for a warm-up step and `steps` others."""
+    from ptf.data.packing import pack_all
+    from ptf.data.sample import Sample, length
+
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(180), 1.03, count), 8, 2048).astype(int)
-    np.savez(path, lengths=lengths, tokens=rng.integers(0, vocab, lengths.sum()))
+    drawn = np.clip(rng.lognormal(np.log(180), 1.03, 600), 8, WIDTH).astype(int)
+    packed = [[length(a) for a in row] for row in pack_all([(Sample(np.zeros(n, np.int32), np.ones(n, np.float32)),) for n in drawn], WIDTH)]
+    work = [sum(n * n for row in packed[i : i + rows] for n in row) for i in range(len(packed) - rows)]
+    first = int(np.argmin(np.abs(np.array(work) - np.mean(work))))  # rows whose attention costs what rows cost on average
+    layout = packed[first : first + rows]
+    lengths = np.array([[max(2, n // WARM) for row in layout for n in row], *[[n for row in layout for n in row]] * steps]).reshape(-1)
+    np.savez(path, lengths=lengths, rows=[len(row) for row in layout] * (steps + 1), tokens=rng.integers(0, vocab, lengths.sum()))
 
 
 def ours(given: dict[str, Any]) -> None:
     """One round of ptf: Trainer.step over packed rows, as a run does it."""
-    import torch
-
     from ptf.compute.world import joined
     from ptf.config.schema import ModelConfig, TrainConfig
     from ptf.data.batch import Batch
-    from ptf.data.packing import pack_all
     from ptf.data.sample import Sample
     from ptf.recipes.sft import SFT
     from ptf.train.trainer import Trainer, load_model
 
     stored = np.load(given["documents"])
-    starts = np.cumsum(stored["lengths"]) - stored["lengths"]
-    samples = [
-        (Sample(stored["tokens"][s : s + n].astype(np.int32), (np.arange(n) >= 0.4 * n).astype(np.float32)),)
-        for s, n in zip(starts, stored["lengths"], strict=True)
-    ]
-    rows = pack_all(samples, WIDTH)
+    parts = iter(np.split(stored["tokens"].astype(np.int32), np.cumsum(stored["lengths"])[:-1]))
+    sample = lambda tokens: Sample(tokens, (np.arange(len(tokens)) >= 0.4 * len(tokens)).astype(np.float32))  # noqa: E731
+    rows = [[(sample(next(parts)),) for _ in range(n)] for n in stored["rows"]]
     total = given["steps"] + given["warmup"]
-    with tempfile.TemporaryDirectory() as directory, joined("cpu", 600, threads=1) as world:
-        (Path(directory) / "config.json").write_text(json.dumps(given["config"]))
-        train = TrainConfig(steps=total, lr=1e-4, schedule="constant", precision=given["dtype"], **given["train"])
-        spec = ModelConfig(path=directory, init="random")
-        model, _ = load_model(Path(directory), world, spec, seed=given["seed"], precision=train.precision, compiled=train.compile)
+    with joined("cpu", 600, threads=1) as world:
+        place = Path(given["model"])
+        knobs = {"betas": (0.9, 0.999), "weight_decay": 0.0, **given["train"]}
+        train = TrainConfig(steps=total, lr=given["lr"], schedule="constant", precision=given["dtype"], **knobs)
+        model, _ = load_model(place, world, ModelConfig(path=str(place)), seed=0, precision=train.precision, compiled=train.compile)
         trainer = Trainer(model, world, train)
-        cpu_s, wall_s, tokens = [], [], []
+        cpu_s, tokens, losses = [], [], []
         base = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark counts from here
         for step in range(total):
-            batch = Batch.of(rows[step * ROWS : (step + 1) * ROWS], WIDTH)
-            began = time.process_time(), time.perf_counter()
-            trainer.step([batch], SFT(), step)
+            batch = Batch.of(rows[step * given["rows"] : (step + 1) * given["rows"]], WIDTH if step >= given["warmup"] else WIDTH // WARM + 64)
+            began = time.process_time()
+            losses.append(trainer.step([batch], SFT(), step)["loss"])
             if step >= given["warmup"]:
-                cpu_s.append(time.process_time() - began[0])
-                wall_s.append(time.perf_counter() - began[1])
+                cpu_s.append(time.process_time() - began)
                 tokens.append(sum(batch.lengths))
-        torch.set_num_threads(1)
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
-    print(json.dumps({"cpu_s": cpu_s, "wall_s": wall_s, "tokens": tokens, "added_mib": peak - base}))
+    print(json.dumps({"cpu_s": cpu_s, "tokens": tokens, "losses": losses, "added_mib": peak - base}))
 
 
-def round_of(system: str, given: dict[str, Any], script: str = "benchmarks/train_step.py", peer: str = "benchmarks/peers/trl_sft.py") -> dict[str, Any]:
-    """What one round in a process of its own prints."""
-    command = [str(PEER), peer] if system == "TRL" else [sys.executable, script, "--one"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "" if system == "TRL" else str(ROOT)}
+def round_of(system: str, given: dict[str, Any], script: str = "benchmarks/train_step.py", peer: str = TRL) -> dict[str, Any]:
+    """What one round in a process of its own prints; by the peers' Python, unless `system` is ptf."""
+    command = [sys.executable, script, "--one"] if system == "ptf" else [str(PEER), peer]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT) if system == "ptf" else ""}
     done = subprocess.run([*command, json.dumps(given)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode:
         sys.exit(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def rate(one: dict[str, Any]) -> float:
+    """Real tokens per CPU-second."""
+    return sum(one["tokens"]) / sum(one["cpu_s"])
+
+
+def compared(name: str, dtype: str, rounds: int, train: dict[str, Any]) -> dict[str, Any]:
+    """Every setting once, the fastest peer and ptf `rounds` times. Raises AssertionError where the two did not do the same."""
+    from dpo_step import start
+
+    of = commit()
+    cells = {cell: how for cell, how in CELLS.items() if how["pass"] <= ROWS[name] or not how["packed"]}
+    with tempfile.TemporaryDirectory() as directory:
+        path, model = Path(directory) / "documents.npz", start(Path(directory), MODELS[name])
+        documents(path, MODELS[name]["vocab_size"], ROWS[name], STEPS[name])
+        given = {"model": model, "documents": str(path), "width": WIDTH, "rows": ROWS[name], "dtype": dtype, "steps": STEPS[name], "warmup": 1, "lr": LR}
+        found: dict[str, list[dict[str, Any]]] = {"ptf": [], **{cell: [] for cell in cells}}
+
+        def play(system: str) -> None:
+            one = given | ({"train": train} if system == "ptf" else cells[system])
+            made = round_of(system, one) if system == "ptf" else round_of(system, one, peer=cells[system]["script"])
+            found[system].append(made)
+            print(json.dumps({"model": name, "dtype": dtype, "system": system, "rate": round(rate(made)), **made}), flush=True)
+            first = found["ptf"][0]
+            assert made["tokens"] == first["tokens"], "all count the same tokens"
+            assert len(made["losses"]) == len(first["losses"]), "all have as many steps"
+            assert max(abs(a - b) for a, b in zip(made["losses"], first["losses"], strict=True)) <= APART[dtype], "all have the same losses"
+
+        for system in found:
+            play(system)
+        best = max(cells, key=lambda cell: rate(found[cell][0]))
+        for _ in range(rounds - 1):
+            play("ptf")
+            play(best)
+    return {
+        "model": name,
+        "dtype": dtype,
+        "best": best,
+        "train": train,
+        "found": found,
+        "commit": of,
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": cpu(),
+    }
 
 
 def main() -> None:
@@ -99,50 +163,72 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--train", type=json.loads, default={}, help="further keys of the train section, as JSON")
+    parser.add_argument("--train", type=json.loads, default={}, help="further keys of ptf's train section, as JSON")
     asked = parser.parse_args()
     if not PEER.exists():
         sys.exit("benchmarks/train_step.py needs the peer's environment: make peers")
-    lines = []
-    for model in asked.models:
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "documents.npz"
-            documents(path, MODELS[model]["vocab_size"])
-            for dtype in asked.dtypes:
-                given = {"config": MODELS[model], "documents": str(path), "width": WIDTH, "rows": ROWS, "dtype": dtype}
-                given |= {"steps": asked.steps, "warmup": asked.warmup, "train": asked.train}
-                found: dict[str, list[dict[str, Any]]] = {"ptf": [], "TRL": []}
-                for seed in range(asked.rounds):
-                    for system in found:
-                        found[system].append(round_of(system, {**given, "seed": seed}))
-                        print(json.dumps({"model": model, "dtype": dtype, "system": system, "round": seed, **found[system][-1]}), flush=True)
-                lines.append(summary(model, dtype, found))
-                print(lines[-1], flush=True)
-    write(lines, "python " + " ".join(["benchmarks/train_step.py", *sys.argv[1:]]), asked)
+    for name in asked.models:
+        for dtype in asked.dtypes:
+            row = compared(name, dtype, asked.rounds, asked.train)
+            with KEPT.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    write()
 
 
-def summary(model: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> str:
-    rates = {system: [sum(r["tokens"]) / sum(r["cpu_s"]) for r in rounds] for system, rounds in found.items()}
-    added = {system: median(r["added_mib"] for r in rounds) for system, rounds in found.items()}
-    ratios = [a / b for a, b in zip(rates["ptf"], rates["TRL"], strict=True)]
-    cells = [f"{median(rates[s]):,.0f} ({min(rates[s]):,.0f} – {max(rates[s]):,.0f})" for s in ("ptf", "TRL")]
-    memory = f"{added['ptf']:.0f} / {added['TRL']:.0f} = {added['ptf'] / added['TRL']:.2f}"
-    return f"| {model} | {dtype} | {' | '.join(cells)} | **{median(ratios):.2f}** ({min(ratios):.2f} – {max(ratios):.2f}) | {memory} |"
+def cell(rounds: list[dict[str, Any]]) -> str:
+    rates = [rate(one) for one in rounds]
+    return f"{median(rates):,.0f}" + (f" ({min(rates):,.0f} – {max(rates):,.0f})" if len(rates) > 1 else "")
 
 
-def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
+def write() -> None:
+    """The page, of the newest comparison of each model and dtype."""
+    rows = {(row["model"], row["dtype"]): row for row in map(json.loads, KEPT.read_text().splitlines())}
+    order = [(name, dtype) for name in MODELS for dtype in APART if (name, dtype) in rows]
+    table, grid, slower = [], [], []
+    for key in order:
+        row = rows[key]
+        found, best, name = row["found"], row["best"], f"{key[0]} | {key[1]}"
+        ratios = [rate(a) / rate(b) for a, b in zip(found["ptf"], found[best], strict=True)]
+        added = {system: median(one["added_mib"] for one in found[system]) for system in ("ptf", best)}
+        apart = max(abs(a - b) for of in found.values() for one in of for a, b in zip(one["losses"], found["ptf"][0]["losses"], strict=True))
+        ratio = f"**{median(ratios):.2f}** ({min(ratios):.2f} – {max(ratios):.2f})"
+        memory = f"{added['ptf']:.0f} / {added[best]:.0f} = {added['ptf'] / added[best]:.2f}"
+        table.append(
+            f"| {name} | {cell(found['ptf'])} | {best} | {cell(found[best])} | {ratio} | {memory} | {apart:.1e} | {row['hardware']}, {row['commit']} |"
+        )
+        if median(ratios) <= 1:
+            slower.append(f"{key[0]} in {key[1]}: {best} is {1 / median(ratios):.2f} times as fast")
+        for system, of in {"ptf": found["ptf"][:1], **{cell: of[:1] for cell, of in found.items() if cell != "ptf"}}.items():
+            attention = OURS if system == "ptf" else CELLS[system]["attention"]
+            mark = " (the best)" if system == best else ""
+            quicker = rate(of[0]) / rate(found["ptf"][0])
+            grid.append(f"| {name} | {system}{mark} | {attention} | {cell(of)} | {quicker:.2f} | {of[0]['added_mib']:,.0f} |")
+    loses = "ptf loses here: " + "; ".join(slower) + ".\n\n" if slower else "On one thread of this CPU no setting of a peer is faster than ptf.\n\n"
+    memory = [
+        key for key in order for row in [rows[key]] for a, b in [[median(o["added_mib"] for o in row["found"][s]) for s in ("ptf", row["best"])]] if a > b
+    ]
+    if memory:
+        loses += "Its step adds more memory than that of the fastest peer in " + ", ".join(" ".join(key) for key in memory) + ".\n\n"
+    bounds = " and ".join(f"{bound:g} in {dtype}" for dtype, bound in APART.items())
     RESULTS.write_text(
-        "# The SFT step beside TRL\n\n"
-        f"Command: `{command}`  \nHardware: {cpu()}, one thread, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"Interleaved rounds ({asked.rounds} of each), {asked.steps} timed steps a round after {asked.warmup} of warm-up, {ROWS} rows of {WIDTH:,}\n"
-        "tokens a step.\n"
-        "Documents: log-normal lengths (median 180, p99 about 2,000), the first 40 % prompt. TRL: SFTTrainer with packing (bfd), versions in\n"
-        "`benchmarks/requirements-peers.txt`. `small4`: Qwen3 shape, width 256, 4 layers, vocabulary 4,096; `bigvocab`: vocabulary 151,936, tied.\n"
-        "These ratios are a CPU's: on a GPU with flash attention TRL's losses are others.\n\n"
-        "| model | dtype | ptf, real tokens per CPU-second | TRL | ratio | MiB that the step adds |\n|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
-    )
+        "# The SFT step beside TRL and plain transformers\n\n"
+        + loses
+        + f"Command: `python benchmarks/train_step.py` (`make peers bench-train`)  \nHardware and commit: in each row; one thread, no GPU  \n"
+        f"Date: {', '.join(sorted({row['date'] for row in rows.values()}))}\n\n"
+        "Real tokens per CPU-second; of the peers, those of the setting that is fastest here. Interleaved rounds, each in a process of\n"
+        "its own; median and range. The same rows in the same order from the same weights: packed documents of log-normal lengths\n"
+        "(median 180, p99 about 2,000), the first 40 % prompt, rows of 2,048; fused AdamW, clip 1. The script asserts that all count\n"
+        f"the same tokens and that the losses of every step agree (to {bounds}); the largest\n"
+        "difference of any stands in the table. `small4`: Qwen3 shape, width 256, 4 layers, 4 heads of 64, vocabulary 4,096,\n"
+        f"{ROWS['small4']} rows a step; `bigvocab`: vocabulary 151,936, tied, {ROWS['bigvocab']} row a step. TRL: SFTTrainer, whose head makes no full\n"
+        "logits; transformers: a loop with the model's own loss over full logits; versions in `benchmarks/requirements-peers.txt`;\n"
+        "bf16 is autocast over weights of fp32 for all. ptf: its defaults (`train.compile` is off), all rows of a step in one pass.\n"
+        "These ratios are a CPU's: on a GPU with flash attention a mask costs the peers nothing.\n\n"
+        "| model | dtype | ptf | fastest peer | its tokens per CPU-second | ratio | MiB that the step adds | losses apart | measured |\n"
+        "|---|---|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n"
+        "All settings, one round each, beside ptf's in the same minutes:\n\n"
+        "| model | dtype | system | attention | tokens per CPU-second | of ptf's | MiB added |\n|---|---|---|---|---|---|---|\n" + "\n".join(grid) + "\n"
+    )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 
 

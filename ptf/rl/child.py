@@ -1,18 +1,22 @@
 """A process for code that is not ours: rewards and environments. It may raise, hang, stop or die, and what asked it gets a `Fault` with the reason.
 
-The one idea: every reply has a deadline; a process that misses it is killed with all it has started, and the next question starts another. It ends with
-the thread that started it, so that must be a lasting one. Run as a program (by ptf.entry) it is the process: it answers (pickled) questions from a pipe
-until the pipe closes.
+The one idea: every reply has a deadline and bears the number of its question; a process that misses the deadline, or whose replies cannot be read or are
+another question's, is killed with all it has started, and the next question starts another. It ends with the thread that started it, so that must be a
+lasting one. Run as a program (by ptf.entry) it is the process: it answers (pickled) questions from a pipe until the pipe closes.
 """
 
 import asyncio
 import contextlib
+import itertools
+import math
 import multiprocessing.connection as mpc
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +38,40 @@ class Fault:
     fatal: bool = False  # the process is gone, and whatever it held
 
 
+class Deadline:
+    """Calls `act` from a thread of its own where a block under `set` takes longer than `after_s`."""
+
+    def __init__(self, after_s: float, act: Callable[[], None]) -> None:
+        self.after_s, self.act, self.at, self.passed, self.over = after_s, act, math.inf, False, threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        # it wakes at least every `after_s`, hence before any deadline that was set since
+        while not self.over.wait(max(0.0, min(self.at - time.monotonic(), self.after_s))):
+            if time.monotonic() >= self.at:
+                self.passed = True
+                self.act()
+                return
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        self.at = time.monotonic() + self.after_s
+        try:
+            yield
+        finally:
+            self.at = math.inf
+
+    def close(self) -> None:
+        self.over.set()
+
+
 class Child:
     """One process that serves `what` as `kind`: "reward" or "environment". It starts with the first question."""
 
     def __init__(self, kind: str, what: Plug, timeout_s: float) -> None:
         plug.bind(what)  # a name that does not resolve is an error now, in this process
         self.kind, self.what, self.timeout_s = kind, what, timeout_s
-        self.late = False
+        self.asked = 0  # questions that the process was sent
         self.process: subprocess.Popen | None = None
         self.pipe: mpc.Connection | None = None
 
@@ -50,7 +81,7 @@ class Child:
             number = theirs.fileno()
             environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
             self.process = start("ptf.rl.child", [str(number)], environment, pass_fds=[number], start_new_session=True)
-        self.pipe = ours
+        self.pipe, self.asked = ours, 0
         try:
             ours.send((self.kind, self.what.model_dump()))
             ready = ours.poll(STARTS_WITHIN_S) and ours.recv() == "ready"
@@ -65,39 +96,39 @@ class Child:
         """What it says to each, in order; a fatal Fault is the last. All questions are sent ahead, so it never waits for the next."""
         # a process that was dead before it read anything is replaced and gets the same questions, where it holds nothing that they refer to
         for fresh in (self.pipe is None or self.kind == "environment", True):
-            pipe, answered = self.pipe or self._start(), 0
+            pipe, answered, doing = self.pipe or self._start(), 0, "did not listen for"
+            first, self.asked = self.asked, self.asked + len(questions)
+            deadline = Deadline(self.timeout_s, self._kill)  # which ends what waits for the process
             try:
-                self._send(pipe, list(questions))
+                with deadline.set():
+                    pipe.send(list(questions))
+                doing = "took longer than"
                 while answered < len(questions):
                     if not pipe.poll(self.timeout_s):
-                        self.close()
-                        yield Fault(f"took longer than {self.timeout_s:g} s", fatal=True)
+                        yield self._ended(f"{doing} {self.timeout_s:g} s")
                         return
-                    reply = pipe.recv()
+                    with deadline.set():  # it may stop in the middle of an answer
+                        number, reply = pipe.recv()
+                    if number != first + answered:
+                        yield self._ended(f"answered out of turn, to question {number} and not {first + answered} (does it fork?)")
+                        return
                     answered += 1
                     yield reply
                 return
             except (EOFError, OSError):
                 self.close()
-                if fresh or answered or self.late:
-                    yield Fault(f"did not listen for {self.timeout_s:g} s" if self.late else f"the {self.kind}'s process died", fatal=True)
-                    self.late = False
+                if fresh or answered or deadline.passed:
+                    yield self._ended(f"{doing} {self.timeout_s:g} s" if deadline.passed else f"the {self.kind}'s process died")
                     return
+            except Exception as error:  # of whatever is unpickled
+                yield self._ended(f"answered with what cannot be read: {type(error).__name__}: {error}")
+                return
+            finally:
+                deadline.close()
 
-    def _send(self, pipe: mpc.Connection, questions: list[Any]) -> None:
-        """A process that does not read is killed at the deadline, which ends the wait."""
-
-        def end() -> None:
-            self.late = True
-            self._kill()
-
-        watch = threading.Timer(self.timeout_s, end)
-        watch.daemon = True
-        watch.start()
-        try:
-            pipe.send(questions)
-        finally:
-            watch.cancel()
+    def _ended(self, why: str) -> Fault:
+        self.close()
+        return Fault(why, fatal=True)
 
     def ask(self, question: Any) -> Any:
         """Its reply, or a Fault."""
@@ -123,6 +154,8 @@ def reward_of(what: Plug) -> Callable[[Any], Any]:
     at_once.first_lines(what)  # what it finds out of this machine is known before the first question, which has a deadline
 
     def checked(value: Any) -> float | Fault:
+        if isinstance(value, str | bytes | bytearray):  # of which float() would read some
+            return Fault(f"the reward is {str(value)[:60]!r}, a text and not a number")
         value = float(value)
         return value if is_reward(value) else Fault(f"the reward is {value}, not a number from -{MOST_REWARD:g} to {MOST_REWARD:g}")
 
@@ -161,23 +194,34 @@ def serve(pipe: mpc.Connection) -> None:
     kind, what = pipe.recv()
     answer = {"reward": reward_of, "environment": environment_of}[kind](Plug(**what))
     pipe.send("ready")
+    asked = 0
     while True:
         try:
             questions = pipe.recv()
         except EOFError:
             return
+        numbers = itertools.count(asked)
+        asked += len(questions)
         if at_once.is_asynchronous(answer):
-            asyncio.run(_many(pipe, answer, questions))
+            asyncio.run(_many(pipe, answer, questions, numbers))
             continue
         for question in questions:
             try:
                 reply = answer(question)
             except Exception as error:  # whatever it does wrong is one question without an answer
                 reply = Fault(f"{type(error).__name__}: {error}")
-            pipe.send(reply)
+            _send(pipe, next(numbers), reply)
 
 
-async def _many(pipe: mpc.Connection, answer: Callable[[Any], Any], questions: Sequence[Any]) -> None:
+def _send(pipe: mpc.Connection, number: int, reply: Any) -> None:
+    try:
+        message = pickle.dumps((number, reply))
+    except Exception as error:
+        message = pickle.dumps((number, Fault(f"its answer cannot be sent: {type(error).__name__}: {error}")))
+    pipe.send_bytes(message)
+
+
+async def _many(pipe: mpc.Connection, answer: Callable[[Any], Any], questions: Sequence[Any], numbers: Iterator[int]) -> None:
     async def guarded(question: Any) -> Any:
         try:
             return await answer(question)
@@ -185,7 +229,7 @@ async def _many(pipe: mpc.Connection, answer: Callable[[Any], Any], questions: S
             return Fault(f"{type(error).__name__}: {error}")
 
     async for reply in at_once.in_order(guarded, questions, at_once.in_flight(answer)):
-        pipe.send(reply)
+        _send(pipe, next(numbers), reply)
 
 
 if __name__ == "__main__":

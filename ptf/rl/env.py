@@ -78,9 +78,9 @@ def checked(turn: Any) -> Any:
     if not isinstance(turn, Turn):
         return Fault(f"act gave a {type(turn).__name__}, not a ptf.rl.env.Turn")
     try:
-        right = is_reward(float(turn.reward))
-    except (TypeError, ValueError):
-        right = False
+        right = not isinstance(turn.reward, str | bytes | bytearray) and is_reward(float(turn.reward))
+    except Exception as error:  # of float(), for whatever it was given
+        return Fault(f"the reward of a turn is no number: {type(error).__name__}: {error}")
     if not right:
         return Fault(f"the reward of a turn is {turn.reward!r}")
     said = [*turn.messages, *([] if turn.said is None else [turn.said])] if isinstance(turn.messages, Sequence) else [None]
@@ -95,6 +95,7 @@ class Environments:
         self.homes = [Process(Child("environment", what, timeout_s)) for _ in range(processes)]
         self.numbers = itertools.count()
         self.again = 0  # questions that were asked once more
+        self.told = False  # whether a fault of this step was said; of the others their number is
 
     async def begin(self, row: Mapping[str, Any], seed: int) -> tuple[Played, list[Message], Any]:
         """An environment, what it shows first, and its tools. Raises EnvironmentFault."""
@@ -130,6 +131,9 @@ class Environments:
             reply = self._once(played, text)
             if not isinstance(reply, Fault):
                 break
+            if not self.told:
+                self.told = True
+                print(f"the environment {self.what.use} did not answer: {reply.reason}", flush=True)
         return reply
 
     def _once(self, played: Played, text: str | None) -> Any:
@@ -148,6 +152,11 @@ class Environments:
             return home.ask(("begin", played.number, played.row, played.seed))
         reply = home.ask(("act", played.number, text))
         return reply if isinstance(reply, Fault) else checked(reply)
+
+    def asked_again(self) -> int:
+        """How many questions were asked once more since this was asked last; the next fault is said again."""
+        again, self.again, self.told = self.again, 0, False
+        return again
 
     def close(self) -> None:
         for home in self.homes:

@@ -54,7 +54,10 @@ class NativeEngine:
         while self.waiting and not answer.done():
             now, self.waiting = self.waiting[: self.batch], self.waiting[self.batch :]
             try:
-                for (_, future), call in zip(now, self.answer([r for r, _ in now]), strict=True):
+                calls = self.answer([r for r, _ in now])
+                if len(calls) != len(now):
+                    raise RuntimeError(f"the rollout engine {self.name} gave {len(calls)} answers to {len(now)} requests")
+                for (_, future), call in zip(now, calls, strict=True):
                     future.set_result(call)
             except Exception as error:
                 for _, future in now:

@@ -215,15 +215,26 @@ def followed(call: Call, request: Request) -> bool:
 def refuse_garbage(call: Call, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
     """Raises EngineFault unless the call is an answer to the request: its context, and tokens of the vocabulary, each with a log-prob and the version
     of the engine's weights."""
-    sampled, most = call.sampled, request.sampling.max_new_tokens
+    try:
+        found = wrong(call, request, engine.version, vocabulary)
+    except (AttributeError, TypeError, ValueError) as error:
+        found = [f"what is no call, a {type(call).__name__} ({error})"]
+    if found:
+        raise EngineFault(f"the rollout engine {engine.name} answered with {' and '.join(found)}")
+
+
+def wrong(call: Call, request: Request, version: int, vocabulary: int | None) -> list[str]:
+    """What may not be so in a call; where it is of other types than a call's, whatever error that makes."""
+    sampled, logprobs, most = call.sampled, call.logprobs, request.sampling.max_new_tokens
+    if sampled.dtype.kind not in "iu" or logprobs.dtype.kind != "f":
+        return [f"tokens of type {sampled.dtype} and log-probs of type {logprobs.dtype}"]
     faults = {
         "another context than was asked": not np.array_equal(call.context, request.context),
         f"{len(sampled)} tokens of at most {most}": not 1 <= len(sampled) <= most,
         "a token that was not allowed": not followed(call, request),
         "a token that is not in the vocabulary": bool(((sampled < 0) | (sampled >= (vocabulary or np.inf))).any()),
-        "log-probs that are not numbers of at most 0, one a token": len(call.logprobs) != len(sampled)
-        or not bool((np.isfinite(call.logprobs) & (call.logprobs <= 1e-3)).all()),
-        f"tokens of other weights than it holds, {engine.version}": len(call.versions) != len(sampled) or bool((call.versions != engine.version).any()),
+        "log-probs that are not numbers of at most 0, one a token": len(logprobs) != len(sampled)
+        or not bool(((np.abs(logprobs) <= np.finfo(np.float32).max) & (logprobs <= 1e-3)).all()),
+        f"tokens of other weights than it holds, {version}": len(call.versions) != len(sampled) or bool((call.versions != version).any()),
     }
-    if found := [fault for fault, there in faults.items() if there]:
-        raise EngineFault(f"the rollout engine {engine.name} answered with {' and '.join(found)}")
+    return [fault for fault, there in faults.items() if there]

@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -133,10 +133,11 @@ class Rewards:
         self.children = [Child("reward", reward, timeout_s) for _ in range(processes)]
         self.threads = [ThreadPoolExecutor(1) for _ in self.children]
         self.again = 0  # answers that were scored once more since this was last set to 0
+        self.told = False  # whether a fault of these answers was said; of the others their number is
 
     def score(self, items: Sequence[Scored]) -> list[Reward | NoResult]:
         """Outcomes in order. Those without a result are asked for `retries` times more; after `within_s` seconds no more is asked."""
-        until = time.monotonic() + self.within_s
+        until, self.told = time.monotonic() + self.within_s, False
         found = self._once(items, until)
         for _ in range(self.retries):
             failed = [i for i, outcome in enumerate(found) if isinstance(outcome, NoResult)]
@@ -149,11 +150,19 @@ class Rewards:
 
     def _once(self, items: Sequence[Scored], until: float) -> list[Reward | NoResult]:
         n = len(self.children)
-        asked = [thread.submit(scored_by, child, items[i::n], until) for i, (thread, child) in enumerate(zip(self.threads, self.children, strict=True))]
+        asked = [
+            thread.submit(scored_by, child, items[i::n], until, self._tell) for i, (thread, child) in enumerate(zip(self.threads, self.children, strict=True))
+        ]
         found: list[Any] = [None] * len(items)
         for i, part in enumerate(asked):
             found[i::n] = part.result()
         return found
+
+    def _tell(self, reason: str) -> None:
+        """When it happens, since those after it may each take as long as they are given."""
+        if not self.told:
+            self.told = True
+            print(f"the reward {self.reward.use} has no result for an answer: {reason}", flush=True)
 
     def close(self) -> None:
         for child in self.children:
@@ -162,13 +171,15 @@ class Rewards:
             thread.shutdown(wait=False)
 
 
-def scored_by(child: Child, items: Sequence[Scored], until: float) -> list[Reward | NoResult]:
-    """Outcomes in order; of what is left at `until`, by the monotonic clock, there are none."""
+def scored_by(child: Child, items: Sequence[Scored], until: float, tell: Callable[[str], None]) -> list[Reward | NoResult]:
+    """Outcomes in order; of what is left at `until`, by the monotonic clock, there are none. `tell` hears why an answer has none."""
     found: list[Reward | NoResult] = []
     while len(found) < len(items):
         if time.monotonic() > until:
             return [*found, *[NoResult("it was not asked: scoring took longer than compute.timeout_s")] * (len(items) - len(found))]
         for reply in child.replies([(dict(row), text) for row, text in items[len(found) :]]):
+            if isinstance(reply, Fault):
+                tell(reply.reason)
             found.append(NoResult(reply.reason) if isinstance(reply, Fault) else Reward(reply))
     return found
 

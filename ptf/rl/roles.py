@@ -311,10 +311,7 @@ class Sampler:
     @everywhere
     def asked_again(self) -> int:
         """How often an environment had to be asked once more, in this worker, since this was asked last."""
-        if self.environments is None:
-            return 0
-        again, self.environments.again = self.environments.again, 0
-        return again
+        return self.environments.asked_again() if self.environments else 0
 
     @lasting
     def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:

@@ -23,8 +23,8 @@ import yaml
 from tests.reliability import exactly_once
 from tests.reliability.attempts import DEADLINE_S, LINEAGE, attempt, note_of, nothing, places, warm
 from tests.reliability.ends import differences, names, result, tensors
-from tests.reliability.faults import FAULTS
 from tests.reliability.jobs import JOBS, ON_POLICY, STEPS, job
+from tests.reliability.planted_faults import FAULTS
 from tests.reliability.remains import adopt_orphans, half_made, in_shared_memory, living, untidy, used_by_others
 from tests.reliability.traps import Trap, count_files, count_phases
 

@@ -1,5 +1,4 @@
-"""A handful of what benchmarks/kills.py and benchmarks/reliability.py do in full: a killed run ends as one that never stopped, and no damaged checkpoint
-is loaded."""
+"""A handful of what benchmarks/kills.py does in full: a killed run ends as one that never stopped."""
 
 import json
 import os
@@ -9,14 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import yaml
-
-from ptf.config import loads
-from ptf.run import run
 from tests.reliability.exactly_once import audit
-from tests.reliability.kills import job
-from tests.reliability.mutations import MUTATIONS, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,29 +62,6 @@ def test_the_ledger_of_answers_counts_what_went_wrong() -> None:
     assert counts(attempt(0, 0, (0, a, a), (1, b, [])), attempt(1, 1, (1, b, [*b, "c"])))["trained_twice"] == 1
     other = ["c", "d", "x"]
     assert counts(attempt(0, 0, (0, a, a), (1, other, [])), attempt(1, 1, (1, b, b))) == {"answers": 6, "sampled_again": 3, "sampled_otherwise": 1}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    raw = job(tmp_path_factory.mktemp("mutations"))
-    raw["checkpoint"]["keep"] = 3
-    return run(loads(yaml.safe_dump(raw)), "whole") / "checkpoints"
-
-
-def test_no_damaged_checkpoint_is_loaded(checkpoints: Path, tmp_path: Path) -> None:
-    outcomes, silent = sweep(checkpoints, tmp_path, 60)
-    assert silent == []
-    assert outcomes["one before it"] > 5
-
-
-def test_the_sweep_sees_a_silent_load(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without reading the files, only their sizes are known."""
-    from ptf import storage
-
-    whole = storage.verify
-    monkeypatch.setattr(storage, "verify", lambda directory, up_to=0.0: whole(directory, 0.0))
-    monkeypatch.setattr("tests.reliability.mutations.MUTATIONS", {"flip": MUTATIONS["flip"]})
-    assert sweep(checkpoints, tmp_path, 20)[1]
 
 
 def test_of_two_resumes_at_once_one_ends_as_if_nothing_had_been(tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ class Echo:
                 return Turn(reward=None, done=True)
             if fault == "no messages":
                 return Turn(messages=None)
+            if fault == "overflow":
+                return Turn(reward=10**400, done=True)
+            if fault == "no data":
+                return Turn([{"role": "user", "content": lambda: "1"}])
+            if fault == "text":
+                return Turn(reward="1.0", done=True)  # pyright: ignore[reportArgumentType]
             if fault == "silent":
                 return Turn()
         return Turn([{"role": "user", "content": f"{len(text) % 10}{self.rng.randrange(10)}"}], reward=0.25, done=self.heard == self.turns)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory, merg
 from ptf.recipes.grpo import GRPO, samples_of
 from ptf.rl.engine import Sampling
 from ptf.rl.env import Environments
-from ptf.rl.play import Episode, Limits, play
+from ptf.rl.play import EngineFault, Episode, Limits, play
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
 
@@ -173,11 +174,12 @@ def test_an_environment_that_leaves_no_room_for_an_answer_has_no_result(tokenize
 
 
 SAID = {"raise": "the database is away", "hang": "longer than", "stop": "longer than", "die": "died", "garbage": "not a ptf.rl.env.Turn", "nan": "nan",
-        "no number": "None", "no messages": "messages of a turn"}  # fmt: skip
+        "no number": "None", "no messages": "messages of a turn", "no data": "cannot be sent",
+        "text": "'1.0'", "overflow": "int too large"}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", SAID)
-def test_a_fault_is_named_and_the_others_play_on_as_if_nothing_had_been(tokenizer, environments, fault):
+def test_a_fault_is_named_and_the_others_play_on_as_if_nothing_had_been(tokenizer, environments, fault, capsys):
     rows = [{}, {}, {"at": 2, "fault": fault}, {}, {}, {}]
     undisturbed = [facts(t) for t in played([{}] * 6, tokenizer, environments)]
     found = played(rows, tokenizer, environments)
@@ -185,6 +187,7 @@ def test_a_fault_is_named_and_the_others_play_on_as_if_nothing_had_been(tokenize
     assert SAID[fault] in found[2].outcome.reason
     assert [facts(t) for i, t in enumerate(found) if i != 2] == [f for i, f in enumerate(undisturbed) if i != 2]
     assert environments.again == 1
+    assert SAID[fault] in capsys.readouterr().out, "it is said when it happens"
 
 
 @pytest.mark.parametrize("fault", ["raise", "die"])
@@ -193,6 +196,39 @@ def test_a_fault_that_passes_leaves_no_trace_but_a_count(tokenizer, environments
     found = played([{}, {"at": 2, "fault": fault, "once": str(tmp_path / "seen")}, {}], tokenizer, environments)
     assert [facts(t) for t in found] == undisturbed
     assert environments.again == 1
+
+
+LOGPROBS = {"words": ["a", "b"], "not a number": [-1, np.nan], "endless": [-1, -np.inf], "beyond what float32 holds": [-1, -1e308],
+            "likelier than sure": [-1, 1e308], "too few": [-1.0]}  # fmt: skip
+SAMPLED = {"texts": ["a", "b"], "too many": np.arange(9), "none": np.zeros(0, np.int32), "beyond the vocabulary": [3, 10**6], "fractions": [1.5, 2.5]}
+GARBAGE = {
+    "no call": None, "another type": [1, 2], **{name: {"logprobs": np.array(x)} for name, x in LOGPROBS.items()},
+    **{name: {"sampled": np.array(x)} for name, x in SAMPLED.items()},
+    "other weights": {"versions": np.zeros(2, np.int32)}, "other context": {"context": np.array([8], np.int32)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_an_answer_of_the_engine_that_is_none_is_named(tokenizer, what):
+    """As an error of its own kind, so that a cluster replaces the engine; of a right answer there is none."""
+
+    class Broken(Scripted):
+        async def generate(self, request):
+            right = {"context": request.context, "sampled": np.array([3, 4], np.int32), "logprobs": np.full(2, -1.0, np.float32), "versions": np.full(2, 3)}
+            change = GARBAGE.get(self.what, {})
+            return Call(**{**right, **change}, finished=False) if isinstance(change, dict) else change
+
+    (episode,) = episodes([{}], tokenizer, None)
+    episode.limits = replace(episode.limits, vocabulary=20)
+    engine = Broken(tokenizer)
+    engine.what = ""
+    (found,) = asyncio.run(play(engine, [episode]))
+    assert found.calls[0].sampled.tolist() == [3, 4]
+    engine.what = what
+    (episode,) = episodes([{}], tokenizer, None)
+    episode.limits = replace(episode.limits, vocabulary=20)
+    with pytest.raises(EngineFault, match="the rollout engine scripted answered with"):
+        asyncio.run(play(engine, [episode]))
 
 
 def test_an_environment_that_goes_on_without_a_message_is_named(tokenizer, environments):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import struct
+import sys
 import time
 
 import pytest
@@ -19,6 +21,12 @@ def fickle(row, text):
         time.sleep(600)
     if text == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if text == "fork":
+        os.fork()  # and both come back from here
+    if text in ("noise", "half"):  # on the pipe that it answers through: what nobody can read, and a part of an answer
+        os.write(int(sys.argv[1]), struct.pack("!i", 5 if text == "noise" else 100) + b"noise")
+    if text == "half":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if text == "print":
         print("rewards print things")
     return {"nan": float("nan"), "text": "0.5", "none": None}.get(text, 1.0)
@@ -36,7 +44,7 @@ def test_every_failure_is_named_and_the_others_are_scored(rewards):
     outcomes = rewards.score([({}, t) for t in texts])
     found = dict(zip(texts, outcomes, strict=True))
     assert found["ok"] == found["print"] == Reward(1.0)
-    assert found["text"] == Reward(0.5)
+    assert found["text"] == NoResult("the reward is '0.5', a text and not a number")
     assert found["raise"] == NoResult("KeyError: 'gold'")
     assert "nan" in found["nan"].reason
     assert "longer than 1 s" in found["hang"].reason
@@ -47,6 +55,31 @@ def test_every_failure_is_named_and_the_others_are_scored(rewards):
     rewards.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("text", "said"), [("noise", "what cannot be read"), ("half", "longer than 1 s"), ("fork", "out of turn")])
+def test_answers_that_are_none_end_their_process_alone(rewards, text, said):
+    """Neither they nor what comes after them is taken for another's reward, and none is waited for without end."""
+    outcomes = rewards.score([({}, t) for t in ["ok", text, "raise", "ok", "raise"]])
+    named = [outcome.reason for outcome in outcomes if isinstance(outcome, NoResult) and "gold" not in outcome.reason]
+    assert len(named) == 1
+    assert said in named[0]
+    for asked, outcome in zip(["ok", text, "raise", "ok", "raise"], outcomes, strict=True):
+        assert isinstance(outcome, NoResult) or (outcome == Reward(1.0) and asked != "raise")
+    assert rewards.score([({}, "ok")]) == [Reward(1.0)]
+
+
+def test_the_first_fault_is_said_when_it_happens_and_not_after_the_step(capsys):
+    made = Rewards(Plug(use="tests.rl.test_rewards:fickle"), timeout_s=1.0)
+    try:
+        made.score([({}, "raise"), ({}, "hang"), ({}, "ok")])
+        assert capsys.readouterr().out.count("KeyError: 'gold'") == 1
+        made.score([({}, "hang"), ({}, "ok")])
+        assert "longer than 1 s" in capsys.readouterr().out
+        made.score([({}, "ok")])
+        assert capsys.readouterr().out == ""
+    finally:
+        made.close()
 
 
 def test_a_process_that_died_between_two_batches_is_replaced(rewards):

@@ -248,7 +248,9 @@ def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join([*good[:6], '{"messages": [', "[]", *good[6:]]) + "\n")
     made = {**raw, "data": {**raw["data"], "on_bad_row": "skip"}}
     run_directory = train(made, "a")
-    assert facts(run_directory)[-1]["bad"] >= 2
+    last = facts(run_directory)[-1]
+    assert last["bad"] >= 2
+    assert last["dropped"] == pytest.approx(2 / (len(good) + 2), rel=0.5)  # a share of the rows; epochs are only begun
     aside = [json.loads(line) for file in (run_directory / "quarantine").iterdir() for line in file.read_text().splitlines()]
     assert {(row["where"].rpartition(":")[2], row["reason"][:8]) for row in aside} == {("7", "not JSON"), ("8", "a row mu")}
     made["data"]["max_bad"] = 0.001
