@@ -66,6 +66,12 @@ bench-code: setup                        ## cheats and honest forms judged by th
 bench-ids: setup                         ## training ids against vLLM's of 100,000 texts and 5,000 chats; writes benchmarks/results/serving_ids.md
 	$(PY) benchmarks/serving_ids.py
 
+parity: setup                            ## a million texts: ids that ptf trains on beside AutoTokenizer's; writes benchmarks/results/tokenizer_parity.md
+	$(PY) benchmarks/tokenizer_parity.py
+
+leakage: setup                           ## 10,000 packings for each mixer and attention: documents that see each other; writes benchmarks/results/leakage.md
+	$(PY) benchmarks/leakage.py
+
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 
@@ -96,8 +102,8 @@ damage: setup                            ## 10,400 damaged files of every kind t
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py $(if $(NIGHTLY),--trials 10)
 
-ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated
-	$(PY) -m tests.data.ledger 1000000
+ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated; writes benchmarks/results/data_ledger.md
+	$(PY) -m tests.data.ledger 1000000 benchmarks/results/data_ledger.md
 
 PEERS := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements-peers.txt
 peers:                                   ## .venv-peers: what benchmarks/train_step.py is compared with
