@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -91,6 +92,7 @@ def attempt(raw: Mapping[str, Any], lineage: str) -> tuple[int, list[tuple[float
             for number in (1, 2):
                 os.dup2(says, number)
             os.close(heard)
+            sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # whatever it was
             run(loads(yaml.safe_dump(dict(raw))), lineage)
             status = 0
         except BaseException as error:
