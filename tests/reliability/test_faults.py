@@ -4,6 +4,8 @@
 import pytest
 
 from ptf.data.trajectory import Reward
+from ptf.rl import rewards
+from ptf.rl.rewards import scored_by
 from tests.reliability.fallible import CALLS, ENDS, REWARDS, TURNS
 from tests.reliability.faults import Trial, Trials, drawn
 
@@ -30,7 +32,7 @@ def test_a_fault_is_named_and_is_no_reward(trials: Trials, trial: Trial, outcome
 def test_a_fault_that_becomes_a_reward_is_seen(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, in the fork that is the run."""
     trials.undisturbed(Trial("grpo", "reward", "NaN", 20, True))
-    monkeypatch.setattr("ptf.rl.rewards.NoResult", lambda reason: Reward(0.0))
+    monkeypatch.setattr(rewards, "scored_by", lambda *args: [one if isinstance(one, Reward) else Reward(0.0) for one in scored_by(*args)])
     wrong = trials.play(Trial("grpo", "reward", "NaN", 20, True), "zero")["wrong"]
     assert any("the reward 0.0 in place of" in line for line in wrong)
 
