@@ -73,7 +73,7 @@ bench-events: setup                      ## purchases of a shop (PTF_DATA): SFT,
 	$(PY) flows/grpo_flow.py run --config configs/events/grpo.yaml
 	$(PY) benchmarks/events.py
 
-learning: learning-spmd learning-rl       ## every recipe learns on five seeds, and does not where it must not; a core each with `make -j2 -k learning`
+learning: learning-spmd learning-rl       ## every recipe learns on ten seeds, and does not where it must not (seeds that are done are kept); a core each with `make -j2 -k learning`
 
 learning-spmd: setup                     ## SFT, reward models, DPO and distillation of it; writes benchmarks/results/learning.md
 	$(PY) benchmarks/learning.py
