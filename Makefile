@@ -84,6 +84,12 @@ learning-rl: setup                       ## GRPO, its family, PPO and on-policy 
 reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
 	$(PY) benchmarks/reliability.py
 
+soak: setup                              ## 10,000 SFT steps and 3,000 GRPO steps: growth of memory, and what is left; writes benchmarks/results/soak.md
+	$(PY) benchmarks/soak.py
+
+faults: setup                            ## faults in rewards, environments and engines, on where the ledger ends (NIGHTLY=1: others); writes benchmarks/results/faults.md
+	$(PY) benchmarks/faults.py $(if $(NIGHTLY),--trials 100 --ray 1 --anew)
+
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py
 
