@@ -87,6 +87,12 @@ def checked(turn: Any) -> Any:
     return turn if all(isinstance(message, Mapping) for message in said) else Fault(f"the messages of a turn are {str(turn.messages)[:60]!r}")
 
 
+def opened(reply: Any) -> Any:
+    """What it begins with, its messages and tools, or what is wrong with it."""
+    messages, _ = reply
+    return reply if all(isinstance(message, Mapping) for message in messages) else Fault(f"begin gave {str(messages)[:60]}, which are no messages")
+
+
 class Environments:
     """Makes environments and plays them, in `processes`."""
 
@@ -149,7 +155,8 @@ class Environments:
                 return Fault("played again after its process died, it did not answer as before; what is random in it must come from its seed")
         played.born = home.lives
         if text is None:
-            return home.ask(("begin", played.number, played.row, played.seed))
+            reply = home.ask(("begin", played.number, played.row, played.seed))
+            return reply if isinstance(reply, Fault) else opened(reply)
         reply = home.ask(("act", played.number, text))
         return reply if isinstance(reply, Fault) else checked(reply)
 

@@ -175,7 +175,7 @@ def test_an_environment_that_leaves_no_room_for_an_answer_has_no_result(tokenize
 
 SAID = {"raise": "the database is away", "hang": "longer than", "stop": "longer than", "die": "died", "garbage": "not a ptf.rl.env.Turn", "nan": "nan",
         "no number": "None", "no messages": "messages of a turn", "no data": "cannot be sent",
-        "text": "'1.0'", "overflow": "int too large"}  # fmt: skip
+        "text": "'1.0'", "overflow": "int too large", "no beginning": "begin gave [1.0]"}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", SAID)
