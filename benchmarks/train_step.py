@@ -208,13 +208,17 @@ def write(rounds: int) -> None:
         if median(ratios) <= 1:
             slower.append(f"{key[0]} in {key[1]}: {best} is {1 / median(ratios):.2f} times as fast")
         if added["ptf"] > added[best]:
-            larger.append(" in ".join(key))
+            larger.append(f"{' in '.join(key)} ({added['ptf']:,.0f} beside {added[best]:,.0f} MiB)")
         for system, of in {"ptf": found["ptf"][:1], **{cell: of[:1] for cell, of in found.items() if cell != "ptf"}}.items():
             attention = OURS if system == "ptf" else CELLS[system]["attention"]
             mark = " (the best)" if system == best else ""
             quicker = rate(of[0]) / rate(found["ptf"][0])
             grid.append(f"| {name} | {system}{mark} | {attention} | {cell(of)} | {quicker:.2f} | {of[0]['added_mib']:,.0f} |")
-    loses = "ptf loses here: " + "; ".join(slower) + ".\n\n" if slower else "On one thread of this CPU no setting of a peer is faster than ptf.\n\n"
+    loses = (
+        "ptf loses here: " + "; ".join(slower) + ".\n\n"
+        if slower
+        else "On one thread of this CPU no setting of a peer is faster than ptf, of what was measured.\n\n"
+    )
     if larger:
         loses += f"ptf's step adds more memory than that of the fastest peer: {', '.join(larger)}.\n\n"
     if unfinished or len(order) < len(MODELS) * len(APART):
