@@ -118,7 +118,15 @@ class Environments:
 
     async def end(self, played: Played) -> None:
         if played.born == played.home.lives:
-            await asyncio.get_running_loop().run_in_executor(played.home.thread, played.home.ask, ("end", played.number))
+            reply = await asyncio.get_running_loop().run_in_executor(played.home.thread, played.home.ask, ("end", played.number))
+            if isinstance(reply, Fault):  # nothing is lost, but for what lives beside it and is played again
+                self._tell(reply.reason)
+
+    def _tell(self, reason: str) -> None:
+        """When it happens."""
+        if not self.told:
+            self.told = True
+            print(f"the environment {self.what.use} did not answer: {reason}", flush=True)
 
     async def _in_thread(self, played: Played, text: str | None) -> Any:
         reply = await asyncio.get_running_loop().run_in_executor(played.home.thread, self._asked, played, text)
@@ -137,9 +145,7 @@ class Environments:
             reply = self._once(played, text)
             if not isinstance(reply, Fault):
                 break
-            if not self.told:
-                self.told = True
-                print(f"the environment {self.what.use} did not answer: {reply.reason}", flush=True)
+            self._tell(reply.reason)
         return reply
 
     def _once(self, played: Played, text: str | None) -> Any:

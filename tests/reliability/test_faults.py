@@ -1,6 +1,5 @@
 """A handful of what benchmarks/faults.py does in full: no fault becomes a reward, each is named, and nothing else changes."""
 
-
 import pytest
 
 from ptf.data.trajectory import Reward

@@ -59,6 +59,8 @@ class Echo:
                 return Turn(reward=None, done=True)
             if fault == "no messages":
                 return Turn(messages=None)
+            if fault == "fork":
+                os.fork()  # both answer
             if fault == "overflow":
                 return Turn(reward=10**400, done=True)
             if fault == "no data":

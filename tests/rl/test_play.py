@@ -190,6 +190,12 @@ def test_a_fault_is_named_and_the_others_play_on_as_if_nothing_had_been(tokenize
     assert SAID[fault] in capsys.readouterr().out, "it is said when it happens"
 
 
+def test_a_process_that_fails_after_the_last_answer_is_named(tokenizer, environments, capsys):
+    (found,) = played([{"at": 3, "fault": "fork"}], tokenizer, environments)
+    assert found.outcome == Reward(0.75)
+    assert "out of turn" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("fault", ["raise", "die"])
 def test_a_fault_that_passes_leaves_no_trace_but_a_count(tokenizer, environments, tmp_path, fault):
     undisturbed = [facts(t) for t in played([{}] * 3, tokenizer, environments)]
