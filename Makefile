@@ -19,6 +19,10 @@ run: setup                               ## the main job: SFT, then GRPO, and a 
 test: setup                              ## the suite, in two processes
 	$(PY) -m pytest -n 2
 
+ALL := test test-cluster test-s3 test-random kills damage leakage parity soak faults
+test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other; some hours
+	@failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
 test-random: setup                       ## every property test on random examples, with 20 fresh seeds (SEEDS=n), for the night
 	$(PY) -m tests.random_examples $(or $(SEEDS),20)
 
@@ -46,7 +50,7 @@ bench-verify: setup                      ## the logit verifier over every family
 bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
 	$(PY) benchmarks/loss_masks.py
 
-bench-resume: setup                      ## 500 random trials of stopping and resuming the data; writes benchmarks/results/resume_trials.md
+bench-resume: setup                      ## 500 random trials of stopping and resuming the data, goes on where it was stopped; writes benchmarks/results/resume_trials.md
 	$(PY) benchmarks/resume_trials.py
 
 bench-loader: setup                      ## what reading costs: first row, decoding by ranks, documents a second, memory, state; writes benchmarks/results/loader_cost.md
@@ -81,8 +85,11 @@ learning-spmd: setup                     ## SFT, reward models, DPO and distilla
 learning-rl: setup                       ## GRPO, its family, PPO and on-policy distillation of it; writes benchmarks/results/learning_rl.md
 	$(PY) benchmarks/learning_rl.py
 
-reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
-	$(PY) benchmarks/reliability.py
+kills: setup                             ## runs of every recipe killed and continued, on where the ledger ends (ANEW=1: another); writes benchmarks/results/kills.md
+	$(PY) benchmarks/kills.py $(if $(ANEW),--anew)
+
+damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
+	$(PY) benchmarks/damage.py
 
 soak: setup                              ## 10,000 SFT steps and 3,000 GRPO steps: growth of memory, and what is left; writes benchmarks/results/soak.md
 	$(PY) benchmarks/soak.py

@@ -28,6 +28,7 @@ from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
 from ptf.data.sources import SourceSpec
 from ptf.data.stream import settle
+from ptf.data.token_file import ROWS_IN_GROUP, RowFile, columns_of, side_by_side
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from tests.data.peers import Threads, close
 from tests.data.test_order import labelled, labels, lanes_of, mixed
@@ -40,18 +41,18 @@ def write(directory: Path, documents: int, tokenizer: Tokenizer) -> float:
     """The data set; its mean length."""
     rng, total = np.random.default_rng(0), 0
     directory.mkdir()
-    file = tokenized.RowFile(directory / "rows.parquet")
-    for _ in range(0, documents, tokenized.ROWS_IN_GROUP):
+    file = RowFile(directory / "rows.parquet")
+    for _ in range(0, documents, ROWS_IN_GROUP):
         rows = []
-        for n in np.clip(rng.lognormal(np.log(MEAN) - 0.3, 0.8, tokenized.ROWS_IN_GROUP), 8, SEQ_LEN).astype(int):
+        for n in np.clip(rng.lognormal(np.log(MEAN) - 0.3, 0.8, ROWS_IN_GROUP), 8, SEQ_LEN).astype(int):
             weights = np.ones(n, np.float32)
             weights[: n // 3] = 0.0
-            rows.append(tokenized.columns_of([(Sample(rng.integers(0, 150_000, n).astype(np.int32), weights, "a"),)]))
+            rows.append(columns_of([(Sample(rng.integers(0, 150_000, n).astype(np.int32), weights, "a"),)]))
             total += int(n)
-        file.write(tokenized.side_by_side(rows))
+        file.write(side_by_side(rows))
     file.close()
-    storage.commit(directory, {"tokenizer": tokenizer.identity})
-    return total / (-(-documents // tokenized.ROWS_IN_GROUP) * tokenized.ROWS_IN_GROUP)
+    storage.commit(directory, tokenized.made_by(tokenizer))
+    return total / (-(-documents // ROWS_IN_GROUP) * ROWS_IN_GROUP)
 
 
 def made(directory: Path, tokenizer: Tokenizer, lanes: int, epochs: int | None = None) -> Lanes:
@@ -126,7 +127,7 @@ def main() -> None:
     lines = [
         "# What the loader costs", "",
         f"Command: `{' '.join(['python', 'benchmarks/loader_cost.py', *sys.argv[1:]])}`  ", f"Hardware: {cpu()}  ", f"Date: {time.strftime('%Y-%m-%d')}", "",
-        f"{given.documents:,} tokenized documents of {mean:.0f} tokens on the average, in row groups of {tokenized.ROWS_IN_GROUP:,},",
+        f"{given.documents:,} tokenized documents of {mean:.0f} tokens on the average, in row groups of {ROWS_IN_GROUP:,},",
         f"packed into rows of {SEQ_LEN:,} tokens; `data.shuffle: {SHUFFLE}`, `data.lookahead: {LOOKAHEAD}`. Times are CPU time of the process, "
         "with other work beside it on the machine.", "",
         "| lanes, all of one rank | row groups read before every lane has a row | a lane | CPU-seconds to the first row |", "|---|---|---|---|",

@@ -1,19 +1,26 @@
 """Random trials of stopping and resuming, with their page.
 
-    python benchmarks/resume_trials.py [--trials 500] [--seed 0]
+    python benchmarks/resume_trials.py [--trials 500] [--seed 0] [--most 100] [--trial 387] [--again]
 
 Each trial draws sources (1 to 3, of 1 to 10,000 rows, as jsonl, gzip, parquet or tokenized), a mixture of every mode, 1 to 512 lanes, a shuffle, a
 limit and epochs; trains without a stop; trains again with two to five stops, each time on another number of ranks, of which some exchange rows; and
-compares every step. Prints a line for each trial that differs, and exits with 1 if there is one.
+compares every step. Every trial is a line of results/resume_trials.jsonl, and those that are there are not made again (all are with `--again`), so it
+can be stopped and started: `--most` says how many are made at a time. The page is written from the lines. `--trial` makes a single one, and keeps
+nothing. Prints a line for each trial that differs, and exits with 1 if there is one.
 """
 
 import argparse
+import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from flow_runs import ROOT, cpu
 
@@ -21,43 +28,93 @@ from ptf.data.tokenizer import character_tokenizer
 from tests.data.trials import Trial, tried
 
 RESULTS = ROOT / "benchmarks" / "results" / "resume_trials.md"
+LEDGER = RESULTS.with_suffix(".jsonl")
 MOST_ROWS, MOST_LANES = 10_000, 512
+FAULTS = {
+    "differences": "steps that differ from the run that never stopped",
+    "not_once": "samples that did not come once an epoch, without weights or with `drop`",
+    "not_said": "sources whose passes, or runs whose steps, are other than announced",
+}
+
+
+def mode_of(trial: Trial) -> str:
+    if any(trial.weights.values()):
+        return f"weights, {trial.mixture['by']}, {trial.mixture['exhausted']}"
+    return "no weights" if trial.mixture["temperature"] == 1 else "no weights, temperature"
+
+
+def made(seed: int, i: int) -> tuple[Trial, dict[str, Any]]:
+    """Trial i of a seed, and what is kept of it."""
+    trial, began = Trial.drawn(random.Random(f"{seed}/{i}"), MOST_ROWS, MOST_LANES), time.process_time()
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = character_tokenizer("abc", Path(directory) / "tokenizer")
+        found = tried(trial, Path(directory), tokenizer)
+    formats = sorted(set(trial.formats.values()))
+    return trial, {
+        "seed": seed, "trial": i, **asdict(found), "lanes": trial.lanes, "mode": mode_of(trial), "formats": formats, "rows": sum(trial.sizes.values()),
+        "stops": len(trial.worlds) - 1, "exchange": trial.exchange, "cpu_s": round(time.process_time() - began, 2),
+    }  # fmt: skip
+
+
+def failed(line: dict[str, Any]) -> bool:
+    return any(line[fault] for fault in FAULTS)
+
+
+def ledger(seed: int) -> list[dict[str, Any]]:
+    lines = [json.loads(text) for text in LEDGER.read_text().splitlines()] if LEDGER.exists() else []
+    return [line for line in lines if line["seed"] == seed]
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def page(lines: Sequence[dict[str, Any]], command: str) -> str:
+    counted = lambda key: ", ".join(f"{value}: {n}" for value, n in sorted(Counter(line[key] for line in lines).items()))  # noqa: E731
+    formats = Counter(name for line in lines for name in line["formats"])
+    return (
+        "# Resume trials\n\n"
+        f"Command: `{command}`  \nHardware: {cpu()}  \nDate: {max(line['date'] for line in lines)}  \nTrials by commit: {counted('commit')}\n\n"
+        f"{len(lines)} random trials, {sum(line['steps'] for line in lines):,} steps, {sum(line['stops'] for line in lines):,} stops,\n"
+        f"{sum(line['cpu_s'] for line in lines):,.0f} s of CPU. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, 4 and 8 ranks that change at every stop;\n"
+        f"in {sum(line['exchange'] for line in lines)} trials the ranks exchange rows.\n\n| what | found |\n|---|---|\n"
+        + "".join(f"| {what} | {sum(line[fault] for line in lines)} |\n" for fault, what in FAULTS.items())
+        + f"| state of a lane, the largest (shuffle windows up to 64) | {max(line['state_bytes'] for line in lines):,} bytes |\n\n"
+        "Passes are compared to within rounding: a row that leaves no sample counts with the first sample that its lane reads after it.\n\n"
+        f"Trials by lanes: {counted('lanes')}\n\nTrials by mixture: {counted('mode').replace(', weights', '; weights').replace(', no', '; no')}\n\n"
+        f"Trials that have a source in the format: {', '.join(f'{name}: {n}' for name, n in sorted(formats.items()))}\n"
+    )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most", type=int)
+    parser.add_argument("--trial", type=int)
+    parser.add_argument("--again", action="store_true")
     given = parser.parse_args()
-    began, wrong, lanes, modes, steps, state = time.perf_counter(), Counter[str](), Counter[int](), Counter[str](), 0, 0
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = character_tokenizer("abc", Path(scratch) / "tokenizer")
-        for i in range(given.trials):
-            trial = Trial.drawn(random.Random(f"{given.seed}/{i}"), MOST_ROWS, MOST_LANES)
-            with tempfile.TemporaryDirectory() as directory:
-                found = tried(trial, Path(directory), tokenizer)
-            weighted = any(trial.weights.values())
-            modes[f"weights, {trial.mixture['by']}, {trial.mixture['exhausted']}" if weighted else "no weights"] += 1
-            lanes[trial.lanes] += 1
-            steps, state = steps + found.steps, max(state, found.state_bytes)
-            wrong.update(differences=found.differences, not_once=found.not_once, not_said=found.not_said)
-            if found.differences or found.not_once or found.not_said:
-                print(f"trial {i}: {found} {trial}", flush=True)
-            elif i % 10 == 9:
-                print(f"{i + 1} trials, {time.perf_counter() - began:.0f} s", flush=True)
-    RESULTS.write_text(
-        "# Resume trials\n\n"
-        f"Command: `python benchmarks/resume_trials.py {' '.join(sys.argv[1:])}`  \nHardware: {cpu()}  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{given.trials} random trials, {steps:,} steps, {time.perf_counter() - began:,.0f} s. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, 4 and 8\n"
-        "ranks that change at every stop.\n\n| what | found |\n|---|---|\n"
-        f"| steps that differ from the run that never stopped | {wrong['differences']} |\n"
-        f"| samples that did not come once an epoch, without weights or with `drop` | {wrong['not_once']} |\n"
-        f"| passes or steps other than announced (a row a lane) | {wrong['not_said']} |\n"
-        f"| state of a lane, the largest (shuffle windows up to 64) | {state:,} bytes |\n\n"
-        "Trials by lanes: " + ", ".join(f"{n}: {lanes[n]}" for n in sorted(lanes)) + "\n\nTrials by mixture: "
-        + "; ".join(f"{mode}: {n}" for mode, n in sorted(modes.items())) + "\n"
-    )  # fmt: skip
-    sys.exit(1 if wrong.total() else 0)
+    if given.trial is not None:
+        trial, line = made(given.seed, given.trial)
+        print(f"{line}\n{trial}")
+        sys.exit(failed(line))
+    if given.again:
+        LEDGER.unlink(missing_ok=True)
+    there = {line["trial"] for line in ledger(given.seed)}
+    wanted = [i for i in range(given.trials) if i not in there][: given.most]
+    version, began = commit(), time.perf_counter()
+    for n, i in enumerate(wanted, 1):
+        trial, line = made(given.seed, i)
+        with LEDGER.open("a") as file:
+            file.write(json.dumps({**line, "commit": version, "date": time.strftime("%Y-%m-%d")}) + "\n")
+        if failed(line):
+            print(f"trial {i}: {line} {trial}", flush=True)
+        elif n % 10 == 0:
+            print(f"{n} trials, {time.perf_counter() - began:.0f} s", flush=True)
+    lines = ledger(given.seed)
+    RESULTS.write_text(page(lines, f"python benchmarks/resume_trials.py --trials {given.trials} --seed {given.seed}"))
+    sys.exit(any(map(failed, lines)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 
 DEFAULTS = {
-    "RAY_AUTH_MODE": "token",  # every Ray cluster of ours has a password, also beside others on one machine
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing calls home: Ray, vLLM, Hugging Face
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",

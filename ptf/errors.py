@@ -1,5 +1,6 @@
 """Errors that are addressed to the user. The one idea: whoever raises one has written the whole message; nobody adds a traceback."""
 
+import errno
 import traceback
 
 
@@ -29,6 +30,16 @@ class Left(Retryable):
 
     def __reduce__(self) -> tuple:  # an exception is made again from its arguments where it comes from another process
         return Left, self.given
+
+
+def passing(error: BaseException) -> bool:
+    """Whether the same again may go well at once: a process or a cluster was lost, Ray did not start, a port was taken by another process meanwhile."""
+    if isinstance(error, Left):
+        return False
+    taken = getattr(error, "errno", None) == errno.EADDRINUSE or any(
+        word in str(error) for word in ("EADDRINUSE", "address already in use", "Address already in use")
+    )
+    return taken or isinstance(error, Retryable | Lost | ConnectionError)
 
 
 def refuse_custom_code(path: object, error: Exception) -> None:

@@ -75,12 +75,19 @@ def test_the_answers_of_a_preference_share_a_pair(job, tmp_path, capfd):
 def test_what_is_left_out_is_counted_by_its_reason(job, tmp_path, capfd):
     chat = lambda asked, said: {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}  # noqa: E731
     rows = [chat("1+1=", "2"), chat("1+1=", "2" * 90), {"messages": []}, chat("2+2=", "4"), chat("x", "1"), chat("yy", "1")]
+    rows[0]["note"] = "nothing reads it"
     path = str(write_jsonl(tmp_path / "bad.jsonl", rows))
     config = job(data={"sources": {"sums": {"path": path, "kind": "chat"}}, "too_long": "drop", "on_bad_row": "skip"})
     source = inspected(capfd, config)["sources"]["sums"]
     assert (source["rows"], source["samples"]) == (6, 2)
     assert sum(source["left_out"].values()) == 4
     assert [n for reason, n in source["left_out"].items() if "data.seq_len (64)" in reason] == [1]
+    assert source["dropped"] == pytest.approx(4 / 6, abs=1e-6)
+    assert source["columns_not_read"] == ["note"]
+    page = tmp_path / "page.html"
+    assert main(["inspect", config, "--html", str(page)]) == 0
+    assert "66.7% of the rows of sums that were looked at left no sample" in page.read_text()
+    assert "Columns of sums that nothing reads: note" in page.read_text()
 
 
 def test_bad_rows_that_would_stop_training_are_a_status(job, tmp_path, capfd):

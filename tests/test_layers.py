@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 BASE = {"errors", "entry", "scratch", "credentials", "disk"}  # what everybody may import
-DATA, TRAIN = BASE | {"config", "storage", "data", "model"}, BASE | {"config", "storage", "data", "model", "compute", "recipes"}
+DATA = BASE | {"config", "storage", "data", "model"}
+TRAIN = DATA | {"verified", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "": {"config", "errors", "run"},
     "errors": set(),
@@ -24,7 +25,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "disk": {"errors"},
     "config": BASE,
     "storage": BASE,
-    "gate": BASE | {"config"},
+    "gate": BASE | {"config", "storage", "verified"},
     "verified": BASE | {"storage"},
     "published": BASE | {"storage", "verified"},
     "data": BASE | {"config", "storage", "verified"},
@@ -47,11 +48,11 @@ FLOWS = {"config", "errors", "credentials", "disk"}
 
 PACKAGES = {
     "metaflow": ["flows/*"],
-    "ray": ["ptf/compute/gang.py", "ptf/compute/ray_session.py", "ptf/compute/ray_jobs.py", "ptf/rl/verl_cluster.py"],
+    "ray": ["ptf/compute/gang.py", "ptf/compute/ray_session.py", "ptf/compute/ray_jobs.py", "ptf/compute/ray_authentication.py", "ptf/rl/verl_cluster.py"],
     "verl": ["ptf/compute/gang.py", "ptf/rl/verl_cluster.py"],
     "vllm": ["ptf/rl/vllm_engine.py"],
     "transformers": ["ptf/data/tokenizer.py", "ptf/model/bridge.py", "ptf/model/verify.py", "ptf/model/hf_backend.py"],
-    "pyarrow": ["ptf/data/blocks.py", "ptf/data/columnar.py", "ptf/data/jsonl.py", "ptf/data/tokenized.py"],
+    "pyarrow": ["ptf/data/blocks.py", "ptf/data/columnar.py", "ptf/data/jsonl.py", "ptf/data/token_file.py"],
     "fsspec": ["ptf/storage.py"],
     "s3fs": ["ptf/storage.py"],
     "pydantic": ["ptf/config/*"],

@@ -8,7 +8,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,15 +158,20 @@ class Checkpoints:
         return self.path(step)
 
     def commit(self, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest, then drop what is older than the newest `keep` and not the best. Raises LeaseLost, and writes nothing."""
+        """Write the manifest, then prune. Raises LeaseLost, and writes nothing."""
         with self.lease.commit():
             storage.finish(self.path(step), {"step": step, **manifest}, entries)
+        self.prune(step)
+
+    def prune(self, step: int) -> None:
+        """Drop what is older than the newest `keep` whole ones up to `step` and not the best, and what is left of those that were being dropped when a
+        process was killed. Raises LeaseLost."""
         done = [other for other in self._steps() if other <= step]  # what is newer is damaged, and will be written again
-        best = self.ranked()[:1]
-        for old in done[self.keep :]:
-            if old not in best:
-                self.lease.check()
-                storage.remove(self.path(old))
+        kept = {*done[: self.keep], *self.ranked()[:1]}
+        there = {int(name.removeprefix("step_")) for name in storage.children(self.root) if STEP.fullmatch(name)}
+        for old in sorted(other for other in there - kept if other <= step):
+            self.lease.check()
+            storage.remove(self.path(old))
 
     def best_whole(self) -> int | None:
         """The best checkpoint that verifies; None without `best`, or where none has the metric."""
@@ -197,6 +202,14 @@ class Checkpoints:
         """Steps that have a manifest, newest first."""
         return sorted((int(name.removeprefix("step_")) for name in self._names() if STEP.fullmatch(name)), reverse=True)
 
+    def _unfinished(self, finished: Sequence[int]) -> list[int]:
+        """Steps of which there are files, but no manifest."""
+        try:
+            names = {uri.split("/")[-2] for uri in storage.listing(f"{self.root}/step_*/*")}
+        except storage.Missing:
+            return []
+        return sorted({int(name.removeprefix("step_")) for name in names if STEP.fullmatch(name)} - set(finished))
+
     def _names(self) -> list[str]:
         """Of all that looks like a checkpoint."""
         try:
@@ -211,6 +224,8 @@ class Checkpoints:
             if not STEP.fullmatch(name):
                 print(f"{self.root}/{name} is no checkpoint of this run (step_ and 8 digits); it is left alone", flush=True)
         steps = self._steps()
+        for step in self._unfinished(steps):
+            print(f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it counts for nothing", flush=True)
         for step in steps:
             try:
                 manifest = storage.verify(self.path(step), self.whole_up_to)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ptf import scratch
 from ptf.compute.heartbeat import ADDRESS, Monitor
+from ptf.config.schema import ComputeConfig
 from ptf.entry import PARENT, end_with_parent  # noqa: F401  the latter is imported from here
 from ptf.errors import Retryable
 
@@ -66,6 +67,11 @@ def start(module: str, arguments: Sequence[str], environment: Mapping[str, str],
     of ours runs between fork and exec, where other threads' locks are held."""
     command = [sys.executable, "-m", ENTRY, module, *arguments]
     return subprocess.Popen(command, env={**os.environ, **environment, PARENT: str(os.getpid())}, **options)
+
+
+def needs_ray(compute: ComputeConfig) -> bool:
+    """Whether the workers of an offline recipe are a gang on Ray. One worker on this machine needs no other process: it is this one."""
+    return compute.launcher == "ray" and (compute.workers > 1 or compute.address is not None)
 
 
 def on_ray(

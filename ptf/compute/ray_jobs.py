@@ -4,10 +4,11 @@ The one idea: the job is named by the lineage, so whoever asks for the same run 
 running and goes on listening; only one that failed or was stopped is submitted anew, and then continues from its checkpoint.
 """
 
+import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when it is imported
@@ -15,8 +16,9 @@ import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when
 # isort: split
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from ptf.compute import ray_authentication
 from ptf.compute.launch import LAUNCHED
-from ptf.errors import Retryable, UserError
+from ptf.errors import Retryable
 
 EVERY_S = 1.0
 LOST_S = 300.0  # without an answer from the cluster
@@ -39,9 +41,13 @@ def named(lineage: str, step: str) -> str:
 
 def follow(address: str, name: str, command: Sequence[str], timeout_s: float, *, anew: Callable[[], None]) -> Following:
     """Submit the command under this name, to be run in this directory, unless it is running there, and print its lines until it ends. `anew` is called
-    before it is submitted. Raises UserError where the cluster does not answer within `timeout_s` at the start, Retryable where it has not answered
-    for `LOST_S` later; the job is then still there."""
-    client = _connected(address, timeout_s)
+    before it is submitted. Raises UserError where the cluster wants another token or has none, Retryable where it does not answer within `timeout_s` at the
+    start, and where it has not answered for `LOST_S` later; the job is then still there."""
+    with _connected(address, timeout_s) as client:
+        return _follow(client, address, name, command, anew)
+
+
+def _follow(client: JobSubmissionClient, address: str, name: str, command: Sequence[str], anew: Callable[[], None]) -> Following:
     found = _running(client, name)
     if found:
         print(f"job {name} is running on {address}: following it", flush=True)
@@ -67,15 +73,21 @@ def follow(address: str, name: str, command: Sequence[str], timeout_s: float, *,
         time.sleep(EVERY_S)
 
 
-def _connected(address: str, timeout_s: float) -> JobSubmissionClient:
+@contextlib.contextmanager
+def _connected(address: str, timeout_s: float) -> Iterator[JobSubmissionClient]:
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return JobSubmissionClient(address)
-        except (ConnectionError, RuntimeError) as error:
-            if time.monotonic() > deadline:
-                raise UserError(f"compute.address: no Ray cluster takes jobs at {address}: {error}") from error
-            time.sleep(EVERY_S)
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(ray_authentication.of_cluster(address))
+                client = JobSubmissionClient(address)
+                break
+            except (ConnectionError, RuntimeError) as error:
+                stack.close()
+                if time.monotonic() > deadline:
+                    raise Retryable(f"compute.address: no Ray cluster takes jobs at {address} after {timeout_s:.0f} s: {error}") from error
+                time.sleep(EVERY_S)
+        yield client
 
 
 def _running(client: JobSubmissionClient, name: str) -> bool:

@@ -2,7 +2,8 @@
 
 The one idea: a run leaves nothing behind. Its own Ray lives in a temporary directory, token included (nothing goes under the home
 directory), and on exit every process that it started is gone, after a grace period by force, also if the run itself is killed.
-A Ray that this process is already connected to is used as it is and left running.
+A Ray that this process is already connected to is used as it is and left running. What does not start, or does not answer, is tried again
+until `compute.timeout_s` has passed.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,23 +20,26 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Ray reads these when it is imported: import this module before ray or verl. A mode that is set later reaches Ray's servers but not this
-# process, which they then refuse.
-if "ray" not in sys.modules:
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+# Ray reads these when it is imported: import this module before ray or verl.
 # Niceness: with Ray's default of 15, training was 2-20 times slower beside any other work on the machine.
 os.environ.update({"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", **os.environ})
 
 import ray
-from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+from ray._private import ray_constants, services
 
 from ptf import scratch
+from ptf.compute import ray_authentication
 from ptf.compute.reaper import OWNER, PREFIX, end, end_abandoned, family
+from ptf.errors import Retryable, UserError
 
 NO_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name for it: the systems where 0 is the default
 GRACE_S = 10.0  # for Ray's processes to end by themselves; they take 1-2 s on an idle 2-core machine
+KEPT = "ray-logs"  # in the run's directory, of a Ray that failed
 DRAIN_S = 0.6  # the last lines that workers print take up to 0.5 s to reach the driver
+START_S = 120  # for the first server of a Ray of one's own, before it is started again; it takes 2-5 s on an idle machine
+EVERY_S = 1.0
+AT_ONCE = 3  # starts that fail sooner than that are no matter of time, after so many of them
+SOON_S = 20.0
 
 
 @contextlib.contextmanager
@@ -46,22 +49,78 @@ def ray_session(
     """Connect this process to Ray. `address` joins a running cluster (`auto`: the one in RAY_ADDRESS, as in a submitted job); None starts one here.
 
     `cpus` is how many slots for processes the run needs: a slot places a process and does not limit what it uses, so there may be more slots
-    than cores. `gpus` None: those Ray finds. If the run fails, the logs of its own Ray are kept in `workdir`/ray-logs. `timeout_s` bounds the start.
+    than cores. `gpus` None: those Ray finds. If the run fails, the logs of its own Ray are kept in `workdir`/ray-logs. `timeout_s` bounds the start,
+    which is tried again until then. Raises Retryable if Ray did not start or answer, UserError if the cluster wants another token or has none.
     """
     if ray.is_initialized():
         yield
         return
-    quiet = {"logging_level": "warning", "log_to_driver": True}
-    if address is not None:
-        _reachable(address, timeout_s)
-        with _sigterm_kept():
-            ray.init(address=address, **quiet)
+    with _joined(address, timeout_s) if address is not None else _own(workdir, cpus, gpus, timeout_s):
+        yield
+
+
+@contextlib.contextmanager
+def _joined(address: str, timeout_s: float) -> Iterator[None]:
+    where, deadline = _resolved(address), time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(ray_authentication.of_cluster(where))
+                with _sigterm_kept():
+                    ray.init(address=where, logging_level=logging.WARNING, log_to_driver=True)
+                break
+            except (ConnectionError, RuntimeError) as error:
+                stack.close()
+                ray.shutdown()
+                if "ersion mismatch" in str(error):
+                    raise UserError(f"compute.address: the Ray cluster at {where} is of another version: {_line(error)}") from error
+                if time.monotonic() > deadline:
+                    raise Retryable(f"no Ray cluster answers at {where} after {timeout_s:.0f} s: {_line(error)}; check compute.address") from error
+            time.sleep(EVERY_S)
         try:
             yield
         finally:
             time.sleep(DRAIN_S)
             ray.shutdown()
-        return
+
+
+def _resolved(address: str) -> str:
+    """host:port. Raises UserError for what is not an address."""
+    if address == "auto":
+        try:
+            address = services.canonicalize_bootstrap_address_or_die("auto")
+        except ConnectionError as error:
+            raise UserError(f"compute.address is auto, but RAY_ADDRESS names no cluster: {_line(error)}") from None
+    if not address.rpartition(":")[2].isdigit():
+        raise UserError(f"compute.address is {address!r}; write host:port, or auto for the cluster named by RAY_ADDRESS")
+    return address
+
+
+@contextlib.contextmanager
+def _own(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: float) -> Iterator[None]:
+    first, at_once = time.monotonic(), 0
+    while True:
+        begun = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(_started(workdir, cpus, gpus, timeout_s))
+            except (UserError, ValueError, TypeError):
+                raise
+            except Exception as error:  # Ray raises its plainest kind when a server is not there in time
+                at_once += time.monotonic() - begun < SOON_S
+                if time.monotonic() > first + timeout_s or at_once == AT_ONCE:
+                    logs = f" (its logs are in {workdir / KEPT})" if workdir else ""
+                    raise Retryable(f"Ray did not start on this machine in {time.monotonic() - first:.0f} s: {_line(error)}{logs}") from error
+                print(f"Ray did not start ({_line(error)}); starting it again", flush=True)
+                time.sleep(EVERY_S)
+                continue
+            yield
+            return
+
+
+@contextlib.contextmanager
+def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: float) -> Iterator[None]:
+    """One try at a Ray of this process's own."""
     base = tempfile.gettempdir()  # Ray's socket paths, 62 characters longer than its directory, must fit in 107
     base = base if len(base) <= 26 else "/tmp"
     end_abandoned(Path(base))
@@ -70,27 +129,44 @@ def ray_session(
     owner = scratch.hold(home / OWNER)
     watch = [sys.executable, "-m", "ptf.compute.reaper", str(os.getpid()), str(home)]
     reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)  # no signal to our group reaches it
+    own = contextlib.ExitStack()
     try:
-        _own_token(home / "auth_token")
-        os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(timeout_s))  # noqa: SIM112  Ray's spelling
+        own.enter_context(ray_authentication.own(_token(home / "auth_token")))
+        os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112  Ray's spelling
         with _sigterm_kept(), _loopback():
             slots = max(os.cpu_count() or 1, cpus or 1)
-            ray.init(address="local", _temp_dir=str(home / "r"), include_dashboard=False, num_cpus=slots, num_gpus=gpus, **quiet)
+            ray.init(
+                address="local", _temp_dir=str(home / "r"), include_dashboard=False, num_cpus=slots, num_gpus=gpus, logging_level=logging.WARNING,
+                log_to_driver=True,
+            )  # fmt: skip
         yield
     except BaseException:
         logs = home / "r" / "session_latest" / "logs"
         if workdir is not None and logs.exists():
-            shutil.copytree(logs, workdir / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            shutil.copytree(logs, workdir / KEPT, dirs_exist_ok=True, ignore_dangling_symlinks=True)
         raise
     finally:
         time.sleep(DRAIN_S)
         processes = family(home)
         ray.shutdown()
+        own.close()
         end(home, GRACE_S, processes)
         reaper.kill()
         reaper.wait()
         if owner is not None:
             os.close(owner)
+
+
+def _token(path: Path) -> Path:
+    """A fresh secret that only this user reads."""
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)  # a notice that the mode was unset
+    return path
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -106,34 +182,6 @@ def _loopback() -> Iterator[None]:
         os.environ.pop(NO_CLUSTER)
         if before[0] is not None:
             os.environ[NO_CLUSTER] = before[0]
-
-
-def _own_token(path: Path) -> None:
-    """A fresh secret that only this user reads."""
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
-    AuthenticationTokenLoader.instance().reset_cache()
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)  # a notice that the mode was unset
-
-
-def _reachable(address: str, timeout_s: float) -> None:
-    """Raise ConnectionError unless the address answers in time: `ray.init` itself was still trying after ten minutes."""
-    where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-    if where == "auto":
-        return  # Ray looks for a cluster on this machine, and says at once if there is none
-    host, _, port = where.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        raise ValueError(f"compute.address is {where!r}; write host:port, or auto for the cluster named by RAY_ADDRESS")
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=max(1.0, deadline - time.monotonic())).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConnectionError(f"no Ray cluster answers at {where} after {timeout_s:.0f} s: {error}; check compute.address") from error
-        time.sleep(1.0)
 
 
 @contextlib.contextmanager

@@ -506,7 +506,8 @@ class ComputeConfig(Section):
     """Where it runs."""
 
     launcher: Literal["ray", "torchrun", "local"] = free("ray")
-    """`ray`: a gang of Ray actors, for one worker too. `torchrun`: subprocesses on this machine. `local`: this process, one worker."""
+    """`ray`: Ray actors; one worker of an offline recipe needs none without an `address`, and is this process. `torchrun`: subprocesses on this machine.
+    `local`: this process, one worker."""
     workers: Positive = free(1)
     """Training processes; one per GPU."""
     mesh: MeshConfig = MeshConfig()
@@ -519,9 +520,10 @@ class ComputeConfig(Section):
     """CPU threads of each worker; default: the machine's cores divided by the workers."""
     address: str | None = free(None)
     """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265` to submit the run as a job of
-    its own, which goes on when this process dies and is found again by the run's lineage. By default one is started for the run and stopped after it."""
+    its own, which goes on when this process dies and is found again by the run's lineage. By default one is started for the run and stopped after it.
+    A cluster that wants a token is given that of RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."""
     timeout_s: PositiveFloat = free(1800.0)
-    """Deadline of any one wait: a collective, a phase of a step, a worker's start."""
+    """Deadline of any one wait: a collective, a phase of a step, a worker's start; a Ray that does not start or answer is tried again until then."""
     restarts: Count = free(2)
     """Online recipes on Ray: how often what failed is started again before the run ends. A rollout engine is replaced, with the newest weights, and asked
     for what it has not given; the others start together from the newest checkpoint, so often without a newer one."""

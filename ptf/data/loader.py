@@ -14,16 +14,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ptf.data.batch import Batch
+from ptf.data.batch import Batch, laid_out
 from ptf.data.exchange import Peers, exchanged, leave
+from ptf.data.items import Item, atoms_of
 from ptf.data.packing import idle
-from ptf.data.sample import Atom, length
+from ptf.data.sample import Atom
 from ptf.data.stream import Stream, settle
 from ptf.errors import UserError
 
 
 class Counted(Stream[list[Atom]], Protocol):
     """A lane: packed rows, and running totals of what went into them."""
+
+    def row(self) -> list[Item]:
+        """The next, in place of `__next__`."""
+        ...
 
     def counts(self) -> Mapping[str, int]: ...
 
@@ -88,7 +93,7 @@ class Loader:
     def _pack(self, step: int) -> _Step:
         numbers = list(range(self._rank, self._rows, self._world))
         try:
-            rows = [next(self._served[(step * self._rows + j) % self._lanes], []) for j in numbers]
+            rows = atoms_of([self._row((step * self._rows + j) % self._lanes) for j in numbers])
             if not all(rows):  # of a lane that has ended: a row that trains nothing
                 rows = [row or [idle([[self._like(rows)]])] for row in rows]
             states = self._snapshot()
@@ -98,9 +103,16 @@ class Loader:
             raise
         if self._peers:
             rows, numbers = exchanged(rows, numbers, self._peers)
-        batches = [Batch.of(rows[i : i + self._micro_rows], self._seq_len) for i in range(0, len(rows), self._micro_rows)]
-        fill = sum(length(atom) for row in rows for atom in row) / (len(rows) * self._seq_len)
+        batches = laid_out(rows, self._seq_len, self._micro_rows)
+        fill = sum(sum(batch.lengths) for batch in batches) / (len(rows) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
+
+    def _row(self, lane: int) -> list[Item]:
+        """A lane's next; nothing where it has ended."""
+        try:
+            return self._served[lane].row()
+        except StopIteration:
+            return []
 
     def _like(self, rows: list[list[Atom]]) -> Atom:
         """An atom that carries the streams that all do, though this rank may have none left."""

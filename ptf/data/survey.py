@@ -26,6 +26,7 @@ LONGEST = 3
 WORST = 5  # bad rows that are shown
 REASONS = 20  # for which rows are left out, told apart; all others are counted together
 ROWS_SHOWN = 24
+NONE_MADE = "no sample was made of it", "no sample was made of it when it was tokenized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Surveyed:
     longest: tuple[tuple[int, str], ...]  # tokens and place, the longest first
     bad: tuple[BadRow, ...]  # the first ones
     left_out: Mapping[str, int]  # reason → of the rows that were looked at, how many are not trained for it
+    dropped: float  # share of the rows that left no sample, of those that were looked at
     examples: tuple[tuple[str, Atom], ...]  # place and atom, the first ones
     unread: tuple[str, ...] = ()  # columns that nothing reads
     not_read: tuple[str, ...] = ()  # names of files beside those that are data
@@ -108,11 +110,14 @@ def _look(
     atoms: list[Atom] = []
     shown: list[tuple[str, Atom]] = []
     longest: list[tuple[int, str]] = []
-    seen = 0
+    seen = empty = none_made = 0
     places = rows_once(reader, spec.limit)
     for place in islice(places, limit):
+        before = encoder.counts["dropped"], len(bad)
         made = encoder(place)
         seen += 1
+        empty += not made
+        none_made += not made and (encoder.counts["dropped"], len(bad)) == before
         atoms += made
         whole_ones = [(sample,) for atom in made for sample in apart(atom)] if share else made
         shown += [(place.where, atom) for atom in whole_ones][: max(0, examples - len(shown))]
@@ -125,7 +130,8 @@ def _look(
     lengths = np.array([length(atom) for atom in atoms], np.int64)
     return Surveyed(
         name, spec.kind, encoder.counts, min(rows, spec.limit or rows), whole, lengths, tuple(sorted(longest, reverse=True)), tuple(bad[:WORST]),
-        left_out(bad, encoder.counts["dropped"], seq_len), tuple(shown), unread(spec, reader), reader.not_read,
+        left_out(bad, encoder.counts["dropped"], seq_len) | ({NONE_MADE[spec.kind == "tokenized"]: none_made} if none_made else {}),
+        empty / max(1, seen), tuple(shown), unread(spec, reader), reader.not_read,
     ), atoms  # fmt: skip
 
 

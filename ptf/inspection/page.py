@@ -108,6 +108,10 @@ def _left_out(survey: Survey) -> Iterator[str]:
     for source in survey.sources:
         if source.not_read:
             yield f"<p>Not read of {escape(source.name)}: {escape(shown(source.not_read))}</p>"
+        if source.unread:
+            yield f"<p>Columns of {escape(source.name)} that nothing reads: {escape(', '.join(source.unread))}</p>"
+        if source.dropped:
+            yield f"<p>{source.dropped:.1%} of the rows of {escape(source.name)} that were looked at left no sample.</p>"
     bad = [(escape(s.name), escape(row.where), escape(row.reason)) for s in survey.sources for row in s.bad]
     if bad:
         yield "<h3>The first bad rows</h3>" + _table(("source", "place", "reason"), bad, "text")

@@ -124,7 +124,8 @@ def _source(source: Surveyed, planned: Planned | None) -> dict[str, Any]:
     passes = planned.passes[source.name] if planned else None
     return {
         "rows": round(source.rows), "samples": round(source.samples), "passes": None if passes is None else round(sum(passes) / 2, 6),
-        "left_out": dict(source.left_out), "not_read": list(source.not_read),
+        "left_out": dict(source.left_out), "dropped": round(source.dropped, 6), "not_read": list(source.not_read),
+        "columns_not_read": list(source.unread),
     }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def _sources(survey: Survey) -> Table:
         c, (samples, tokens) = s.counts, survey.shares[s.name]
         rows = f"{c['rows']:,}" if s.whole else f"{c['rows']:,} of about {s.rows:,.0f}"
         trained = f"{c['trained'] / max(1, c['tokens']):.0%}"
-        left = (f"{c[name]:,}" for name in ("dropped", "truncated", "bad"))
+        left = (f"{s.dropped:.1%}", f"{c['truncated']:,}", f"{c['bad']:,}")
         cells = [rows, f"{c['samples']:,}", f"{c['tokens']:,}", trained, f"×{s.expansion:.3g}", *_percentiles(s.lengths)]
         table.add_row(s.name, s.kind, *cells, *left, f"{samples:.1%}", f"{tokens:.1%}")
     return table

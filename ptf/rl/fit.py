@@ -75,7 +75,8 @@ def _clustered(job: Job, run: Path, pools: Sequence[Pool], threads: int, local: 
         from ptf.rl.verl_cluster import VerlCluster
 
         processes = sum(sum(pool.processes) for pool in pools)
-        with ray_session(address=compute.address, workdir=run, cpus=processes, timeout_s=min(compute.timeout_s, 300)):
+        address = None if (compute.address or "").startswith(("http://", "https://")) else compute.address  # whose jobs train; what they made is evaluated here
+        with ray_session(address=address, workdir=run, cpus=processes, timeout_s=compute.timeout_s):
             cluster = VerlCluster(device=compute.device, threads=compute.threads, timeout_s=compute.timeout_s, pools=pools, restarts=compute.restarts)
             try:
                 yield cluster

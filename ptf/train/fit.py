@@ -14,9 +14,9 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
 from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.meter import memory_gib, peak_flops
-from ptf.compute.saver import Saver, host_file
+from ptf.compute.saver import Saver
 from ptf.compute.tracking import Tracker
-from ptf.compute.world import World, alone, random_state, set_random_state
+from ptf.compute.world import World, alone
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
 from ptf.data.passes import Planned
@@ -33,7 +33,7 @@ from ptf.train.adapter import export_adapter
 from ptf.train.annotate import annotated
 from ptf.train.canonical import trainer_of
 from ptf.train.companions import companions, forward_flops
-from ptf.train.export import export
+from ptf.train.export import MODEL, export
 from ptf.train.reading import held_out_rows, make_lanes, make_loader, planned_steps, specs
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.start import adapted_from, extended, tokenizer_directory
@@ -100,13 +100,13 @@ class Fit:
         self.clock = world.clock
         found = self.restore()
         takes = None if found else planned_steps(job, lanes, self.loader, world)
-        self.step, ends = found or (0, takes.steps[1])  # type: ignore[union-attr]
+        self.step, ends, rows = found or (0, takes.steps[1], None)  # type: ignore[union-attr]
         announce(job, world, self.model.config, ends, takes)
         self.planned = ends
         self.track: Tracker | None = None
         self.end_at(ends)
         if world.leads:
-            self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease)
+            self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, said=rows)
         self.skipped = 0  # steps, one after the other
         self.clock.step = self.step
 
@@ -151,6 +151,7 @@ class Fit:
         began = time.perf_counter()
         with self.clock.phase("data"):
             micro = next(self.loader)
+        self.world.seed(self.job.seed, self.step)
         try:
             metrics, self.skipped = self.trainer.step(micro, self.recipe, self.step, self.loader.numbers), 0
         except FloatingPointError as error:
@@ -172,8 +173,9 @@ class Fit:
                 metrics[f"loss/{name}"] /= share
             else:  # it is the only source, or has nothing in this step
                 metrics.pop(f"loss/{name}", None)
-        if counted := [name for name, there in COUNTED.items() if there(job)]:
-            metrics |= dict(zip(counted, world.sum([self.loader.counts[name] for name in counted]).tolist(), strict=True))
+        counted = [name for name, there in COUNTED.items() if there(job)]
+        left_out, rows, *counts = world.sum([self.loader.counts[name] for name in ("left_out", "rows", *counted)]).tolist()
+        metrics |= {"dropped": left_out / max(1.0, rows), **dict(zip(counted, counts, strict=True))}
         spent = time.perf_counter() - began
         metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
         leaving = world.max(float(self.leave.made)) > 0  # over all ranks, those of a tensor group too
@@ -204,8 +206,9 @@ class Fit:
                 print(f"train: {train.stop.metric} has not got better {train.stop.patience} times in a row: this is the end", flush=True)
         return losses
 
-    def restore(self) -> tuple[int, int] | None:
-        """Continue from the newest good checkpoint: the steps that are done, and the step at which the run ends; None if there is no checkpoint."""
+    def restore(self) -> tuple[int, int, dict[str, Any] | None] | None:
+        """Continue from the newest good checkpoint: the steps that are done, the step at which the run ends, and what the rows of metrics were; None if
+        there is no checkpoint."""
         world = self.world
         found = world.share(self.saves.latest() if world.leads else None)
         if found is None:
@@ -223,19 +226,18 @@ class Fit:
             ends = int(state["ends"])
             if self.watch:
                 self.watch.load_state_dict(state["watch"])
-            if file == host_file(world.rank):
-                set_random_state(world.device, state["random"])
         self.loader.load_state_dict({"step": step, "lanes": lanes})
         if world.leads:
+            self.saves.prune(step)
             print(f"resumed from {place} (step {step} of {ends})", flush=True)
-        return step, ends
+        return step, ends, manifest.get("rows")
 
     def save(self, metrics: Mapping[str, float]) -> float:
         """Begin a checkpoint; seconds for which training waited."""
         watch = self.watch.state_dict() if self.watch else None
         host = {**self.loader.state_dict(), "ends": self.ends, "tokenizer": self.tokenizer.identity, "watch": watch}
-        host["random"] = random_state(self.world.device)
         manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": self.made_with}
+        manifest |= {"rows": self.track.rows.state} if self.track else {}
         return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
 
     def export(self) -> None:
@@ -249,9 +251,9 @@ class Fit:
                 print(f"train: the export is of step {best}, the best by {self.job.checkpoint.best and self.job.checkpoint.best.metric}", flush=True)
         if world.leads:
             provenance.write(self.run, self.made_with)
-        export(model, self.family, self.directory, self.run / "model", world, self.tokenizer_path)
+        export(model, self.family, self.directory, self.run / MODEL, world, self.tokenizer_path)
         if self.spec.lora:
-            export_adapter(model, self.family, self.directory, self.run / "model", world, self.spec, self.job.train.precision)
+            export_adapter(model, self.family, self.directory, self.run / MODEL, world, self.spec, self.job.train.precision)
 
     def close(self) -> None:
         self.loader.close()
@@ -275,11 +277,14 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     return UserError(f"out of memory ({str(error).splitlines()[0]}). {', or '.join(asks)}; `ptf plan` says what a job needs")
 
 
-COUNTED = {  # rows and samples that are not trained as they are, in the metrics of jobs that allow it
-    "dropped": lambda job: job.data.too_long != "error",
-    "truncated": lambda job: job.data.too_long in ("truncate", "split"),
-    "bad": lambda job: job.data.on_bad_row == "skip",
+COUNTED = {  # samples and rows that are not trained as they are, in the metrics of jobs that allow it; of tokenized data its manifest has them
+    "truncated": lambda job: job.data.too_long in ("truncate", "split") and not all_tokenized(job),
+    "bad": lambda job: job.data.on_bad_row == "skip" and not all_tokenized(job),
 }
+
+
+def all_tokenized(job: Job) -> bool:
+    return all(source.kind == "tokenized" for source in job.data.sources.values())
 
 
 def announce(job: Job, world: World, config: Any, steps: int, takes: Planned | None = None) -> None:

@@ -5,6 +5,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ptf.compute.reaper import end, family
 from ptf.compute.tracking import read_metrics
 from ptf.config import loads
+from tests.cluster.head import running
 from tests.tiny import arithmetic
 
 pytestmark = pytest.mark.cluster
@@ -44,18 +45,20 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nodes(token: None) -> Iterator[Any]:
+def nodes(token: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head without places, and two nodes of two."""
     import ptf.compute.ray_session  # noqa: F401
 
     # isort: split
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=2)
-    yield cluster
-    cluster.shutdown()
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        monkeypatch.setenv("RAY_TMPDIR", home)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        for _ in range(2):
+            cluster.add_node(num_cpus=2)
+        yield cluster
+        cluster.shutdown()
 
 
 def test_a_gang_over_two_nodes_survives_the_loss_of_one(nodes: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,15 +98,10 @@ def test_a_gang_over_two_nodes_survives_the_loss_of_one(nodes: Any, tmp_path: Pa
 
 
 @pytest.fixture
-def head(token: None, tmp_path: Path) -> Iterator[str]:
-    """A cluster as an operator starts one, and where it takes jobs."""
-    home = Path(f"/tmp/ptf-head-{os.getpid()}")
-    ray = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--port=26379", "--dashboard-host=127.0.0.1", "--dashboard-port=28265"]
-    ray += ["--num-cpus=3", f"--temp-dir={home}", "--disable-usage-stats", "--include-dashboard=true"]
-    done = subprocess.run(ray, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    yield "http://127.0.0.1:28265"
-    end(family(home), home, 20)
+def head(token: None) -> Iterator[str]:
+    """Where a cluster with a token takes jobs."""
+    with running({name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}) as started:
+        yield started.jobs
 
 
 def test_a_submitted_job_outlives_its_driver_and_is_found_again(head: str, tmp_path: Path) -> None:

@@ -79,6 +79,21 @@ def test_the_manifest_counts(rows: str, characters: Tokenizer, tmp_path: Path) -
     assert set(manifest["files"]) == {"rows.parquet"}
 
 
+def test_what_is_left_out_is_the_same_share_of_an_epoch(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    manifest = write(rows, tmp_path / "t", characters)
+    for spec in (SourceSpec(rows), SourceSpec(str(tmp_path / "t"), kind="tokenized")):
+        for epochs in (1, 3):
+            lanes = [lane(replace(spec, epochs=epochs), i, characters) for i in range(3)]
+            early = next(lanes[0]) and lanes[0].counts()
+            assert 0 < early["left_out"] < early["rows"] < 200  # from the first step on
+            again = lane(replace(spec, epochs=epochs), 0, characters)
+            again.load_state_dict(settle(lanes[0].state_dict()))
+            lanes[0] = again
+            counts = [one.counts() for one in lanes if sum(map(len, one))]
+            share = sum(c["left_out"] for c in counts) / sum(c["rows"] for c in counts)
+            assert share == pytest.approx(manifest["dropped"] / 1500, abs=0.002)  # lanes have looked at the first row that is not trained
+
+
 def test_what_is_there_is_reused_unless_it_was_made_otherwise(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     first = write(rows, tmp_path / "t", characters)
     assert write("nowhere", tmp_path / "t", characters) == first

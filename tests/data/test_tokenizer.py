@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import PLAIN_CLASSES, PLAIN_FAMILIES, Tokenizer, character_tokenizer, loader
 from ptf.errors import UserError
 from tests.data.templates import templated
 
+HEAVY = ["transformers.generation.utils", "sklearn", "torch._dynamo"]
 CHAT = [{"role": "user", "content": "12+7="}, {"role": "assistant", "content": "19"}]
 
 
@@ -127,3 +128,43 @@ def test_a_refusing_template_is_named(characters: Tokenizer, tmp_path: Path) -> 
     strict.hf.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UserError, match=f"chat template {tmp_path.name}#[0-9a-f]{{8}} refuses the messages: roles must alternate"):
         strict.render(CHAT, True)
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN_CLASSES))
+@pytest.mark.parametrize("family", sorted(PLAIN_FAMILIES, key=str))
+def test_a_plain_directory_is_loaded_as_auto_tokenizer_loads_it(characters: Tokenizer, tmp_path: Path, family: str | None, kind: str) -> None:
+    """Of these AutoTokenizer is not asked, since importing it takes longer than the rest of a process's imports."""
+    characters.save(tmp_path)
+    edit(tmp_path / "tokenizer_config.json", tokenizer_class=kind)
+    if family:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert loader(str(tmp_path)) is not AutoTokenizer
+    auto, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(str(tmp_path))
+    assert type(auto) is type(ours.hf)
+    assert Tokenizer(auto).fingerprint() == ours.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        (None, {"tokenizer_class": "Qwen2Tokenizer"}),
+        (None, {"auto_map": {"AutoTokenizer": [None, "code.Tokens"]}}),
+        *((family, {}) for family in ("phi3", "qwen2", "mistral", "other")),
+    ],
+)
+def test_any_other_directory_is_auto_tokenizers(characters: Tokenizer, tmp_path: Path, family: str | None, keys: dict) -> None:
+    characters.save(tmp_path)
+    edit(tmp_path / "tokenizer_config.json", **{"tokenizer_class": "PreTrainedTokenizerFast", **keys})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert loader(str(tmp_path)) is AutoTokenizer
+
+
+def edit(file: Path, **keys: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def test_a_process_imports_no_more_of_transformers_than_it_needs(characters: Tokenizer) -> None:
+    code = f"import sys, ptf.data.tokenizer as t; t.Tokenizer.load({characters.hf.name_or_path!r}); print([n for n in {HEAVY} if n in sys.modules])"
+    run = [sys.executable, "-c", code]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert all(name in sys.modules for name in HEAVY[:1])  # negative control: this file asks for AutoTokenizer

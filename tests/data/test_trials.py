@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ptf.data.loader import Loader
+from ptf.data.pipeline import Encoded
 from ptf.data.tokenizer import Tokenizer
 from tests.data.trials import Trial, tried
 
@@ -14,6 +15,17 @@ from tests.data.trials import Trial, tried
 def test_a_resumed_run_is_one_that_never_stopped(seed: int, characters: Tokenizer, tmp_path: Path) -> None:
     found = tried(Trial.drawn(random.Random(seed), 200, 64), tmp_path, characters)
     assert (found.differences, found.not_once, found.not_said) == (0, 0, 0)
+
+
+IN_MIDST = Trial({"a": 600}, {"a": "jsonl.gz"}, {"a": None}, 1, 4, None, {"temperature": 1.0}, 64, None, [1], 12, False, 3)  # ends within an epoch
+
+
+def test_what_was_announced_is_what_came_where_rows_leave_nothing(characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of the samples that wait in a window at the end stand for such rows is chance: the rows cannot be counted by a ratio of samples."""
+    assert tried(IN_MIDST, tmp_path, characters).not_said == 0
+    real = Encoded._items
+    monkeypatch.setattr(Encoded, "_items", lambda self, row, atoms, without: real(self, row, atoms, 0))
+    assert tried(IN_MIDST, tmp_path, characters).not_said == 1
 
 
 def test_a_trial_sees_a_place_that_is_off_by_a_step(characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

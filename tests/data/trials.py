@@ -24,10 +24,12 @@ from ptf import storage
 from ptf.data import blocks, tokenized
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
+from ptf.data.order import LaneSource
 from ptf.data.passes import Planned, planned
 from ptf.data.pipeline import Lanes
 from ptf.data.sample import Atom, Sample
 from ptf.data.sources import SourceSpec
+from ptf.data.token_file import RowFile, columns_of, side_by_side
 from ptf.data.tokenizer import Tokenizer
 from tests.data.peers import Threads, close
 
@@ -101,11 +103,11 @@ def written(trial: Trial, directory: Path, tokenizer: Tokenizer) -> dict[str, So
             pq.write_table(pa.table({"n": numbers}), path, row_group_size=max(1, n // 7))
         elif trial.formats[name] == "tokenized":
             path.mkdir(exist_ok=True)
-            file = tokenized.RowFile(path / "rows.parquet")
+            file = RowFile(path / "rows.parquet")
             for at in range(0, n, max(1, n // 5)):
-                file.write(tokenized.side_by_side(tokenized.columns_of(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)]))
+                file.write(side_by_side(columns_of(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)]))
             file.close()
-            storage.commit(path, {"tokenizer": tokenizer.identity})
+            storage.commit(path, tokenized.made_by(tokenizer))
         else:
             text = "".join(json.dumps({"n": k}) + "\n" for k in numbers).encode()
             path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
@@ -191,7 +193,7 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
             largest = max(largest, *(len(pickle.dumps(one)) for one in lanes.values()))
         differences = sum(a != b for a, b in zip(whole, parts, strict=True))
         seen = Counter(document for step in whole for row in step for document in row)
-        return Outcome(differences, _not_once(trial, seen), _not_said(trial, seen, said, whole), total, largest)
+        return Outcome(differences, _not_once(trial, seen), _not_said(trial, lanes_of(trial, sources, tokenizer), said, whole), total, largest)
     finally:
         blocks.LINES_BYTES = before
 
@@ -206,15 +208,35 @@ def _not_once(trial: Trial, seen: Counter) -> int:
     return sum(((wanted - seen) + (seen - wanted)).values())
 
 
-def _not_said(trial: Trial, seen: Counter, said: Planned, whole: list[Any]) -> int:
+def _not_said(trial: Trial, lanes: Lanes, said: Planned, whole: list[list[list[tuple[int, ...]]]]) -> int:
+    found = dict.fromkeys(trial.sizes, 0.0)
+    read = {(name, lane): _Read(lanes.opened(name)[0].lane(lane, lanes.window), name, trial) for name in trial.sizes for lane in range(trial.lanes)}
+    for number, row in enumerate(itertools.chain.from_iterable(whole)):
+        for source, *document in row:
+            found[SOURCES[source]] += read[SOURCES[source], number % trial.lanes].rows_of(tuple(document))
     wrong = 0
     for name, n in trial.sizes.items():
-        numbers = numbers_of(trial, name)[: trial.limit or n]
-        parts = {k: len(encode({"n": k}, name)) for k in numbers}  # samples of each row
-        found = sum(count / parts[k] for (source, k, _), count in seen.items() if SOURCES[source] == name)
-        passes, rows = found / sum(map(bool, parts.values())), len(numbers)
         told = said.passes[name]
-        wrong += told is None or abs(told[0] - passes) * rows > trial.lanes + 1e-6
+        wrong += told is None or abs(told[0] * min(n, trial.limit or n) - found[name]) > 1e-6 * max(1.0, found[name])
     if trial.epochs:
         wrong += next((i for i in range(len(whole), 0, -1) if any(whole[i - 1])), 0) != said.steps[1]
     return wrong
+
+
+class _Read:
+    """The documents of a lane in the order in which its rows are read, and for how many rows each stands: its share of its own row, and with the first
+    of a row those without any document that were read since the last one that had some."""
+
+    def __init__(self, rows: LaneSource, name: str, trial: Trial) -> None:
+        self._rows, self._name, self._numbers, self._without = rows, name, numbers_of(trial, name), 0
+        self._found: dict[tuple[int, ...], list[float]] = {}  # of every document, of each time that it was read and has not come yet
+
+    def rows_of(self, document: tuple[int, ...]) -> float:
+        """Of the next time that it comes."""
+        while not self._found.get(document):
+            n = self._numbers[int(next(self._rows).where.rpartition(":")[2]) - 1]
+            parts = len(encode({"n": n}, self._name))
+            for i in range(parts):
+                self._found.setdefault((n, i), []).append(1 / parts + (0 if i else self._without))
+            self._without = 0 if parts else self._without + 1
+        return self._found[document].pop(0)

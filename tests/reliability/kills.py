@@ -1,219 +1,190 @@
-"""Killing a run at a named instant, and whether it then ends as one that never stopped.
+"""Killing runs (SIGKILL), continuing them, and whether they then end as one that never stopped, with nothing left behind.
 
-The one idea: a run is a forked process that first arms one trap: the n-th visit to a phase, the n-th file operation, the first byte over a size in
-whatever file, or a moment on the clock. What trips it is SIGKILL (or, for a size, the kernel's SIGXFSZ): nothing of the process is left to
-tidy up.
+`Trials` kills forked attempts at traps; `Command` kills what a user starts from the command line, which must end with the same bits.
 """
 
 import contextlib
 import json
+import math
 import os
-import resource
+import shutil
 import signal
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import torch
 import yaml
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from ptf.compute.tracking import is_clock, read_metrics
-from ptf.config import loads
-from ptf.run import run
-from tests.tiny import arithmetic
+from tests.reliability import exactly_once
+from tests.reliability.attempts import DEADLINE_S, LINEAGE, attempt, note_of, nothing, places, warm
+from tests.reliability.ends import differences, names, result, tensors
+from tests.reliability.jobs import JOBS, ON_POLICY, STEPS, job
+from tests.reliability.planted_faults import FAULTS
+from tests.reliability.remains import adopt_orphans, half_made, in_shared_memory, living, untidy, used_by_others
+from tests.reliability.traps import Trap, count_files, count_phases
 
-DEADLINE_S = 120.0
-FILES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.copyfile", "shutil.rmtree"}  # audited by Python
-
-
-@dataclass(frozen=True)
-class Trap:
-    kind: str  # phase, file, bytes, time
-    at: float
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.at:g}"
+__all__ = ["Command", "Trials", "adopt_orphans", "attempt", "job", "tensors"]
+KINDS = {"phase": 7, "file": 5, "bytes": 2, "time": 6}  # how often each is drawn
 
 
-def job(directory: Path) -> dict[str, Any]:
-    """Twelve steps on sums, a checkpoint every three, held-out losses; everything that a run writes it writes."""
-    raw = arithmetic(directory)
-    raw["checkpoint"] = {"every": 3, "keep": 2}
-    return raw
+class Trials:
+    """Over one recipe's job. The run that never stops is made first: by a process that imports all anew (`warmed`), by one that is forked afterwards,
+    whose answers are in the ledger, and by one whose phases and file operations are counted. The three must be the same."""
 
+    def __init__(self, recipe: str, directory: Path, warmed: bool = True, fault: Callable[[], None] = nothing) -> None:
+        self.recipe, self.directory, self.raw, self.fault = recipe, directory, JOBS[recipe](directory), fault
+        self.steps = STEPS if recipe in ON_POLICY else 0  # that the ledger of answers has
+        alone = warm(self.raw | {"output": str(directory / "warm" / "out")}, self.log("warm")) if warmed else None
+        began = time.perf_counter()
+        self.whole = self.made("whole", self.ledger(self.log("whole"), 0))
+        self.seconds = time.perf_counter() - began
+        assert alone is None or differences(self.whole, alone) == []
+        self.names = names(directory / "whole" / "out")
+        self.answers = exactly_once.read(self.log("whole").with_suffix(".answers"))
+        self.sizes = sorted({file.stat().st_size for file in (directory / "whole" / "out").rglob("*") if file.is_file()})
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    def log(self, name: str) -> Path:
+        (self.directory / name).mkdir(exist_ok=True)
+        return self.directory / name / "log"
 
+    def made(self, name: str, before: Callable[[], object], after: Callable[[], object] = nothing) -> dict[str, Any]:
+        """A run from its beginning to its end."""
+        log = self.log(name)
+        assert attempt(self.raw | {"output": str(log.parent / "out")}, LINEAGE, None, log, before, after) == 0, log.read_text()[-3000:]
+        return result(log.parent / "out" / LINEAGE)
 
-def arm(trap: Trap, output: str) -> None:
-    """In the process that is to die."""
-    if trap.kind == "time":
-        threading.Timer(trap.at, _die).start()
-    elif trap.kind == "bytes":
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(trap.at), resource.RLIM_INFINITY))
-    elif trap.kind == "file":
-        _count_files(output, lambda n: n == trap.at and _die())
-    else:
-        _count_phases(lambda n: n == trap.at and _die())
+    @cached_property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Kind → phase (of file operations, none) → visits."""
+        log, found = self.log("counted"), {"phase": dict[str, int](), "file": {"": 0}}
+        note = log.with_suffix(".counts")
 
+        def look() -> None:
+            count_phases(lambda n, phase: found["phase"].__setitem__(phase, n))
+            count_files(str(log.parent / "out"), lambda n, _: found["file"].__setitem__("", n))
 
-def _count_files(output: str, visit: Callable[[int], Any]) -> None:
-    seen = 0
+        made = self.made("counted", look, lambda: note.write_text(json.dumps(found)))
+        assert differences(made, self.whole) == []
+        return json.loads(note.read_text())
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
-        if event not in FILES or not str(arguments[0]).startswith(output):
-            return
-        if event == "open" and not (isinstance(arguments[1], str) and set("wax+") & set(arguments[1])):
-            return
-        seen += 1
-        visit(seen)
+    def ledger(self, log: Path, attempt: int) -> Callable[[], None]:
+        return (lambda: exactly_once.keep(log.with_suffix(".answers"), attempt)) if self.steps else nothing
 
-    sys.addaudithook(hook)
+    def drawn(self, rng: Random, part: float = 1.0) -> Trap:
+        """A kind by its share; phases alike, however often they are visited; sizes between those of files that a run writes. Of the first `part` of a
+        whole run's visits, operations and time."""
+        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        if kind == "time":
+            return Trap(kind, round(rng.uniform(0, part * self.seconds), 4))
+        if kind == "bytes":
+            file = rng.randrange(len(self.sizes))
+            return Trap(kind, rng.randrange(self.sizes[file - 1] if file else 0, self.sizes[file]))
+        phase = rng.choice(sorted(self.counts[kind]))
+        return Trap(kind, rng.randint(1, math.ceil(part * self.counts[kind][phase])), phase)
 
-
-def _count_phases(visit: Callable[[int], Any]) -> None:
-    """Before and after each of what a step and a save consist of."""
-    import ptf.compute.saver
-    import ptf.train.fit
-    from ptf import storage
-    from ptf.data.loader import Loader
-    from ptf.recipes.sft import SFT
-    from ptf.train.trainer import Trainer
-
-    seen = 0
-    lock = threading.Lock()
-
-    def passed() -> None:
-        nonlocal seen
-        with lock:
-            seen += 1
-            visit(seen)
-
-    def watched(owner: Any, name: str) -> None:
-        whole = getattr(owner, name)
-
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            passed()
-            result = whole(*args, **kwargs)
-            passed()
-            return result
-
-        setattr(owner, name, traced)
-
-    for owner, name in (
-        (Loader, "__next__"), (SFT, "loss"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step"), (Trainer, "step"), (ptf.train.fit, "held_out_loss"),
-        (ptf.compute.saver, "copied"), (ptf.compute.saver, "write"), (storage, "finish"), (storage, "remove"), (storage.Hashing, "write"),
-        (ptf.train.fit, "export"),
-    ):  # fmt: skip
-        watched(owner, name)
-
-
-def attempt(raw: dict[str, Any], lineage: str, trap: Trap | None, log: Path) -> int:
-    """Run it in a process of its own, and how that ended: 0, a status, or minus a signal."""
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
+    def trial(self, name: str, traps: list[Trap]) -> dict[str, Any]:
+        """A run that is killed at each trap that it reaches, one an attempt, and then goes on to its end."""
+        log = self.log(name)
+        raw, shared, kills, status = self.raw | {"output": str(log.parent / "out")}, in_shared_memory(), [], 1
+        for trap in [*traps, None]:
+            note_of(log).unlink(missing_ok=True)
+            status = attempt(raw, LINEAGE, trap, log, self.prepared(log, len(kills)))
             if trap:
-                arm(trap, raw["output"])
-            run(loads(yaml.safe_dump(raw)), lineage)
-            status = 0
-        except BaseException as e:
-            print(f"{type(e).__name__}: {e}", flush=True)
-        finally:
-            os._exit(status)
-    return _ended(pid)
+                kills.append(self.died(trap, status, log))
+            if status >= 0:
+                break
+        return {"kills": kills, **self.judged(log, status, shared)}
+
+    def prepared(self, log: Path, attempt: int) -> Callable[[], None]:
+        """What an attempt of a trial begins with."""
+
+        def begin() -> None:
+            self.fault()
+            self.ledger(log, attempt)()
+
+        return begin
+
+    def died(self, trap: Trap, status: int, log: Path) -> dict[str, Any]:
+        """What is written down of a kill."""
+        rows = log.parent / "out" / LINEAGE / "metrics.jsonl"
+        where = note_of(log).read_text() if note_of(log).exists() else None
+        done = {"where": where} if where else {"rows": rows.read_bytes().count(b"\n") if rows.exists() else 0}
+        return {"kind": trap.kind, "point": str(trap), "reached": status < 0, **({"signal": -status, **done} if status < 0 else {})}
+
+    def judged(self, log: Path, status: int, shared: set[str]) -> dict[str, Any]:
+        """`outcome`: same, or what was not. A trial that went well is removed."""
+        found: dict[str, Any] = {}
+        if status:
+            outcome = [f"the run that continued ended with {status}: {log.read_text()[-500:]}"]
+        else:
+            outcome = [f"{name} differs" for name in differences(result(log.parent / "out" / LINEAGE), self.whole)]
+            outcome += [f"left: {name}" for name in sorted(names(log.parent / "out") - self.names)]
+            outcome += [f"missing: {name}" for name in sorted(self.names - names(log.parent / "out"))]
+        kept = places(log)
+        left = [*living(), *untidy(Path(kept["TMPDIR"])), *half_made(Path(kept["PTF_CACHE"]))]
+        left += [f"/dev/shm/{name}" for name in sorted(in_shared_memory() - shared) if not used_by_others(name)]
+        outcome += [f"left: {what}" for what in left]
+        if self.steps and not status and log.with_suffix(".answers").exists():
+            found["answers"] = exactly_once.audit(exactly_once.read(log.with_suffix(".answers")), self.answers, self.steps)
+            outcome += exactly_once.wrong(found["answers"])
+        if not outcome:
+            shutil.rmtree(log.parent)
+        return found | {"outcome": "; ".join(outcome) or "same"}
 
 
-def _ended(pid: int) -> int:
-    ends = time.monotonic() + DEADLINE_S
-    while time.monotonic() < ends:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise TimeoutError(f"a run did not end within {DEADLINE_S:g} s")
+class Command:
+    """Trials of the same job by `python -m ptf.cli train`, in a process group of its own."""
 
+    def __init__(self, trials: Trials) -> None:
+        self.trials = trials
 
-def result(directory: Path) -> dict[str, Any]:
-    """What a finished run left, without what a clock made: metrics, exported weights, and all tensors of its last checkpoint (weights, optimizer)."""
-    rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")]
-    last = max((directory / "checkpoints").glob("step_*"))
-    return {
-        "metrics": json.dumps(rows), "model": (directory / "model" / "model.safetensors").read_bytes(), "checkpoint": last.name,
-        "state": tensors(last / "tensors"), "config": (directory / "model" / "config.json").read_bytes(),
-    }  # fmt: skip
+    def trial(self, name: str, rng: Random) -> dict[str, Any]:
+        """Killed with its process group a random while after a row of metrics is there, or after its first line, and continued by the same command."""
+        log = self.trials.log(name)
+        out, shared = log.parent / "out", in_shared_memory()
+        config = log.with_suffix(".yaml")
+        config.write_text(yaml.safe_dump(self.trials.raw | {"output": str(out)}))
+        step = rng.randrange(json.loads(self.trials.whole["metrics"])[-1]["step"])
+        delay = round(rng.uniform(0, 1.5 * self.trials.seconds / (step + 2)), 4)
+        rows = out / LINEAGE / "metrics.jsonl"
+        process = self._started(config, log)
+        there = lambda: rows.exists() and rows.read_bytes().count(b"\n") >= step if step else log.read_bytes()  # noqa: E731
+        ends = time.monotonic() + DEADLINE_S
+        while not there() and process.poll() is None and time.monotonic() < ends:
+            time.sleep(0.005)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(delay)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait(DEADLINE_S)
+        trap = Trap("time", delay, f"after row {step}")
+        kills = [self.trials.died(trap, status, log)]
+        if status:
+            status = self._started(config, log).wait(DEADLINE_S)
+        return {"kills": kills, **self.trials.judged(log, status, shared)}
 
-
-def tensors(directory: Path) -> dict[str, bytes]:
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(directory)
-    found: dict[str, Any] = {}
-    for name, what in reader.read_metadata().state_dict_metadata.items():
-        if isinstance(what, TensorStorageMetadata):
-            found[name] = torch.empty(what.size, dtype=what.properties.dtype)
-        elif isinstance(what, BytesStorageMetadata):
-            found[name] = None
-    load(found, storage_reader=reader, no_dist=True)
-    return {name: value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode() for name, value in found.items()}
-
-
-def counted(raw: dict[str, Any], log: Path) -> dict[str, int]:
-    """How many phases and file operations a whole run visits, and how large the largest file that it writes is."""
-    counts = {}
-    for kind, count in (("phase", _count_phases), ("file", lambda visit: _count_files(raw["output"], visit))):
-        note = Path(raw["output"]) / f"count-{kind}"
-        note.parent.mkdir(parents=True, exist_ok=True)
-        pid = os.fork()
-        if not pid:
-            seen = [0]
-            with contextlib.suppress(BaseException):
-                count(lambda n, seen=seen: seen.__setitem__(0, n))
-                with log.open("a") as out, contextlib.redirect_stdout(out):
-                    run(loads(yaml.safe_dump(raw)), f"count-{kind}-run")
-                total = seen[0]
-                note.write_text(str(total))
-                os._exit(0)
-            os._exit(1)
-        assert _ended(pid) == 0, log.read_text()[-2000:]
-        counts[kind] = int(note.read_text())
-    files = [f for f in (Path(raw["output"]) / "count-file-run").rglob("*") if f.is_file()]
-    return counts | {"bytes": max(f.stat().st_size for f in files)}
-
-
-def survives(raw: dict[str, Any], whole: dict[str, Any], trap: Trap, lineage: str, log: Path) -> tuple[bool, str]:
-    """Kill a run at the trap and continue it: whether the trap was reached at all, and what differs from the whole run ('' for nothing)."""
-    killed = attempt(raw, lineage, trap, log) != 0
-    if killed and (status := attempt(raw, lineage, None, log)) != 0:
-        return killed, f"the run that continued ended with {status}"
-    found = result(Path(raw["output"]) / lineage)
-    return killed, ", ".join(key for key in whole if found[key] != whole[key])
+    def _started(self, config: Path, log: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "ptf.cli", "train", str(config), "--lineage", LINEAGE]
+        with log.open("a") as out:
+            return subprocess.Popen(command, env={**os.environ, **places(log)}, stdout=out, stderr=out, start_new_session=True)
 
 
 def main() -> None:
-    """`python -m tests.reliability.kills DIRECTORY KIND:AT…`: a JSON line of traps that were reached, and one of what then differed."""
-    directory, given = Path(sys.argv[1]), [Trap(kind, float(at)) for kind, at in (word.split(":") for word in sys.argv[2:])]
-    raw, log = job(directory), directory / "log"
-    assert attempt(raw, "whole", None, log) == 0, log.read_text()[-3000:]
-    whole = result(directory / "runs" / "whole")
-    found = {str(trap): survives(raw, whole, trap, f"killed-{n}", log) for n, trap in enumerate(given)}
-    print(json.dumps([trap for trap, (killed, _) in found.items() if killed]))
-    print(json.dumps({trap: difference for trap, (_, difference) in found.items() if difference}))
+    """`python -m tests.reliability.kills DIRECTORY TRIALS`, in JSON: a list of [recipe, traps, fault or null], whose outcome is a JSON line each. A run
+    that never stops is made once a recipe, and has no faults."""
+    adopt_orphans()
+    directory, made = Path(sys.argv[1]), dict[str, Trials]()
+    for n, (recipe, traps, fault) in enumerate(json.loads(sys.argv[2])):
+        if recipe not in made:
+            (directory / recipe).mkdir()
+            made[recipe] = Trials(recipe, directory / recipe, warmed=False)
+        made[recipe].fault = FAULTS[fault] if fault else nothing
+        print(json.dumps(made[recipe].trial(f"trial-{n}", [Trap(*trap) for trap in traps])), flush=True)
 
 
 if __name__ == "__main__":

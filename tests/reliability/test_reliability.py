@@ -1,53 +1,67 @@
-"""A handful of what benchmarks/reliability.py does in full: a killed run ends as one that never stopped, and no damaged checkpoint is loaded."""
+"""A handful of what benchmarks/kills.py does in full: a killed run ends as one that never stopped."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import pytest
-import yaml
-
-from ptf.config import loads
-from ptf.run import run
-from tests.reliability.kills import job
-from tests.reliability.mutations import MUTATIONS, sweep
+from tests.reliability.exactly_once import audit
 
 ROOT = Path(__file__).parents[2]
 
 
+STEP_8 = ["phase", 8, "after AdamW.step"]
+ANNOTATED = ["phase", 1, "after _Annotating.annotate"]
+UPDATE = ["phase", 4, "after policy.update"]
+AHEAD = "DPO, reference found ahead"
+TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
+    ("SFT", [["phase", 4, "after storage.finish"], ["phase", 1, "before fit.export"]], None, "^same$"),
+    ("SFT", [["bytes", 200_000]], "orphan", "^left: process [0-9]+: sleep 600 ;? ?(left: process [0-9]+: sleep 600 )?$"),
+    ("SFT", [STEP_8], "place_in_the_data", "metrics differs.*model/model.safetensors differs.*host_00000.pt differs"),
+    ("SFT", [STEP_8], "optimizer", "metrics differs.*exp_avg"),
+    (AHEAD, [ANNOTATED], "half_made", r"^left: annotated/\.partial-"),
+    ("GRPO", [UPDATE, ["phase", 2, "after rollout.rollout"]], None, "^same$"),
+    ("GRPO", [UPDATE], "place_in_the_prompts", "metrics differs.*samples differs.* answers lost; .* answers trained_twice"),
+]
+
+
 def test_killed_runs_end_as_one_that_never_stopped(tmp_path: Path) -> None:
-    traps = ["phase:40", "phase:101", "file:9", "file:30", "bytes:3000", "bytes:200000"]
-    command = [sys.executable, "-m", "tests.reliability.kills", str(tmp_path), *traps]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False)
+    """And leave nothing behind; faults that are planted are reported (negative controls)."""
+    given = json.dumps([trial[:3] for trial in TRIALS])
+    command, environment = [sys.executable, "-m", "tests.reliability.kills", str(tmp_path), given], {"OMP_NUM_THREADS": "1", "SUITE_GRACE_S": "1"}
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    reached, different = map(json.loads, done.stdout.splitlines()[-2:])
-    assert len(reached) == len(traps)
-    assert different == {}
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for (recipe, traps, fault, outcome), one in zip(TRIALS, found, strict=True):
+        assert [kill["reached"] for kill in one["kills"]] == [True] * len(traps), (recipe, fault, one)
+        assert re.search(outcome, one["outcome"]), (recipe, fault, one)
+    assert found[-2]["answers"] == dict.fromkeys(found[-2]["answers"], 0) | {"answers": 96, "sampled_again": 48}
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    raw = job(tmp_path_factory.mktemp("mutations"))
-    raw["checkpoint"]["keep"] = 3
-    return run(loads(yaml.safe_dump(raw)), "whole") / "checkpoints"
+def test_the_ledger_of_answers_counts_what_went_wrong() -> None:
+    def attempt(number: int, restored: int, *steps: tuple[int, list[str], list[str]]) -> list[dict[str, Any]]:
+        made = [{"attempt": number, "event": "restored", "step": restored}]
+        for step, sampled, trained in steps:
+            made += [{"attempt": number, "event": "sampled", "step": step, "answers": sampled}]
+            made += [{"attempt": number, "event": "trained", "step": step, "answers": trained}] if trained else []
+        return made
 
+    def counts(*attempts: list[dict[str, Any]]) -> dict[str, int]:
+        return {name: n for name, n in audit([event for one in attempts for event in one], whole, 2).items() if n}
 
-def test_no_damaged_checkpoint_is_loaded(checkpoints: Path, tmp_path: Path) -> None:
-    outcomes, silent = sweep(checkpoints, tmp_path, 60)
-    assert silent == []
-    assert outcomes["one before it"] > 5
-
-
-def test_the_sweep_sees_a_silent_load(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without reading the files, only their sizes are known."""
-    from ptf import storage
-
-    whole = storage.verify
-    monkeypatch.setattr(storage, "verify", lambda directory, up_to=0.0: whole(directory, 0.0))
-    monkeypatch.setattr("tests.reliability.mutations.MUTATIONS", {"flip": MUTATIONS["flip"]})
-    assert sweep(checkpoints, tmp_path, 20)[1]
+    a, b = ["a", "a", "b"], ["c", "d", "e"]
+    whole = attempt(0, 0, (0, a, a), (1, b, b))
+    assert counts(whole) == {"answers": 6}
+    assert counts(attempt(0, 0, (0, a, a), (1, b, [])), attempt(1, 1, (1, b, b))) == {"answers": 6, "sampled_again": 3}
+    assert counts(attempt(0, 0, (0, a, a), (1, b, b)), attempt(1, 0, (0, a, a), (1, b, b))) == {"answers": 6, "sampled_again": 6}
+    assert counts(attempt(0, 0, (0, a, a))) == {"answers": 6, "lost": 3, "not_in_the_history": 3}
+    assert counts(attempt(0, 0, (0, a, a), (1, b, ["c", "d", "d"]))) == {"answers": 6, "lost": 1, "trained_twice": 1}
+    assert counts(attempt(0, 0, (0, a, a), (1, b, [])), attempt(1, 1, (1, b, [*b, "c"])))["trained_twice"] == 1
+    other = ["c", "d", "x"]
+    assert counts(attempt(0, 0, (0, a, a), (1, other, [])), attempt(1, 1, (1, b, b))) == {"answers": 6, "sampled_again": 3, "sampled_otherwise": 1}
 
 
 def test_of_two_resumes_at_once_one_ends_as_if_nothing_had_been(tmp_path: Path) -> None:

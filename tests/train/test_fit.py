@@ -71,6 +71,21 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, stops, monkeypatch):
     assert [row["step"] for row in facts(whole)] == list(range(1, 13))
 
 
+def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
+    """Whatever a process begins with, and wherever a run was stopped: before its first checkpoint, too."""
+    noisy = {**raw, "recipe": {"use": "tests.train.recipes:NoisySFT", "args": {}}}
+    whole = train(noisy, "whole")
+    for seed, stop in enumerate([3, 8], 1):
+        torch.manual_seed(seed)
+        with monkeypatch.context() as patch:
+            stop_at(patch, stop)
+            with pytest.raises(Stopped):
+                train(noisy, "stopped")
+    torch.manual_seed(3)
+    assert facts(train(noisy, "stopped")) == facts(whole)
+    assert facts(train(raw, "plain")) != facts(whole)
+
+
 def test_another_seed_is_another_run(raw):
     """Negative control of the comparison above."""
     a, b = train(raw, "a"), train({**raw, "seed": 2}, "b")
@@ -233,7 +248,9 @@ def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join([*good[:6], '{"messages": [', "[]", *good[6:]]) + "\n")
     made = {**raw, "data": {**raw["data"], "on_bad_row": "skip"}}
     run_directory = train(made, "a")
-    assert facts(run_directory)[-1]["bad"] >= 2
+    last = facts(run_directory)[-1]
+    assert last["bad"] >= 2
+    assert last["dropped"] == pytest.approx(2 / (len(good) + 2), rel=0.5)  # a share of the rows; epochs are only begun
     aside = [json.loads(line) for file in (run_directory / "quarantine").iterdir() for line in file.read_text().splitlines()]
     assert {(row["where"].rpartition(":")[2], row["reason"][:8]) for row in aside} == {("7", "not JSON"), ("8", "a row mu")}
     made["data"]["max_bad"] = 0.001

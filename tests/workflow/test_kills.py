@@ -36,7 +36,7 @@ def test_nothing_outlives_a_flow_on_ray_that_is_killed(tmp_path, who, number):
         os.kill(task if who == "step" else run.pid, number)
         killed = time.monotonic()
         run.wait(60)
-        ours = [pid for pid, said in there.items() if "ray" not in said.replace(str(tmp_path), "")]
+        ours = [pid for pid, said in there.items() if "ray" not in said.replace(str(tmp_path), "").replace(str(ROOT), "")]
         assert {run.pid, task} <= set(ours)
         wait_for(lambda: all(map(is_gone, ours)), seconds=OURS_S - (time.monotonic() - killed) + 1)
         wait_for(lambda: all(map(is_gone, there)), seconds=RAYS_S - (time.monotonic() - killed) + 1)

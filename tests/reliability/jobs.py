@@ -1,0 +1,68 @@
+"""Tiny jobs of every recipe, which write everything that a run writes: seconds each, with a checkpoint every few steps."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ptf.data.tokenizer import Tokenizer
+from tests.tiny import arithmetic, checkpoint
+
+STEPS, EVERY = 6, 2  # of on-policy training, and between its checkpoints
+
+
+def job(directory: Path) -> dict[str, Any]:
+    """SFT: twelve steps on sums, a checkpoint every three, held-out losses."""
+    raw = arithmetic(directory)
+    raw["checkpoint"] = {"every": 3, "keep": 2}
+    return raw
+
+
+def preference(name: str) -> Callable[[Path], dict[str, Any]]:
+    """DPO, a reward model or distillation; of some names, what the reference or the teacher says is found before training."""
+
+    def made(directory: Path) -> dict[str, Any]:
+        from tests.train.test_preferences import preferences
+
+        raw = preferences(directory, name)
+        raw["train"] |= {"steps": 9, "validate_every": 3}
+        raw["checkpoint"] = {"every": 3, "keep": 2}
+        return raw
+
+    return made
+
+
+def on_policy(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str, Any]]:
+    """Rollouts by our own decoder, rewards from a process of their own, all other roles in one process."""
+
+    def made(directory: Path) -> dict[str, Any]:
+        raw, prompts = arithmetic(directory), {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
+        raw["algo"] = dict(algo)
+        if recipe == "opd":
+            tokenizer = Tokenizer.load(raw["model"]["path"])
+            teacher = checkpoint(directory / "teacher", vocab_size=tokenizer.vocab_size, seed=7)
+            tokenizer.save(teacher)
+            raw["algo"]["teacher"] = str(teacher)
+        raw |= {
+            "recipe": recipe, "checkpoint": {"every": EVERY, "keep": 2}, "track": {"tensorboard": False, "samples_every": 1, "samples": 4},
+            "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:by_length"}},
+            "evaluate": {"sources": {"dev": prompts}, "limit": 6},
+        }  # fmt: skip
+        raw["data"] |= {"sources": {"p": prompts}, "validation": {}}
+        raw["train"] |= {"steps": STEPS, "validate_every": 3}
+        return raw
+
+    return made
+
+
+JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "SFT": job,
+    "DPO": preference("dpo"),
+    "DPO, reference found ahead": preference("dpo ahead"),
+    "RM": preference("rm"),
+    "KD": preference("kd"),
+    "KD, teacher asked ahead": preference("kd ahead"),
+    "GRPO": on_policy("grpo", {"minibatches": 2, "kl": 0.01}),
+    "PPO": on_policy("ppo", {"minibatches": 2, "critic_lr": 3e-3, "kl": 0.01}),
+    "OPD": on_policy("opd", {"minibatches": 2}),
+}
+ON_POLICY = ("GRPO", "PPO", "OPD")

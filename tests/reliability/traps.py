@@ -1,0 +1,116 @@
+"""Killing a process at a named instant: the n-th visit to a phase, the n-th file operation, the first byte over a size in whatever file.
+
+The one idea: the trap is armed in the process that is to die, and what trips it is SIGKILL (or, for a size, the kernel's SIGXFSZ, in the middle of a
+write): nothing of the process is left to tidy up. Moments on the clock are the parent's affair, which kills the whole process group.
+"""
+
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.copyfile", "shutil.rmtree"}  # audited by Python
+
+
+@dataclass(frozen=True)
+class Trap:
+    kind: str  # phase, file, bytes, time
+    at: float  # which visit, which operation, how many bytes, after how many seconds
+    phase: str = ""  # before or after which function
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.at:g}" + (f" {self.phase}" if self.phase else "")
+
+
+def arm(trap: Trap, output: str, note: Path) -> None:
+    """In the process that is to die, which first writes to `note` where it was. Moments on the clock are not armed."""
+
+    def die(where: str) -> None:
+        note.write_text(f"{where}, thread {threading.current_thread().name}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if trap.kind == "bytes":
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.RLIM_INFINITY))  # SIGXFSZ would write one
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(trap.at), resource.RLIM_INFINITY))
+    elif trap.kind == "file":
+        count_files(output, lambda n, what: n == trap.at and die(what))
+    elif trap.kind == "phase":
+        count_phases(lambda n, phase: phase == trap.phase and n == trap.at and die(f"{phase}, visit {n}"))
+
+
+def count_files(output: str, visit: Callable[[int, str], Any]) -> None:
+    """`visit` is called before each operation that changes files below `output`, with its number and what it is."""
+    seen, lock = 0, threading.RLock()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event not in FILES or not str(arguments[0]).startswith(output):
+            return
+        if event == "open" and not (isinstance(arguments[1], str) and set("wax+") & set(arguments[1])):
+            return
+        with lock:
+            seen += 1
+            number = seen
+        visit(number, f"{event} {str(arguments[0]).removeprefix(output)}")
+
+    sys.addaudithook(hook)
+
+
+def count_phases(visit: Callable[[int, str], Any]) -> None:
+    """`visit` is called before and after each of what a step, a save, a start and an export consist of, with the number of such visits so far."""
+    import torch
+
+    import ptf.compute.saver
+    import ptf.rl.controller
+    import ptf.rl.roles
+    import ptf.run
+    import ptf.train.fit
+    from ptf import storage
+    from ptf.compute import checkpoint, tracking
+    from ptf.data import tokenized
+    from ptf.data.loader import Loader
+    from ptf.recipes import dpo, grpo, kd, opd, ppo, rm, sft
+    from ptf.rl.child import Child
+    from ptf.rl.cluster import LocalGroup
+    from ptf.rl.samples import Samples
+    from ptf.train import annotate
+    from ptf.train.trainer import Trainer
+
+    seen: dict[str, int] = {}
+    lock = threading.RLock()
+
+    def passed(phase: str) -> None:
+        with lock:
+            seen[phase] = number = seen.get(phase, 0) + 1
+        visit(number, phase)
+
+    def watched(owner: Any, name: str, named: Callable[..., str] | None = None) -> None:
+        whole, known = getattr(owner, name), f"{owner.__name__.rpartition('.')[2]}.{name}"
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            phase = named(*args) if named else known
+            passed(f"before {phase}")
+            result = whole(*args, **kwargs)
+            passed(f"after {phase}")
+            return result
+
+        setattr(owner, name, traced)
+
+    losses = [(of, "loss") for of in (sft.SFT, dpo.DPO, rm.RM, kd.KD, grpo.GRPO, ppo.PPO, ppo.Critic, opd.OPD) if "loss" in vars(of)]
+    for owner, name in (
+        *losses, (Loader, "__next__"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step"), (Trainer, "step"), (ptf.train.fit, "held_out_loss"),
+        (ptf.train.fit, "export"), (ptf.train.fit.Fit, "restore"), (ptf.run, "record"), (ptf.run, "remove_leftovers"), (ptf.rl.roles, "export"),
+        (ptf.compute.saver, "copied"), (ptf.compute.saver, "write"), (checkpoint, "write"), (checkpoint, "save_host"), (checkpoint, "load_tensors"),
+        (checkpoint, "load_host"), (storage, "finish"), (storage, "remove"), (storage, "commit"), (storage, "verify"), (storage.Hashing, "write"),
+        (tracking.Rows, "add"), (tokenized.RowFile, "write"), (annotate, "tokenize"), (annotate._Annotating, "annotate"),
+        (ptf.rl.controller, "score_groups"), (ptf.rl.controller.Controller, "save"), (ptf.rl.controller.Controller, "_restore"), (Samples, "log"),
+        (Child, "_start"),
+    ):  # fmt: skip
+        watched(owner, name)
+    watched(LocalGroup, "call", lambda group, method, *_: f"{group.spec.name}.{method}")
