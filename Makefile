@@ -84,7 +84,7 @@ bench-events: setup                      ## purchases of a shop (PTF_DATA): SFT,
 	$(PY) flows/grpo_flow.py run --config configs/events/grpo.yaml
 	$(PY) benchmarks/events.py
 
-learning: learning-spmd learning-rl       ## every recipe learns on five seeds, and does not where it must not; a core each with `make -j2 -k learning`
+learning: learning-spmd learning-rl       ## every recipe learns on ten seeds, and does not where it must not (seeds that are done are kept); a core each with `make -j2 -k learning`
 
 learning-spmd: setup                     ## SFT, reward models, DPO and distillation of it; writes benchmarks/results/learning.md
 	$(PY) benchmarks/learning.py
@@ -98,6 +98,12 @@ kills: setup                             ## runs of every recipe killed and cont
 damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
 	$(if $(NIGHTLY),rm -f benchmarks/results/damage.jsonl)
 	$(PY) benchmarks/damage.py $(if $(NIGHTLY),--trials 100)
+
+soak: setup                              ## 10,000 SFT steps and 3,000 GRPO steps: growth of memory, and what is left; writes benchmarks/results/soak.md
+	$(PY) benchmarks/soak.py
+
+faults: setup                            ## faults in rewards, environments and engines, on where the ledger ends (NIGHTLY=1: others); writes benchmarks/results/faults.md
+	$(PY) benchmarks/faults.py $(if $(NIGHTLY),--trials 100 --ray 1 --anew)
 
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py $(if $(NIGHTLY),--trials 10)

@@ -1,11 +1,11 @@
 """Faults in rewards, environments and engines, at random moments of tiny GRPO and PPO runs: whether one becomes a number, and how soon it is named.
 Keeps every trial in results/faults.jsonl (a seed that stands there is not tried again) and writes results/faults.md; exits 1 where one goes wrong.
 
-    python benchmarks/faults.py [--trials 300] [--ray 4] [--minutes 8]
+    python benchmarks/faults.py [--trials 300] [--first 0] [--ray 4] [--minutes 8] [--anew]
 
 A trial is one run of four steps of 16 answers and one fault (tests/reliability/faults.py): in a reward's or an environment's process, or in what an engine
 in this process answers. `--ray`: runs on Ray, in each of which an engine's process has five faults, one a step (tests/reliability/engine_faults.py). After
-`--minutes` no further one is begun; the next call goes on from there.
+`--minutes` no further one is begun; the next call goes on from there. `--anew` tries other seeds, for the night, and keeps nothing.
 """
 
 import argparse
@@ -98,13 +98,16 @@ def write() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="seed, so that several may run side by side")
     parser.add_argument("--ray", type=int, default=4, help="runs on Ray, five faults each")
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--anew", action="store_true", help="fresh seeds, of which nothing is kept")
     asked = parser.parse_args()
+    first, wrong = int(time.time()) if asked.anew else asked.first, 0
     known = {(row["place"] == "engine on Ray", row["seed"]) for row in kept()}
     until, about = time.monotonic() + 60 * asked.minutes, {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
     for ray, play, count in ((False, local, asked.trials), (True, on_ray, asked.ray)):
-        seeds = [seed for seed in range(count) if (ray, seed) not in known]
+        seeds = [first + i for i in range(count) if (ray, first + i) not in known]
         for batch in (seeds[i : i + (1 if ray else BATCH)] for i in range(0, len(seeds), 1 if ray else BATCH)):
             if time.monotonic() > until:
                 break
@@ -114,9 +117,11 @@ def main() -> int:
                     found.append({**row, **about})
                     print(json.dumps(found[-1]), flush=True)
             found[-1]["left"] = session.found()  # of all of them
-            with KEPT.open("a") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in found))
-    return min(1, write())
+            wrong += sum(bool(row["wrong"] or row.get("left")) for row in found)
+            if not asked.anew:
+                with KEPT.open("a") as file:
+                    file.write("".join(json.dumps(row) + "\n" for row in found))
+    return min(1, wrong if asked.anew else write())
 
 
 if __name__ == "__main__":
