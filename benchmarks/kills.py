@@ -66,27 +66,39 @@ def commit() -> str:
 
 
 def add(recipe: str, way: str, scratch: Path, until: float, code: str) -> bool:
-    """Trials of one recipe, some more or until the time. Whether all went well."""
+    """Trials of one recipe, some more or until the time: forked ones, before which comes the first of the command line, or those of the command line
+    alone. Whether all went well."""
     place = scratch / recipe
     place.mkdir()
-    trials, well = Trials(recipe, place), True
-    for _ in range(CHUNK if way == "forked" else COMMANDS[recipe]):
+    trials = Trials(recipe, place)
+    first = ["command"] * (not killed(rows(), recipe, "command"))
+    ways = first + ["forked"] * CHUNK if way == "forked" else ["command"] * COMMANDS[recipe]
+    well = True
+    for each in ways:
         found = rows()
-        share = SHARES if way == "forked" else COMMANDS
-        if time.monotonic() > until or len(killed(found, recipe, way)) >= share[recipe]:
+        if time.monotonic() > until:
             break
-        seed = sum((row["recipe"], row["way"]) == (recipe, way) for row in found)
-        rng, began = Random(f"{recipe}/{way}/{seed}"), time.monotonic()
-        traps = [trials.drawn(rng, LATER if n else 1.0) for n in range(rng.choices(range(1, len(TRAPS) + 1), TRAPS)[0])]
-        made = trials.trial(f"trial-{seed}", traps) if way == "forked" else Command(trials).trial(f"command-{seed}", rng)
-        row = {"recipe": recipe, "way": way, "seed": seed, "commit": code, "date": time.strftime("%Y-%m-%d"), **made}
-        with LEDGER.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        points = ", then ".join(f"{kill['point']}{'' if kill['reached'] else ' (not reached)'}" for kill in made["kills"])
-        print(f"{recipe} {way} {seed}: {points}: {made['outcome']} ({time.monotonic() - began:.1f} s)", flush=True)
-        well &= made["outcome"] == "same"
-    shutil.rmtree(place, ignore_errors=well)
+        if len(killed(found, recipe, each)) < {"forked": SHARES, "command": COMMANDS}[each][recipe]:
+            well &= one(trials, each, sum((row["recipe"], row["way"]) == (recipe, each) for row in found), code)
+    if well:
+        shutil.rmtree(place)
     return well
+
+
+def one(trials: Trials, way: str, seed: int, code: str) -> bool:
+    """One trial, which is drawn by its seed, to the ledger. Whether it went well."""
+    rng, began = Random(f"{trials.recipe}/{way}/{seed}"), time.monotonic()
+    if way == "forked":
+        traps = [trials.drawn(rng, LATER if n else 1.0) for n in range(rng.choices(range(1, len(TRAPS) + 1), TRAPS)[0])]
+        made = trials.trial(f"trial-{seed}", traps)
+    else:
+        made = Command(trials).trial(f"command-{seed}", rng)
+    row = {"recipe": trials.recipe, "way": way, "seed": seed, "commit": code, "date": time.strftime("%Y-%m-%d"), **made}
+    with LEDGER.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    points = ", then ".join(f"{kill['point']}{'' if kill['reached'] else ' (not reached)'}" for kill in made["kills"])
+    print(f"{trials.recipe} {way} {seed}: {points}: {made['outcome']} ({time.monotonic() - began:.1f} s)", flush=True)
+    return made["outcome"] == "same"
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:

@@ -1,7 +1,10 @@
-"""Does it learn what it should, on every seed, and does it not where it must not? One small model (3 layers of 64), sequences of five digits, a minute
-a seed on one core. Writes results/learning.md; exits 1 where a bar is missed.
+"""Does it learn what it should, on every seed, and does it not where it must not? One small model (3 layers of 64), sequences of five digits, 15 minutes
+a seed on one core. Keeps each seed in results/learning.jsonl (one that stands there is not learned again: remove its row for that) and writes
+results/learning.md from it; exits 1 where a bar is missed or a seed is not there.
 
-    python benchmarks/learning.py [--seeds 0 1 2 3 4]
+    python benchmarks/learning.py [--seeds 0 1 …] [--minutes 60]
+
+After `--minutes` no further run is begun; the next call goes on from the runs that are done (runs/learning).
 
     base  half of the answers reverse the digits, half repeat them: SFT, from random weights
     RM    pairs of a right reversal and one with a wrong digit; held-out pair accuracy. Control: pairs the wrong way round
@@ -16,9 +19,9 @@ import json
 import math
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.compute.world import World  # noqa: E402
 from ptf.config import Job, loads  # noqa: E402
@@ -48,6 +51,8 @@ from ptf.train.deal import deal  # noqa: E402
 from ptf.train.trainer import load_model  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "learning.md"
+KEPT = RESULTS.with_suffix(".jsonl")
+SEEDS = range(10)
 DIGITS, TRAIN, HELD_OUT, WIDTH = 5, 30_000, 300, 128
 
 
@@ -79,11 +84,15 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return str(path)
 
 
+class Later(Exception):
+    """There is no time for another run."""
+
+
 class Seed:
     """Everything that is learned with one seed, in a directory of its own."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
-        self.place, self.seed = directory, seed
+    def __init__(self, directory: Path, seed: int, until: float) -> None:
+        self.place, self.seed, self.until = directory, seed, until
         rng = np.random.default_rng(seed)
         every = [f"{n:0{DIGITS}}" for n in rng.permutation(10**DIGITS).tolist()]
         self.prompts = [p for p in every if p != p[::-1]][: TRAIN + HELD_OUT]  # of the others the two answers are one
@@ -111,6 +120,11 @@ class Seed:
         return loads(yaml.safe_dump(raw | sections))
 
     def learn(self, job: Job, name: str) -> Path:
+        made = self.place / "runs" / name
+        if (made / "model" / "model.safetensors").exists():
+            return made
+        if time.monotonic() > self.until:
+            raise Later
         with contextlib.redirect_stdout(sys.stderr):
             return run(job, name)
 
@@ -161,7 +175,7 @@ class Seed:
 
     def taught(self, base: Path, chats: Mapping[str, Any]) -> dict[str, float]:
         shuffled = self.place / "shuffled"
-        shutil.copytree(base, shuffled)
+        shutil.copytree(base, shuffled, dirs_exist_ok=True)
         tensors = load_file(shuffled / "model.safetensors")
         tensors["lm_head.weight"] = tensors["lm_head.weight"][
             torch.randperm(len(tensors["lm_head.weight"]), generator=torch.Generator().manual_seed(self.seed))
@@ -181,24 +195,40 @@ class Seed:
         return found
 
 
+def kept() -> dict[int, dict[str, Any]]:
+    """Of each seed, what was found last, on which machine, when and by which commit."""
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    return dict(sorted({row["seed"]: row for row in rows}.items()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--minutes", type=float, default=math.inf)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[int, dict[str, float]] = {}
-    began = time.perf_counter()
-    for seed in asked.seeds:
-        with tempfile.TemporaryDirectory() as directory:
-            found[seed] = Seed(Path(directory), seed).everything()
-        print(json.dumps({"seed": seed, **found[seed]}), flush=True)
-    return write(found, " ".join(["benchmarks/learning.py", *sys.argv[1:]]), f"{time.perf_counter() - began:.0f} s in all")
+    until, of = time.monotonic() + 60 * asked.minutes, commit()
+    for seed in [seed for seed in asked.seeds if seed not in kept()]:
+        place = ROOT / "runs" / "learning" / f"seed-{seed}"
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            found = Seed(place, seed, until).everything()
+        except Later:
+            break
+        row = {"seed": seed, "found": found, "commit": of, "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
+        with KEPT.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+        shutil.rmtree(place)
+    return write()
 
 
-def write(found: Mapping[int, Mapping[str, float]], command: str, spent: str) -> int:
-    """The page; how many bars were missed, at most 1."""
+def write() -> int:
+    """The page, of all that is kept; how many bars were missed, at most 1. A seed that is not there misses its own."""
+    rows = kept()
+    found, missing = {seed: row["found"] for seed, row in rows.items()}, sorted(set(SEEDS) - rows.keys())
     lines = [f"| check | bar | {' | '.join(f'seed {seed}' for seed in found)} | |", "|---|---|" + "---|" * (len(found) + 1)]
-    missed = 0
+    missed = len(missing)
     for name, bar in BARS.items():
         met = [bar.met(metrics[name], metrics) for metrics in found.values()]
         missed += len(met) - sum(met)
@@ -206,15 +236,24 @@ def write(found: Mapping[int, Mapping[str, float]], command: str, spent: str) ->
         lines.append(f"| {name} | {bar.says} | {cells} | {sum(met)} of {len(met)} |")
     RESULTS.write_text(
         "# Learning checks\n\n"
-        f"Command: `python {command}` (`make learning`)  \nHardware: {cpu()}, one thread, no GPU  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}, {spent}\n\n"
-        "One Qwen3 shape of 3 layers of 64, untied, and sequences of five digits. `base`: SFT on answers of which half reverse the prompt, half repeat it.\n"
-        f"{TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; p is the mean probability of an answer, which is how\n"
-        "often it would be sampled. Rows named `the wrong way round` and `shuffled` are negative controls: the same runs with labels, or a teacher, from\n"
-        "which the task cannot be learned.\n\n" + "\n".join(lines) + "\n"
+        "Command: `python benchmarks/learning.py` (`make learning-spmd`)  \nHardware, date and commit: by seed, below; one thread, no GPU\n\n"
+        + (f"**Not learned yet: seeds {', '.join(map(str, missing))}**, for which there was no time.\n\n" if missing else "")
+        + "One Qwen3 shape of 3 layers of 64, untied, and sequences of five digits. `base`: SFT on answers of which half reverse the prompt,\n"
+        f"half repeat it. {TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; p is the mean probability of\n"
+        "an answer, which is how often it would be sampled. Rows named `the wrong way round` and `shuffled` are negative controls: the same\n"
+        "runs with labels, or a teacher, from which the task cannot be learned.\n\n" + "\n".join([*lines, "", origins(rows.values())]) + "\n"
     )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} missed")
     return 1 if missed else 0
+
+
+def origins(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Which seeds came from which commit, machine and day, a line each."""
+    seeds = defaultdict(set)
+    for row in rows:
+        seeds[row["date"], row["commit"], row["hardware"]].add(row["seed"])
+    said = lambda of: ", ".join(map(str, sorted(of)))  # noqa: E731
+    return "\n".join(f"* {date}, commit {of}, {machine}: seeds {said(each)}" for (date, of, machine), each in sorted(seeds.items()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Does on-policy training learn what it should, on every seed, and does it not where it must not? One small model (2 layers of 64), tasks of a few digits,
 our own decoder as the engine, everything in one process. Keeps what was found in results/learning_rl.jsonl, and writes results/learning_rl.md from
-it; exits 1 where a bar is missed.
+it; exits 1 where a bar is missed or a check was not made. What is kept of a check with its present settings is not made again (--again does).
 
-    python benchmarks/learning_rl.py [--seeds 0 1 2 3 4] [--only NAME …] [--processes 1]
+    python benchmarks/learning_rl.py [--seeds 0 1 …] [--only NAME …] [--processes 1] [--minutes 60] [--again]
 
     count      from random weights: the next four digits after one; reward: the share of them that is right
     reverse    six digits turned round, from a model that SFT was stopped on early; reward: an answer that is right
@@ -11,7 +11,9 @@ it; exits 1 where a bar is missed.
 
 import argparse
 import contextlib
+import fcntl
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -31,7 +33,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
 
-from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.learning import SEEDS, origins  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.config import loads  # noqa: E402
 from ptf.data.sample import Atom, Sample  # noqa: E402
@@ -247,14 +250,18 @@ STOPPED, TAUGHT = {"reverse": 60, "calculate": 40}, 400  # steps of SFT: of the 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), help="these checks alone; of the others, what is kept is what the page shows")
     parser.add_argument("--processes", type=int, default=1, help="seeds that are looked at side by side, one thread each")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further check is begun")
+    parser.add_argument("--again", action="store_true", help="also what is kept")
     wanted = parser.parse_args()
-    names = wanted.only or list(CHECKS)
+    until = time.time() + 60 * wanted.minutes
+    known = set() if wanted.again else {(row["check"], row["seed"]) for row in kept()}
+    names = {seed: [name for name in wanted.only or CHECKS if (name, seed) not in known] for seed in wanted.seeds}
+    seeds = [seed for seed in wanted.seeds if names[seed]]
     with ProcessPoolExecutor(wanted.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for seed, of in zip(wanted.seeds, pool.map(seed_alone, wanted.seeds, [names] * len(wanted.seeds)), strict=True):
-            keep([{"check": name, "seed": seed, **of[name]} for name in names])
+        list(pool.map(seed_alone, seeds, [names[seed] for seed in seeds], [until] * len(seeds)))
     missed = write()
     print(f"{missed} missed")
     return 1 if missed else 0
@@ -276,49 +283,57 @@ def kept() -> list[dict[str, Any]]:
 
 def keep(found: Sequence[Mapping[str, Any]]) -> None:
     """Replaces what there is of the same checks and seeds."""
-    new = [{**row, "settings": settings(row["check"]), "date": time.strftime("%Y-%m-%d")} for row in found]
+    about = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "hardware": cpu()}
+    new = [{**row, "settings": settings(row["check"]), **about} for row in found]
     known = {(row["check"], row["seed"]) for row in new}
-    rows = [row for row in kept() if (row["check"], row["seed"]) not in known] + new
-    rows.sort(key=lambda row: (list(CHECKS).index(row["check"]), row["seed"]))
-    write_rows(KEPT, rows)
+    lock = os.open(KEPT.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of processes side by side
+        rows = [row for row in kept() if (row["check"], row["seed"]) not in known] + new
+        rows.sort(key=lambda row: (list(CHECKS).index(row["check"]), row["seed"]))
+        write_rows(KEPT, rows)
+    finally:
+        os.close(lock)
 
 
-def seed_alone(seed: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Every check of one seed."""
+def seed_alone(seed: int, names: Sequence[str], until: float) -> None:
+    """These checks of one seed, each kept as soon as it was made; none is begun after `until`."""
     torch.set_num_threads(1)
-    found = {}
     with tempfile.TemporaryDirectory() as directory:
         made = Seed(Path(directory), seed)
         for name in names:
+            if time.time() > until:
+                return
             start = time.process_time()
-            found[name] = made.check(name, CHECKS[name])
-            print(json.dumps({"seed": seed, "check": name, **found[name], "cpu_s": round(time.process_time() - start, 1)}), flush=True)
-    return found
+            found = made.check(name, CHECKS[name])
+            keep([{"check": name, "seed": seed, **found}])
+            print(json.dumps({"seed": seed, "check": name, **found, "cpu_s": round(time.process_time() - start, 1)}), flush=True)
 
 
 def write() -> int:
     """The page, of all that is kept. Returns how many bars are missed; a check that was not made misses its own."""
     rows = kept()
-    seeds = sorted({row["seed"] for row in rows})
+    seeds = list(SEEDS)
     found = {name: [{row["seed"]: row for row in rows if row["check"] == name}.get(seed) for seed in seeds] for name in CHECKS}
+    missing = sum(one is None for of in found.values() for one in of)
     lines = [f"| check | task | bar | {' | '.join(f'seed {seed}' for seed in seeds)} | |", "|---|---|---|" + "---|" * (len(seeds) + 1)]
     for name, of in found.items():
         check = CHECKS[name]
         cells = " | ".join(shown(check.bar, one) if one else "not run" for one in of)
-        good = sum(one is not None and met(check.bar, one) for one in of)
-        lines.append(f"| {name} | {check.task} | {check.bar}, {check.steps} steps | {cells} | {good} of {len(of)} |")
+        good, made = sum(one is not None and met(check.bar, one) for one in of), sum(one is not None for one in of)
+        lines.append(f"| {name} | {check.task} | {check.bar}, {check.steps} steps | {cells} | {good} of {made} |")
     RESULTS.write_text(
         "# Learning checks of on-policy training\n\n"
-        f"Command: `python benchmarks/learning_rl.py` (part of `make learning`)  \n"
-        f"Hardware: {cpu()} for the cells that were run last, others were kept from runs before; one thread, no GPU  \n"
-        f"Date: {', '.join(sorted({row['date'] for row in rows}))}\n\n"
-        "One Qwen3 shape of 2 layers of 64, our own decoder as the engine; 32 prompts with 8 answers each in a step.\n\n"
+        "Command: `python benchmarks/learning_rl.py` (`make learning-rl`)  \nHardware, date and commit: by seed, below; one thread, no GPU\n\n"
+        + (f"**{missing} checks of {len(SEEDS)} seeds were not made yet**, for which there was no time: `not run`.\n\n" if missing else "")
+        +        "One Qwen3 shape of 2 layers of 64, our own decoder as the engine; 32 prompts with 8 answers each in a step.\n\n"
         "* `count`: from random weights, the next four digits after one; the reward is the share of them that is right.\n"
         "* `reverse`: six digits turned round, from a model that SFT was stopped on after "
         f"{STOPPED['reverse']} steps (80 before `SFT, then …`); the reward is 1 for the right answer. 200 held-out numbers.\n"
         f"* `calculate`: an agent that has to ask a calculator and to say what it answered, from SFT that was stopped after {STOPPED['calculate']} steps.\n\n"
         "`at step` is the first at which the mean reward of ten steps is 0.95; a reward by itself is the mean of the last ten steps; pass@1 is greedy, on\n"
-        "held-out prompts, at the end. `shuffled`: every prompt has another's targets. Controls must fail as their bar says.\n\n" + "\n".join(lines) + "\n"
+        "held-out prompts, at the end. `shuffled`: every prompt has another's targets. Controls must fail as their bar says.\n\n"
+        + "\n".join(lines) + "\n\n" + origins(rows) + "\n"
     )  # fmt: skip
     print(f"wrote {RESULTS.relative_to(ROOT)}")
     return sum(one is None or not met(CHECKS[name].bar, one) for name, of in found.items() for one in of)

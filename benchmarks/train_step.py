@@ -2,13 +2,12 @@
 the memory that a step adds, on the same rows from the same weights, so that the losses of every step must be the same.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
-    python benchmarks/train_step.py [--models small4 bigvocab] [--dtypes fp32 bf16] [--rounds 3]
+    python benchmarks/train_step.py [--models small4 bigvocab] [--dtypes fp32 bf16] [--rounds 3] [--minutes 7] [--anew]
 
 First one round of ptf and of every setting of the peers (`CELLS`), then further rounds of ptf and of the fastest peer,
 one after the other (A, B, A, B, …). Documents: log-normal lengths (median 180, p99 about 2,000, at most 2,048), the first
 40 % of each is prompt, packed into rows of 2,048; every step has documents of the same lengths with other tokens. Keeps
-what it finds of a model and dtype in results/train_step.jsonl (so parts may be run by themselves) and writes
-results/train_step.md from it.
+every round in results/train_step.jsonl, where the next call goes on, and writes results/train_step.md from it.
 """
 
 import argparse
@@ -115,44 +114,48 @@ def rate(one: dict[str, Any]) -> float:
     return sum(one["tokens"]) / sum(one["cpu_s"])
 
 
-def compared(name: str, dtype: str, rounds: int, train: dict[str, Any]) -> dict[str, Any]:
-    """Every setting once, the fastest peer and ptf `rounds` times. Raises AssertionError where the two did not do the same."""
+def kept(name: str, dtype: str) -> list[dict[str, Any]]:
+    """The rounds that were made of a model and a dtype."""
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    return [row for row in rows if (row["model"], row["dtype"]) == (name, dtype)]
+
+
+def planned(name: str, dtype: str, rounds: int) -> str | None:
+    """What comes next: ptf, every setting once, then ptf and the fastest peer by turns."""
+    made = [row["system"] for row in kept(name, dtype)]
+    cells = [cell for cell, how in CELLS.items() if how["pass"] <= ROWS[name] or not how["packed"]]
+    if missing := [system for system in ("ptf", *cells) if system not in made]:
+        return missing[0]
+    best = fastest(kept(name, dtype))
+    return min(("ptf", best), key=made.count) if min(made.count("ptf"), made.count(best)) < rounds else None
+
+
+def fastest(rows: list[dict[str, Any]]) -> str:
+    """Of the peers, each by its first round."""
+    first = {row["system"]: rate(row) for row in reversed(rows) if row["system"] != "ptf"}
+    return max(first, key=lambda system: first[system])
+
+
+def compared(name: str, dtype: str, rounds: int, train: dict[str, Any], until: float) -> None:
+    """The rounds that are missing, unless the time is over. Raises AssertionError where the two did not do the same."""
     from dpo_step import start
 
-    of = commit()
-    cells = {cell: how for cell, how in CELLS.items() if how["pass"] <= ROWS[name] or not how["packed"]}
+    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
     with tempfile.TemporaryDirectory() as directory:
         path, model = Path(directory) / "documents.npz", start(Path(directory), MODELS[name])
         documents(path, MODELS[name]["vocab_size"], ROWS[name], STEPS[name])
         given = {"model": model, "documents": str(path), "width": WIDTH, "rows": ROWS[name], "dtype": dtype, "steps": STEPS[name], "warmup": 1, "lr": LR}
-        found: dict[str, list[dict[str, Any]]] = {"ptf": [], **{cell: [] for cell in cells}}
-
-        def play(system: str) -> None:
-            one = given | ({"train": train} if system == "ptf" else cells[system])
-            made = round_of(system, one) if system == "ptf" else round_of(system, one, peer=cells[system]["script"])
-            found[system].append(made)
-            print(json.dumps({"model": name, "dtype": dtype, "system": system, "rate": round(rate(made)), **made}), flush=True)
-            first = found["ptf"][0]
+        while (system := planned(name, dtype, rounds)) and time.monotonic() < until:
+            cell = CELLS.get(system, {"train": train})
+            made = round_of(system, given | cell, peer=cell.get("script", TRL))
+            first = next((row for row in kept(name, dtype) if row["system"] == "ptf"), made)
             assert made["tokens"] == first["tokens"], "all count the same tokens"
             assert len(made["losses"]) == len(first["losses"]), "all have as many steps"
             assert max(abs(a - b) for a, b in zip(made["losses"], first["losses"], strict=True)) <= APART[dtype], "all have the same losses"
-
-        for system in found:
-            play(system)
-        best = max(cells, key=lambda cell: rate(found[cell][0]))
-        for _ in range(rounds - 1):
-            play("ptf")
-            play(best)
-    return {
-        "model": name,
-        "dtype": dtype,
-        "best": best,
-        "train": train,
-        "found": found,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": cpu(),
-    }
+            row = {"model": name, "dtype": dtype, "system": system, "rate": round(rate(made)), **made, **about}
+            print(json.dumps(row), flush=True)
+            with KEPT.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
@@ -163,16 +166,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no further round is begun")
+    parser.add_argument("--anew", action="store_true", help="forget the rounds that are kept")
     parser.add_argument("--train", type=json.loads, default={}, help="further keys of ptf's train section, as JSON")
     asked = parser.parse_args()
     if not PEER.exists():
         sys.exit("benchmarks/train_step.py needs the peer's environment: make peers")
+    if asked.anew:
+        KEPT.unlink(missing_ok=True)
+    until = time.monotonic() + 60 * asked.minutes
     for name in asked.models:
         for dtype in asked.dtypes:
-            row = compared(name, dtype, asked.rounds, asked.train)
-            with KEPT.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    write()
+            compared(name, dtype, asked.rounds, asked.train, until)
+    write(asked.rounds)
 
 
 def cell(rounds: list[dict[str, Any]]) -> str:
@@ -180,41 +186,50 @@ def cell(rounds: list[dict[str, Any]]) -> str:
     return f"{median(rates):,.0f}" + (f" ({min(rates):,.0f} – {max(rates):,.0f})" if len(rates) > 1 else "")
 
 
-def write() -> None:
-    """The page, of the newest comparison of each model and dtype."""
-    rows = {(row["model"], row["dtype"]): row for row in map(json.loads, KEPT.read_text().splitlines())}
-    order = [(name, dtype) for name in MODELS for dtype in APART if (name, dtype) in rows]
-    table, grid, slower = [], [], []
+def write(rounds: int) -> None:
+    """The page, of the rounds that are kept."""
+    order = [(name, dtype) for name in MODELS for dtype in APART if len({row["system"] for row in kept(name, dtype)}) > 1]
+    table, grid, slower, larger, unfinished, dates = [], [], [], [], [], set()
     for key in order:
-        row = rows[key]
-        found, best, name = row["found"], row["best"], f"{key[0]} | {key[1]}"
-        ratios = [rate(a) / rate(b) for a, b in zip(found["ptf"], found[best], strict=True)]
+        rows, name = kept(*key), f"{key[0]} | {key[1]}"
+        best = fastest(rows)
+        found = {system: [row for row in rows if row["system"] == system] for system in ("ptf", *CELLS)}
+        found = {system: of for system, of in found.items() if of}
+        dates |= {row["date"] for row in rows}
+        measured = ", ".join(sorted({f"{row['hardware']}, {row['commit']}" for row in rows}))
+        if planned(*key, rounds):
+            unfinished.append(" in ".join(key))
+        ratios = [rate(a) / rate(b) for a, b in zip(found["ptf"], found[best], strict=False)]
         added = {system: median(one["added_mib"] for one in found[system]) for system in ("ptf", best)}
         apart = max(abs(a - b) for of in found.values() for one in of for a, b in zip(one["losses"], found["ptf"][0]["losses"], strict=True))
         ratio = f"**{median(ratios):.2f}** ({min(ratios):.2f} – {max(ratios):.2f})"
         memory = f"{added['ptf']:.0f} / {added[best]:.0f} = {added['ptf'] / added[best]:.2f}"
-        table.append(
-            f"| {name} | {cell(found['ptf'])} | {best} | {cell(found[best])} | {ratio} | {memory} | {apart:.1e} | {row['hardware']}, {row['commit']} |"
-        )
+        table.append(f"| {name} | {cell(found['ptf'])} | {best} | {cell(found[best])} | {ratio} | {memory} | {apart:.1e} | {measured} |")
         if median(ratios) <= 1:
             slower.append(f"{key[0]} in {key[1]}: {best} is {1 / median(ratios):.2f} times as fast")
+        if added["ptf"] > added[best]:
+            larger.append(f"{' in '.join(key)} ({added['ptf']:,.0f} beside {added[best]:,.0f} MiB)")
         for system, of in {"ptf": found["ptf"][:1], **{cell: of[:1] for cell, of in found.items() if cell != "ptf"}}.items():
             attention = OURS if system == "ptf" else CELLS[system]["attention"]
             mark = " (the best)" if system == best else ""
             quicker = rate(of[0]) / rate(found["ptf"][0])
             grid.append(f"| {name} | {system}{mark} | {attention} | {cell(of)} | {quicker:.2f} | {of[0]['added_mib']:,.0f} |")
-    loses = "ptf loses here: " + "; ".join(slower) + ".\n\n" if slower else "On one thread of this CPU no setting of a peer is faster than ptf.\n\n"
-    memory = [
-        key for key in order for row in [rows[key]] for a, b in [[median(o["added_mib"] for o in row["found"][s]) for s in ("ptf", row["best"])]] if a > b
-    ]
-    if memory:
-        loses += "Its step adds more memory than that of the fastest peer in " + ", ".join(" ".join(key) for key in memory) + ".\n\n"
+    loses = (
+        "ptf loses here: " + "; ".join(slower) + ".\n\n"
+        if slower
+        else "On one thread of this CPU no setting of a peer is faster than ptf, of what was measured.\n\n"
+    )
+    if larger:
+        loses += f"ptf's step adds more memory than that of the fastest peer: {', '.join(larger)}.\n\n"
+    if unfinished or len(order) < len(MODELS) * len(APART):
+        left = [*unfinished, *(f"{name} in {dtype}" for name in MODELS for dtype in APART if (name, dtype) not in order)]
+        loses += f"Not all rounds were made yet: {', '.join(left)}.\n\n"
     bounds = " and ".join(f"{bound:g} in {dtype}" for dtype, bound in APART.items())
     RESULTS.write_text(
         "# The SFT step beside TRL and plain transformers\n\n"
         + loses
         + f"Command: `python benchmarks/train_step.py` (`make peers bench-train`)  \nHardware and commit: in each row; one thread, no GPU  \n"
-        f"Date: {', '.join(sorted({row['date'] for row in rows.values()}))}\n\n"
+        f"Date: {', '.join(sorted(dates))}\n\n"
         "Real tokens per CPU-second; of the peers, those of the setting that is fastest here. Interleaved rounds, each in a process of\n"
         "its own; median and range. The same rows in the same order from the same weights: packed documents of log-normal lengths\n"
         "(median 180, p99 about 2,000), the first 40 % prompt, rows of 2,048; fused AdamW, clip 1. The script asserts that all count\n"

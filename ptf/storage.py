@@ -72,6 +72,13 @@ def listing(uri: str) -> list[str]:
     return list(stamps(uri))
 
 
+def children(uri: str) -> list[str]:
+    """Names of the files and directories that lie directly in a directory; none where nothing is."""
+    files, path = _open(uri)
+    found = _asked(files, uri, lambda: files.ls(path, detail=False) if files.isdir(path) else [])
+    return sorted({name.rstrip("/").rpartition("/")[2] for name in found})
+
+
 STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_modified", "LastModified", "updated")  # as file systems call it
 
 

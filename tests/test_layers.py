@@ -52,7 +52,7 @@ PACKAGES = {
     "verl": ["ptf/compute/gang.py", "ptf/rl/verl_cluster.py"],
     "vllm": ["ptf/rl/vllm_engine.py"],
     "transformers": ["ptf/data/tokenizer.py", "ptf/model/bridge.py", "ptf/model/verify.py", "ptf/model/hf_backend.py"],
-    "pyarrow": ["ptf/data/blocks.py", "ptf/data/columnar.py", "ptf/data/jsonl.py", "ptf/data/tokenized.py"],
+    "pyarrow": ["ptf/data/blocks.py", "ptf/data/columnar.py", "ptf/data/jsonl.py", "ptf/data/token_file.py"],
     "fsspec": ["ptf/storage.py"],
     "s3fs": ["ptf/storage.py"],
     "pydantic": ["ptf/config/*", "ptf/recipes/on_policy.py", "ptf/recipes/*/knobs.py"],

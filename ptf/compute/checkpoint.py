@@ -158,15 +158,20 @@ class Checkpoints:
         return self.path(step)
 
     def commit(self, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest, then drop what is older than the newest `keep` and not the best. Raises LeaseLost, and writes nothing."""
+        """Write the manifest, then prune. Raises LeaseLost, and writes nothing."""
         with self.lease.commit():
             storage.finish(self.path(step), {"step": step, **manifest}, entries)
+        self.prune(step)
+
+    def prune(self, step: int) -> None:
+        """Drop what is older than the newest `keep` whole ones up to `step` and not the best, and what is left of those that were being dropped when a
+        process was killed. Raises LeaseLost."""
         done = [other for other in self._steps() if other <= step]  # what is newer is damaged, and will be written again
-        best = self.ranked()[:1]
-        for old in done[self.keep :]:
-            if old not in best:
-                self.lease.check()
-                storage.remove(self.path(old))
+        kept = {*done[: self.keep], *self.ranked()[:1]}
+        there = {int(name.removeprefix("step_")) for name in storage.children(self.root) if STEP.fullmatch(name)}
+        for old in sorted(other for other in there - kept if other <= step):
+            self.lease.check()
+            storage.remove(self.path(old))
 
     def best_whole(self) -> int | None:
         """The best checkpoint that verifies; None without `best`, or where none has the metric."""

@@ -7,11 +7,12 @@ hold one model together and see the same data, so data is dealt to, and sums are
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -82,21 +83,15 @@ class World:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def seed(self, *key: int) -> None:
+        """Torch's own generators in this process, by a key and by the data that this rank sees. ptf draws from generators that it makes; recipes and
+        components of a user may draw from torch's (dropout does), and repeat what they drew where the key is that of a step."""
+        torch.manual_seed(int(np.random.SeedSequence([*key, self.data_rank]).generate_state(1, np.uint64)[0]))
+
 
 def alone(world: World) -> World:
     """As if this rank were the only one."""
     return World(device=world.device, clock=world.clock)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Of torch's generators in this process: of no effect on what ptf itself does, which draws from keyed ones, but recipes may use them."""
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
-
-
-def set_random_state(device: torch.device, state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(torch.as_tensor(state["cpu"]))
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"]), device)
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:

@@ -4,13 +4,16 @@ The one idea: everything is aligned with *targets*. Position t of a row predicts
 of the token it predicts; the shift by one happens here and nowhere else.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ptf.data.documents import Documents
 from ptf.data.sample import Atom
 
 
@@ -32,42 +35,7 @@ class Batch:
     @staticmethod
     def of(rows: Sequence[Sequence[Atom]], width: int) -> "Batch":
         """Lay out rows of atoms, each at most `width` tokens in all."""
-        shape = (len(rows), width)
-        tokens, targets, positions = (np.zeros(shape, np.int64) for _ in range(3))
-        segments = np.full(shape, -1, np.int64)
-        weights = np.zeros(shape, np.float32)
-        streams: dict[str, np.ndarray] = {}
-        samples = [[sample for members in row for sample in members] for row in rows]
-        counts = [len(sample.tokens) for row in samples for sample in row]
-        ramp, first = np.arange(width), 0
-        for r, row in enumerate(samples):  # a row at a time: numpy's calls cost more than a short document's copies
-            if not row:
-                continue
-            lengths = np.array(counts[first : first + len(row)])
-            ends = np.cumsum(lengths)
-            n = int(ends[-1])
-            assert n <= width, f"row {r} holds {n} tokens, more than {width}"
-            tokens[r, :n] = ids = np.concatenate([sample.tokens for sample in row])
-            targets[r, : n - 1] = ids[1:]
-            weights[r, : n - 1] = np.concatenate([sample.weights for sample in row])[1:]
-            targets[r, ends - 1], weights[r, ends - 1] = 0, 0.0  # nothing follows the last token of a document
-            begins = np.array([sample.begins for sample in row])
-            np.subtract(ramp[:n], np.repeat(ends - lengths - begins, lengths), out=positions[r, :n])
-            segments[r, :n] = np.repeat(np.arange(first, first + len(row)), lengths)
-            for at, sample in zip((ends - lengths).tolist(), row, strict=True):
-                for name, values in sample.streams.items():
-                    if name not in streams:
-                        streams[name] = np.zeros(shape + values.shape[1:], values.dtype)
-                    streams[name][r, at : at + len(values) - 1] = values[1:]
-            first += len(row)
-        owners = [atom for atom, members in enumerate(members for row in rows for members in row) for _ in members]
-        sources = tuple(sample.source for row in samples for sample in row)
-        starts = tuple(sample.begins for row in samples for sample in row)
-        as_tensor = torch.from_numpy
-        return Batch(
-            as_tensor(tokens), as_tensor(targets), as_tensor(positions), as_tensor(segments), as_tensor(weights),
-            torch.tensor(owners, dtype=torch.int64), tuple(counts), starts, sources, {k: as_tensor(v) for k, v in streams.items()},
-        )  # fmt: skip
+        return laid_out(Documents.of(rows), width, max(1, len(rows)))[0]
 
     def to(self, device: torch.device) -> "Batch":
         if device.type == "cpu":
@@ -84,3 +52,114 @@ class Batch:
         index = self.segments.reshape(-1)
         out = torch.zeros(len(self.lengths) + 1, dtype=flat.dtype, device=flat.device)
         return out.index_add(0, index + 1, flat)[1:]  # padding (-1) falls into slot 0
+
+
+class Memory:
+    """Arrays that are used again once nobody holds what was made of them: to touch fresh memory first costs more than to lay out a row there."""
+
+    def __init__(self) -> None:
+        self._blocks: list[np.ndarray] = []
+
+    def block(self, n: int) -> np.ndarray:
+        """Of n bytes, with whatever is in them. Views of it hold it."""
+        self._blocks = [block for block in self._blocks if block.nbytes == n]
+        for i in range(len(self._blocks)):
+            if sys.getrefcount(self._blocks[i]) == HELD_HERE:
+                return self._blocks[i]
+        self._blocks.append(np.empty(n, np.uint8))
+        return self._blocks[-1]
+
+
+HELD_HERE = 2  # the list, and the argument of getrefcount
+
+
+def laid_out(documents: Documents, width: int, micro_rows: int, memory: Memory | None = None) -> list[Batch]:
+    """Rows of at most `width` tokens as batches of `micro_rows` (the last one may have fewer), of which each is a part of the same arrays: numpy's calls
+    cost more than a short document's copies, so all rows are laid out together. `memory` is where."""
+    rows = len(documents.rows)
+    counts = [*map(len, documents.tokens)]
+    lengths, behind = np.array(counts, np.int64), np.cumsum([0, *documents.rows])  # documents before each row, and all
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    filled = np.diff(ends[behind])
+    assert (filled <= width).all(), f"row {int(filled.argmax())} holds {int(filled.max(initial=0))} tokens, more than {width}"
+    starts = ends[:-1] + np.repeat(np.arange(rows) * width - ends[behind[:-1]], documents.rows)  # in the rows one after the other
+    cuts, pads = behind.tolist(), (width - filled).tolist()
+
+    made = _arrays(rows, width, memory or Memory())
+    np.concatenate(_padded(documents.tokens, cuts, pads, np.int32), out=made["tokens"].reshape(-1), casting="same_kind")
+    own = [documents.weights[start:end] for start, end in pairwise(ends[behind].tolist())]
+    np.concatenate(_padded(own, range(rows + 1), pads, np.float32), out=made["own"].reshape(-1), casting="same_kind")
+    made["targets"].reshape(-1)[:-1] = made["tokens"].reshape(-1)[1:]
+    last = starts + lengths - 1  # nothing follows the last token of a document, nor that of what is left of a row
+    made["targets"].reshape(-1)[last], made["weights"].reshape(-1)[last] = 0, 0.0
+    made["targets"][:, -1], made["weights"][:, -1] = 0, 0.0
+
+    streams = _streams(documents.streams, starts.tolist(), (rows, width)) if documents.streams else {}
+    atoms_behind, owners = np.cumsum([0, *documents.atoms]), np.repeat(np.arange(len(documents.owned)), documents.owned)
+    firsts = range(0, max(1, rows), micro_rows)  # row of each batch
+    in_batches = np.diff(behind[[*firsts, rows]])  # documents of each
+    numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
+    offsets = starts - np.array(documents.begins, np.int64) - np.repeat(np.array(firsts) * width, in_batches)
+    room = behind[1:] + np.arange(rows)  # what is left of a row lies behind its documents: a piece like those
+    pieces, numbers, offsets = _with(lengths, room, width - filled), _with(numbers, room, -1), _with(offsets, room, 0)
+    ramp = np.arange(micro_rows * width)
+    batches = []
+    for first in firsts:
+        end = min(first + micro_rows, rows)
+        start, stop = cuts[first], cuts[end]
+        piece = slice(start + first, stop + end)
+        made["segments"][first:end] = np.repeat(numbers[piece], pieces[piece]).reshape(-1, width)
+        begin = np.repeat(offsets[piece], pieces[piece])
+        np.subtract(ramp[: len(begin)], begin, out=made["positions"][first:end].reshape(-1))
+        for row in range(first, end):
+            if pads[row]:
+                made["positions"][row, width - pads[row] :] = 0
+        part = {name: torch.from_numpy(values[first:end]) for name, values in made.items() if name != "own"}
+        batches.append(
+            Batch(
+                **part, atoms=torch.from_numpy(owners[start:stop] - atoms_behind[first]), lengths=tuple(counts[start:stop]),
+                begins=tuple(documents.begins[start:stop]), sources=tuple(documents.sources[start:stop]),
+                streams={name: torch.from_numpy(values[first:end]) for name, values in streams.items()},
+            )
+        )  # fmt: skip
+    return batches
+
+
+def _arrays(rows: int, width: int, memory: Memory) -> dict[str, np.ndarray]:
+    """What a batch holds, not filled. `own` are the weights of the tokens themselves: `weights` is the same memory, one token on."""
+    n = rows * width
+    block = memory.block(4 * (8 * n) + 4 * (n + 1))
+    found = {name: block[i * 8 * n : (i + 1) * 8 * n].view(np.int64) for i, name in enumerate(("tokens", "targets", "positions", "segments"))}
+    loss = block[4 * (8 * n) :].view(np.float32)
+    return {name: values.reshape(rows, width) for name, values in {**found, "own": loss[:n], "weights": loss[1:]}.items()}
+
+
+def _padded(pieces: Sequence[np.ndarray], cuts: Sequence[int], pads: list[int], kind: type) -> list[np.ndarray]:
+    """The pieces of all rows one after the other, with zeros where a row has nothing more."""
+    zeros = np.zeros(max(pads, default=0), kind)
+    padded = [zeros[:0]]
+    for row, n in enumerate(pads):
+        padded += pieces[cuts[row] : cuts[row + 1]]
+        if n:
+            padded.append(zeros[:n])
+    return padded
+
+
+def _with(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> np.ndarray:
+    """The values with others among them, which then stand at `at`."""
+    found = np.empty(len(values) + len(at), np.int64)
+    others = np.ones(len(found), bool)
+    others[at] = False
+    found[at], found[others] = more, values
+    return found
+
+
+def _streams(carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Each as long as the rows, with zeros for documents that do not carry it."""
+    found: dict[str, np.ndarray] = {}
+    for at, streams in zip(starts, carried, strict=True):
+        for name, values in streams.items():
+            if name not in found:
+                found[name] = np.zeros((shape[0] * shape[1], *values.shape[1:]), values.dtype)
+            found[name][at : at + len(values) - 1] = values[1:]
+    return {name: values.reshape(*shape, *values.shape[1:]) for name, values in found.items()}

@@ -28,7 +28,7 @@ TooLong = Literal["error", "drop", "truncate", "split"]
 Row = Mapping[str, Any]
 Encode = Callable[[dict[str, Any], str], list[Atom]]  # (row, source name); an empty list skips the row
 SetAside = Callable[[BadRow, Mapping[str, int]], None]  # with the counts so far; raises UserError when they are too many
-COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated", "bad")
+COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated", "bad", "left_out")  # the last: rows without a sample
 VALUE = "value/"  # begins the streams of `values` of events
 FORM = 4  # of what encoders make of a row: another one is tokenized anew
 
@@ -306,6 +306,7 @@ class Encoder:
                 raise UserError(f"{place.where} (source {self._name}): {reason}") from (None if isinstance(e, UserError) else e)
             self.counts["rows"] += 1
             self.counts["bad"] += 1
+            self.counts["left_out"] += 1
             self._set_aside(BadRow(place.where, reason), self.counts)
             return []
         self.count(whole, kept)
@@ -326,4 +327,5 @@ class Encoder:
         self.counts["trained"] += sum(int((s.weights != 0).sum()) for atom in flat for s in atom)
         self.counts["whole"] += max(tokens, default=0)
         self.counts["dropped"] += sum(not atoms for atoms in kept)
+        self.counts["left_out"] += not flat
         self.counts["truncated"] += sum(bool(atoms) and atoms[0] is not atom for atoms, atom in zip(kept, whole, strict=True))

@@ -16,6 +16,11 @@ T_co = TypeVar("T_co", covariant=True)
 class Passing(Stream[T_co], Protocol[T_co]):
     """An endless stream that knows when it begins anew."""
 
+    @property
+    def sure(self) -> int:
+        """How many items may be taken before `passes` can be another."""
+        ...
+
     def passes(self) -> int | None:
         """How often everything in it has been yielded; None if nothing will ever come again."""
         ...
@@ -37,27 +42,54 @@ class Mixer(Generic[T]):
         self._ended: set[str] = set()  # had their epochs
         self._empty: set[str] = set()  # have nothing more
         self.taken: dict[str, float] = dict.fromkeys(streams, 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._left = self._open()
+        self._moved = list(self._streams)  # since it was looked at how often they have passed
+        self._sure = 0  # items that may be taken without a look, of the only stream that is left
 
     def __next__(self) -> T:
-        for name, stream in self._streams.items():
-            if name not in self._empty:
-                passes, epochs = stream.passes(), self._epochs.get(name)
-                if passes is None:
-                    self._empty.add(name)
-                if passes is None or (epochs is not None and passes >= epochs):
-                    self._ended.add(name)
-        left = [name for name in self._streams if name not in self._ended]
-        if not left or (self._exhausted == "stop" and self._ended - self._empty):
-            raise StopIteration
-        if self._exhausted == "repeat":
-            left = [name for name in self._streams if name not in self._empty]
-        name = left[0]
-        if len(left) > 1:
+        if self._sure:
+            self._sure -= 1
+            return self._take(self._left[0])
+        self._look()
+        left = self._left
+        if len(left) == 1:
+            item = self._take(left[0])
+            self._moved, self._sure = left, self._streams[left[0]].sure
+            return item
+        if left:
             shares, n = sum(self._shares[name] for name in left), sum(self.taken[name] for name in left) + 1
             name = max(left, key=lambda name: self._shares[name] / shares * n + self._ahead[name] - self.taken[name])  # ties: the first declared
+        else:
+            raise StopIteration
+        self._moved = [name]
+        return self._take(name)
+
+    def _take(self, name: str) -> T:
         item = next(self._streams[name])
         self.taken[name] += 1 if self._size is None else self._size(item)
         return item
+
+    def _look(self) -> None:
+        """Whether a stream of which something was taken has had its epochs, or has nothing more; and which are left to take from."""
+        for name in self._moved:
+            if name not in self._empty:
+                passes, epochs = self._streams[name].passes(), self._epochs.get(name)
+                if passes is None or (epochs is not None and passes >= epochs):
+                    self._ended.add(name)
+                    if passes is None:
+                        self._empty.add(name)
+                    self._left = self._open()
+        self._moved = []
+
+    def _open(self) -> list[str]:
+        """The streams that may be taken from; none where the mixture has ended."""
+        left = [name for name in self._streams if name not in self._ended]
+        if not left or (self._exhausted == "stop" and self._ended - self._empty):
+            return []
+        return [name for name in self._streams if name not in self._empty] if self._exhausted == "repeat" else left
 
     def state_dict(self) -> dict[str, Any]:
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
@@ -68,3 +100,4 @@ class Mixer(Generic[T]):
         self._ended, self._empty = set(state["ended"]), set(state["empty"])
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])
+        self._begin()

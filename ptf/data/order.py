@@ -9,7 +9,7 @@ Both are pure functions of (files, seed, epoch, lane), and give every row to one
 has one more row than others for k < R mod lanes, so over any number of epochs the lanes' totals differ by one row at most.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -174,6 +174,33 @@ def changed(reader: Reader, file: int) -> UserError:
     return UserError(f"{reader.uris[file]} has other rows than when they were counted or stored: data files must not change while a run reads them")
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Run:
+    """Rows of one epoch that a lane reads one after the other, of blocks that are open all the while."""
+
+    epoch: int
+    heads: list[list[Any]]  # as of Ranges, before the first row; none is changed
+    order: np.ndarray  # [rows] int64: which of them each row is of; the rows of a head are ascending
+    before: dict[str, Any]  # the state of the lane before the first row
+
+    def counts(self, n: int) -> list[int]:
+        """Of each head, its rows among the first n."""
+        return np.bincount(self.order[:n], minlength=len(self.heads)).tolist()
+
+    def state(self, n: int) -> dict[str, Any]:
+        """Of the lane, behind the first n rows."""
+        return self.before | {"taken": self.before["taken"] + n, "heads": [head[:2] for head in self.left(n)]}
+
+    def left(self, n: int) -> list[list[Any]]:
+        """The heads behind the first n rows; with the last row of a run one may have come to its end."""
+        heads = [[head[0], head[1] + taken, *head[2:]] for head, taken in zip(self.heads, self.counts(n), strict=True)]
+        ended = next((h for h, head in enumerate(heads) if head[1] == head[2]), None)
+        if ended is not None:
+            heads[ended] = heads[-1]
+            heads.pop()
+        return heads
+
+
 class Ranges(_Lane):
     """Blocks permuted, each lane a range of the rows in that order, several blocks of it side by side."""
 
@@ -191,16 +218,7 @@ class Ranges(_Lane):
         self._draw = Draws(f"{self._ordered.key}/heads/{epoch}/{self._lane}")
 
     def __next__(self) -> Place:
-        heads = self._heads
-        while self._opened == len(self._pieces) and not heads:
-            self._begin(self._epoch + 1)
-            heads = self._heads
-        more = self._opened < len(self._pieces)
-        if more and len(heads) < self._most:
-            while self._opened < len(self._pieces) and len(heads) < self._wanted():
-                heads.append(self._open(self._opened, None))
-                self._opened += 1
-            more = self._opened < len(self._pieces)
+        heads, more = self._open_wanted()
         h, n = 0, len(heads)
         if n > 1:
             number = self._draw(self._taken)
@@ -218,6 +236,52 @@ class Ranges(_Lane):
             heads[h] = heads[-1]
             heads.pop()
         return Place(head[3], row, self._reader.uris[head[5]], head[4], self._epoch, head[5], head[6])
+
+    def _open_wanted(self) -> tuple[list[list[Any]], bool]:
+        """The heads, of which there is one at least, and whether further blocks will be opened."""
+        while self._opened == len(self._pieces) and not self._heads:
+            self._begin(self._epoch + 1)
+        heads = self._heads
+        if len(heads) < self._most:
+            while self._opened < len(self._pieces) and len(heads) < self._wanted():
+                heads.append(self._open(self._opened, None))
+                self._opened += 1
+        return heads, self._opened < len(self._pieces)
+
+    def run(self, most: int, ready: Callable[[Block], bool]) -> Run | None:
+        """The next rows, at most so many, as `__next__` would give them one by one. None, and nothing is taken, where an open block is not `ready`."""
+        heads, more = self._open_wanted()
+        if not all(ready(head[3]) for head in heads):
+            return None
+        if more and len(heads) < self._most:  # until the next block is opened beside them
+            most = min(most, self._window + GAP * (len(heads) - BEGIN + 1) - self._taken)
+        order = self._drawn(heads, most, more)
+        run = Run(self._epoch, heads, order, self.state_dict())
+        self._heads, self._taken = run.left(len(order)), self._taken + len(order)
+        return run
+
+    def _drawn(self, heads: list[list[Any]], most: int, more: bool) -> np.ndarray:
+        """Which heads the next rows are of, at most so many, until one comes to its end."""
+        n, left = len(heads), [head[2] - head[1] for head in heads]
+        if n == 1:
+            return np.zeros(min(most, left[0]), np.int64)
+        numbers = self._draw.some(self._taken, most)
+        if more:
+            order = (numbers % np.uint64(n)).astype(np.int64)
+            if any(count >= room for count, room in zip(np.bincount(order, minlength=n).tolist(), left, strict=True)):
+                ends = [at[room - 1] for h, room in enumerate(left) if len(at := np.flatnonzero(order == h)) >= room]
+                order = order[: min(ends) + 1]
+            return order
+        total, drawn = sum(left), []
+        for number in numbers.tolist():
+            number, h = number % total, 0
+            while (number := number - left[h]) >= 0:
+                h += 1
+            drawn.append(h)
+            total, left[h] = total - 1, left[h] - 1
+            if not left[h]:
+                break
+        return np.array(drawn, np.int64)
 
     def _wanted(self) -> int:
         """Blocks to have open. At the start few: nothing is trained before the lane's windows are full."""

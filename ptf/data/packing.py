@@ -5,7 +5,6 @@ The one idea: the lengths in the look-ahead window are the bits of one integer. 
 starts the next row, so none waits longer than `lookahead` rows.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -32,46 +31,48 @@ class Packer(Generic[T]):
     def _clear(self) -> None:
         self._window: dict[int, tuple[T, int]] = {}  # by number of arrival, oldest first, with its length
         self._arrivals = 0
-        self._ages: dict[int, deque[int]] = {}  # by length, of those that are there; oldest first
+        self._ages: dict[int, list[int]] = {}  # by length, of those that are there; oldest first
         self._bits = 0  # bit n: an atom of n tokens is there
         self._mirror = 0  # bit seq_len - n: the same, read backwards
 
-    def _add(self, atom: T) -> None:
-        n = self._size(atom)
-        if n > self._seq_len:
-            raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {self._seq_len}")
-        self._window[self._arrivals] = atom, n
-        ages = self._ages.get(n)
-        if ages is None:
-            ages = self._ages[n] = deque()
-            self._bits |= 1 << n
-            self._mirror |= 1 << (self._seq_len - n)
-        ages.append(self._arrivals)
-        self._arrivals += 1
+    def _admit(self, atoms: Iterator[T] | Stream[T], most: int) -> None:
+        """Until so many are there."""
+        window, ages, size, seq_len = self._window, self._ages, self._size, self._seq_len
+        while len(window) < most:
+            try:
+                atom = next(atoms)
+            except StopIteration:
+                return
+            n, number = size(atom), self._arrivals
+            if n > seq_len:
+                raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {seq_len}")
+            window[number] = atom, n
+            if n in ages:
+                ages[n].append(number)
+            else:
+                ages[n] = [number]
+                self._bits |= 1 << n
+                self._mirror |= 1 << (seq_len - n)
+            self._arrivals = number + 1
 
     def _take(self, n: int) -> T:
         """The oldest atom of n tokens."""
         ages = self._ages[n]
-        number = ages.popleft()
-        if not ages:
-            del self._ages[n]
-            self._bits ^= 1 << n
-            self._mirror ^= 1 << (self._seq_len - n)
-        return self._window.pop(number)[0]
-
-    def _refill(self) -> None:
-        while len(self._window) < self._lookahead:
-            try:
-                self._add(next(self._atoms))
-            except StopIteration:
-                return
+        if len(ages) > 1:
+            return self._window.pop(ages.pop(0))[0]
+        del self._ages[n]
+        self._bits ^= 1 << n
+        self._mirror ^= 1 << (self._seq_len - n)
+        return self._window.pop(ages[0])[0]
 
     def _choose(self, room: int) -> int:
         """Length of the next atom of a row with `room` tokens left; -1 where none fits."""
-        fits = self._bits & ((2 << room) - 1)
+        if room in self._ages:
+            return room
+        fits = self._bits & ((1 << room) - 1)
         best = fits.bit_length() - 1
-        if best == room or best < 0:
-            return best
+        if best < 0:
+            return -1
         pairs = fits & (self._mirror >> (self._seq_len - room))  # n is there, and so is room - n
         half = room >> 1
         if pairs and room == 2 * half and pairs >> half & 1 and len(self._ages[half]) < 2:
@@ -82,26 +83,30 @@ class Packer(Generic[T]):
         return self
 
     def __next__(self) -> list[T]:
-        self._refill()
-        if not self._window:
+        window, lookahead, atoms = self._window, self._lookahead, self._atoms
+        self._admit(atoms, lookahead)
+        if not window:
             raise StopIteration
-        n = next(iter(self._window.values()))[1]
+        n = next(iter(window.values()))[1]
         row, room = [], self._seq_len
         while n >= 0:
             row.append(self._take(n))
             room -= n
-            self._refill()
+            self._admit(atoms, lookahead)
             n = self._choose(room) if room else -1
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window": Later(tuple(atom for atom, _ in self._window.values()), self._dump), "atoms": self._atoms.state_dict()}  # type: ignore[union-attr]
+        return {"window": Later(tuple(self._window.values()), self._dump_window), "atoms": self._atoms.state_dict()}  # type: ignore[union-attr]
+
+    def _dump_window(self, window: Sequence[tuple[T, int]]) -> Any:
+        return self._dump([atom for atom, _ in window])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._clear()
         self._atoms.load_state_dict(state["atoms"])  # type: ignore[union-attr]
-        for atom in self._load(state["window"]):
-            self._add(atom)
+        held = self._load(state["window"])
+        self._admit(iter(held), len(held))
 
 
 def idle(rows: Sequence[Sequence[Atom]]) -> Atom:

@@ -19,6 +19,7 @@ from ptf.data.packing import pack_all
 from ptf.data.pipeline import Lanes, Prompts, rows_of
 from ptf.data.sample import Atom, length
 from ptf.data.sources import Place, rows_once
+from ptf.data.token_file import hollow
 
 FEW_ROWS = 100_000  # that are not tokenized and are encoded for an exact number
 FEW_SAMPLES = 2_000_000  # of a run that are packed for one
@@ -92,7 +93,7 @@ class _Once:
         key = row.file, row.number, row.row
         if key not in self._lengths:
             self._lengths[key] = tuple(map(length, self._encoder(row)))
-        return [tokenized.hollow(n) for n in self._lengths[key]]
+        return [hollow(n) for n in self._lengths[key]]
 
 
 def part(lanes: Lanes, served: range, rows: int | None) -> Part:
@@ -118,10 +119,10 @@ def part(lanes: Lanes, served: range, rows: int | None) -> Part:
     return Part(ends, found, complete)
 
 
-def is_few(lanes: Lanes) -> bool:
-    """Whether an exact number is worth encoding what it takes."""
+def is_few(lanes: Lanes, few: int | None = None) -> bool:
+    """Whether an exact number is worth encoding what it takes; `few` rows (FEW_ROWS) are."""
     rows = [lanes.rows(name) for name, spec in lanes.sources.items() if spec.kind != "tokenized"]
-    return all(n is not None for n in rows) and sum(n or 0 for n in rows) <= FEW_ROWS
+    return all(n is not None for n in rows) and sum(n or 0 for n in rows) <= (FEW_ROWS if few is None else few)
 
 
 def planned(
@@ -169,7 +170,7 @@ def estimated(lanes: Lanes, rows: int, steps: int | None) -> Planned:
     looked = {name: list(_looked(lanes, name)) for name in lanes.sources}
     per_row = {name: _mean([sum(row) for row in found]) for name, found in looked.items()}  # tokens in a row of the source, and how far off that may be
     per_sample = {name: _mean([n for row in found for n in row])[0] or 1.0 for name, found in looked.items()}
-    flat = [tokenized.hollow(n) for found in looked.values() for row in found for n in row]
+    flat = [hollow(n) for found in looked.values() for row in found for n in row]
     order = np.random.default_rng(0).permutation(len(flat))
     packed = pack_all((flat[i] for i in order), lanes.seq_len, lanes.lookahead)
     full = packed[: max(1, len(packed) - lanes.lookahead // 4)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -18,12 +18,13 @@ from ptf.data import tokenized
 from ptf.data.baskets import redrawn
 from ptf.data.blocks import Location, Reader, Row
 from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong, encode_prompt
+from ptf.data.items import ROWS, SOURCE, Item, atoms_of, behind, epoch_of, items_of, length_of, place_of, rows_in, stored_items
 from ptf.data.kinds import found_out, shaped
 from ptf.data.mixer import Mixer
-from ptf.data.order import ORDER, LaneSource, Ordered
+from ptf.data.order import ORDER, LaneSource, Ordered, Ranges, Run
 from ptf.data.packing import Packer
 from ptf.data.quarantine import FAULTS, Quarantine, reason_of
-from ptf.data.sample import Atom, length
+from ptf.data.sample import Atom
 from ptf.data.sources import Place, SourceSpec, rows_once
 from ptf.data.stream import Later, Shuffle, Stream, randint, settle
 from ptf.data.tokenizer import Tokenizer
@@ -31,22 +32,36 @@ from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 
 
-class Item(NamedTuple):
-    """A sample on its way, and where it was read."""
+@dataclass(frozen=True, eq=False, slots=True)
+class ItemRun:
+    """Items of one epoch that follow each other in a lane of tokenized rows, and the state of `Encoded` behind any of them."""
 
-    atom: Atom
-    source: str
-    place: tuple[int, int, int, int, int, int]  # epoch, file, block, row; which of the row's atoms; rows without any that came before it
-    rows: float  # that it stands for: those and its share of its own
+    items: list[Item]
     epoch: int
+    rows: Run
+    ends: list[int] | None  # how many of the rows are read when each item is taken; None: one a row
+    counts: np.ndarray  # [rows + 1, len(COUNTS)] int64: of the encoder, behind so many rows
+    before: dict[str, Any]  # state without `source` and `counts`, before the first
 
-    @property
-    def mark(self) -> int:
-        """By which a sample that is read again is known for the same."""
-        crc = 0
-        for sample in self.atom:
-            crc = zlib.crc32(np.ascontiguousarray(sample.tokens).data, crc)
-        return crc
+    def state(self, n: int) -> dict[str, Any]:
+        """Behind the first n items."""
+        rows = self._read(n)
+        pending = () if self.ends is None else tuple(self.items[k] for k in range(len(self.items) - 1, n - 1, -1) if self.ends[k] == rows)
+        taken = {"without": 0, "found": self.epoch} if n else {}
+        return self.before | {"source": self.rows.state(rows), "counts": self.counted(n), "pending": Later(pending, dump)} | taken
+
+    def counted(self, n: int) -> dict[str, int]:
+        """By the encoder, behind the first n items."""
+        return dict(zip(COUNTS, self.counts[self._read(n)].tolist(), strict=True))
+
+    def _read(self, n: int) -> int:
+        """Rows, to take the first n items."""
+        return n if self.ends is None or not n else self.ends[n - 1]
+
+
+def dump(items: Sequence[Item]) -> np.ndarray:
+    """Places and marks. [items, 7] int32"""
+    return np.array([place_of(item) for item in items], np.int32).reshape(-1, 7)
 
 
 class Encoded:
@@ -60,7 +75,6 @@ class Encoded:
         self._pending: list[Item] = []  # the next one last
         self._without = 0  # rows without a sample since the last that had one
         self._found = 0  # the epoch of that one
-        self._left_out = 0  # rows without a sample, in all
         self._ended = False
 
     def __next__(self) -> Item:
@@ -72,39 +86,76 @@ class Encoded:
                 if not self._somewhere():
                     raise UserError(f"no row of {self._source.path} left a sample to train on: {self._encoder.counts}")
                 self._ended = True
-            self._pending = self._items(row, self._encoder(row), self._without)
+            self._pending = self._items(row, self._encoder(row), self._without)[::-1]
             self._without = 0 if self._pending else self._without + 1
-            self._left_out += not self._pending
             if self._pending:
                 self._found = row.epoch
         return self._pending.pop()
 
     def _items(self, row: Place, atoms: Sequence[Atom], without: int) -> list[Item]:
-        """The last one first."""
-        made, n, epoch = [], len(atoms), row.epoch
-        for i in range(n - 1, -1, -1):
-            before = 0 if i else without
-            place = epoch, row.file, row.number, row.row, i, before
-            atom = atoms[i] if self._reorder is None else redrawn(atoms[i], f"{self._reorder}/{place[:5]}")
-            made.append(Item(atom, self._name, place, before + 1 / n, epoch))
-        return made
+        if self._reorder is not None:
+            atoms = [redrawn(atom, f"{self._reorder}/{(row.epoch, row.file, row.number, row.row, i)}") for i, atom in enumerate(atoms)]
+        return items_of(atoms, self._name, row.epoch, (row.file, row.number), row.row, without)
+
+    def run(self, most: int) -> ItemRun | None:
+        """What `__next__` would give of the next rows, at most so many, without the cost of each row by itself. None where it has to be asked."""
+        encoder = self._encoder
+        if self._without or self._pending or self._ended or self._reorder or not isinstance(encoder, tokenized.Decoder) or not isinstance(self._source, Ranges):
+            return None
+        rows = self._source.run(most, encoder.fits)
+        if rows is None:
+            return None
+        before = {"without": self._without, "found": self._found, "ended": False}
+        given, told = [], []
+        ends: list[int] | None = None
+        for head, n in zip(rows.heads, rows.counts(len(rows.order)), strict=True):
+            block, first, at = head[3], head[1], (head[5], head[6])
+            told.append(block.told[first : first + n])
+            if block.simple(first, first + n):
+                given.append(iter(stored_items(block, first, first + n, self._name, rows.epoch, at)))
+            else:
+                ends = []
+                given.append(iter([items_of(block.atoms(i), self._name, rows.epoch, at, i, 0) for i in range(first, first + n)]))
+        made: list[Any] = list(map(next, map(given.__getitem__, rows.order.tolist())))
+        counts = encoder.counted(np.concatenate(told)[_in_turn(rows.order)])
+        if ends is not None:
+            made, ends = self._flat(made)
+        if made:
+            self._found = rows.epoch
+        encoder.counts = dict(zip(COUNTS, counts[-1].tolist(), strict=True))
+        return ItemRun(made, rows.epoch, rows, ends, counts, before)
+
+    def _flat(self, rows: Sequence[Any]) -> tuple[list[Item], list[int]]:
+        """The items of rows, each of which is an item or a list of them; and how many rows end with each."""
+        made: list[Item] = []
+        ends: list[int] = []
+        for i, row in enumerate(rows):
+            if isinstance(row, tuple):
+                row = [row]
+            if not row:
+                self._without += 1
+                continue
+            if self._without:
+                row = [behind(row[0], self._without), *row[1:]]
+                self._without = 0
+            made += row
+            ends += [i + 1] * len(row)
+        return made, ends
 
     def counts(self) -> Mapping[str, int]:
-        """What the encoder counts, and `left_out`: rows that left no sample, here or when they were tokenized."""
-        return self._encoder.counts | {"left_out": self._left_out}
+        return self._encoder.counts
 
     def dump(self, items: Sequence[Item]) -> np.ndarray:
-        """Places and marks. [items, 7] int32"""
-        return np.array([(*item.place, item.mark - (1 << 31)) for item in items], np.int32).reshape(-1, 7)
+        return dump(items)
 
     def load(self, places: np.ndarray) -> list[Item]:
         """The samples of places, read again: every block once. Raises UserError where another sample is there."""
         found: dict[tuple[int, ...], Item] = {}
         for key in sorted({tuple(place) for place in places.tolist()}):
-            epoch, file, number, row, i, without, mark = key
+            epoch, file, number, row, i, without, _ = key
             at = self._source.at(file, number, row, epoch)
-            items = self._items(at, self._again(at), without)[::-1]
-            if i >= len(items) or items[i].mark - (1 << 31) != mark:
+            items = self._items(at, self._again(at), without)
+            if i >= len(items) or place_of(items[i]) != key:
                 raise UserError(f"{at.where} is not what it was when the checkpoint was written: training cannot continue where it stopped")
             found[key] = items[i]
         return [found[tuple(place)] for place in places.tolist()]
@@ -112,41 +163,56 @@ class Encoded:
     def state_dict(self) -> dict[str, Any]:
         return {
             "source": self._source.state_dict(), "counts": dict(self._encoder.counts), "pending": Later(tuple(self._pending), self.dump),
-            "without": self._without, "found": self._found, "ended": self._ended, "left_out": self._left_out,
+            "without": self._without, "found": self._found, "ended": self._ended,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state["source"])
-        self._encoder.counts = {key: int(state["counts"][key]) for key in COUNTS}
+        self._encoder.counts = {key: int(state["counts"].get(key, 0)) for key in COUNTS}  # an earlier version counted fewer things
         self._without, self._found, self._ended = int(state["without"]), int(state["found"]), bool(state["ended"])
-        self._left_out = int(state.get("left_out", 0))  # of a checkpoint that did not count them
         self._pending = self.load(state["pending"])
+
+
+def _in_turn(order: np.ndarray) -> np.ndarray:
+    """Where in the heads' rows, one head after the other, the rows lie that are read in this order of heads. [rows] int64"""
+    at = np.empty(len(order), np.int64)
+    at[np.argsort(order, kind="stable")] = np.arange(len(order))
+    return at
 
 
 class Lane:
     """Stream[list[Atom]]: a lane's packed rows, and what its encoders counted."""
 
-    def __init__(self, encoded: Mapping[str, Encoded], items: Stream[Item], seq_len: int, lookahead: int):
-        self._encoded, self._names = encoded, list(encoded)
-        self._packer = Packer(items, seq_len, lookahead, lambda item: length(item.atom), self._dump, self._load)
+    def __init__(self, encoded: Mapping[str, Encoded], shuffled: Mapping[str, Shuffle[Item]], items: Stream[Item], seq_len: int, lookahead: int):
+        """`items` are those of `shuffled`, mixed, and those of each are a source's as `encoded`."""
+        self._encoded, self._shuffled, self._names = encoded, shuffled, list(encoded)
+        self._packer = Packer(items, seq_len, lookahead, length_of, self._dump, self._load)
         self.passed = dict.fromkeys(encoded, 0.0)  # rows of each source that are in the packed rows so far; of no state
 
     def __iter__(self) -> "Lane":
         return self
 
     def __next__(self) -> list[Atom]:
-        row = next(self._packer)
+        return atoms_of([self.row()])[0]
+
+    def row(self) -> list[Item]:
+        """The next row, of which `atoms_of` makes the atoms; of many rows at once for less."""
+        row, passed = next(self._packer), self.passed
         for item in row:
-            self.passed[item.source] += item.rows
-        return [item.atom for item in row]
+            passed[item[SOURCE]] += item[ROWS]
+        return row
 
     def counts(self) -> Mapping[str, int]:
-        each = [encoded.counts() for encoded in self._encoded.values()]
-        return {key: sum(counts[key] for counts in each) for key in (*COUNTS, "left_out")}
+        found = [self._counted(name) for name in self._names]
+        return found[0] if len(found) == 1 else {key: sum(counts[key] for counts in found) for key in COUNTS}
+
+    def _counted(self, name: str) -> Mapping[str, int]:
+        run, n = self._shuffled[name].taken
+        return self._encoded[name].counts() if run is None else cast(ItemRun, run).counted(n)
 
     def _dump(self, items: Sequence[Item]) -> dict[str, Any]:
-        places = {name: encoded.dump([item for item in items if item.source == name]) for name, encoded in self._encoded.items()}
-        return {"sources": [self._names.index(item.source) for item in items], "places": places}
+        places = {name: encoded.dump([item for item in items if item[SOURCE] == name]) for name, encoded in self._encoded.items()}
+        return {"sources": [self._names.index(item[SOURCE]) for item in items], "places": places}
 
     def _load(self, state: Mapping[str, Any]) -> list[Item]:
         items = {name: iter(encoded.load(state["places"][name])) for name, encoded in self._encoded.items()}
@@ -175,6 +241,7 @@ class Mixture:
     temperature: float = 1.0
     by: Literal["samples", "tokens"] = "samples"
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
+    stands_for: Callable[[Any], float] = rows_in  # rows of the source
 
     @property
     def weighted(self) -> bool:
@@ -207,10 +274,10 @@ class Mixture:
 
     def mixed(self, streams: Mapping[str, Shuffle[Item]], shares: Mapping[str, float], lane: int) -> Mixer[Item]:
         """What a lane reads of them."""
-        size = (lambda item: length(item.atom)) if self.by == "tokens" else None
+        size = length_of if self.by == "tokens" else None
         epochs = {name: spec.epochs for name, spec in self.sources.items()}
         ahead = {name: randint(f"mix/{self.seed}/{lane}/{name}", 0, 1 << 20) / (1 << 20) for name in streams}
-        return Mixer(streams, shares, size=size if self.weighted else attrgetter("rows"), exhausted=self.ends, epochs=epochs, ahead=ahead)
+        return Mixer(streams, shares, size=size if self.weighted else self.stands_for, exhausted=self.ends, epochs=epochs, ahead=ahead)
 
 
 def rows_of(name: str, spec: SourceSpec, found: int | None) -> int | None:
@@ -249,8 +316,8 @@ class Lanes:
         encoded, shuffled = {}, {}
         for name in self.sources:
             encoded[name] = each = self._encoded(name, lane)
-            shuffled[name] = Shuffle(each, self.shuffle, f"shuffle/{self.seed}/{lane}/{name}", attrgetter("epoch"), each.dump, each.load)
-        return Lane(encoded, self.mixture.mixed(shuffled, self.shares, lane), self.seq_len, self.lookahead)
+            shuffled[name] = Shuffle(each, self.shuffle, f"shuffle/{self.seed}/{lane}/{name}", epoch_of, each.dump, each.load)
+        return Lane(encoded, shuffled, self.mixture.mixed(shuffled, self.shares, lane), self.seq_len, self.lookahead)
 
     @cached_property
     def mixture(self) -> Mixture:
@@ -403,7 +470,7 @@ class Prompts:
         for name, ordered in self.orders.items():
             texts = _Texts(name, ordered.lane(0, shuffle))
             streams[name] = Shuffle(texts, shuffle, f"prompts/{seed}/{name}", attrgetter("epoch"), texts.dump, texts.load)
-        self.mixture = Mixture(sources, seed, temperature)
+        self.mixture = Mixture(sources, seed, temperature, stands_for=attrgetter("rows"))
         self.shares = self.mixture.shares(self.rows)
         self._mixer = self.mixture.mixed(streams, self.shares, 0)
 

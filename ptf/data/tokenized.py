@@ -1,7 +1,7 @@
 """Encoded rows as parquet: tokenize once, then train as if on the fly.
 
 The one idea: one row of parquet is one row of the source with its atoms (none, where it was dropped or bad), so an epoch has the same samples (in the
-order of its own blocks), and whatever reads parquet reads it.
+order of its own blocks). How a row is stored is said in ptf/data/token_file.py.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,23 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ptf import scratch, storage, verified
 from ptf.data.blocks import Block, Location, Reader, Row
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import found_out
 from ptf.data.quarantine import BadRow, Quarantine
-from ptf.data.sample import Atom, Sample, dump_atoms
+from ptf.data.sample import Atom
 from ptf.data.sources import Place, SourceSpec, blocks_once, place
+from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, columns_of, side_by_side
 from ptf.data.tokenizer import Tokenizer
 from ptf.entry import end_with_parent
 from ptf.errors import UserError
 
-COLUMNS = {"atoms": pa.int32(), "lengths": pa.int32(), "tokens": pa.int32(), "weights": pa.float32(), "sources": pa.string()}  # lists, of each row
-STREAM = "stream/"  # before a stream's name: a column of [tokens of the row] or [tokens of the row, k]
-ROWS_IN_GROUP = 1024
 ROWS_AT_ONCE = 256  # that one process is given
 FEW_BYTES = 8 << 20  # of source that are not worth further processes
 TOLD_S = 10.0  # between lines of progress
@@ -83,7 +79,7 @@ def write(
     """Encode every row of a source into a local directory, in `processes` where it is large, with a line of progress now and then. With `max_bad`,
     that share of the rows may be bad; they are listed in `bad_rows.jsonl`. Returns the manifest, which is written last; where one is there already,
     from the same tokenizer and config, nothing is done."""
-    made_with = {"tokenizer": tokenizer.identity, "config": config_fingerprint}
+    made_with = {**made_by(tokenizer), "config": config_fingerprint}
     root = Path(directory)
     if (root / storage.MANIFEST).exists():
         manifest = verified.verify(directory, spec.verify_up_to, f"remove {directory}: it is made again")
@@ -202,182 +198,14 @@ class Progress:
         )  # fmt: skip
 
 
-def columns_of(atoms: Sequence[Atom]) -> dict[str, Any]:
-    """Of one row. `streams`: name → the values of all its samples, one after the other."""
-    assert not any(sample.begins for atom in atoms for sample in atom), "beginnings are shared where rows are read; what is written down is whole"
-    columns = dump_atoms(atoms)
-    for name, stream in columns["streams"].items():
-        if len(stream["samples"]) != len(columns["lengths"]):
-            raise UserError(f"the stream {name} is carried by some of the row's samples; it must be by all, or by none")
-    return {**columns, "streams": {name: stream["values"] for name, stream in columns["streams"].items()}}
-
-
-def side_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What `columns_of` made of rows, as columns."""
-    rows = list(rows)
-    return {column: [row[column] for row in rows] for column in (*COLUMNS, "streams")}
-
-
-class RowFile:
-    """A parquet file whose columns are known when there is a sample: then it is known which streams samples carry."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._file, self._held = path, None, []
-        self._streams: dict[str, tuple[pa.DataType, int]] = {}
-
-    def write(self, columns: Mapping[str, list[Any]]) -> None:
-        self._held.append(columns)
-        if self._file is None and any(map(len, columns["lengths"])):
-            first = next(streams for streams, lengths in zip(columns["streams"], columns["lengths"], strict=True) if len(lengths))
-            self._open({name: _kind(values) for name, values in first.items()})
-        if self._file is not None:
-            self._flush()
-
-    def _open(self, streams: dict[str, tuple[pa.DataType, int]]) -> None:
-        self._streams = streams
-        fields = COLUMNS | {f"{STREAM}{name}": pa.list_(kind, k) if k else kind for name, (kind, k) in streams.items()}
-        self._file = pq.ParquetWriter(self._path, pa.schema([(name, pa.list_(kind)) for name, kind in fields.items()]), compression="zstd")
-
-    def _flush(self) -> None:
-        assert self._file is not None
-        for columns in self._held:
-            found = (streams for streams, lengths in zip(columns["streams"], columns["lengths"], strict=True) if len(lengths))
-            if (other := next((streams for streams in found if streams.keys() != self._streams.keys()), None)) is not None:
-                raise UserError(f"samples carry other streams than the first one: {sorted(other)} and {sorted(self._streams)}")
-            arrays = [_lists(columns[name], kind) for name, kind in COLUMNS.items()]
-            for name, (kind, k) in self._streams.items():
-                empty = np.zeros((0, k) if k else 0)
-                arrays.append(_lists([streams.get(name, empty) for streams in columns["streams"]], kind, k))
-            self._file.write_table(pa.Table.from_arrays(arrays, schema=self._file.schema), ROWS_IN_GROUP)
-        self._held.clear()
-
-    def close(self) -> None:
-        if self._file is None:
-            self._open({})
-        self._flush()
-        self._file.close()  # type: ignore[union-attr]
-
-
-def _kind(values: np.ndarray) -> tuple[pa.DataType, int]:
-    """Of a stream: what it holds, and k; 0 where it is one value a token."""
-    return pa.int32() if values.dtype.kind in "iu" else pa.float32(), values.shape[1] if values.ndim == 2 else 0
-
-
-def _lists(rows: Sequence[Any], kind: pa.DataType, k: int = 0) -> pa.ListArray:
-    """One list a row."""
-    offsets = pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32))
-    if isinstance(rows[0], list):
-        return pa.ListArray.from_arrays(offsets, pa.array([text for row in rows for text in row], kind))
-    values = pa.array(np.concatenate(rows).reshape(-1), kind)
-    return pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(values, k) if k else values)
-
-
-NO_STREAMS: dict[str, np.ndarray] = {}
-
-
-class TokenRows:
-    """Rows of a group of such a file: its columns as long arrays, of which a row's samples are slices."""
-
-    def __init__(self, table: pa.Table):
-        self.lines, self.nbytes = table.num_rows, table.nbytes
-        columns = {name: _column(table.column(name)) for name in table.column_names}
-        self._first_atom, atoms = columns["atoms"]  # of each row; and how many samples each atom has
-        self._first_sample, lengths = columns["lengths"]  # of each row; and how many tokens each sample has
-        self._atoms = atoms.tolist()
-        self._ends = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]  # tokens before each sample
-        self._tokens, self._weights, self._sources = columns["tokens"][1], columns["weights"][1], columns["sources"][1]
-        self._streams = {name.removeprefix(STREAM): values for name, (_, values) in columns.items() if name.startswith(STREAM)}
-        self.told = self._told()
-
-    def _told(self) -> list[tuple[int, int, int, int]]:
-        """Of every row: atoms, tokens, those that are trained, tokens of the longest atom."""
-        ends = np.array(self._ends)
-        samples = np.concatenate([[0], np.cumsum(self._atoms, dtype=np.int64)])
-        of_rows, of_atoms = ends[self._first_sample], np.diff(ends[samples])
-        trained = np.concatenate([[0], np.cumsum(self._weights != 0, dtype=np.int32)])[of_rows]
-        first = np.array(self._first_atom)
-        longest = np.zeros(self.lines, np.int64)
-        some = np.flatnonzero(np.diff(first))
-        if len(some):
-            longest[some] = np.maximum.reduceat(of_atoms, first[some])
-        columns = np.diff(first), np.diff(of_rows), np.diff(trained), longest
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-
-    @property
-    def columnar(self) -> bool:
-        """Of no meaning here: a row is its samples."""
-        return False
-
-    def __len__(self) -> int:
-        return self.lines
-
-    def line(self, i: int) -> int:
-        return i
-
-    def row(self, i: int) -> Row:
-        return {"atoms": self.atoms(i)}
-
-    def atoms(self, i: int) -> list[Atom]:
-        """Row i's."""
-        at, made = self._first_sample[i], []
-        first, end = self._first_atom[i], self._first_atom[i + 1]
-        if end - first == 1 and self._atoms[first] == 1:
-            return [(self._sample(at),)]
-        for n in self._atoms[first:end]:
-            made.append(tuple([self._sample(k) for k in range(at, at + n)]))
-            at += n
-        return made
-
-    def _sample(self, k: int) -> Sample:
-        start, end = self._ends[k], self._ends[k + 1]
-        streams = {name: values[start:end] for name, values in self._streams.items()} if self._streams else NO_STREAMS
-        return Sample(self._tokens[start:end], self._weights[start:end], self._sources[k], streams)
-
-    def part(self, start: int, end: int) -> Block:
-        raise NotImplementedError("what is tokenized is not tokenized again")
-
-
-ONES = np.ones(1 << 16, np.float32)
-
-
-def hollow(n: int) -> Atom:
-    """As long as an atom of n tokens, and empty."""
-    return (Sample(range(n), ONES[:n] if n <= len(ONES) else np.ones(n, np.float32)),)  # type: ignore[arg-type]
-
-
-class LengthRows(TokenRows):
-    """The same rows, of which only the lengths of the atoms are read."""
-
-    def __init__(self, table: pa.Table):
-        self.lines, self.nbytes = table.num_rows, table.nbytes
-        self._first_atom, atoms = _column(table.column("atoms"))
-        ends = np.concatenate([[0], np.cumsum(_column(table.column("lengths"))[1], dtype=np.int64)])
-        at = np.concatenate([[0], np.cumsum(atoms, dtype=np.int64)])
-        self._of_atoms = np.diff(ends[at]).tolist()  # tokens of each atom
-        self.told = None
-
-    def atoms(self, i: int) -> list[Atom]:
-        return [hollow(n) for n in self._of_atoms[self._first_atom[i] : self._first_atom[i + 1]]]
+def made_by(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the manifest of tokenized data says of how it was made, at least."""
+    return {"tokenizer": tokenizer.identity, "storage": FORM}
 
 
 def lengths_reader(reader: Reader) -> Reader:
     """The same files, for their lengths."""
     return Reader(reader.path, LengthRows, ["atoms", "lengths"])
-
-
-def _column(column: pa.ChunkedArray) -> tuple[list[int], Any]:
-    """Where each row's values begin, and the end of the last one's; and all values."""
-    lists = column.combine_chunks()
-    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-    offsets = np.asarray(lists.offsets)
-    values = lists.values.slice(offsets[0], offsets[-1] - offsets[0])
-    return (offsets - offsets[0]).tolist(), values.to_pylist() if pa.types.is_string(values.type) else _values(values)
-
-
-def _values(found: pa.Array) -> np.ndarray:
-    if pa.types.is_fixed_size_list(found.type):
-        return found.flatten().to_numpy(zero_copy_only=False).reshape(-1, found.type.list_size)
-    return found.to_numpy(zero_copy_only=False)
 
 
 def decode(row: Row, name: str) -> list[Atom]:
@@ -392,16 +220,30 @@ class Decoder(Encoder):
         super().__init__(decode, name, seq_len, too_long, kind="tokenized", share=share)
         self._longest = -1 if share else seq_len  # what is shared follows from the tokens
 
+    def fits(self, block: Block) -> bool:
+        """Whether every atom of a block is kept as it is."""
+        return isinstance(block, TokenRows) and block.told is not None and block.longest <= self._longest
+
+    def counted(self, told: np.ndarray) -> np.ndarray:
+        """The counts before rows of such blocks, of which `told` says what each counts, and behind each of them. [rows + 1, len(COUNTS)] int64"""
+        steps = np.zeros((len(told) + 1, len(COUNTS)), np.int64)
+        steps[0] = [self.counts[key] for key in COUNTS]
+        steps[1:, :5] = 1
+        steps[1:, 1:5] = told
+        steps[1:, COUNTS.index("left_out")] = told[:, 0] == 0
+        return np.cumsum(steps, 0)
+
     def __call__(self, place: Place) -> list[Atom]:
         block = place.block
         if not isinstance(block, TokenRows) or block.told is None:
             return super().__call__(place)
-        atoms, tokens, trained, longest = block.told[place.row]
+        atoms, tokens, trained, longest = block.told[place.row].tolist()
         if longest > self._longest:
             return super().__call__(place)
         counts = self.counts
         counts["rows"] += 1
         counts["samples"] += atoms
+        counts["left_out"] += not atoms
         counts["tokens"] += tokens
         counts["trained"] += trained
         counts["whole"] += longest
@@ -423,4 +265,6 @@ def whole(path: str, verify_up_to: float) -> dict[str, Any]:
     made_as, key = manifest.get("config", ""), path.rstrip("/").rpartition("-")[2]
     if "tokenizer" not in manifest or (re.fullmatch("[0-9a-f]{16}", key) and made_as and made_as != key):
         raise storage.Corrupt(f"{path} holds what was made of other data ({made_as or 'no tokenized data'}); {mend}")
+    if manifest.get("storage") != FORM:
+        raise UserError(f"{path} was written by a version of ptf that stored tokenized data in another form: tokenize it again")
     return manifest

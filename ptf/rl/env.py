@@ -79,12 +79,18 @@ def checked(turn: Any) -> Any:
         return Fault(f"act gave a {type(turn).__name__}, not a ptf.rl.env.Turn")
     try:
         right = not isinstance(turn.reward, str | bytes | bytearray) and is_reward(float(turn.reward))
-    except (TypeError, ValueError):
-        right = False
+    except Exception as error:  # of float(), for whatever it was given
+        return Fault(f"the reward of a turn is no number: {type(error).__name__}: {error}")
     if not right:
         return Fault(f"the reward of a turn is {turn.reward!r}")
     said = [*turn.messages, *([] if turn.said is None else [turn.said])] if isinstance(turn.messages, Sequence) else [None]
     return turn if all(isinstance(message, Mapping) for message in said) else Fault(f"the messages of a turn are {str(turn.messages)[:60]!r}")
+
+
+def opened(reply: Any) -> Any:
+    """What it begins with, its messages and tools, or what is wrong with it."""
+    messages, _ = reply
+    return reply if all(isinstance(message, Mapping) for message in messages) else Fault(f"begin gave {str(messages)[:60]}, which are no messages")
 
 
 class Environments:
@@ -112,7 +118,15 @@ class Environments:
 
     async def end(self, played: Played) -> None:
         if played.born == played.home.lives:
-            await asyncio.get_running_loop().run_in_executor(played.home.thread, played.home.ask, ("end", played.number))
+            reply = await asyncio.get_running_loop().run_in_executor(played.home.thread, played.home.ask, ("end", played.number))
+            if isinstance(reply, Fault):  # nothing is lost, but for what lives beside it and is played again
+                self._tell(reply.reason)
+
+    def _tell(self, reason: str) -> None:
+        """When it happens."""
+        if not self.told:
+            self.told = True
+            print(f"the environment {self.what.use} did not answer: {reason}", flush=True)
 
     async def _in_thread(self, played: Played, text: str | None) -> Any:
         reply = await asyncio.get_running_loop().run_in_executor(played.home.thread, self._asked, played, text)
@@ -131,9 +145,7 @@ class Environments:
             reply = self._once(played, text)
             if not isinstance(reply, Fault):
                 break
-            if not self.told:
-                self.told = True
-                print(f"the environment {self.what.use} did not answer: {reply.reason}", flush=True)
+            self._tell(reply.reason)
         return reply
 
     def _once(self, played: Played, text: str | None) -> Any:
@@ -149,7 +161,8 @@ class Environments:
                 return Fault("played again after its process died, it did not answer as before; what is random in it must come from its seed")
         played.born = home.lives
         if text is None:
-            return home.ask(("begin", played.number, played.row, played.seed))
+            reply = home.ask(("begin", played.number, played.row, played.seed))
+            return reply if isinstance(reply, Fault) else opened(reply)
         reply = home.ask(("act", played.number, text))
         return reply if isinstance(reply, Fault) else checked(reply)
 

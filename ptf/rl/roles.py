@@ -119,7 +119,7 @@ class Learner:
         how: Processing, parked: str | None = None,
     ) -> None:  # fmt: skip
         self.parking = Parking(own_file(parked, world.rank))
-        self.world, self.source, self.recipe, self.width, self.how = world, Path(directory), recipe, width, how
+        self.world, self.source, self.recipe, self.width, self.how, self.seed = world, Path(directory), recipe, width, how, seed
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
         self.micro_rows, self.deterministic = train.micro_rows, train.deterministic
         self.scored = 0 if train.deterministic else width  # the width of rows that are only looked at
@@ -135,6 +135,7 @@ class Learner:
         """One optimizer step for each minibatch, whose rows are dealt to the ranks; metrics are means over all units. With a `bound` the recipe
         compares the engine's log-probs with its own, and nothing is trained if they differ by more: SyncError."""
         check = None if bound is None else lambda means: refuse_apart(step, means["max_logprob_diff"], bound)
+        self.world.seed(self.seed, step)
         results = []
         for atoms in minibatches:
             rows = packing(self.model)(atoms, self.width)

@@ -30,6 +30,7 @@ from ptf.data.blocks import Reader
 from ptf.data.packing import pack_all
 from ptf.data.sample import Atom, Sample, length
 from ptf.data.sources import blocks_once
+from ptf.data.token_file import RowFile, columns_of, side_by_side
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Annotating, Companion
@@ -101,20 +102,20 @@ class _Annotating:
         with scratch.directory(root) if leads else contextlib.nullcontext() as part:
             reader = tokenized.reader(source.path, self.tokenizer, self.job.verify_bytes)
             tell = tokenized.Progress("annotate", name, reader) if leads else None
-            with contextlib.closing(tokenized.RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
+            with contextlib.closing(RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
                 group: list[dict[str, Any]] = []  # columns of each row
                 for rows, ends in self._rounds(reader, source.limit):
                     made = self.annotate(rows)
                     if file is not None:
-                        group += map(tokenized.columns_of, made)
+                        group += map(columns_of, made)
                         if ends or sum(map(_nbytes, group)) > GROUP_BYTES:
-                            file.write(tokenized.side_by_side(group))
+                            file.write(side_by_side(group))
                             group = []
                     if tell:
                         tell({"rows": len(rows), "tokens": sum(length(atom) for row in rows for atom in row)})
             if part:
-                key = directory.rpartition("-")[2]
-                storage.commit(part, {"tokenizer": self.tokenizer.identity, "config": key, "source": name})
+                made_by = tokenized.made_by(self.tokenizer)
+                storage.commit(part, {**made_by, "config": directory.rpartition("-")[2], "source": name})
                 if not root.exists():  # another run may have been first
                     os.replace(part, root)
                 print(f"annotate: {name} → {directory}", flush=True)

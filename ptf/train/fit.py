@@ -13,9 +13,9 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
 from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.meter import memory_gib, peak_flops
-from ptf.compute.saver import Saver, host_file
+from ptf.compute.saver import Saver
 from ptf.compute.tracking import Tracker
-from ptf.compute.world import World, alone, random_state, set_random_state
+from ptf.compute.world import World, alone
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
 from ptf.data.passes import Planned
@@ -153,6 +153,7 @@ class Fit:
         began = time.perf_counter()
         with self.clock.phase("data"):
             micro = next(self.loader)
+        self.world.seed(self.job.seed, self.step)
         try:
             metrics, self.skipped = self.trainer.step(micro, self.recipe, self.step, self.loader.numbers), 0
         except FloatingPointError as error:
@@ -227,10 +228,9 @@ class Fit:
             ends = int(state["ends"])
             if self.watch:
                 self.watch.load_state_dict(state["watch"])
-            if file == host_file(world.rank):
-                set_random_state(world.device, state["random"])
         self.loader.load_state_dict({"step": step, "lanes": lanes})
         if world.leads:
+            self.saves.prune(step)
             print(f"resumed from {place} (step {step} of {ends})", flush=True)
         return step, ends, manifest.get("rows")
 
@@ -238,7 +238,6 @@ class Fit:
         """Begin a checkpoint; seconds for which training waited."""
         watch = self.watch.state_dict() if self.watch else None
         host = {**self.loader.state_dict(), "ends": self.ends, "tokenizer": self.tokenizer.identity, "watch": watch}
-        host["random"] = random_state(self.world.device)
         manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": self.made_with}
         manifest |= {"rows": self.track.rows.state} if self.track else {}
         return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)

@@ -8,6 +8,7 @@ from ptf.data import tokenized
 from ptf.data.blocks import Location, found_files
 from ptf.data.encode import FORM
 from ptf.data.files import described
+from ptf.data.token_file import FORM as STORED
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes import registry
 from ptf.train.reading import specs, unread_columns
@@ -20,7 +21,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     `settings`: a fingerprint of those; by default the job's."""
     recipe, data = registry.build(job), job.data
     made: dict[str, str] = {}
-    made_by = settings or fingerprint(job, *SETTINGS), tokenizer.fingerprint(), FORM
+    made_by = settings or fingerprint(job, *SETTINGS), tokenizer.fingerprint(), FORM, STORED
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptf.compute.launch import ENTRY
 from ptf.compute.reaper import end, family
+from ptf.entry import PARENT
 from tests.workflow.gateway import free_port
 
 START_S, GRACE_S = 180.0, 20.0
@@ -34,10 +36,11 @@ def running(variables: Mapping[str, str] = {}, places: int = 3) -> Iterator[Head
     home = Path(tempfile.mkdtemp(prefix="head-", dir="/tmp"))  # short, for Ray's sockets
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home), "TMPDIR": str(home)}
     gcs, jobs = outside_workers(), free_port()
-    line = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={gcs}", "--node-ip-address=127.0.0.1"]
+    line = [sys.executable, "-m", ENTRY, "ray.scripts.scripts", "start", "--head", "--block", f"--port={gcs}", "--node-ip-address=127.0.0.1"]
     line += [f"--num-cpus={places}", f"--temp-dir={home / 'r'}", "--disable-usage-stats", "--dashboard-host=127.0.0.1", f"--dashboard-port={jobs}"]
+    line += [f"--dashboard-agent-listen-port={free_port()}"]  # jobs go through it: those of two clusters on one machine would meet
     with (home / "log").open("w") as log:
-        started = subprocess.Popen(line, env=env | dict(variables), stdout=log, stderr=log, start_new_session=True)
+        started = subprocess.Popen(line, env=env | dict(variables) | {PARENT: str(os.getpid())}, stdout=log, stderr=log, start_new_session=True)
     head = Head(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{jobs}", env)
     try:
         ends = time.monotonic() + START_S

@@ -68,7 +68,7 @@ def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
     encoder = Encoder(lambda row, name: encode_document(row, characters, name), "sums", 20, "truncate")
     for line, messages in enumerate([[USER, ASSISTANT], [USER, long], [USER | {"content": "1" * 30}, ASSISTANT]], 1):
         encoder(at({"messages": messages}, line))
-    assert encoder.counts == {"rows": 3, "samples": 2, "tokens": 31, "trained": 2 + 11, "whole": 31, "dropped": 1, "truncated": 1, "bad": 0}
+    assert encoder.counts == {"rows": 3, "samples": 2, "tokens": 31, "trained": 2 + 11, "whole": 31, "dropped": 1, "truncated": 1, "bad": 0, "left_out": 1}
     with pytest.raises(UserError, match=r"a\.jsonl:4 \(source sums\): the conversation has no assistant turn"):
         encoder(at({"messages": [USER]}, 4))
 
@@ -212,7 +212,7 @@ def test_bad_rows_are_set_aside_once_and_not_too_many(characters: Tokenizer, tmp
 
     good, bad = {"text": "1+1=2"}, {"text": 1}
     assert run([good, bad, good, {"text": "1" * 30}]).counts == {
-        "rows": 4, "samples": 2, "tokens": 12, "trained": 10, "whole": 12, "dropped": 0, "truncated": 0, "bad": 2,
+        "rows": 4, "samples": 2, "tokens": 12, "trained": 10, "whole": 12, "dropped": 0, "truncated": 0, "bad": 2, "left_out": 2,
     }  # fmt: skip
     noted = [(row.where, row.reason[:20]) for row in rows_in(file)]
     assert noted == [("a.jsonl:2", "`text` must be a str"), ("a.jsonl:4", "31 tokens do not fit")]

@@ -12,6 +12,7 @@ from ptf.data.encode import encode_document
 from ptf.data.passes import estimated, planned
 from ptf.data.pipeline import Lanes
 from ptf.data.sources import SourceSpec
+from ptf.data.token_file import TokenRows
 from ptf.data.tokenizer import Tokenizer
 
 ROWS, SIZES = 4, {"a": 90, "b": 40}
@@ -76,7 +77,7 @@ def test_only_the_lengths_of_what_is_tokenized_are_read(files: Path, characters:
     sources = {"a": SourceSpec(str(tmp_path / "t"), kind="tokenized", epochs=2)}
     lanes = Lanes(sources, characters, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
     steps, found = trained(lanes, None)
-    monkeypatch.setattr(tokenized.TokenRows, "_sample", lambda self, k: pytest.fail("tokens were read"))
+    monkeypatch.setattr(TokenRows, "__init__", lambda self, table: pytest.fail("tokens were read"))
     said = planned(lanes, ROWS, None)
     assert (said.steps, said.passes, said.exact) == ((steps, steps), {"a": (2.0, 2.0)}, True)
     assert found["a"] == 2

@@ -18,7 +18,7 @@ from ptf.data.prefixes import apart, families, pack_shared
 from ptf.data.sample import Atom, Sample, length
 from ptf.data.sources import SourceSpec
 from ptf.data.stream import settle
-from ptf.data.tokenized import columns_of
+from ptf.data.token_file import columns_of
 from ptf.errors import UserError
 from tests.data.templates import templated
 from tests.tiny import write_jsonl

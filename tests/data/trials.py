@@ -29,6 +29,7 @@ from ptf.data.passes import Planned, planned
 from ptf.data.pipeline import Lanes
 from ptf.data.sample import Atom, Sample
 from ptf.data.sources import SourceSpec
+from ptf.data.token_file import RowFile, columns_of, side_by_side
 from ptf.data.tokenizer import Tokenizer
 from tests.data.peers import Threads, close
 
@@ -102,11 +103,11 @@ def written(trial: Trial, directory: Path, tokenizer: Tokenizer) -> dict[str, So
             pq.write_table(pa.table({"n": numbers}), path, row_group_size=max(1, n // 7))
         elif trial.formats[name] == "tokenized":
             path.mkdir(exist_ok=True)
-            file = tokenized.RowFile(path / "rows.parquet")
+            file = RowFile(path / "rows.parquet")
             for at in range(0, n, max(1, n // 5)):
-                file.write(tokenized.side_by_side(tokenized.columns_of(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)]))
+                file.write(side_by_side(columns_of(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)]))
             file.close()
-            storage.commit(path, {"tokenizer": tokenizer.identity})
+            storage.commit(path, tokenized.made_by(tokenizer))
         else:
             text = "".join(json.dumps({"n": k}) + "\n" for k in numbers).encode()
             path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)

@@ -1,14 +1,9 @@
 """Killing runs (SIGKILL), continuing them, and whether they then end as one that never stopped, with nothing left behind.
 
-The one idea: an attempt at a run is a process forked from this one, which has imported what a run imports but never trained; what a fork inherits is
-code, not state. `Command` does the same through the command line, as a user's run would be killed, and must end with the same bits.
+`Trials` kills forked attempts at traps; `Command` kills what a user starts from the command line, which must end with the same bits.
 """
 
 import contextlib
-import ctypes
-import gc
-import hashlib
-import importlib
 import json
 import math
 import os
@@ -16,180 +11,25 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 import yaml
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptf import storage
-from ptf.compute.tracking import is_clock, read_metrics
-from ptf.config import loads
-from ptf.run import run
 from tests.reliability import exactly_once
-from tests.reliability.faults import FAULTS
+from tests.reliability.attempts import DEADLINE_S, LINEAGE, attempt, note_of, nothing, places, warm
+from tests.reliability.ends import differences, names, result, tensors
 from tests.reliability.jobs import JOBS, ON_POLICY, STEPS, job
-from tests.reliability.traps import Trap, arm, count_files, count_phases
+from tests.reliability.planted_faults import FAULTS
+from tests.reliability.remains import adopt_orphans, half_made, in_shared_memory, living, untidy, used_by_others
+from tests.reliability.traps import Trap, count_files, count_phases
 
-__all__ = ["Command", "Trap", "Trials", "attempt", "job", "warm"]
-DEADLINE_S, GRACE_S = 240.0, float(os.environ.get("SUITE_GRACE_S", "20"))
-LINEAGE = "run"
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+__all__ = ["Command", "Trials", "adopt_orphans", "attempt", "job", "tensors"]
 KINDS = {"phase": 7, "file": 5, "bytes": 2, "time": 6}  # how often each is drawn
-
-
-def adopt_orphans() -> None:
-    """Whatever descends from this process and has lost its parent becomes this one's child: a process that is left behind is one that is still there."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def nothing() -> None: ...
-
-
-def attempt(raw: dict[str, Any], lineage: str, trap: Trap | None, log: Path, before: Callable[[], None] = nothing, after: Callable[[], None] = nothing) -> int:
-    """Run it in a process of its own, and how that ended: 0, a status, or minus a signal. `before` is called there first, `after` last. Temporary
-    files and what is remembered of verified files lie beside the log."""
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            os.setpgid(0, 0)
-            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            os.environ |= places(log)
-            tempfile.tempdir = None
-            before()
-            if trap:
-                arm(trap, raw["output"], note_of(log))
-            run(loads(yaml.safe_dump(raw)), lineage)
-            after()
-            status = 0
-        except BaseException as e:
-            print(f"{type(e).__name__}: {e}", flush=True)
-        finally:
-            os._exit(status)
-    with contextlib.suppress(OSError):  # it has done so itself, or has ended
-        os.setpgid(pid, pid)
-    return _ended(pid, trap.at if trap and trap.kind == "time" else None)
-
-
-def places(log: Path) -> dict[str, str]:
-    """Directories of one trial's own, by the variable that names them."""
-    found = {"TMPDIR": log.parent / "temporary", "PTF_CACHE": log.parent / "cache"}
-    for place in found.values():
-        place.mkdir(parents=True, exist_ok=True)
-    return {name: str(place) for name, place in found.items()}
-
-
-def note_of(log: Path) -> Path:
-    return log.with_suffix(".died")
-
-
-def _ended(pid: int, killed_after: float | None = None) -> int:
-    began = time.monotonic()
-    while (spent := time.monotonic() - began) < DEADLINE_S:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if killed_after is not None and spent >= killed_after:
-            os.killpg(pid, signal.SIGKILL)
-        time.sleep(0.01 if killed_after is None else min(0.01, max(0.0, killed_after - spent)))
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise TimeoutError(f"a run did not end within {DEADLINE_S:g} s")
-
-
-def warm(raw: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Import what a run of this job imports, which a run in a process of its own finds. Returns what that run left."""
-    note, known = log.with_suffix(".modules"), set(sys.modules)
-    after = lambda: note.write_text("\n".join(name for name in sys.modules if name not in known)) and None  # noqa: E731
-    assert attempt(raw, LINEAGE, None, log, after=after) == 0, log.read_text()[-3000:]
-    for name in note.read_text().splitlines():
-        with contextlib.suppress(Exception):  # names that are no modules of files
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # so that collecting does not copy the pages of all that was imported
-    return result(Path(raw["output"]) / LINEAGE)
-
-
-def result(directory: Path) -> dict[str, Any]:
-    """What a finished run left, without what a clock made: rows of metrics, rollouts, files of the export, and files of the last checkpoint (weights,
-    optimizer, the state of data and controller) by SHA-256."""
-    rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")]
-    last = max((directory / "checkpoints").glob("step_*"))
-    samples = directory / "samples.jsonl"
-    return {
-        "metrics": json.dumps(rows), "samples": samples.read_text() if samples.exists() else "", "model": hashed(directory / "model"),
-        "checkpoint": {"name": last.name} | hashed(last, without=(storage.MANIFEST, ".metadata")),
-        "tensors": {f"{index.parent.relative_to(last)}/{name}": value for index in last.rglob(".metadata") for name, value in tensors(index.parent).items()},
-    }  # fmt: skip
-
-
-def tensors(directory: Path) -> dict[str, bytes]:
-    """Of a checkpoint, by name, as its index says where they are: the index itself names its own directory."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(directory)
-    found = {
-        name: torch.empty(what.size, dtype=what.properties.dtype)
-        for name, what in reader.read_metadata().state_dict_metadata.items() if isinstance(what, TensorStorageMetadata)
-    }  # fmt: skip
-    load(found, storage_reader=reader, no_dist=True)
-    return {name: value.numpy().tobytes() for name, value in found.items()}
-
-
-def hashed(directory: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
-    return {
-        str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(directory.rglob("*")) if file.is_file() and file.name not in without
-    }  # fmt: skip
-
-
-def names(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in root.rglob("*")}
-
-
-def in_shared_memory() -> set[str]:
-    return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir()}
-
-
-def used_by_others(name: str) -> bool:
-    """Whether a living process has it mapped or open."""
-    path = f"/dev/shm/{name}"
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if path in (process / "maps").read_text() or any(os.path.realpath(number) == path for number in (process / "fd").iterdir()):
-                return True
-    return False
-
-
-def living() -> list[str]:
-    """Processes that this one has started or adopted and that do not end within a grace period, which are then killed."""
-    ends = time.monotonic() + GRACE_S
-    while True:
-        try:
-            done, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return []
-        if not done:
-            if time.monotonic() > ends:
-                break
-            time.sleep(0.01)
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            found.append(f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:200]}")
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return found
 
 
 class Trials:
@@ -212,7 +52,7 @@ class Trials:
         (self.directory / name).mkdir(exist_ok=True)
         return self.directory / name / "log"
 
-    def made(self, name: str, before: Callable[[], None], after: Callable[[], None] = nothing) -> dict[str, Any]:
+    def made(self, name: str, before: Callable[[], object], after: Callable[[], object] = nothing) -> dict[str, Any]:
         """A run from its beginning to its end."""
         log = self.log(name)
         assert attempt(self.raw | {"output": str(log.parent / "out")}, LINEAGE, None, log, before, after) == 0, log.read_text()[-3000:]
@@ -228,7 +68,7 @@ class Trials:
             count_phases(lambda n, phase: found["phase"].__setitem__(phase, n))
             count_files(str(log.parent / "out"), lambda n, _: found["file"].__setitem__("", n))
 
-        made = self.made("counted", look, lambda: note.write_text(json.dumps(found)) and None)
+        made = self.made("counted", look, lambda: note.write_text(json.dumps(found)))
         assert differences(made, self.whole) == []
         return json.loads(note.read_text())
 
@@ -285,31 +125,16 @@ class Trials:
             outcome = [f"{name} differs" for name in differences(result(log.parent / "out" / LINEAGE), self.whole)]
             outcome += [f"left: {name}" for name in sorted(names(log.parent / "out") - self.names)]
             outcome += [f"missing: {name}" for name in sorted(self.names - names(log.parent / "out"))]
-        outcome += [f"left: {line}" for line in living()]
-        outcome += [f"left: {file}" for place in places(log).values() for file in sorted(Path(place).rglob("*")) if untidy(file)]
-        outcome += [f"left: /dev/shm/{name}" for name in sorted(in_shared_memory() - shared) if not used_by_others(name)]
+        kept = places(log)
+        left = [*living(), *untidy(Path(kept["TMPDIR"])), *half_made(Path(kept["PTF_CACHE"]))]
+        left += [f"/dev/shm/{name}" for name in sorted(in_shared_memory() - shared) if not used_by_others(name)]
+        outcome += [f"left: {what}" for what in left]
         if self.steps and not status and log.with_suffix(".answers").exists():
             found["answers"] = exactly_once.audit(exactly_once.read(log.with_suffix(".answers")), self.answers, self.steps)
             outcome += exactly_once.wrong(found["answers"])
         if not outcome:
             shutil.rmtree(log.parent)
         return found | {"outcome": "; ".join(outcome) or "same"}
-
-
-def untidy(path: Path) -> bool:
-    """Whether what lies in a directory for temporary files, or in the cache, is none of what belongs there."""
-    return path.is_file() and ("temporary" in path.parts or "partial" in path.name or path.suffix == ".tmp")
-
-
-def differences(found: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
-    """Names of what is other, down to the file."""
-    wrong = []
-    for key, value in whole.items():
-        if isinstance(value, dict):
-            wrong += [f"{key}/{name}" for name in sorted(value.keys() | found[key].keys()) if value.get(name) != found[key].get(name)]
-        elif found[key] != value:
-            wrong.append(key)
-    return wrong
 
 
 class Command:

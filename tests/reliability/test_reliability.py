@@ -18,7 +18,7 @@ ANNOTATED = ["phase", 1, "after _Annotating.annotate"]
 UPDATE = ["phase", 4, "after policy.update"]
 AHEAD = "DPO, reference found ahead"
 TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
-    ("SFT", [STEP_8, ["file", 31]], None, "^same$"),
+    ("SFT", [["phase", 4, "after storage.finish"], ["phase", 1, "before fit.export"]], None, "^same$"),
     ("SFT", [["bytes", 200_000]], "orphan", "^left: process [0-9]+: sleep 600 ;? ?(left: process [0-9]+: sleep 600 )?$"),
     ("SFT", [STEP_8], "place_in_the_data", "metrics differs.*model/model.safetensors differs.*host_00000.pt differs"),
     ("SFT", [STEP_8], "optimizer", "metrics differs.*exp_avg"),

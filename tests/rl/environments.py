@@ -35,6 +35,8 @@ class Echo:
         self.row, self.rng, self.turns, self.heard = row, random.Random(seed), turns, 0
 
     def begin(self):
+        if self.row.get("fault") == "no beginning":
+            return [1.0]
         return [{"role": "user", "content": str(self.rng.randrange(10))}]
 
     def act(self, text):
@@ -57,6 +59,10 @@ class Echo:
                 return Turn(reward=None, done=True)
             if fault == "no messages":
                 return Turn(messages=None)
+            if fault == "fork":
+                os.fork()  # both answer
+            if fault == "overflow":
+                return Turn(reward=10**400, done=True)
             if fault == "no data":
                 return Turn([{"role": "user", "content": lambda: "1"}])
             if fault == "text":

@@ -1,5 +1,6 @@
 """The online loop in one process: it runs, resumes, and stops at every wrong weight before a token is sampled from it."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,28 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     assert all(torch.equal(a[k], b[k]) for k in a)
     facts = [[{k: v for k, v in r.items() if not is_clock(k)} for r in read_metrics(d / "metrics.jsonl")] for d in (whole, resumed)]
     assert facts[0] == facts[1]
+
+
+def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
+    noisy = {**raw, "recipe": {"use": "tests.train.recipes:NoisyGRPO", "args": {"minibatches": 2}}, "algo": {}, "train": {**raw["train"], "validate_every": 0}}
+    found = []
+    for seed, stop in enumerate([7, 3]):
+        torch.manual_seed(seed)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+
+            def dies(call, minibatches, step, *bound, stop=stop):
+                if step == stop:
+                    raise KeyboardInterrupt
+                return call(minibatches, step, *bound)
+
+            intercept(patch, "update", dies)
+            train(noisy, str(stop))
+        torch.manual_seed(9)
+        rows = read_metrics(train(noisy, str(stop)) / "metrics.jsonl")
+        found.append([{k: v for k, v in row.items() if not is_clock(k)} for row in rows])
+    assert found[0] == found[1]
+    rows = read_metrics(train({**noisy, "recipe": "grpo", "algo": {"minibatches": 2}}, "plain") / "metrics.jsonl")
+    assert [row["grad_norm"] for row in rows] != [row["grad_norm"] for row in found[0]]
 
 
 @pytest.mark.parametrize("fault", ["lost", "without a tensor", "garbled", "twice", "old"])
@@ -291,3 +314,18 @@ def test_weights_by_path_are_those_by_memory(raw):
         found[transport] = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")]
         assert not (made / "sync").exists(), "nothing is left"
     assert found["path"] == found["object_store"]
+
+
+@pytest.mark.parametrize("change", ["template", "stops"])
+def test_another_tokenizer_is_refused_on_resume(raw, monkeypatch, tmp_path, change):
+    """Whether it gives other ids or ends answers otherwise; the controls are the resumes above."""
+    train({**raw, "train": {**raw["train"], "steps": 2, "validate_every": 0}})
+    if change == "template":
+        file = tmp_path / "model" / "chat_template.jinja"
+        file.write_text(file.read_text() + "\n")
+        said = "another tokenizer than the model's: they differ in their chat template"
+    else:
+        (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [5]}')
+        said = r"answers ended with \[.*\], now with \[.*generation_config.json"
+    with pytest.raises(UserError, match=said):
+        train({**raw, "train": {**raw["train"], "steps": 2, "validate_every": 0}})

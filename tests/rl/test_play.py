@@ -174,7 +174,8 @@ def test_an_environment_that_leaves_no_room_for_an_answer_has_no_result(tokenize
 
 
 SAID = {"raise": "the database is away", "hang": "longer than", "stop": "longer than", "die": "died", "garbage": "not a ptf.rl.env.Turn", "nan": "nan",
-        "no number": "None", "no messages": "messages of a turn", "no data": "cannot be sent", "text": "'1.0'"}  # fmt: skip
+        "no number": "None", "no messages": "messages of a turn", "no data": "cannot be sent",
+        "text": "'1.0'", "overflow": "int too large", "no beginning": "begin gave [1.0]"}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", SAID)
@@ -187,6 +188,12 @@ def test_a_fault_is_named_and_the_others_play_on_as_if_nothing_had_been(tokenize
     assert [facts(t) for i, t in enumerate(found) if i != 2] == [f for i, f in enumerate(undisturbed) if i != 2]
     assert environments.again == 1
     assert SAID[fault] in capsys.readouterr().out, "it is said when it happens"
+
+
+def test_a_process_that_fails_after_the_last_answer_is_named(tokenizer, environments, capsys):
+    (found,) = played([{"at": 3, "fault": "fork"}], tokenizer, environments)
+    assert found.outcome == Reward(0.75)
+    assert "out of turn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fault", ["raise", "die"])

@@ -1,4 +1,4 @@
-"""A recipe with a scalar head, as a user would write it."""
+"""Recipes as a user would write them: with a scalar head, or with losses that torch's own generator has a part in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from ptf.data.encode import encode_document
 from ptf.data.sample import Atom
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
+from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.sft.recipe import SFT
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,15 @@ class Value:
         values = model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.values(x))
         loss = ((values - batch.targets / 10) ** 2 * batch.weights).sum()
         return loss, {"loss": loss.detach()}
+
+
+class NoisySFT(SFT):
+    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(model, batch, companions)
+        return loss * (1 + torch.rand(())), metrics
+
+
+class NoisyGRPO(GRPO):
+    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(model, batch, companions)
+        return loss * (1 + torch.rand(())), metrics

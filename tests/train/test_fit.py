@@ -73,6 +73,21 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, stops, monkeypatch):
     assert [row["step"] for row in facts(whole)] == list(range(1, 13))
 
 
+def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
+    """Whatever a process begins with, and wherever a run was stopped: before its first checkpoint, too."""
+    noisy = {**raw, "recipe": {"use": "tests.train.recipes:NoisySFT", "args": {}}}
+    whole = train(noisy, "whole")
+    for seed, stop in enumerate([3, 8], 1):
+        torch.manual_seed(seed)
+        with monkeypatch.context() as patch:
+            stop_at(patch, stop)
+            with pytest.raises(Stopped):
+                train(noisy, "stopped")
+    torch.manual_seed(3)
+    assert facts(train(noisy, "stopped")) == facts(whole)
+    assert facts(train(raw, "plain")) != facts(whole)
+
+
 def test_another_seed_is_another_run(raw):
     """Negative control of the comparison above."""
     a, b = train(raw, "a"), train({**raw, "seed": 2}, "b")

@@ -1,0 +1,39 @@
+"""Which checkpoints are kept, whatever was killed meanwhile."""
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from ptf import storage
+from ptf.compute.checkpoint import Checkpoints
+
+
+def commit(saves: Checkpoints, step: int) -> None:
+    place = saves.begin(step)
+    with storage.create(f"{place}/tensors/part") as stream:
+        stream.write(b"weights")
+    saves.commit(step, {"tensors/part": stream.entry}, {"metrics": {"loss": abs(step - 2)}})
+
+
+@pytest.mark.parametrize("store", ["disk", "objects"])
+@pytest.mark.parametrize("best", [None, ("loss", "min")])
+def test_what_a_killed_commit_did_not_drop_is_dropped_by_the_next_attempt(tmp_path: Path, store: str, best: tuple[str, str] | None) -> None:
+    root = str(tmp_path) if store == "disk" else f"memory://{uuid.uuid4().hex}"
+    killed = Checkpoints(root, every=1, keep=9, steps=9, best=best)
+    for step in range(1, 7):
+        commit(killed, step)
+    storage.remove(f"{root}/step_00000001/{storage.MANIFEST}")  # so far its removal came
+    if store == "disk":
+        (tmp_path / "step_00000003" / storage.MANIFEST).unlink()
+        (tmp_path / "step_00000003" / "tensors" / "part").unlink()  # and here its directories are left
+    storage.remove(f"{root}/step_00000006/{storage.MANIFEST}")  # which was not written yet
+    again = Checkpoints(root, every=1, keep=2, steps=9, best=best)
+    again.prune(5)
+    kept = ["step_00000002"] * bool(best) + ["step_00000004", "step_00000005", "step_00000006"]
+    assert storage.children(root) == kept
+    found = again.latest()
+    assert found is not None
+    assert found[0] == 5
+    commit(again, 6)
+    assert storage.children(root) == [*kept[: bool(best)], "step_00000005", "step_00000006"]
