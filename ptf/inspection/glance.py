@@ -17,7 +17,7 @@ def glance(job: Job) -> str:
     from ptf.data.added import tokenizer_of
     from ptf.data.blocks import Location, found_files
     from ptf.recipes import registry
-from ptf.train.reading import specs
+    from ptf.train.reading import specs
     from ptf.train.rendered import rendered
     from ptf.train.takes import takes
 
