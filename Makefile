@@ -81,8 +81,11 @@ learning-spmd: setup                     ## SFT, reward models, DPO and distilla
 learning-rl: setup                       ## GRPO, its family, PPO and on-policy distillation of it; writes benchmarks/results/learning_rl.md
 	$(PY) benchmarks/learning_rl.py
 
-reliability: setup                       ## kills, damaged checkpoints and a long run, in full; writes benchmarks/results/reliability.md
+reliability: setup                       ## kills and a long run, in full; writes benchmarks/results/reliability.md
 	$(PY) benchmarks/reliability.py
+
+damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
+	$(PY) benchmarks/damage.py
 
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py

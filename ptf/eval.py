@@ -35,6 +35,7 @@ from ptf.rl.ranking import TASKS, rank
 from ptf.rl.validate import pass_rates
 from ptf.train.companions import companions, exported
 from ptf.train.deal import deal
+from ptf.train.export import refuse_damaged
 from ptf.train.parts import parts_of, unadapted
 from ptf.train.reading import held_out_rows
 from ptf.train.start import extended, start_directory, tokenizer_directory
@@ -45,9 +46,12 @@ COMPARED = "compared.json"  # in the run's directory
 
 
 def evaluate(job: Job, run: Path) -> dict[str, float]:
-    """By name; `start/…` is of the model that training started from."""
+    """By name; `start/…` is of the model that training started from. Raises Corrupt where the exported model is not what was written."""
+    refuse_damaged(run, job.verify_bytes)
     found = generated(job, run) | (ranked(job, run) if job.evaluate.ranking else {})
-    return found | (compared(job, run) if job.data.validation and not recipes.build(job).online else {})
+    found |= compared(job, run) if job.data.validation and not recipes.build(job).online else {}
+    gate.commit_rows(run)
+    return found
 
 
 def compared(job: Job, run: Path) -> dict[str, float]:
@@ -61,7 +65,12 @@ def compared(job: Job, run: Path) -> dict[str, float]:
         )  # fmt: skip
     else:
         compare(dump(job), str(run))
-    return json.loads((run / COMPARED).read_text())
+    return read_compared(run)
+
+
+def read_compared(run: Path) -> dict[str, float]:
+    """What `compare` left. Raises Corrupt."""
+    return storage.record(str(run / COMPARED), gate.AGAIN, {"lineage": run.name})["metrics"]
 
 
 def compare(text: str, directory: str) -> None:
@@ -95,7 +104,7 @@ def compare(text: str, directory: str) -> None:
                 longer = np.array([np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in atoms])
                 metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # of equally long ones, half
         if world.leads:
-            storage.write_text(str(run / COMPARED), json.dumps(metrics))
+            storage.write_record(str(run / COMPARED), {"lineage": run.name, "metrics": metrics})
 
 
 def measured(

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from ptf import storage, verified
 from ptf.config import Job
 from ptf.config.schema import KDAlgo
 from ptf.errors import UserError
 
 ROWS = "held_out"  # in the run's directory: loss and denominator of each held-out row
 ANSWERS, RANKED = "answers", "ranked"  # what ptf.eval leaves there of each prompt, and of each user
+AGAIN = "run the evaluate stage again"
 FEWEST = 5  # rows that have an interval
 LEVEL = 0.975  # of each side
 
@@ -66,6 +68,13 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     return [_compared(name, more, rows, metrics) for name, more, rows in found]
 
 
+def commit_rows(run: Path) -> None:
+    """The evaluation has written them all."""
+    for place in (run / name for name in (ROWS, ANSWERS, RANKED)):
+        if place.is_dir():
+            storage.commit(place, verified.of_run(place))
+
+
 def defaults(job: Job) -> Iterator[list[str]]:
     """Names of metrics, those that say most first."""
     yield [f"{source}/{rate}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
@@ -98,28 +107,33 @@ def _rows(job: Job, run: Path, metric: str) -> Rows | None:
     """None of a metric that is not a mean over rows."""
     if _is_loss(metric):
         name = metric.partition("/")[2]
-        then, now = (_read(run / ROWS / prefix / f"{name}.jsonl") for prefix in ("start", ""))
+        then, now = _read(run / ROWS, name)
         return None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
     source, _, measure = metric.partition("/")
     if source in job.evaluate.sources and measure in ("reward", "pass@1"):
-        then, now = (_read(run / ANSWERS / prefix / f"{source}.jsonl") for prefix in ("start", ""))
+        then, now = _read(run / ANSWERS, source)
         value = float if measure == "reward" else lambda outcome: float(outcome >= 1)
         pairs = [(a["outcome"], b["outcome"]) for a, b in _both(then, now, run, "prompt")]
         return _paired([(value(a), value(b), 1.0) for a, b in pairs if not isinstance(a, str) and not isinstance(b, str)])
     if job.evaluate.ranking and source in job.evaluate.ranking.sources:
-        then, now = (_read(run / RANKED / prefix / f"{source}.jsonl") for prefix in ("start", ""))
+        then, now = _read(run / RANKED, source)
         return _paired([(a[measure], b[measure], 1.0) for a, b in _both(then, now, run, "user") if measure in a and measure in b])
     return None
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+def _read(place: Path, source: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows at the start and now; none where the evaluation left none."""
+    if place.is_dir():
+        verified.refuse_other(str(place), verified.of_run(place), float("inf"), AGAIN)
+    files = [place / prefix / f"{source}.jsonl" for prefix in ("start", "")]
+    then, now = ([json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [] for file in files)
+    return then, now
 
 
 def _both(then: Sequence[dict], now: Sequence[dict], run: Path, key: str = "") -> Iterator[tuple[dict, dict]]:
     """The same rows before and after. Raises UserError where they are not the same."""
     if len(then) != len(now) or any(key and a[key] != b[key] for a, b in zip(then, now, strict=True)):
-        raise UserError(f"what {run} holds of the start and of the trained model is not of the same held-out rows: run the evaluate stage again")
+        raise UserError(f"what {run} holds of the start and of the trained model is not of the same held-out rows: {AGAIN}")
     yield from zip(then, now, strict=True)
 
 

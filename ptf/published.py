@@ -87,6 +87,8 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
         seen = Pointer(to)  # written anew
     if to is None and not seen.before:
         raise UserError(f"{root}: {seen.version} is the only version that was published there; there is nothing to go back to")
+    if to is None and not storage.exists(f"{root}/{seen.version}"):
+        raise Corrupt(f"{root}/{POINTER} names {seen.version}, which is not there; ptf publish {root} --rollback VERSION goes to one that is")
     to = to or seen.before[-1]
     try:
         if (held := verified.verify(f"{root}/{to}").get("version")) != to:
@@ -120,7 +122,7 @@ def refuse_damaged(directory: Path, path: str, up_to: float, without: Sequence[s
 
 
 def _move(root: str, wanted: Pointer, now: str | None) -> bool:
-    text = json.dumps({"version": wanted.version, "before": list(wanted.before)})
+    text = storage.record_text({"version": wanted.version, "before": list(wanted.before)})
     return storage.swap_text(f"{root}/{POINTER}", text, now) or pointer(root) == wanted  # the store's answer to our own write may have been lost
 
 
@@ -137,9 +139,9 @@ def _text(root: str) -> str | None:
 
 def _read(root: str, text: str) -> Pointer:
     try:
-        said = json.loads(text)
+        said = storage.told_record(text) if '"digest"' in text else json.loads(text)  # one that was written by hand has none
         version, before = said["version"], tuple(said.get("before", ()))
-        if not all(map(_is_name, (version, *before))):
+        if not all(map(_is_name, (version, *before))) or said.keys() - {"version", "before"}:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Corrupt(f'{root}/{POINTER} is not a pointer ({{"version": …}}); ptf publish {root} --rollback VERSION writes it anew') from None

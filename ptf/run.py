@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ def mint(prefix: str) -> str:
     return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
+JOB, DIGEST = "job.yaml", "# SHA-256 of the lineage and of what is above: "  # in the run's directory; its last line
 LINEAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 TAKEN = ("prepared", "tokenized", "annotated", "published", "models")  # directories that runs share below `output`
 
@@ -76,8 +78,8 @@ def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
 def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
     """Key of a source → the commit of its dataset of the Hub, so that every later stage and resume reads the same one. Where the config names no
     revision, an earlier attempt at the lineage has said which."""
-    file = Path(job.output) / (lineage or "") / "job.yaml"
-    before = sources_of(loads(file.read_text())) if lineage and file.exists() else {}
+    text = recorded(Path(job.output) / lineage) if lineage else None
+    before = sources_of(loads(text)) if text else {}
     found = {}
     for key, source in sources_of(job).items():
         repo = None if source.kind == "tokenized" or source.path.startswith("prepare:") else repo_of(Location.of(source))
@@ -146,7 +148,7 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
     elif compute.launcher == "torchrun":
         threads = compute.threads or launch.default_threads(compute.workers)
         with leave.passing_on(directory):
-            command = [str(directory / "job.yaml"), "--lineage", lineage, "--lease", lease.text]
+            command = [str(directory / JOB), "--lineage", lineage, "--lease", lease.text]
             launch.torchrun(command, compute.workers, threads, compute.timeout_s, directory)
     else:
         work(text, str(directory), lease.text)
@@ -157,7 +159,7 @@ def submitted(job: Job, lineage: str, directory: Path) -> None:
     refuses the job, Retryable if it fails otherwise."""
     from ptf.compute import ray_jobs
 
-    command = [sys.executable, "-m", "ptf.cli", "train", str((directory / "job.yaml").resolve()), "--lineage", lineage, "--set", "compute.address=auto"]
+    command = [sys.executable, "-m", "ptf.cli", "train", str((directory / JOB).resolve()), "--lineage", lineage, "--set", "compute.address=auto"]
     command += ["--set", f"output={Path(job.output).resolve()}"]
     with leave.passing_on(directory):
         name = ray_jobs.named(lineage, "train")
@@ -171,10 +173,28 @@ def submitted(job: Job, lineage: str, directory: Path) -> None:
 def record(job: Job, directory: Path) -> None:
     """Write the run's job.yaml. Raises UserError, leaving it, if the run was begun by a job with other frozen keys."""
     directory.mkdir(parents=True, exist_ok=True)
-    file = directory / "job.yaml"
-    if file.exists():
-        refuse_frozen_changes(file.read_text(), job)
-    storage.write_text(str(file), dump(job))
+    if (then := recorded(directory)) is not None:
+        refuse_frozen_changes(then, job)
+    text = dump(job)
+    storage.write_text(str(directory / JOB), f"{text}{DIGEST}{_digest(directory, text)}\n")
+
+
+def recorded(directory: Path) -> str | None:
+    """The job of a run's earlier attempt; None where there was none. Raises Corrupt where it is not as it was written."""
+    file = directory / JOB
+    try:
+        text, _, digest = file.read_bytes().decode().rpartition(DIGEST)
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        text, digest = "", "?"
+    if digest != f"{_digest(directory, text)}\n":
+        raise storage.Corrupt(f"{file} is not as this run wrote it; where the config is the one that this run began with, remove it: it is written anew")
+    return text
+
+
+def _digest(directory: Path, text: str) -> str:
+    return hashlib.sha256(f"{directory.name}\n{text}".encode()).hexdigest()
 
 
 def begun(job: Job, lineage: str | None) -> dict[str, str]:
@@ -182,10 +202,10 @@ def begun(job: Job, lineage: str | None) -> dict[str, str]:
     if lineage is None:
         return {}
     refuse_lineage(lineage)
-    file = Path(job.output) / lineage / "job.yaml"
-    if not file.exists():
+    text = recorded(Path(job.output) / lineage)
+    if text is None:
         return {}
-    then, published = model_paths(loads(file.read_text())), published_models(job)
+    then, published = model_paths(loads(text)), published_models(job)
     return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
 
 

@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -329,7 +329,7 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
         for name in _names(part):
             with open(part / name, "rb") as stream:
                 entries[name] = _entry(stream)
-        write_text(f"{copy}{COPIED}", json.dumps(entries))
+        write_record(f"{copy}{COPIED}", {"copy": copy.name, "files": entries})
         try:
             os.replace(part, copy)
         except OSError:
@@ -364,6 +364,37 @@ def finish(directory: str, manifest: dict[str, Any], entries: dict[str, dict[str
 def _manifest_digest(manifest: dict[str, Any]) -> str:
     """SHA-256 of all that it says."""
     return hashlib.sha256(json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()).hexdigest()
+
+
+def write_record(uri: str, record: dict[str, Any]) -> None:
+    """Write a JSON object, and in it a digest of all that it says."""
+    write_text(uri, record_text(record))
+
+
+def record_text(record: dict[str, Any]) -> str:
+    return json.dumps({**record, "digest": _manifest_digest(record)})
+
+
+def told_record(text: str) -> dict[str, Any]:
+    """Raises ValueError, KeyError, TypeError or AttributeError for a text that is not, to the bit, one of `record_text`."""
+    found = json.loads(text)
+    if found.pop("digest") != _manifest_digest(found):
+        raise ValueError
+    return found
+
+
+def record(uri: str, mend: str, said: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """What `write_record` wrote, which says `said`. Raises Corrupt with `mend` as the advice where it is missing, not as it was written, or another's."""
+    try:
+        found = told_record(read_text(uri))
+    except FileNotFoundError:
+        raise Corrupt(f"{uri} is missing; {mend}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Corrupt(f"{uri} is not as it was written; {mend}") from None
+    for key, value in said.items():
+        if found.get(key) != value:
+            raise Corrupt(f"{uri} was written for another {key}, {found.get(key)}; {mend}")
+    return found
 
 
 def manifest_of(directory: str) -> dict[str, Any]:

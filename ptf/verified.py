@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ptf import storage
+from ptf import scratch, storage
 from ptf.storage import MANIFEST, Corrupt
 
 FRESH_NS = 100_000_000  # a file younger than this may be written to once more under the same times
@@ -33,12 +33,53 @@ def verify(directory: str, up_to: float = float("inf"), mend: str = "", without:
     return manifest
 
 
+def made(target: Path, said: Mapping[str, Any], make: Callable[[Path], None], up_to: float = float("inf")) -> bool:
+    """Whether `target` was there, with what `make(directory)` wrote and a manifest that says `said`; now it is in any case. It appears when it is
+    complete, whoever else makes it. Raises Corrupt where it is not what was written, or was made for something else."""
+    if target.exists():
+        return _again(target, said, up_to)
+    with scratch.directory(target) as part:
+        new = part / "new"
+        new.mkdir()
+        make(new)
+        storage.commit(new, dict(said))
+        try:
+            new.rename(target)
+        except OSError:  # another process was faster
+            if not target.exists():
+                raise
+            return _again(target, said, up_to)
+    return False
+
+
+def _again(target: Path, said: Mapping[str, Any], up_to: float) -> bool:
+    refuse_other(str(target), said, up_to, f"remove {target}: it is made again")
+    return True
+
+
+def of_run(directory: Path) -> dict[str, Any]:
+    """What the manifest of a directory in a run's says, so that neither another run's nor another of this run's is taken for it."""
+    return {"lineage": directory.parent.name, "directory": directory.name}
+
+
+def refuse_other(directory: str, said: Mapping[str, Any], up_to: float, mend: str) -> None:
+    """Raises Corrupt unless a committed directory holds what was written there, with a manifest that says `said`."""
+    manifest = verify(directory, up_to, mend)
+    for key, value in said.items():
+        if manifest.get(key) != value:
+            raise Corrupt(f"{directory} holds what was made for another {key}, {manifest.get(key)}; {mend}")
+
+
 def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"), without: Sequence[str] = ()) -> str:
     """`storage.localize`; a copy that is used again must hold what was copied. Raises Corrupt, Missing."""
     local = storage.localize(uri, into, without)
     if not storage.is_local(uri):
-        with _advised(f"remove {local}: it is copied again"):
-            compare(local, json.loads(storage.read_text(f"{local}{storage.COPIED}")), up_to, manifest=False)
+        mend = f"remove {local}: it is copied again"
+        entries = storage.record(
+            f"{local}{storage.COPIED}", f"remove {local} and {Path(local).name}{storage.COPIED}: it is copied again", {"copy": Path(local).name}
+        )
+        with _advised(mend):
+            compare(local, entries["files"], up_to, manifest=False)
     return local
 
 

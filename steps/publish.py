@@ -1,6 +1,5 @@
 """Publish: pass the gate, then make a version appear: its files, its manifest, and last the pointer. Nothing is ever moved."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,12 +31,14 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
 def _publish(job: Job, artifact: Artifact, lease: "Lease") -> Artifact:
     from ptf import gate as gates
     from ptf import published, storage
-    from ptf.compute.provenance import FILE
+    from ptf.compute import provenance
+    from ptf.train.export import refuse_damaged
 
     assert artifact.run is not None
     assert artifact.model is not None
     resolved = artifact.resolve(job)
     root = job.versions
+    refuse_damaged(Path(artifact.run), job.verify_bytes)
     compared = gates.comparisons(job, Path(artifact.run), artifact.metrics)
     gates.refuse_worse(job, compared)
     _refuse_worse(job, artifact, published.manifest(root))
@@ -45,7 +46,7 @@ def _publish(job: Job, artifact: Artifact, lease: "Lease") -> Artifact:
     staged = Path(artifact.run) / "publish"
     shutil.rmtree(staged, ignore_errors=True)
     shutil.copytree(artifact.model, staged)
-    made = json.loads((Path(artifact.run) / FILE).read_text())
+    made = provenance.read(Path(artifact.run))
     (staged / "README.md").write_text(card(job, artifact, made, _before(root, artifact.lineage), gates.said(job, compared)))
     manifest = {
         "version": artifact.lineage, "job": dump(shown(resolved)), "config": fingerprint(job), "metrics": dict(artifact.metrics),
@@ -138,6 +139,7 @@ def gate(job: Job, run: Path, model: Path) -> float:
     from ptf.model.bridge import export_dtype, locate
     from ptf.model.components import FILES
     from ptf.model.verify import export_difference, head_difference
+    from ptf.train.export import probe_of
     from ptf.train.parts import parts_of
     from ptf.train.rendered import rendered
 
@@ -152,7 +154,7 @@ def gate(job: Job, run: Path, model: Path) -> float:
     served.rendering = trained.rendering  # a server renders the day on which it serves
     if served.fingerprint() != trained.fingerprint():
         raise UserError(f"not published: the tokenizer in {model} gives other ids than the one that was trained with")
-    probe = json.loads((run / "probe.json").read_text())
+    probe = probe_of(run)
     if "values" in probe:
         difference = head_difference(model, probe["tokens"], probe["values"], parts_of(job.model))
     else:

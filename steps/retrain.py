@@ -3,7 +3,6 @@
 The one idea: a published version says what its data were. Where they are the same still, or have been trained on from there, there is nothing to do.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ def based(job: Job, artifact: Artifact) -> Job:
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """As any recipe's; the model is the published one, if there is one. Raises UserError where the config does not say what is better."""
     from ptf import published
+    from ptf.run import recorded
     from steps.prepare import prepare as prepared
 
     if job.publish.metric is None or job.publish.metric.startswith("train/"):
@@ -30,8 +30,8 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         raise UserError("evaluate.start: retraining compares with the published version, which it starts from; leave it true")
     if job.data.prepare:
         print("retrain: data.prepare runs once for its arguments; what it reads may change without being seen", flush=True)
-    begun = Path(job.output) / artifact.lineage / "job.yaml"  # of an earlier attempt, which goes on with what it began with
-    from_version = loads(begun.read_text()).model.path.startswith(f"{job.versions}/") if begun.exists() else published.pointer(job.versions) is not None
+    begun = recorded(Path(job.output) / artifact.lineage)  # by an earlier attempt, which goes on with what it began with
+    from_version = loads(begun).model.path.startswith(f"{job.versions}/") if begun else published.pointer(job.versions) is not None
     return prepared(_on_published(job) if from_version else job, artifact)
 
 
@@ -73,7 +73,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
         print(f"retrain: {worse}", flush=True)
         how = "was not better"
     how += f": {metric} {'' if before is None else f'{before:.4g} → '}{now:.4g}"
-    storage.write_text(f"{job.versions}/{LAST}", json.dumps(_trial(job, artifact, begun) | {"lineage": artifact.lineage, "how": how}))
+    storage.write_record(f"{job.versions}/{LAST}", _trial(job, artifact, begun) | {"lineage": artifact.lineage, "how": how})
     return artifact
 
 
@@ -91,12 +91,9 @@ def _last(job: Job) -> dict[str, Any]:
     from ptf import storage
 
     place = f"{job.versions}/{LAST}"
-    try:
-        last = json.loads(storage.read_text(place))
-        if not isinstance(last, dict) or not all(isinstance(last.get(key), str) for key in ("lineage", "how")):
-            raise ValueError
-        return last
-    except storage.Missing:
+    if not storage.exists(place):
         return {}
-    except (ValueError, RecursionError, IsADirectoryError, PermissionError):
+    try:
+        return storage.record(place, "")
+    except (storage.Corrupt, IsADirectoryError, PermissionError):
         raise UserError(f"{place} cannot be read, so it is not known what the last retraining was made of; remove it, and the data count as new") from None

@@ -59,6 +59,7 @@ def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") ->
     for prefix, values in (("start/", then), ("", now)):
         rows = [{"prompt": {"n": n}, "answer": "", "outcome": value} for n, value in enumerate(values)]
         write_jsonl(run / "answers" / f"{prefix}{source}.jsonl", rows)
+    gate.commit_rows(run)
     mean = lambda values: float(np.mean([v for v in values if not isinstance(v, str)]))  # noqa: E731
     both = {"start/": then, "": now}
     return {f"{p}{source}/{rate}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
@@ -120,6 +121,7 @@ def test_rows_of_another_evaluation_are_refused(raw: dict[str, Any], tmp_path: P
     lines = file.read_text().splitlines(keepends=True)
     for changed in (lines[1:], lines[::-1]):
         file.write_text("".join(changed))
+        gate.commit_rows(tmp_path)
         with pytest.raises(UserError, match="not of the same held-out rows: run the evaluate stage again"):
             gate.comparisons(job, tmp_path, metrics)
 
@@ -130,6 +132,7 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
     job = loads(yaml.safe_dump(raw))
     for prefix, value in (("start/", 0.8), ("", 0.2)):
         write_jsonl(tmp_path / "ranked" / f"{prefix}next.jsonl", [{"user": n, "all/ndcg@10": value + n / 100} for n in range(10)])
+    gate.commit_rows(tmp_path)
     metrics = {"start/next/all/ndcg@10": 0.845, "next/all/ndcg@10": 0.245}
     with pytest.raises(Worse, match=r"next/all/ndcg@10 0\.845 at the start"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 BASE = {"errors", "entry", "scratch", "credentials", "disk"}  # what everybody may import
-DATA, TRAIN = BASE | {"config", "storage", "data", "model"}, BASE | {"config", "storage", "data", "model", "compute", "recipes"}
+DATA = BASE | {"config", "storage", "data", "model"}
+TRAIN = DATA | {"verified", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "": {"config", "errors", "run"},
     "errors": set(),
@@ -24,7 +25,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "disk": {"errors"},
     "config": BASE,
     "storage": BASE,
-    "gate": BASE | {"config"},
+    "gate": BASE | {"config", "storage", "verified"},
     "verified": BASE | {"storage"},
     "published": BASE | {"storage", "verified"},
     "data": BASE | {"config", "storage", "verified"},

@@ -1,6 +1,5 @@
 """What a user can mend is one sentence and an exit status, never a traceback: disks, files of ours that others wrote into, numbers, markup."""
 
-import json
 import os
 import subprocess
 import sys
@@ -82,7 +81,7 @@ def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, co
     with pytest.raises(UserError, match=r"retrained\.json cannot be read.*remove it"):
         news(job, Artifact("a", data={"sums": "now"}))
     if content is not None:
-        file.write_text(json.dumps({"lineage": "x", "how": "was published", "data": {}}))
+        storage.write_record(str(file), {"lineage": "x", "how": "was published", "data": {}})
         assert news(job, Artifact("a", data={"sums": "now"}))
 
 

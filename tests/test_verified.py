@@ -259,7 +259,7 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
     for key in ("a", "b"):
         preparing.prepare(lambda directory, key=key: (Path(directory) / "x").write_text(key), key, str(tmp_path / "prepared"))
     swap(tmp_path / "prepared" / "a", tmp_path / "prepared" / "b")
-    with pytest.raises(Corrupt, match="holds what was prepared under another key, b"):
+    with pytest.raises(Corrupt, match="holds what was made for another key, b"):
         preparing.prepare(lambda directory: pytest.fail("it is there"), "a", str(tmp_path / "prepared"))
 
 

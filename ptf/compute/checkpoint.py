@@ -8,7 +8,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,14 @@ class Checkpoints:
         """Steps that have a manifest, newest first."""
         return sorted((int(name.removeprefix("step_")) for name in self._names() if STEP.fullmatch(name)), reverse=True)
 
+    def _unfinished(self, finished: Sequence[int]) -> list[int]:
+        """Steps of which there are files, but no manifest."""
+        try:
+            names = {uri.split("/")[-2] for uri in storage.listing(f"{self.root}/step_*/*")}
+        except storage.Missing:
+            return []
+        return sorted({int(name.removeprefix("step_")) for name in names if STEP.fullmatch(name)} - set(finished))
+
     def _names(self) -> list[str]:
         """Of all that looks like a checkpoint."""
         try:
@@ -211,6 +219,8 @@ class Checkpoints:
             if not STEP.fullmatch(name):
                 print(f"{self.root}/{name} is no checkpoint of this run (step_ and 8 digits); it is left alone", flush=True)
         steps = self._steps()
+        for step in self._unfinished(steps):
+            print(f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it counts for nothing", flush=True)
         for step in steps:
             try:
                 manifest = storage.verify(self.path(step), self.whole_up_to)

@@ -97,7 +97,7 @@ class Record:
             found = json.loads(text)
             return Record(**{**found, "holder": Process(**found["holder"])})
         except (ValueError, TypeError, KeyError):
-            raise UserError(f"{place} is not a lease: remove it, if no other process is training this lineage") from None
+            raise _no_lease(place) from None
 
     def said(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.since))
@@ -247,6 +247,12 @@ def _text(place: str) -> str | None:
         return storage.read_text(place)
     except storage.Missing:
         return None
+    except UnicodeDecodeError:
+        raise _no_lease(place) from None
+
+
+def _no_lease(place: str) -> UserError:
+    return UserError(f"{place} is not a lease: remove it, if no other process is training this lineage")
 
 
 def _swap(place: str, text: str, expected: str | None) -> bool:

@@ -6,7 +6,6 @@ the rest (hardware) is for whoever wonders later.
 
 import functools
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Mapping
@@ -61,7 +60,12 @@ def made_with(device: torch.device, data: Mapping[str, str], tokenizer: str) -> 
 
 def write(run: Path, made: Mapping[str, Any]) -> None:
     """Beside the exported model, for whoever publishes it."""
-    storage.write_text(str(run / FILE), json.dumps(made))
+    storage.write_record(str(run / FILE), {"lineage": run.name, "made_with": dict(made)})
+
+
+def read(run: Path) -> dict[str, Any]:
+    """What `write` wrote. Raises Corrupt."""
+    return storage.record(str(run / FILE), "run the train stage again: it writes it anew", {"lineage": run.name})["made_with"]
 
 
 def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, accepted: bool, tell: bool) -> None:

@@ -4,10 +4,11 @@ The one idea: a row belongs to a step, so resuming drops the rows of steps that 
 never stopped. Fields that a clock or a memory gauge made are named in `is_clock`; all others repeat bit for bit.
 """
 
+import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,22 +43,43 @@ def read_metrics(path: Path) -> list[dict]:
 
 class Rows:
     """A file of JSON lines, each with its `step`; those of steps that will be made again are dropped when it is opened. `add` is durable when it returns.
-    Both raise LeaseLost, and write nothing, where another process has taken the run over."""
+    Both raise LeaseLost, and write nothing, where another process has taken the run over. `said`: what `state` was when the checkpoint was written that is
+    resumed from; UserError where the rows are not those."""
 
-    def __init__(self, path: Path, resumed: int, lease: Lease = UNSHARED) -> None:
-        self._lease = lease
+    def __init__(self, path: Path, resumed: int, lease: Lease = UNSHARED, said: Mapping[str, Any] | None = None) -> None:
+        self._lease, self._digest, self._count = lease, hashlib.sha256(), 0
+        there = path.is_file()
         kept = [row for row in read_metrics(path) if row["step"] <= resumed]
+        text = self._counted(kept)
+        if said and self.state != said:
+            if there:
+                raise UserError(
+                    f"{path} does not hold the {said['rows']} rows that were there at step {resumed}, as they were: the file was damaged; restore it, or "
+                    "remove it to go on without it"
+                )
+            print(f"{path} is missing: its {said['rows']} rows up to step {resumed} are lost, and this run goes on without them", flush=True)
         temporary = path.with_suffix(".tmp")
         with lease.commit(local=True):
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            temporary.write_text(text)
             os.replace(temporary, path)
             self.file = path.open("a")
 
     def add(self, *rows: Mapping[str, Any]) -> None:
         with self._lease.commit(local=True):
-            self.file.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
+            self.file.write(self._counted(rows))
             self.file.flush()
             os.fsync(self.file.fileno())
+
+    def _counted(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+        self._digest.update(text.encode())
+        self._count += len(rows)
+        return text
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Of the rows so far, for the manifest of a checkpoint: how many, and SHA-256."""
+        return {"rows": self._count, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
         self.file.close()
@@ -102,12 +124,14 @@ class WandB:
 
 
 class Tracker:
-    """Written by one process. `log` is durable when it returns."""
+    """Written by one process. `log` is durable when it returns. `said`: see Rows."""
 
-    def __init__(self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int, lease: Lease = UNSHARED) -> None:
+    def __init__(
+        self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int, lease: Lease = UNSHARED, said: Mapping[str, Any] | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        self.rows = Rows(self.path, resumed, lease)
+        self.rows = Rows(self.path, resumed, lease, said)
         self.steps, self.print_every = steps, knobs.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if knobs.tensorboard else []

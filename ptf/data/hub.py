@@ -8,7 +8,6 @@ again. Nothing of a repository is executed: only data files are read.
 import functools
 import hashlib
 import io
-import json
 import os
 import posixpath
 import re
@@ -105,14 +104,16 @@ def tree(id: str, commit: str) -> dict[str, Entry]:
     kept = _kept(id, commit) / "files.json"
     if kept.is_file():
         try:
-            return {name: Entry(size, oid) for name, (size, oid) in json.loads(kept.read_text()).items()}
-        except (ValueError, AttributeError, TypeError):
-            kept.unlink()
+            said = storage.record(str(kept), "", {"id": id, "commit": commit})["files"]
+            return {name: Entry(size, oid) for name, (size, oid) in said.items()}
+        except storage.Corrupt:
+            kept.unlink()  # it is asked for again
     _reached(id, commit)
     listed = lambda: list(HfApi(endpoint=constants.ENDPOINT).list_repo_tree(id, repo_type="dataset", revision=commit, recursive=True))  # noqa: E731
     files = [file for file in _patiently(f"{PREFIX}{id}", listed) if isinstance(file, RepoFile)]
     found = {file.path: Entry(file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in sorted(files, key=lambda file: file.path)}
-    _write(kept, json.dumps({name: [entry.size, entry.oid] for name, entry in found.items()}).encode())
+    listed_files = {name: [entry.size, entry.oid] for name, entry in found.items()}
+    _write(kept, storage.record_text({"id": id, "commit": commit, "files": listed_files}).encode())
     return found
 
 
@@ -250,7 +251,11 @@ class _Pieces(storage.Ranged):
         except (FileNotFoundError, NotADirectoryError):
             return None
         data = held[32:]
-        return data if hashlib.sha256(data).digest() == held[:32] else None  # damaged: it is fetched again
+        return data if self._digest(number, data) == held[:32] else None  # damaged, or another's: it is fetched again
+
+    def _digest(self, number: int, data: bytes) -> bytes:
+        """Of a piece and of where it belongs."""
+        return hashlib.sha256(f"{self._id}@{self._commit}/{self._name} {number}\n".encode() + data).digest()
 
     def _fetched(self, first: int, last: int) -> Mapping[int, bytes]:
         from huggingface_hub import constants, hf_hub_url
@@ -273,5 +278,5 @@ class _Pieces(storage.Ranged):
         data = _patiently(uri(self._id, self._commit, self._name), get)
         pieces = {number: data[i * PIECE : (i + 1) * PIECE] for i, number in enumerate(range(first, last + 1))}
         for number, piece in pieces.items():
-            _write(self._folder / f"{number:06}", hashlib.sha256(piece).digest() + piece)
+            _write(self._folder / f"{number:06}", self._digest(number, piece) + piece)
         return pieces

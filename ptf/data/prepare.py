@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ptf import scratch, storage, verified
+from ptf import storage, verified
 from ptf.errors import UserError
 
 
@@ -16,30 +16,13 @@ def prepare(plug: Callable[[str], Any], key: str, root: str, verify_up_to: float
     once it is verified (ptf.verified.verify).
     `key` is to name the plug and its arguments. Whatever the plug raises is passed on, and nothing is left behind."""
     target = Path(root) / key
-    if (target / storage.MANIFEST).exists():
-        return _reused(target, verify_up_to)
-    if target.exists():
+    if target.exists() and not (target / storage.MANIFEST).exists():
         raise UserError(f"{target} is there but was not written by prepare (it has no {storage.MANIFEST}): move it away")
-    with scratch.directory(target) as part:
-        plug(str(part))
-        storage.commit(str(part), {"key": key})
-        try:
-            part.rename(target)
-        except OSError:  # another process was faster
-            if not (target / storage.MANIFEST).exists():
-                raise
-            return _reused(target, verify_up_to)
-    return str(target)
-
-
-def _reused(target: Path, up_to: float) -> str:
-    refuse_damaged(str(target), up_to)
-    print(f"prepare: reusing {target}")
+    if verified.made(target, {"key": key}, lambda part: plug(str(part)), verify_up_to):
+        print(f"prepare: reusing {target}")
     return str(target)
 
 
 def refuse_damaged(directory: str, up_to: float) -> None:
     """Raises Corrupt unless a directory of prepared data, named by its key, holds what was written under this key."""
-    mend = f"remove {directory}: it is made again"
-    if (key := verified.verify(directory, up_to, mend)["key"]) != Path(directory).name:
-        raise storage.Corrupt(f"{directory} holds what was prepared under another key, {key}; {mend}")
+    verified.refuse_other(directory, {"key": Path(directory).name}, up_to, f"remove {directory}: it is made again")

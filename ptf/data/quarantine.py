@@ -71,12 +71,12 @@ class Quarantine:
 
 
 def rows_in(file: Path) -> list[BadRow]:
-    """What was set aside; a last line that a kill cut off does not count."""
+    """What was set aside; a line that a kill cut off, or that was damaged, does not count."""
     found = []
     for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
             found.append(BadRow(**json.loads(line)))
-        except ValueError:
+        except (ValueError, TypeError):
             continue
     return found
 

@@ -43,12 +43,15 @@ class Tokenizer:
         local = os.path.isdir(path) or os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
         try:
             hf: Any = AutoTokenizer.from_pretrained(path, revision=revision, local_files_only=local, trust_remote_code=False)  # type: ignore[arg-type]
-        except (OSError, ValueError) as e:
+        except Exception as e:  # of damaged files transformers and tokenizers raise a dozen kinds
             refuse_custom_code(path, e)
-            raise UserError(f"no tokenizer in {path}: {str(e).splitlines()[0]}") from None
+            why = next(iter(str(e).splitlines()), "") if isinstance(e, OSError | ValueError) else f"its files cannot be read: {type(e).__name__}: {e}"
+            raise UserError(f"no tokenizer in {path}: {why}") from None
         try:
             stops = GenerationConfig.from_pretrained(path, revision=revision, local_files_only=local).eos_token_id  # type: ignore[arg-type]
-        except OSError:
+        except OSError as e:
+            if (file := Path(path) / "generation_config.json").is_file():
+                raise UserError(f"{file} cannot be read, so it is not known what ends an answer: {next(iter(str(e).splitlines()), '')}") from None
             stops = None
         found = cls(hf, stops if isinstance(stops, list) else [] if stops is None else [stops])
         found.rendering = Rendering.read(path)
@@ -245,16 +248,25 @@ class Tokenizer:
         """What decides ids, to be kept with whatever was made of them: SHA-256 of the vocabulary, merges, special tokens and chat template, the ids of
         probe strings (which catch a normalizer that was lost), and one `fingerprint` over all."""
         backend = getattr(self.hf, "backend_tokenizer", None)
-        model = json.loads(backend.to_str())["model"] if backend is not None else {}
+        said = json.loads(backend.to_str()) if backend is not None else {}
+        model = said.get("model", {})
+        steps = {name: said.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}
         facts = {
             "vocabulary": sorted(self.hf.get_vocab().items()), "merges": model.get("merges"), "special tokens": self.hf.special_tokens_map,
             "chat template": self.hf.chat_template,
+            "steps": steps | {key: value for key, value in model.items() if key not in ("vocab", "merges")},  # from a text to pieces, and what joins them
         }  # fmt: skip
         found: dict[str, Any] = {name: _digest(fact) for name, fact in facts.items()}
         found["probes"] = [[text, self.hf(text, add_special_tokens=False)["input_ids"]] for text in PROBES]
         if self.rendering.facts:  # others keep their fingerprint
             found["rendering"] = self.rendering.facts
         return {"fingerprint": _digest(found), **found}
+
+    def refuse_other_stops(self, stops: Sequence[int], what: str) -> None:
+        """Raises UserError unless what ends an answer is what did in `what`."""
+        if list(stops) != list(self.stop_ids):
+            then, now = ([self.decode([i]) for i in ids] for ids in (stops, self.stop_ids))
+            raise UserError(f"in {what} answers ended with {then}, now with {now}: the tokenizer's files or generation_config.json have changed; restore them")
 
     def refuse_other(self, identity: Mapping[str, Any], what: str) -> None:
         """Raises UserError, naming the first probe or part that differs, unless `what` was made with this tokenizer, whose identity it kept."""

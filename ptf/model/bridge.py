@@ -272,11 +272,11 @@ def hf_tensors(model: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
 
 def save_hf(
     tensors: Iterator[tuple[str, Tensor]], source: Path, directory: Path, *, writes: bool, tokenizer: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None, manifest: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write safetensors in the source's dtype, its config.json (or `config`), and what else lies beside it except weights; the tokenizer's files
-    from its own directory if that is another; components of the user's own in files of theirs (components.py). Every rank calls it; the one that
-    `writes` does. The directory appears only when it is complete."""
+    from its own directory if that is another; components of the user's own in files of theirs (components.py); and `manifest`, with the SHA-256 of
+    every file. Every rank calls it; the one that `writes` does. The directory appears only when it is complete."""
     dtype = export_dtype(source)
     temporary = directory.with_name(directory.name + ".tmp")
     shards: list[dict[str, Tensor]] = [{}]
@@ -313,6 +313,8 @@ def save_hf(
             (temporary / name).write_bytes(file.read_bytes())
     written = {k: v for k, v in (config or read_config(source)).items() if k != "quantization_config"}  # MXFP4 was dequantised
     (temporary / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    if manifest is not None:
+        storage.commit(temporary, dict(manifest))
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(temporary, directory)
 

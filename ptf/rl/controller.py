@@ -52,6 +52,7 @@ class Controller:
         assert job.rollout is not None
         assert job.train.steps is not None, "online jobs have no train.epochs"
         self.steps = job.train.steps
+        self.tokenizer = tokenizer
         self.job, self.knobs, self.recipe, self.prompts, self.held_out, self.cluster = job, job.rollout, recipe, prompts, held_out, cluster
         self.policy, self.rollout, self.scorers, self.critic, self.rewards = policy, rollout, scorers, critic, rewards
         self.warmup = job.algo.critic_warmup if isinstance(job.algo, PPOAlgo) else 0  # steps of the critic alone
@@ -70,9 +71,9 @@ class Controller:
         self.leave, self.directory = Requests(run), run
         self.ahead = recipe.needs_old or self.warmup > 0  # the trainer's log-probs of what was sampled, before anything is made of it
         self.canary: list[np.ndarray] = []
-        self.step = self._restore()
-        self.track = Tracker(run, job.track, resumed=self.step, steps=self.steps, lease=lease)
-        self.samples = Samples(run, job.track, tokenizer, self.step, lease)
+        self.step, manifest = self._restore()
+        self.track = Tracker(run, job.track, resumed=self.step, steps=self.steps, lease=lease, said=manifest.get("rows"))
+        self.samples = Samples(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
 
     def run(self) -> None:
         """x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π, until the last step."""
@@ -281,13 +282,16 @@ class Controller:
         if self.critic:
             with self.cluster.phase(self.critic, "save"):
                 entries |= {f"{CRITIC}/{name}": entry for name, entry in self.critic.call("save", f"{path}/{CRITIC}").items()}
-        entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", {"prompts": self.prompts.state_dict(), "canary": self.canary})
-        self.saves.commit(self.step, entries, {"job": dump(self.job), "metrics": {}, "made_with": self.made_with})
+        state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "tokenizer": self.tokenizer.identity, "stops": list(self.tokenizer.stop_ids)}
+        entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", state)
+        manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.rows.state}
+        self.saves.commit(self.step, entries, manifest | ({"samples": self.samples.rows.state} if self.samples.rows else {}))
 
-    def _restore(self) -> int:
+    def _restore(self) -> tuple[int, Mapping[str, Any]]:
+        """The steps that are done, and the manifest of the checkpoint; nothing, if there is none."""
         found = self.saves.latest()
         if found is None:
-            return 0
+            return 0, {}
         step, path, manifest = found
         refuse_frozen_changes(manifest["job"], self.job)
         provenance.refuse_other(manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_changes, tell=True)
@@ -297,10 +301,12 @@ class Controller:
             with self.cluster.phase(self.critic, "load"):
                 self.critic.call("load", f"{path}/{CRITIC}")
         state = checkpoint.load_host(f"{path}/controller.pt")
+        self.tokenizer.refuse_other(state["tokenizer"], path)
+        self.tokenizer.refuse_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
         print(f"resumed from {path} (step {step} of {self.steps})", flush=True)
-        return step
+        return step, manifest
 
     def close(self) -> None:
         self.track.close()

@@ -21,9 +21,11 @@ from ptf.recipes.grpo import samples_of
 
 
 class Samples:
-    def __init__(self, run: Path, knobs: TrackConfig, tokenizer: Tokenizer, resumed: int, lease: Lease = UNSHARED) -> None:
+    def __init__(
+        self, run: Path, knobs: TrackConfig, tokenizer: Tokenizer, resumed: int, lease: Lease = UNSHARED, said: Mapping[str, Any] | None = None
+    ) -> None:
         self.every, self.prompts, self.tokenizer = knobs.samples_every, knobs.samples, tokenizer
-        self.rows = Rows(run / "samples.jsonl", resumed, lease) if self.every else None
+        self.rows = Rows(run / "samples.jsonl", resumed, lease, said) if self.every else None
 
     def log(self, step: int, groups: Sequence[Group], atoms: Sequence[Atom]) -> None:
         """Of the step that is numbered so when it is done; the first is always there."""

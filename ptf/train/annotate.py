@@ -113,7 +113,8 @@ class _Annotating:
                     if tell:
                         tell({"rows": len(rows), "tokens": sum(length(atom) for row in rows for atom in row)})
             if part:
-                storage.commit(part, {"tokenizer": self.tokenizer.identity, "source": name})
+                key = directory.rpartition("-")[2]
+                storage.commit(part, {"tokenizer": self.tokenizer.identity, "config": key, "source": name})
                 if not root.exists():  # another run may have been first
                     os.replace(part, root)
                 print(f"annotate: {name} → {directory}", flush=True)

@@ -4,7 +4,6 @@ The one idea: the probe is computed by the model that was trained, before anythi
 checkpoint with the training run and not with another reading of the same files.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptf import storage
+from ptf import storage, verified
 from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
@@ -22,6 +21,9 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.scalar import Scalar, as_scalar
+
+MODEL, PROBE = "model", "probe.json"  # in the run's directory
+AGAIN = "run the train stage again: it goes on from the last checkpoint, and exports anew"
 
 
 @torch.no_grad()
@@ -44,12 +46,24 @@ def said(x: torch.Tensor, head: Any) -> torch.Tensor:
 
 
 def export(model: Decoder, family: Family, source: Path, directory: Path, world: World, tokenizer: str) -> None:
-    """Every rank calls it. `directory` appears only when it is complete; the probe lies beside it as `probe.json`."""
+    """Every rank calls it. `directory`, in the run's, appears only when it is complete; the probe lies beside it as `probe.json`."""
     found = probe(model, world)
     if world.leads:
-        storage.write_text(str(directory.with_name("probe.json")), json.dumps(found))
+        storage.write_record(str(directory.with_name(PROBE)), {"lineage": directory.parent.name, **found})
     config = bridge.read_config(source)
     if model.config.head == "scalar":
         config = as_scalar(config, Tokenizer.load(tokenizer).hf.pad_token_id)
-    bridge.save_hf(bridge.hf_tensors(model, family), source, directory, writes=world.leads, tokenizer=tokenizer, config=config)
+    bridge.save_hf(
+        bridge.hf_tensors(model, family), source, directory, writes=world.leads, tokenizer=tokenizer, config=config, manifest=verified.of_run(directory)
+    )
     world.barrier()
+
+
+def refuse_damaged(run: Path, up_to: float) -> None:
+    """Raises Corrupt where the exported model, or the probe, is not what this run wrote."""
+    verified.refuse_other(str(run / MODEL), verified.of_run(run / MODEL), up_to, AGAIN)
+    probe_of(run)
+
+
+def probe_of(run: Path) -> dict[str, Any]:
+    return storage.record(str(run / PROBE), AGAIN, {"lineage": run.name})

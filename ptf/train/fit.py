@@ -33,7 +33,7 @@ from ptf.train.adapter import export_adapter
 from ptf.train.annotate import annotated
 from ptf.train.canonical import trainer_of
 from ptf.train.companions import companions, forward_flops
-from ptf.train.export import export
+from ptf.train.export import MODEL, export
 from ptf.train.reading import held_out_rows, make_lanes, make_loader, planned_steps, specs
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.start import adapted_from, extended, tokenizer_directory
@@ -100,13 +100,13 @@ class Fit:
         self.clock = world.clock
         found = self.restore()
         takes = None if found else planned_steps(job, lanes, self.loader, world)
-        self.step, ends = found or (0, takes.steps[1])  # type: ignore[union-attr]
+        self.step, ends, rows = found or (0, takes.steps[1], None)  # type: ignore[union-attr]
         announce(job, world, self.model.config, ends, takes)
         self.planned = ends
         self.track: Tracker | None = None
         self.end_at(ends)
         if world.leads:
-            self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease)
+            self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, said=rows)
         self.skipped = 0  # steps, one after the other
         self.clock.step = self.step
 
@@ -204,8 +204,9 @@ class Fit:
                 print(f"train: {train.stop.metric} has not got better {train.stop.patience} times in a row: this is the end", flush=True)
         return losses
 
-    def restore(self) -> tuple[int, int] | None:
-        """Continue from the newest good checkpoint: the steps that are done, and the step at which the run ends; None if there is no checkpoint."""
+    def restore(self) -> tuple[int, int, dict[str, Any] | None] | None:
+        """Continue from the newest good checkpoint: the steps that are done, the step at which the run ends, and what the rows of metrics were; None if
+        there is no checkpoint."""
         world = self.world
         found = world.share(self.saves.latest() if world.leads else None)
         if found is None:
@@ -228,7 +229,7 @@ class Fit:
         self.loader.load_state_dict({"step": step, "lanes": lanes})
         if world.leads:
             print(f"resumed from {place} (step {step} of {ends})", flush=True)
-        return step, ends
+        return step, ends, manifest.get("rows")
 
     def save(self, metrics: Mapping[str, float]) -> float:
         """Begin a checkpoint; seconds for which training waited."""
@@ -236,6 +237,7 @@ class Fit:
         host = {**self.loader.state_dict(), "ends": self.ends, "tokenizer": self.tokenizer.identity, "watch": watch}
         host["random"] = random_state(self.world.device)
         manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": self.made_with}
+        manifest |= {"rows": self.track.rows.state} if self.track else {}
         return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
 
     def export(self) -> None:
@@ -249,9 +251,9 @@ class Fit:
                 print(f"train: the export is of step {best}, the best by {self.job.checkpoint.best and self.job.checkpoint.best.metric}", flush=True)
         if world.leads:
             provenance.write(self.run, self.made_with)
-        export(model, self.family, self.directory, self.run / "model", world, self.tokenizer_path)
+        export(model, self.family, self.directory, self.run / MODEL, world, self.tokenizer_path)
         if self.spec.lora:
-            export_adapter(model, self.family, self.directory, self.run / "model", world, self.spec, self.job.train.precision)
+            export_adapter(model, self.family, self.directory, self.run / MODEL, world, self.spec, self.job.train.precision)
 
     def close(self) -> None:
         self.loader.close()

@@ -9,13 +9,13 @@ import datetime
 import os
 from pathlib import Path
 
-from ptf import storage
+from ptf import scratch, storage
 from ptf.config.schema import Job
 from ptf.data.rendering import Rendering, renders_date
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
-DATE = "date"  # in the run's directory
+DATE = "date.json"  # in the run's directory
 
 
 def changes_rendering(job: Job) -> bool:
@@ -58,9 +58,9 @@ def pinned_date(run: Path) -> str:
     file = run / DATE
     if not file.is_file():
         run.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{DATE}.{os.getpid()}")
-        part.write_text(datetime.date.today().isoformat() + "\n")
-        with contextlib.suppress(FileExistsError):
-            os.link(part, file)  # whoever is first
-        part.unlink()
-    return file.read_text().strip()
+        with scratch.file(file) as part:
+            part.write_text(storage.record_text({"lineage": run.name, "date": datetime.date.today().isoformat()}))
+            with contextlib.suppress(FileExistsError):
+                os.link(part, file)  # whoever is first
+    said = storage.record(str(file), "data.date says which day it was, if that is known; else remove it, and start a new run", {"lineage": run.name})
+    return str(said["date"])

@@ -1,10 +1,10 @@
 """What training starts from: the model's directory, its tokenizer, tokens added to both, and random weights written out where something must load
 them."""
 
-import os
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+from ptf import scratch, verified
 from ptf.compute.world import World
 from ptf.config.schema import Job, ModelConfig, TokensConfig
 from ptf.data.added import add, wanted
@@ -21,14 +21,9 @@ def tokenizer_directory(job: Job, model: ModelConfig, directory: Path, run: Path
     conversations are rendered, or the template renders a date. `model`: the section after `extended`."""
     files = tokenizer_files(model, directory, run)
     there = run / "rendered"
-    if not there.is_dir():
-        if not (changes_rendering(job) or asks_date(files)):
-            return files
-        part = there.with_name(there.name + ".tmp")
-        shutil.rmtree(part, ignore_errors=True)
-        rendered(job, Tokenizer.load(files), run).save(part)
-        os.replace(part, there)
-    return str(there)
+    if not there.is_dir() and not (changes_rendering(job) or asks_date(files)):
+        return files
+    return str(once(there, lambda part: rendered(job, Tokenizer.load(files), run).save(part)))
 
 
 def tokenizer_files(model: ModelConfig, directory: Path, run: Path) -> str:
@@ -36,12 +31,13 @@ def tokenizer_files(model: ModelConfig, directory: Path, run: Path) -> str:
     wanted = model.tokenizer
     if wanted is None or Path(wanted).is_dir():
         return wanted or str(directory)
-    copy = run / "tokenizer"
-    if not copy.is_dir():
-        part = copy.with_name(copy.name + ".tmp")
-        Tokenizer.load(wanted).save(part)
-        os.replace(part, copy)
-    return str(copy)
+    return str(once(run / "tokenizer", lambda part: Tokenizer.load(wanted).save(part)))
+
+
+def once(there: Path, make: Callable[[Path], None]) -> Path:
+    """A directory of the run, made where it is not there yet. Raises Corrupt where it is not what was made, or was made for another run."""
+    verified.made(there, verified.of_run(there), make)
+    return there
 
 
 def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple[ModelConfig, Path]:
@@ -49,19 +45,22 @@ def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple
     were if it adds none."""
     if model.tokens is None:
         return model, directory
-    there = run / "extended"
-    if not there.is_dir():
+    tokens = model.tokens
+
+    def make(part: Path) -> None:
         tokenizer = tokenizer_files(model, directory, run)
         base = start_directory(headless(model), directory, run, tokenizer, seed)
         larger = Tokenizer.load(tokenizer)
         refuse_larger_tokenizer(base, tokenizer, larger.vocab_size)
-        new = rows_of(model.tokens, base, larger)
-        larger.save(run / "extended.tokenizer")
-        extend(base, there, str(run / "extended.tokenizer"), new)
-        shutil.rmtree(run / "extended.tokenizer")
-        before, after = (rows(bridge.read_config(d)) for d in (base, there))
+        new = rows_of(tokens, base, larger)
+        with scratch.directory(part) as beside:
+            larger.save(beside)
+            extend(base, part, str(beside), new)
+        before, after = (rows(bridge.read_config(d)) for d in (base, part))
         frozen = "" if model.lora is None or model.train else "; under model.lora their rows stay as they begin: model.train: [embed, head] trains them"
-        print(f"model: {len(new.ids)} tokens added ({model.tokens.init}), vocabulary {before} → {after}{frozen}", flush=True)
+        print(f"model: {len(new.ids)} tokens added ({tokens.init}), vocabulary {before} → {after}{frozen}", flush=True)
+
+    there = once(run / "extended", make)
     return model.model_copy(update={"init": "pretrained", "tokenizer": None, "tokens": None}), there
 
 
@@ -77,13 +76,14 @@ def rows_of(tokens: TokensConfig, base: Path, tokenizer: Tokenizer) -> NewRows:
 
 def start_directory(model: ModelConfig, directory: Path, run: Path, tokenizer: str, seed: int) -> Path:
     """The starting model with weights: random ones are drawn once and written to `run/start`."""
-    start = run / "start"
     if model.init == "pretrained":
         return directory
-    if not start.is_dir():
+
+    def make(part: Path) -> None:
         drawn, family = load_model(directory, World(), unadapted(model), seed=seed, precision="fp32")
-        bridge.save_hf(bridge.hf_tensors(drawn, family), directory, start, writes=True, tokenizer=tokenizer)
-    return start
+        bridge.save_hf(bridge.hf_tensors(drawn, family), directory, part, writes=True, tokenizer=tokenizer)
+
+    return once(run / "start", make)
 
 
 def adapted_from(model: ModelConfig, directory: Path, run: Path, tokenizer: str, seed: int) -> tuple[ModelConfig, Path]:

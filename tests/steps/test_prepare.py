@@ -7,6 +7,7 @@ import yaml
 
 from ptf import storage
 from ptf.config import Job, load, loads
+from ptf.run import record
 from steps import prepare as module
 from steps.artifact import Artifact
 from tests.tiny import arithmetic
@@ -55,10 +56,7 @@ def test_an_attempt_keeps_the_teachers_that_it_began_with(raw, tmp_path):
         publish(load(str(tmp_path / f"{name}.yaml")), "v1")
     job = loads(yaml.safe_dump(raw))
     begun = module.prepare(job, Artifact(lineage="kd-1")).resolve(job)
-    (Path(job.output) / "kd-1").mkdir(parents=True)
-    from ptf.config import dump
-
-    (Path(job.output) / "kd-1" / "job.yaml").write_text(dump(begun))
+    record(begun, Path(job.output) / "kd-1")
     for name in ("first", "second"):
         publish(load(str(tmp_path / f"{name}.yaml")), "v2")
     assert module.prepare(job, Artifact(lineage="kd-1")).resolve(job) == begun
