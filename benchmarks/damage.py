@@ -38,9 +38,8 @@ def batches(ledger: Path) -> list[dict[str, Any]]:
 def run(count: int, ledger: Path) -> None:
     """Append the batches that are missing."""
     done = {(batch["kind"], batch["seed"]) for batch in batches(ledger)}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, contextlib.closing(Made(Path(scratch))) as made:
         os.environ["PTF_CACHE"] = f"{scratch}/cache"
-        made = Made(Path(scratch))
         for kind, make in SCENES.items():
             seeds = [seed for seed in range(-(-count // BATCH)) if (kind, seed) not in done]
             if not seeds:

@@ -64,6 +64,10 @@ class Made:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.scenes: dict[Callable[[Made], Scene], Scene] = {}
+        self.serving = contextlib.ExitStack()
+
+    def close(self) -> None:
+        self.serving.close()
 
     def place(self, *names: str) -> Path:
         place = self.directory.joinpath(*names)
@@ -438,8 +442,7 @@ def memory_and_data(made: Made) -> Scene:
 
 def hub_pieces(made: Made) -> Scene:
     """What was read of a dataset of the Hub, which answers."""
-    context = hub_stub.running()
-    stub = context.__enter__()
+    stub = made.serving.enter_context(hub_stub.running())
     constants.ENDPOINT, constants.HF_HOME = stub.url, str(made.place("home"))
     constants.HUGGINGFACE_CO_URL_TEMPLATE = stub.url + "/{repo_id}/resolve/{revision}/{filename}"
     contents = [{f"data/{name}.jsonl": os.urandom(700) for name in "ab"} for _ in range(2)]

@@ -1,5 +1,6 @@
 """A handful of what benchmarks/damage.py does in full: whatever file of a run is harmed, nothing else is read than was written without a word."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,7 +26,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         patch.setenv("PTF_CACHE", str(directory / "cache"))
         for name in ("ENDPOINT", "HF_HOME", "HUGGINGFACE_CO_URL_TEMPLATE"):
             patch.setattr(constants, name, getattr(constants, name))  # a scene changes them
-        yield Made(directory)
+        with contextlib.closing(Made(directory)) as made:
+            yield made
 
 
 def whole(made: Made, make: Callable[[Made], Scene]) -> tuple[Scene, Path]:
