@@ -36,13 +36,14 @@ def page(found: list[dict[str, Any]], command: str) -> str:
     rows += "| **together** | " + " | ".join(f"**{sum(b[key] for b in found):,}**" for key in keys) + " |\n"
     return (
         "# Tokenizer parity\n\n"
-        f"Command: `{command}` (`make parity`)  \nHardware: {cpu()}; {sum(b['cpu_s'] for b in found):.0f} s of one core  \nDate: {time.strftime('%Y-%m-%d')}  \n"
-        "Each batch: [tokenizer_parity.jsonl](tokenizer_parity.jsonl)\n\n"
+        f"Command: `{command}` (`make parity`)  \nHardware: {cpu()}; {sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}  \nEach batch: [tokenizer_parity.jsonl](tokenizer_parity.jsonl)\n\n"
         "Ids that ptf trains on, made by the tokenizer that a job has in memory (with the tokens that it adds), beside those that AutoTokenizer of\n"
         f"transformers {transformers.__version__} makes of the files that ptf saves. Texts are fuzzed: words, numbers, code, whitespace, many scripts, emoji,\n"
         "control characters, what looks like special tokens, and, where the job adds some, added tokens and semantic ids (*with added*: texts in which ptf\n"
         "found one). Every text is encoded by the batch, as it stands; one in 50 is encoded as a document to train on, too, with what the tokenizer puts\n"
-        "before it. *Refused*: texts for which ptf says that the tokenizer has no id. A saved tokenizer must also have the fingerprint of the one in memory.\n\n"
+        "before it. *Refused*: texts for which ptf says that the tokenizer has no id. A saved tokenizer must also have the fingerprint of the one in\n"
+        "memory.\n\n"
         f"| tokenizer | texts | with added | documents | refused | differ |\n|---|---|---|---|---|---|\n{rows}"
     )
 

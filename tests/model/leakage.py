@@ -63,6 +63,7 @@ NORMS = 1e-6  # transformers normalises in fp32, whatever it is given
 MIXERS = [
     Mixer("softmax", "llama", PerDocument),
     Mixer("softmax, queries and keys normalised", "qwen3", PerDocument),
+    Mixer("softmax, projections with a bias", "qwen2", PerDocument),
     Mixer("sliding window", "mistral", PerDocument, settings=(("sliding_window", 5),)),
     Mixer("sliding windows and whole, in turn", "gemma3_text", PerDocument),
     Mixer("sliding windows and whole, sinks, experts", "gpt_oss", PerDocument, **EXPERTS),
@@ -70,7 +71,7 @@ MIXERS = [
     Mixer("softmax", "llama", Flex),
     Mixer("sliding window", "mistral", Flex, settings=(("sliding_window", 5),)),
     Mixer("sliding windows and whole, in turn", "gemma3_text", Flex),
-    Mixer("sliding windows and whole, sinks, experts", "gpt_oss", Flex, **EXPERTS | {"bound": 5e-6}),
+    Mixer("sliding windows and whole, sinks, experts", "gpt_oss", Flex, **{**EXPERTS, "bound": 5e-6}),
     Mixer("softmax (OLMo 2)", "olmo2", None, NORMS),
     Mixer("softmax, learned positions (GPT-2)", "gpt2", None),
     Mixer("softmax, experts (Mixtral)", "mixtral", None, **EXPERTS),
