@@ -96,8 +96,8 @@ damage: setup                            ## 10,400 damaged files of every kind t
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py
 
-ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated
-	$(PY) -m tests.data.ledger 1000000
+ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated; writes benchmarks/results/data_ledger.md
+	$(PY) -m tests.data.ledger 1000000 benchmarks/results/data_ledger.md
 
 PEERS := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements-peers.txt
 peers:                                   ## .venv-peers: what benchmarks/train_step.py is compared with
