@@ -43,3 +43,8 @@ def published(output: str) -> dict[str, Any]:
 def cpu() -> str:
     names = [row.split(":", 1)[1].strip() for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")]
     return f"{len(names)} × {names[0]}" if names else platform.processor()
+
+
+def commit() -> str:
+    """What was measured, where this is a checkout."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
