@@ -67,10 +67,12 @@ bench-ids: setup                         ## training ids against vLLM's of 100,0
 	$(PY) benchmarks/serving_ids.py
 
 parity: setup                            ## a million texts: ids that ptf trains on beside AutoTokenizer's; writes benchmarks/results/tokenizer_parity.md
-	$(PY) benchmarks/tokenizer_parity.py
+	$(if $(NIGHTLY),rm -f benchmarks/results/tokenizer_parity.jsonl)
+	$(PY) benchmarks/tokenizer_parity.py $(if $(NIGHTLY),--minutes 60)
 
 leakage: setup                           ## 10,000 packings for each mixer and attention: documents that see each other; writes benchmarks/results/leakage.md
-	$(PY) benchmarks/leakage.py
+	$(if $(NIGHTLY),rm -f benchmarks/results/leakage.jsonl)
+	$(PY) benchmarks/leakage.py $(if $(NIGHTLY),--minutes 60)
 
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py

@@ -157,11 +157,13 @@ class Trials:
         wrong = [] if happened else ["the fault did not happen"]
         said = (SAID_OF_ENGINES.get(trial.fault, "the rollout engine") if trial.place == "engine" else self._said(trial, happened)) if happened else ""
         after = [when - happened[0]["time"] for when, line in lines if happened and said in line and when >= happened[0]["time"] - 0.05]
-        if not after or after[0] > NAMED_S:
+        differs = self._differs(trial, status, want, found, happened)
+        unseen = trial.fault == "fork" and not after and not differs  # nobody was asked after it whom the second answer could have misled
+        if not unseen and (not after or after[0] > NAMED_S):
             wrong.append(f"{said!r} was said after {after[0]:.1f} s" if after else f"{said!r} was not said: {[line for _, line in lines][-5:]}")
         if status < 0:
             wrong.append(f"the run ended with {status}")
-        wrong += self._differs(trial, status, want, found, happened)
+        wrong += differs
         outcome = {
             **asdict(trial),
             "status": status,

@@ -57,7 +57,7 @@ def test_every_failure_is_named_and_the_others_are_scored(rewards):
         os.kill(pid, 0)
 
 
-@pytest.mark.parametrize(("text", "said"), [("noise", "what cannot be read"), ("half", "longer than 1 s"), ("fork", "out of turn")])
+@pytest.mark.parametrize(("text", "said"), [("noise", "what cannot be read"), ("half", "longer than 1 s")])
 def test_answers_that_are_none_end_their_process_alone(rewards, text, said):
     """Neither they nor what comes after them is taken for another's reward, and none is waited for without end."""
     outcomes = rewards.score([({}, t) for t in ["ok", text, "raise", "ok", "raise"]])
@@ -66,6 +66,18 @@ def test_answers_that_are_none_end_their_process_alone(rewards, text, said):
     assert said in named[0]
     for asked, outcome in zip(["ok", text, "raise", "ok", "raise"], outcomes, strict=True):
         assert isinstance(outcome, NoResult) or (outcome == Reward(1.0) and asked != "raise")
+    assert rewards.score([({}, "ok")]) == [Reward(1.0)]
+
+
+def test_of_two_processes_that_answer_after_a_fork_no_answer_is_taken_for_anothers(rewards):
+    """Whichever is quicker: an answer that comes late is seen by its number, here or at a later question."""
+    asked, found = ["ok", "fork", "raise", "ok", "raise"], list[Reward | NoResult]()
+    found += rewards.score([({}, t) for t in asked])
+    while not any(isinstance(one, NoResult) and "out of turn" in one.reason for one in found):
+        asked.append("ok")
+        found += rewards.score([({}, "ok")])
+    for text, outcome in zip(asked, found, strict=True):
+        assert isinstance(outcome, NoResult) or (outcome == Reward(1.0) and text != "raise")
     assert rewards.score([({}, "ok")]) == [Reward(1.0)]
 
 
