@@ -19,8 +19,8 @@ run: setup                               ## the main job: SFT, then GRPO, and a 
 test: setup                              ## the suite, in two processes
 	$(PY) -m pytest -n 2
 
-ALL := test test-cluster test-s3 test-random kills damage leakage parity soak faults
-test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other; some hours
+ALL := test test-cluster test-s3 test-random resumes ledger kills damage leakage parity soak faults
+test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other, with NIGHTLY=1: shorter, ledgers begun anew; some hours
 	@failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 test-random: setup                       ## every property test on random examples, with 20 fresh seeds (SEEDS=n), for the night
@@ -53,8 +53,9 @@ bench-masks: setup                       ## loss masks of all chat data and of f
 bench-resume: setup                      ## 500 random trials of stopping and resuming the data, goes on where it was stopped; writes benchmarks/results/resume_trials.md
 	$(PY) benchmarks/resume_trials.py
 
-bench-loader: setup                      ## what reading costs: first row, decoding by ranks, documents a second, memory, state; writes benchmarks/results/loader_cost.md
+bench-loader: setup                      ## what reading costs: first row, documents a second, memory, state, decoding by ranks; writes benchmarks/results/loader_{cost,ranks}.md
 	$(PY) benchmarks/loader_cost.py
+	$(PY) benchmarks/loader_ranks.py
 
 bench-formats: setup                     ## what is made of the forms of people's data sets; writes benchmarks/results/formats.md
 	$(PY) benchmarks/formats.py
@@ -64,6 +65,14 @@ bench-code: setup                        ## cheats and honest forms judged by th
 
 bench-ids: setup                         ## training ids against vLLM's of 100,000 texts and 5,000 chats; writes benchmarks/results/serving_ids.md
 	$(PY) benchmarks/serving_ids.py
+
+parity: setup                            ## a million texts: ids that ptf trains on beside AutoTokenizer's; writes benchmarks/results/tokenizer_parity.md
+	$(if $(NIGHTLY),rm -f benchmarks/results/tokenizer_parity.jsonl)
+	$(PY) benchmarks/tokenizer_parity.py $(if $(NIGHTLY),--minutes 60)
+
+leakage: setup                           ## 10,000 packings for each mixer and attention: documents that see each other; writes benchmarks/results/leakage.md
+	$(if $(NIGHTLY),rm -f benchmarks/results/leakage.jsonl)
+	$(PY) benchmarks/leakage.py $(if $(NIGHTLY),--minutes 60)
 
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
@@ -86,10 +95,11 @@ learning-rl: setup                       ## GRPO, its family, PPO and on-policy 
 	$(PY) benchmarks/learning_rl.py
 
 kills: setup                             ## runs of every recipe killed and continued, on where the ledger ends (ANEW=1: another); writes benchmarks/results/kills.md
-	$(PY) benchmarks/kills.py $(if $(ANEW),--anew)
+	$(PY) benchmarks/kills.py $(if $(ANEW)$(NIGHTLY),--anew) $(if $(NIGHTLY),--minutes 60)
 
 damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
-	$(PY) benchmarks/damage.py
+	$(if $(NIGHTLY),rm -f benchmarks/results/damage.jsonl)
+	$(PY) benchmarks/damage.py $(if $(NIGHTLY),--trials 100)
 
 soak: setup                              ## 10,000 SFT steps and 3,000 GRPO steps: growth of memory, and what is left; writes benchmarks/results/soak.md
 	$(PY) benchmarks/soak.py
@@ -98,10 +108,10 @@ faults: setup                            ## faults in rewards, environments and 
 	$(PY) benchmarks/faults.py $(if $(NIGHTLY),--trials 100 --ray 1 --anew)
 
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
-	$(PY) benchmarks/two_resumes.py
+	$(PY) benchmarks/two_resumes.py $(if $(NIGHTLY),--trials 10)
 
-ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated
-	$(PY) -m tests.data.ledger 1000000
+ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated; writes benchmarks/results/data_ledger.md
+	$(PY) -m tests.data.ledger 1000000 benchmarks/results/data_ledger.md
 
 PEERS := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements-peers.txt
 peers:                                   ## .venv-peers: what benchmarks/train_step.py is compared with

@@ -3,26 +3,29 @@
     python benchmarks/loader_cost.py [--documents 100000]
 
 Writes a tokenized data set of that many documents (log-normal lengths, mean about 298 tokens, ids without a pattern) and measures, with the defaults of
-`data.shuffle` and `data.lookahead`: what is read before the first row at 8, 64 and 512 lanes that one rank serves; CPU-seconds a rank and step at 1, 8 and
-128 ranks, which exchange rows in groups of 16 (one rank of each is measured, in this process; its peers are threads); documents a second from the files to
-batches on one core; memory and the size of a lane's state; and how a set that is sorted by a binary label is mixed.
+`data.shuffle` and `data.lookahead`: what is read before the first row at 8, 64 and 512 lanes that one rank serves; documents per CPU-second from the files
+to batches (reading, decompressing, order, shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files, which is compared once
+before, is not in it), and by stage; memory and the size of a lane's state; and how a set that is sorted by a binary label is mixed. What a rank spends on
+a step at 1, 8 and 128 ranks is in benchmarks/loader_ranks.py.
 """
 
 import argparse
+import os
 import pickle
 import resource
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flow_runs import ROOT, cpu
 
 from ptf import storage
-from ptf.data import tokenized
-from ptf.data.exchange import GROUP, group_size
+from ptf.data import columnar, loader, order, pipeline, stream, token_file, tokenized
 from ptf.data.loader import Loader
 from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
@@ -30,10 +33,10 @@ from ptf.data.sources import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.token_file import ROWS_IN_GROUP, RowFile, columns_of, side_by_side
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
-from tests.data.peers import Threads, close
 from tests.data.test_order import labelled, labels, lanes_of, mixed
 
 RESULTS = ROOT / "benchmarks" / "results" / "loader_cost.md"
+AIM = 100_000
 MEAN, SEQ_LEN, SHUFFLE, LOOKAHEAD, ROWS_A_RANK = 298, 2048, 1024, 64, 4
 
 
@@ -71,35 +74,51 @@ def first_row(lanes: Lanes) -> tuple[int, float, float]:
     return reads, reads / lanes.lanes, first
 
 
-def decoding(directory: Path, tokenizer: Tokenizer, ranks: int) -> float:
-    """CPU-seconds that a rank spends on a step, on the average over an epoch of one group of the ranks."""
-    size, lanes, peers = group_size(ranks), max(8, ranks), Threads.group(group_size(ranks))
-    loaders = [
-        Loader(
-            made(directory, tokenizer, lanes, epochs=1), lanes=lanes, rows=ROWS_A_RANK * ranks, rank=rank, world_size=ranks, micro_rows=ROWS_A_RANK,
-            seq_len=SEQ_LEN, peers=peers[rank],
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    began, steps, more = time.process_time(), 0, True
-    with ThreadPoolExecutor(size) as pool:
-        while more:
-            batches = list(pool.map(next, loaders))
-            more = any(float(batch.weights.sum()) for micro in batches for batch in micro)
-            steps += more
-    spent = time.process_time() - began
-    close(loaders)
-    return spent / steps / size
+def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int) -> tuple[float, float]:
+    """From the files to batches on one rank: in the first epoch, most of whose memory is touched for the first time, and in the second."""
+    reader = Loader(made(directory, tokenizer, 8, epochs=2), lanes=8, rows=32, micro_rows=8, seq_len=SEQ_LEN)
+    rates, step = [], 0
+    for _ in range(2):
+        began, found = time.process_time(), 0
+        while found < 0.95 * documents:
+            found += sum(len(batch.lengths) for batch in reader._pack(step).batches)
+            step += 1
+        rates.append(found / (time.process_time() - began))
+    return rates[0], rates[1]
 
 
-def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int) -> float:
-    """From the files to batches, an epoch on one rank."""
-    loader = Loader(made(directory, tokenizer, 8, epochs=1), lanes=8, rows=32, micro_rows=8, seq_len=SEQ_LEN)
-    began, found, step = time.process_time(), 0, 0
-    while found < 0.95 * documents:
-        found += sum(len(batch.lengths) for batch in loader._pack(step).batches)
-        step += 1
-    return found / (time.process_time() - began)
+STAGES = {
+    "parquet: read and decompress a row group": [(columnar.Parquet, "block")], "its columns as arrays": [(token_file.TokenRows, "__init__")],
+    "order of the rows, items, counts": [(order.Ranges, "run"), (pipeline.Encoded, "run")], "shuffle": [(stream.Shuffle, "_draw_ahead")],
+    "packing, and an item at a time through mixer and shuffle": [(Loader, "_items")], "states of the lanes": [(Loader, "_snapshot")],
+    "columns of a step's documents": [(loader, "documents_of")], "laying out": [(loader, "laid_out")],
+}  # fmt: skip
+
+
+def stages(directory: Path, tokenizer: Tokenizer, documents: int) -> dict[str, float]:
+    """Microseconds of CPU a document, of each stage without those inside it, over both epochs; the timers themselves cost something, too."""
+    spent, open_stages = dict.fromkeys(STAGES, 0.0), [0.0]
+
+    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            open_stages.append(0.0)
+            try:
+                return function(*given, **named)
+            finally:
+                took = time.thread_time() - began
+                spent[stage] += took - open_stages.pop()
+                open_stages[-1] += took
+
+        return run
+
+    with ExitStack() as stack:
+        for stage, places in STAGES.items():
+            for place, name in places:
+                stack.callback(setattr, place, name, getattr(place, name))
+                setattr(place, name, timed(stage, getattr(place, name)))
+        documents_a_second(directory, tokenizer, documents)
+    return {stage: seconds / (2 * 0.95 * documents) * 1e6 for stage, seconds in spent.items()}
 
 
 def state_bytes(directory: Path, tokenizer: Tokenizer) -> int:
@@ -117,26 +136,29 @@ def main() -> None:
         data, tokenizer = Path(scratch) / "data", character_tokenizer("abc", Path(scratch) / "tokenizer")
         mean = write(data, given.documents, tokenizer)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        speed = documents_a_second(data, tokenizer, given.documents)
+        first, second = documents_a_second(data, tokenizer, given.documents)
         memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        state = state_bytes(data, tokenizer)
+        parts, state = stages(data, tokenizer, given.documents), state_bytes(data, tokenizer)
+        size = (data / "rows.parquet").stat().st_size / given.documents
         sorted_set = labelled(Path(scratch), 100_000, 100)
         shares = {lanes: mixed(labels(lanes_of(sorted_set, lanes)), 1000) for lanes in (1, 8, 512)}
         firsts = {lanes: first_row(made(data, tokenizer, lanes)) for lanes in (8, 64, 512)}
-        ranks = {n: decoding(data, tokenizer, n) for n in (1, 8, 128)}
     lines = [
         "# What the loader costs", "",
         f"Command: `{' '.join(['python', 'benchmarks/loader_cost.py', *sys.argv[1:]])}`  ", f"Hardware: {cpu()}  ", f"Date: {time.strftime('%Y-%m-%d')}", "",
         f"{given.documents:,} tokenized documents of {mean:.0f} tokens on the average, in row groups of {ROWS_IN_GROUP:,},",
         f"packed into rows of {SEQ_LEN:,} tokens; `data.shuffle: {SHUFFLE}`, `data.lookahead: {LOOKAHEAD}`. Times are CPU time of the process, "
-        "with other work beside it on the machine.", "",
+        f"with other work beside it on the machine (load average {os.getloadavg()[1]:.0f}).", "",
         "| lanes, all of one rank | row groups read before every lane has a row | a lane | CPU-seconds to the first row |", "|---|---|---|---|",
         *(f"| {lanes} | {reads:,} | {each:.2f} | {spent:.2f} |" for lanes, (reads, each, spent) in firsts.items()), "",
-        f"| ranks (groups of at most {GROUP}) | CPU-seconds a rank and step of {ROWS_A_RANK} rows a rank, exchange included |", "|---|---|",
-        *(f"| {n} | {spent:.4f} |" for n, spent in ranks.items()), "",
+        "CPU-seconds a rank and step at 1, 8 and 128 ranks: [loader_ranks.md](loader_ranks.md).", "",
         "| what | found |", "|---|---|",
-        f"| documents a second, files to batches, one core, an epoch | {speed:,.0f} |",
+        f"| documents per CPU-second, files to batches, first epoch | {first:,.0f} |", f"| the same, second epoch | {second:,.0f} |",
+        f"| bytes of file a document, of ids without a pattern | {size:,.0f} |",
         f"| memory that it adds (peak, 8 lanes) | {memory:,.0f} MiB |", f"| state of a lane | {state / 1024:.1f} KiB |", "",
+        f"The aim is {AIM:,} documents per CPU-second: {'reached' if second >= AIM else 'not reached here'}. The first epoch touches most of its",
+        "memory for the first time, which a virtual machine pays for dearly. By stage, over both epochs, with what the timers cost:", "",
+        "| of a document | CPU, µs |", "|---|---|", *(f"| {stage} | {spent:.2f} |" for stage, spent in parts.items()), "",
         "100,000 rows sorted by a binary label in 100 row groups: in how many of all windows of 1,000 consecutive samples the label's share is 0.3 to 0.7", "",
         "| lanes | windows |", "|---|---|", *(f"| {lanes} | {share:.1%} |" for lanes, share in shares.items()), "",
     ]  # fmt: skip

@@ -70,13 +70,13 @@ def commit() -> str:
     return found.stdout.strip()
 
 
-def page(lines: Sequence[dict[str, Any]], command: str) -> str:
+def page(lines: Sequence[dict[str, Any]], command: str, wanted: int) -> str:
     counted = lambda key: ", ".join(f"{value}: {n}" for value, n in sorted(Counter(line[key] for line in lines).items()))  # noqa: E731
     formats = Counter(name for line in lines for name in line["formats"])
     return (
         "# Resume trials\n\n"
         f"Command: `{command}`  \nHardware: {cpu()}  \nDate: {max(line['date'] for line in lines)}  \nTrials by commit: {counted('commit')}\n\n"
-        f"{len(lines)} random trials, {sum(line['steps'] for line in lines):,} steps, {sum(line['stops'] for line in lines):,} stops,\n"
+        f"{len(lines)} of {wanted} random trials, {sum(line['steps'] for line in lines):,} steps, {sum(line['stops'] for line in lines):,} stops,\n"
         f"{sum(line['cpu_s'] for line in lines):,.0f} s of CPU. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, 4 and 8 ranks that change at every stop;\n"
         f"in {sum(line['exchange'] for line in lines)} trials the ranks exchange rows.\n\n| what | found |\n|---|---|\n"
         + "".join(f"| {what} | {sum(line[fault] for line in lines)} |\n" for fault, what in FAULTS.items())
@@ -113,7 +113,7 @@ def main() -> None:
         elif n % 10 == 0:
             print(f"{n} trials, {time.perf_counter() - began:.0f} s", flush=True)
     lines = ledger(given.seed)
-    RESULTS.write_text(page(lines, f"python benchmarks/resume_trials.py --trials {given.trials} --seed {given.seed}"))
+    RESULTS.write_text(page(lines, f"python benchmarks/resume_trials.py --trials {given.trials} --seed {given.seed}", given.trials))
     sys.exit(any(map(failed, lines)))
 
 

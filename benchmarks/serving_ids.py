@@ -20,6 +20,8 @@ from typing import Any
 
 from flow_runs import ROOT, cpu
 
+from tests.data.texts import fuzzed
+
 RESULTS = ROOT / "benchmarks" / "results" / "serving_ids.md"
 TOKENIZERS = ("qwen3", "gpt2", "phi3-mini", "minimind")
 CHATTING = ("qwen3", "minimind", "phi3-mini")
@@ -27,21 +29,9 @@ CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 32_768, "vocab_size": 152_000, "torch_dtype": "float32",
 }  # fmt: skip
-PIECES = (
-    " ", "  ", "\n", "\n\n", "\t", "\r\n", "\xa0", "\u200b", "\ufeff", "the", " the", "The", "don't", "naïve", "Ångström", "ﬁ", "①", "数学",
-    "русский", "العربية", "हिन्दी", "ภาษา", "👩‍👩‍👧", "🇫🇷", "é", "é", "1", "42", "3.14159", "1e-10", "0x1F", "x = y;", "def f(a, b):",
-    "</s>", "<s>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<think>", "<|user|>", "[INST]", "{{", "}}", "\\n", "\x00", "\x7f", "—",
-    "“", "”", "…", "ß", "İ", "ǅ", "a" * 40, "!" * 9, "https://a.b/c?d=e&f", "ｆｕｌｌ", "Ⅻ", "힣",
-)  # fmt: skip
 
 
 THEIRS = {"reasoning_content": "reasoning"}  # of a message sent to vLLM, which hands templates both names
-
-
-def fuzzed(rng: random.Random) -> str:
-    found = [rng.choice(PIECES) if rng.random() < 0.85 else chr(rng.choice((rng.randint(1, 0x2FF), rng.randint(0x370, 0xD7FF), rng.randint(0xE000, 0x1FBFF))))
-             for _ in range(rng.randint(1, 24))]  # fmt: skip
-    return "".join(found)
 
 
 def renderer_of(directory: Path) -> Any:

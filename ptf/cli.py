@@ -64,6 +64,13 @@ def check(options: argparse.Namespace) -> int:
         console().print(Syntax(text, "yaml", background_color="default"))
     else:
         sys.stdout.write(text)
+    from ptf.inspection.glance import glance
+
+    try:
+        line = glance(job)
+    except UserError as error:  # of the data: the config is right
+        line = f"passes and steps are not known: {error}"
+    console(stderr=True).print(f"check: {redacted(line)}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -14,6 +14,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import load
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
+from ptf.inspection import glance
 from ptf.run import run
 from tests.tiny import arithmetic, write_jsonl
 
@@ -139,6 +140,23 @@ def test_the_page_is_whole_and_fetches_nothing(job, tmp_path, capfd):
     assert f"{first[0]['content']}&lt;|im_end|&gt;&lt;|im_start|&gt;&lt;|assistant|&gt;<mark>{first[1]['content']}&lt;|im_end|&gt;</mark>" in text
     # what a user wrote is text, not markup
     assert "<|" not in text
+
+
+def test_check_says_passes_and_steps_where_that_is_cheap(job, tmp_path, capfd, monkeypatch):
+    config = job()
+    found = inspected(capfd, config)
+    passes = found["sources"]["sums"]["passes"]
+    checked = lambda: (main(["check", config]), capfd.readouterr().err)  # noqa: E731
+    assert checked() == (0, f"check: passes over the data: sums {passes:.3g}; steps: {found['steps']}\n")
+    monkeypatch.setattr(glance, "FEW_ROWS", 1)
+    assert "(estimated)" in checked()[1]
+    monkeypatch.setattr(glance, "MOST_BYTES", 10)
+    assert "`ptf inspect` and `ptf check --dry-run` say how often" in checked()[1]
+    (tmp_path / "train.jsonl").write_text("[]\n")
+    monkeypatch.undo()
+    status, line = checked()
+    assert status == 0
+    assert line.startswith("check: passes and steps are not known: ")
 
 
 def test_passes_and_steps_are_those_of_the_run(job, tmp_path, capfd):

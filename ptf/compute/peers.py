@@ -19,15 +19,18 @@ class ProcessPeers:
         self._group, self.rank, self.size = group, group.rank(), group.size()
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Everyone's value, in the order of the ranks."""
-        return self.scatter([value] * self.size)
+        """Everyone's value, in the order of the ranks; all are equally long."""
+        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=self._group)
+        return [one.numpy().tobytes() for one in found]
 
     def scatter(self, values: Sequence[bytes]) -> list[bytes]:
         """Value i goes to rank i; what each sent here, in the order of the ranks."""
         sizes = torch.tensor([len(value) for value in values])
         coming = torch.empty(self.size, dtype=torch.int64)
         dist.all_to_all_single(coming, sizes, group=self._group)
-        going = torch.frombuffer(bytearray(b"".join(values)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+        going = torch.frombuffer(bytearray().join(values) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
         arrived = torch.empty(int(coming.sum()), dtype=torch.uint8)
         dist.all_to_all_single(arrived, going, coming.tolist(), sizes.tolist(), group=self._group)
         return [part.numpy().tobytes() for part in arrived.split(coming.tolist())]

@@ -75,7 +75,7 @@ def _follow(client: JobSubmissionClient, address: str, name: str, command: Seque
 
 @contextlib.contextmanager
 def _connected(address: str, timeout_s: float) -> Iterator[JobSubmissionClient]:
-    deadline = time.monotonic() + timeout_s
+    deadline, said = time.monotonic() + timeout_s, False
     with contextlib.ExitStack() as stack:
         while True:
             try:
@@ -86,6 +86,9 @@ def _connected(address: str, timeout_s: float) -> Iterator[JobSubmissionClient]:
                 stack.close()
                 if time.monotonic() > deadline:
                     raise Retryable(f"compute.address: no Ray cluster takes jobs at {address} after {timeout_s:.0f} s: {error}") from error
+                if not said:
+                    print(f"no Ray cluster takes jobs at {address} ({error}); it is asked again for {timeout_s:.0f} s", flush=True)
+                said = True
                 time.sleep(EVERY_S)
         yield client
 

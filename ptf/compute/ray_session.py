@@ -61,7 +61,7 @@ def ray_session(
 
 @contextlib.contextmanager
 def _joined(address: str, timeout_s: float) -> Iterator[None]:
-    where, deadline = _resolved(address), time.monotonic() + timeout_s
+    where, deadline, said = _resolved(address), time.monotonic() + timeout_s, False
     with contextlib.ExitStack() as stack:
         while True:
             try:
@@ -76,6 +76,9 @@ def _joined(address: str, timeout_s: float) -> Iterator[None]:
                     raise UserError(f"compute.address: the Ray cluster at {where} is of another version: {_line(error)}") from error
                 if time.monotonic() > deadline:
                     raise Retryable(f"no Ray cluster answers at {where} after {timeout_s:.0f} s: {_line(error)}; check compute.address") from error
+                if not said:
+                    print(f"no Ray cluster answers at {where} ({_line(error)}); it is asked again for {timeout_s:.0f} s", flush=True)
+                said = True
             time.sleep(EVERY_S)
         try:
             yield

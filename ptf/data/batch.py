@@ -4,14 +4,17 @@ The one idea: everything is aligned with *targets*. Position t of a row predicts
 of the token it predicts; the shift by one happens here and nowhere else.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.data.sample import Atom, Sample
+from ptf.data.documents import Documents
+from ptf.data.sample import Atom
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Batch:
     @staticmethod
     def of(rows: Sequence[Sequence[Atom]], width: int) -> "Batch":
         """Lay out rows of atoms, each at most `width` tokens in all."""
-        return laid_out(rows, width, max(1, len(rows)))[0]
+        return laid_out(Documents.of(rows), width, max(1, len(rows)))[0]
 
     def to(self, device: torch.device) -> "Batch":
         if device.type == "cpu":
@@ -51,66 +54,95 @@ class Batch:
         return out.index_add(0, index + 1, flat)[1:]  # padding (-1) falls into slot 0
 
 
-def laid_out(rows: Sequence[Sequence[Atom]], width: int, micro_rows: int) -> list[Batch]:
-    """Rows of atoms, each at most `width` tokens in all, as batches of `micro_rows` (the last one may have fewer), of which each is a part of the same
-    arrays: numpy's calls cost more than a short document's copies, so all rows are laid out together."""
-    samples = [sample for row in rows for members in row for sample in members]
-    owned = [len(members) for row in rows for members in row]  # samples of each atom
-    behind = np.cumsum([0, *(sum(map(len, row)) for row in rows)])  # samples before each row, and all
-    atoms_behind = np.cumsum([0, *map(len, rows)])
-    firsts = [*range(0, len(rows), micro_rows)] or [0]  # row of each batch
-    counts, begun = [len(sample.tokens) for sample in samples], [sample.begins for sample in samples]
-    lengths = np.array(counts, np.int64)
+class Memory:
+    """Arrays that are used again once nobody holds what was made of them: to touch fresh memory first costs more than to lay out a row there."""
+
+    def __init__(self) -> None:
+        self._blocks: list[np.ndarray] = []
+
+    def block(self, n: int) -> np.ndarray:
+        """Of n bytes, with whatever is in them. Views of it hold it."""
+        self._blocks = [block for block in self._blocks if block.nbytes == n]
+        for i in range(len(self._blocks)):
+            if sys.getrefcount(self._blocks[i]) == HELD_HERE:
+                return self._blocks[i]
+        self._blocks.append(np.empty(n, np.uint8))
+        return self._blocks[-1]
+
+
+HELD_HERE = 2  # the list, and the argument of getrefcount
+
+
+def laid_out(documents: Documents, width: int, micro_rows: int, memory: Memory | None = None) -> list[Batch]:
+    """Rows of at most `width` tokens as batches of `micro_rows` (the last one may have fewer), of which each is a part of the same arrays: numpy's calls
+    cost more than a short document's copies, so all rows are laid out together. `memory` is where."""
+    rows = len(documents.rows)
+    counts = [*map(len, documents.tokens)]
+    lengths, behind = np.array(counts, np.int64), np.cumsum([0, *documents.rows])  # documents before each row, and all
     ends = np.concatenate([[0], np.cumsum(lengths)])
     filled = np.diff(ends[behind])
     assert (filled <= width).all(), f"row {int(filled.argmax())} holds {int(filled.max(initial=0))} tokens, more than {width}"
-    row_of = np.repeat(np.arange(len(rows)), np.diff(behind))
-    starts = ends[:-1] - ends[behind[row_of]] + row_of * width  # in the rows one after the other
-    numbers = np.arange(len(samples)) - behind[np.array(firsts)[row_of // micro_rows]]
+    starts = ends[:-1] + np.repeat(np.arange(rows) * width - ends[behind[:-1]], documents.rows)  # in the rows one after the other
+    cuts, pads = behind.tolist(), (width - filled).tolist()
 
-    room, pads = behind[1:] + np.arange(len(rows)), width - filled  # what is left of a row lies behind its documents: a piece like those
-    ids = _flat([sample.tokens for sample in samples], behind, pads, np.int32)
-    loss = _flat([sample.weights for sample in samples], behind, pads, np.float32)
-    pieces = _with(lengths, room, pads)
-    segments = np.repeat(_with(numbers, room, -1), pieces)
-    positions = np.arange(len(rows) * width)
-    positions -= np.repeat(_with(starts - np.array(begun, np.int64), room, 0), pieces)
-    tokens, targets, weights = ids.astype(np.int64), np.empty(len(ids), np.int64), np.empty(len(ids), np.float32)
-    targets[:-1], weights[:-1] = ids[1:], loss[1:]
-    last = starts + lengths - 1  # nothing follows the last token of a document
-    targets[last], weights[last] = 0, 0.0
-    made = {"tokens": tokens, "targets": targets, "positions": positions, "segments": segments, "weights": weights}
-    shaped = {name: values.reshape(len(rows), width) for name, values in made.items()}
-    for row in np.flatnonzero(pads).tolist():
-        for name in ("targets", "positions", "weights"):
-            shaped[name][row, filled[row] :] = 0
-    streams = _streams(samples, starts.tolist(), (len(rows), width)) if any(sample.streams for sample in samples) else {}
-    owners = np.repeat(np.arange(len(owned)), owned)
-    sources = [sample.source for sample in samples]
+    made = _arrays(rows, width, memory or Memory())
+    np.concatenate(_padded(documents.tokens, cuts, pads, np.int32), out=made["tokens"].reshape(-1), casting="same_kind")
+    own = [documents.weights[start:end] for start, end in pairwise(ends[behind].tolist())]
+    np.concatenate(_padded(own, range(rows + 1), pads, np.float32), out=made["own"].reshape(-1), casting="same_kind")
+    made["targets"].reshape(-1)[:-1] = made["tokens"].reshape(-1)[1:]
+    last = starts + lengths - 1  # nothing follows the last token of a document, nor that of what is left of a row
+    made["targets"].reshape(-1)[last], made["weights"].reshape(-1)[last] = 0, 0.0
+    made["targets"][:, -1], made["weights"][:, -1] = 0, 0.0
+
+    streams = _streams(documents.streams, starts.tolist(), (rows, width)) if documents.streams else {}
+    atoms_behind, owners = np.cumsum([0, *documents.atoms]), np.repeat(np.arange(len(documents.owned)), documents.owned)
+    firsts = range(0, max(1, rows), micro_rows)  # row of each batch
+    in_batches = np.diff(behind[[*firsts, rows]])  # documents of each
+    numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
+    offsets = starts - np.array(documents.begins, np.int64) - np.repeat(np.array(firsts) * width, in_batches)
+    room = behind[1:] + np.arange(rows)  # what is left of a row lies behind its documents: a piece like those
+    pieces, numbers, offsets = _with(lengths, room, width - filled), _with(numbers, room, -1), _with(offsets, room, 0)
+    ramp = np.arange(micro_rows * width)
     batches = []
     for first in firsts:
-        end = min(first + micro_rows, len(rows))
-        start, stop = int(behind[first]), int(behind[end])
-        part = {name: torch.from_numpy(values[first:end]) for name, values in shaped.items()}
+        end = min(first + micro_rows, rows)
+        start, stop = cuts[first], cuts[end]
+        piece = slice(start + first, stop + end)
+        made["segments"][first:end] = np.repeat(numbers[piece], pieces[piece]).reshape(-1, width)
+        begin = np.repeat(offsets[piece], pieces[piece])
+        np.subtract(ramp[: len(begin)], begin, out=made["positions"][first:end].reshape(-1))
+        for row in range(first, end):
+            if pads[row]:
+                made["positions"][row, width - pads[row] :] = 0
+        part = {name: torch.from_numpy(values[first:end]) for name, values in made.items() if name != "own"}
         batches.append(
             Batch(
                 **part, atoms=torch.from_numpy(owners[start:stop] - atoms_behind[first]), lengths=tuple(counts[start:stop]),
-                begins=tuple(begun[start:stop]), sources=tuple(sources[start:stop]),
+                begins=tuple(documents.begins[start:stop]), sources=tuple(documents.sources[start:stop]),
                 streams={name: torch.from_numpy(values[first:end]) for name, values in streams.items()},
             )
         )  # fmt: skip
     return batches
 
 
-def _flat(pieces: list[np.ndarray], behind: np.ndarray, pads: np.ndarray, kind: type) -> np.ndarray:
-    """The pieces of all rows one after the other, with zeros where a row has nothing more. [rows * width]"""
-    zeros, cuts = np.zeros(pads.max(initial=0), kind), behind.tolist()
+def _arrays(rows: int, width: int, memory: Memory) -> dict[str, np.ndarray]:
+    """What a batch holds, not filled. `own` are the weights of the tokens themselves: `weights` is the same memory, one token on."""
+    n = rows * width
+    block = memory.block(4 * (8 * n) + 4 * (n + 1))
+    found = {name: block[i * 8 * n : (i + 1) * 8 * n].view(np.int64) for i, name in enumerate(("tokens", "targets", "positions", "segments"))}
+    loss = block[4 * (8 * n) :].view(np.float32)
+    return {name: values.reshape(rows, width) for name, values in {**found, "own": loss[:n], "weights": loss[1:]}.items()}
+
+
+def _padded(pieces: Sequence[np.ndarray], cuts: Sequence[int], pads: list[int], kind: type) -> list[np.ndarray]:
+    """The pieces of all rows one after the other, with zeros where a row has nothing more."""
+    zeros = np.zeros(max(pads, default=0), kind)
     padded = [zeros[:0]]
-    for row, n in enumerate(pads.tolist()):
+    for row, n in enumerate(pads):
         padded += pieces[cuts[row] : cuts[row + 1]]
         if n:
             padded.append(zeros[:n])
-    return np.concatenate(padded)
+    return padded
 
 
 def _with(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> np.ndarray:
@@ -122,11 +154,11 @@ def _with(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> np.ndar
     return found
 
 
-def _streams(samples: Sequence[Sample], starts: Sequence[int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """Each as long as the rows, with zeros for samples that do not carry it."""
+def _streams(carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Each as long as the rows, with zeros for documents that do not carry it."""
     found: dict[str, np.ndarray] = {}
-    for at, sample in zip(starts, samples, strict=True):
-        for name, values in sample.streams.items():
+    for at, streams in zip(starts, carried, strict=True):
+        for name, values in streams.items():
             if name not in found:
                 found[name] = np.zeros((shape[0] * shape[1], *values.shape[1:]), values.dtype)
             found[name][at : at + len(values) - 1] = values[1:]

@@ -28,7 +28,7 @@ class Parquet:
         if number >= self._footer.num_row_groups:
             return None
         self.share = (number + 1) / self._footer.num_row_groups
-        table = readable(f"{self._uri}: row group {number}", "parquet", partial(self._file.read_row_group, number, columns=self._columns))
+        table = readable(f"{self._uri}: row group {number}", "parquet", partial(self._file.read_row_group, number, columns=self._columns, use_threads=False))
         return self._of_table(table.combine_chunks())
 
     def counts(self) -> list[tuple[int, int]]:

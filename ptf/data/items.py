@@ -7,14 +7,15 @@ process.
 
 import zlib
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import accumulate, chain, pairwise, repeat
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from ptf.data.documents import Documents
 from ptf.data.sample import Atom, length, samples_of
-from ptf.data.token_file import NO_STREAMS, TokenRows
+from ptf.data.token_file import NO_STREAMS, TokenRows, weights_of
 
 Item = tuple[Any, ...]
 
@@ -27,7 +28,9 @@ ROW = 5
 INDEX = 6  # which of the row's atoms
 BEFORE = 7  # rows without any that came before it
 ROWS = 8  # that it stands for: those and its share of its own
-TOKENS, WEIGHTS, START, END, OF = range(9, 14)  # arrays of the whole block, where the sample lies in them, and the sample's own source
+TOKENS, START, END = 9, 10, 11  # of the whole block, and where those of the sample lie
+RUNS, FIRST_RUN, END_RUN = 12, 13, 14  # of the weights
+OF = 15  # the sample's own source
 
 epoch_of, length_of, rows_in = itemgetter(EPOCH), itemgetter(LENGTH), itemgetter(ROWS)
 
@@ -40,36 +43,53 @@ def items_of(atoms: Sequence[Atom], source: str, epoch: int, at: tuple[int, int]
 
 def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int, at: tuple[int, int]) -> list[Item]:
     """Of rows of a block of which each has one atom of one sample without streams."""
-    starts, ends, own = block.spans(first, end)
+    cuts, runs, own = block.spans(first, end)
     lengths = block.told[first:end, 1].tolist()
     fields: list[Iterable[Any]] = [repeat(None), lengths, repeat(source), repeat(epoch), repeat(at), range(first, end), repeat(0), repeat(0), repeat(1.0)]
-    return list(zip(*fields, repeat(block.tokens), repeat(block.weights), starts, ends, own))
+    fields += [repeat(block.tokens), cuts, cuts[1:], repeat(block.runs), runs, runs[1:], own]
+    return list(zip(*fields))  # noqa: B905  repeat has no end
 
 
 def behind(item: Item, before: int) -> Item:
-    """A row's only item, before which so many rows left none."""
-    return (*item[:BEFORE], before, before + 1.0, *item[TOKENS:])
+    """A row's first item, before which so many rows left none."""
+    return (*item[:BEFORE], before, before + item[ROWS], *item[TOKENS:])
 
 
 def atoms_of(rows: Sequence[Sequence[Item]]) -> list[list[Atom]]:
     """The atoms of rows of items."""
     flat = [item for row in rows for item in row if item[ATOM] is None]
-    made = samples_of(
-        [item[TOKENS][item[START] : item[END]] for item in flat],
-        [item[WEIGHTS][item[START] : item[END]] for item in flat],
-        [item[OF] for item in flat],
-        [NO_STREAMS] * len(flat),
-    )
-    if not any(item[ATOM] for row in rows for item in row):
+    if not flat:
+        return [[item[ATOM] for item in row] for row in rows]
+    weights, cuts = _weights(flat), [0, *accumulate(map(length_of, flat))]
+    made = samples_of(_tokens(flat), [weights[start:end] for start, end in pairwise(cuts)], [item[OF] for item in flat], [NO_STREAMS] * len(flat))
+    if len(flat) == sum(map(len, rows)):
         atoms = zip(made)
         return [[next(atoms) for _ in row] for row in rows]
     samples = iter(made)
     return [[item[ATOM] or (next(samples),) for item in row] for row in rows]
 
 
+def documents_of(rows: Sequence[Sequence[Item]]) -> Documents:
+    """The documents of rows of items."""
+    flat = list(chain.from_iterable(rows))
+    if not flat or any([item[ATOM] for item in flat]):
+        return Documents.of(atoms_of(rows))
+    each, n = [*map(len, rows)], len(flat)
+    return Documents(each, each, [1] * n, _tokens(flat), _weights(flat), [item[OF] for item in flat], [0] * n, ())
+
+
+def _tokens(items: Sequence[Item]) -> list[np.ndarray]:
+    return [item[TOKENS][item[START] : item[END]] for item in items]
+
+
+def _weights(items: Sequence[Item]) -> np.ndarray:
+    """Of all of them, one after the other."""
+    return weights_of(np.concatenate([item[RUNS][item[FIRST_RUN] : item[END_RUN]] for item in items]))
+
+
 def place_of(item: Item) -> tuple[int, ...]:
     """Epoch, file, block, row; which of the row's atoms; rows without any that came before it; and the mark by which it is known when it is read again."""
-    tokens = [item[TOKENS][item[START] : item[END]]] if item[ATOM] is None else [sample.tokens for sample in item[ATOM]]
+    tokens = _tokens([item]) if item[ATOM] is None else [sample.tokens for sample in item[ATOM]]
     crc = 0
     for ids in tokens:
         crc = zlib.crc32(np.ascontiguousarray(ids).data, crc)

@@ -10,13 +10,15 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ptf.data.batch import Batch, laid_out
-from ptf.data.exchange import Peers, exchanged, leave
-from ptf.data.items import Item, atoms_of
+from ptf.data.batch import Batch, Memory, laid_out
+from ptf.data.documents import Documents
+from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchanged
+from ptf.data.items import Item, atoms_of, documents_of, items_of
 from ptf.data.packing import idle
 from ptf.data.sample import Atom
 from ptf.data.stream import Stream, settle
@@ -48,6 +50,9 @@ def _rest(stream: Stream[Any]) -> Iterator[Any]:
             yield next(stream)
 
 
+_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # of each lane, behind a step; and what was counted
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     batches: list[Batch]
@@ -70,6 +75,7 @@ class Loader:
         self._factory, self._lanes, self._rows, self._rank, self._world = lane_factory, lanes, rows, rank, world_size
         self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
         self._peers = peers if peers is not None and peers.size > 1 else None
+        self._memory = Memory()
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self._seen: Atom | None = None
@@ -86,26 +92,64 @@ class Loader:
     def _settle_on(self) -> None:
         self._states, self.counts = self._snapshot()
 
-    def _snapshot(self) -> tuple[dict[int, dict[str, Any]], dict[str, int]]:
+    def _snapshot(self) -> _States:
         each = [stream.counts() for stream in self._served.values()]
         return {lane: stream.state_dict() for lane, stream in self._served.items()}, {key: sum(c[key] for c in each) for key in each[0]}
 
     def _pack(self, step: int) -> _Step:
-        numbers = list(range(self._rank, self._rows, self._world))
-        try:
-            rows = atoms_of([self._row((step * self._rows + j) % self._lanes) for j in numbers])
-            if not all(rows):  # of a lane that has ended: a row that trains nothing
-                rows = [row or [idle([[self._like(rows)]])] for row in rows]
-            states = self._snapshot()
-        except BaseException:
-            if self._peers:
-                leave(self._peers, failed=True)
-            raise
-        if self._peers:
-            rows, numbers = exchanged(rows, numbers, self._peers)
-        batches = laid_out(rows, self._seq_len, self._micro_rows)
-        fill = sum(sum(batch.lengths) for batch in batches) / (len(rows) * self._seq_len)
+        """A step of this rank alone."""
+        return self._laid_out(self._own, documents_of(self._items(step)), self._snapshot())
+
+    @property
+    def _own(self) -> list[int]:
+        """Numbers of the rows that this rank makes in a step."""
+        return list(range(self._rank, self._rows, self._world))
+
+    def _items(self, step: int) -> list[list[Item]]:
+        """This rank's rows of a step."""
+        rows = [self._row((step * self._rows + j) % self._lanes) for j in self._own]
+        if not all(rows):  # of a lane that has ended: a row that trains nothing
+            nothing = items_of([idle([[self._like(rows)]])], "", 0, (0, 0), 0, 0)
+            rows = [row or nothing for row in rows]
+        return rows
+
+    def _laid_out(self, numbers: list[int], documents: Documents, states: _States) -> _Step:
+        batches = laid_out(documents, self._seq_len, self._micro_rows, self._memory)
+        fill = len(documents.weights) / (len(documents.rows) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
+
+    def _steps(self, step: int, stop: threading.Event) -> Iterator[_Step]:
+        """From `step` on, until `stop`."""
+        if self._peers is None:
+            while not stop.is_set():
+                yield self._pack(step)
+                step += 1
+        else:
+            yield from self._exchanged(step, stop, self._peers)
+
+    def _exchanged(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Step]:
+        """Steps are made and exchanged several at a time: a single one at first, so that training begins soon, then twice as many each time. While some
+        are made, those before are laid out and yielded, so that making them keeps nobody waiting."""
+        ready: deque[tuple[list[int], Documents, _States]] = deque()  # steps that were exchanged, and not yielded
+        together, error, ended = 1, None, None
+        while not ended:
+            made: list[tuple[list[list[Atom]], _States]] = []
+            while len(made) < together and not error:
+                if ready:
+                    yield self._laid_out(*ready.popleft())
+                if stop.is_set():
+                    exchanged([], self._own, peers, STOPS)
+                    return
+                try:
+                    made.append((atoms_of(self._items(step + len(made))), self._snapshot()))
+                except BaseException as e:  # those who wait for this rank's rows hear of it first, and train what was made before
+                    error = e
+            found, ended = exchanged([rows for rows, _ in made], self._own, peers, FAILED if error else GOES_ON)
+            ready += [(numbers, Documents.of(rows), states) for (rows, numbers), (_, states) in zip(found, made, strict=False)]
+            step, together = step + len(made), min(2 * together, STEPS)
+        for one in ready:
+            yield self._laid_out(*one)
+        raise error or ended
 
     def _row(self, lane: int) -> list[Item]:
         """A lane's next; nothing where it has ended."""
@@ -114,9 +158,9 @@ class Loader:
         except StopIteration:
             return []
 
-    def _like(self, rows: list[list[Atom]]) -> Atom:
+    def _like(self, rows: list[list[Item]]) -> Atom:
         """An atom that carries the streams that all do, though this rank may have none left."""
-        seen = self._seen or next((row[0] for row in rows if row), None)
+        seen = self._seen or next((atoms_of([row[:1]])[0][0] for row in rows if row), None)
         if seen is None:
             lanes = (row for lane in range(self._lanes) for row in itertools.islice(_rest(self._factory(lane)), 1))  # of some lane: others may have none
             seen = next(lanes)[0]
@@ -124,14 +168,13 @@ class Loader:
         return seen
 
     def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
+        steps = self._steps(step, stop)
         while True:
-            if stop.is_set():
-                if self._peers:
-                    leave(self._peers)
-                return
             item: _Step | BaseException
             try:
-                item = self._pack(step)
+                item = next(steps)
+            except StopIteration:
+                return
             except BaseException as e:  # whatever it is, it belongs to the consumer
                 item = e
             while not stop.is_set():
@@ -142,7 +185,6 @@ class Loader:
                     continue
             if isinstance(item, BaseException):
                 return
-            step += 1
 
     def __iter__(self) -> "Loader":
         return self

@@ -16,6 +16,11 @@ T_co = TypeVar("T_co", covariant=True)
 class Passing(Stream[T_co], Protocol[T_co]):
     """An endless stream that knows when it begins anew."""
 
+    @property
+    def sure(self) -> int:
+        """How many items may be taken before `passes` can be another."""
+        ...
+
     def passes(self) -> int | None:
         """How often everything in it has been yielded; None if nothing will ever come again."""
         ...
@@ -41,20 +46,29 @@ class Mixer(Generic[T]):
 
     def _begin(self) -> None:
         self._left = self._open()
-        self._moved: tuple[str, ...] = tuple(self._streams)  # since it was looked at how often they have passed
+        self._moved = list(self._streams)  # since it was looked at how often they have passed
+        self._sure = 0  # items that may be taken without a look, of the only stream that is left
 
     def __next__(self) -> T:
+        if self._sure:
+            self._sure -= 1
+            return self._take(self._left[0])
         self._look()
         left = self._left
         if len(left) == 1:
-            name = left[0]
-        elif left:
+            item = self._take(left[0])
+            self._moved, self._sure = left, self._streams[left[0]].sure
+            return item
+        if left:
             shares, n = sum(self._shares[name] for name in left), sum(self.taken[name] for name in left) + 1
             name = max(left, key=lambda name: self._shares[name] / shares * n + self._ahead[name] - self.taken[name])  # ties: the first declared
         else:
             raise StopIteration
+        self._moved = [name]
+        return self._take(name)
+
+    def _take(self, name: str) -> T:
         item = next(self._streams[name])
-        self._moved = (name,)
         self.taken[name] += 1 if self._size is None else self._size(item)
         return item
 
@@ -68,7 +82,7 @@ class Mixer(Generic[T]):
                     if passes is None:
                         self._empty.add(name)
                     self._left = self._open()
-        self._moved = ()
+        self._moved = []
 
     def _open(self) -> list[str]:
         """The streams that may be taken from; none where the mixture has ended."""

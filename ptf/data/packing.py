@@ -58,12 +58,12 @@ class Packer(Generic[T]):
     def _take(self, n: int) -> T:
         """The oldest atom of n tokens."""
         ages = self._ages[n]
-        number = ages.pop(0)
-        if not ages:
-            del self._ages[n]
-            self._bits ^= 1 << n
-            self._mirror ^= 1 << (self._seq_len - n)
-        return self._window.pop(number)[0]
+        if len(ages) > 1:
+            return self._window.pop(ages.pop(0))[0]
+        del self._ages[n]
+        self._bits ^= 1 << n
+        self._mirror ^= 1 << (self._seq_len - n)
+        return self._window.pop(ages[0])[0]
 
     def _choose(self, room: int) -> int:
         """Length of the next atom of a row with `room` tokens left; -1 where none fits."""
@@ -83,15 +83,16 @@ class Packer(Generic[T]):
         return self
 
     def __next__(self) -> list[T]:
-        self._admit(self._atoms, self._lookahead)
-        if not self._window:
+        window, lookahead, atoms = self._window, self._lookahead, self._atoms
+        self._admit(atoms, lookahead)
+        if not window:
             raise StopIteration
-        n = next(iter(self._window.values()))[1]
+        n = next(iter(window.values()))[1]
         row, room = [], self._seq_len
         while n >= 0:
             row.append(self._take(n))
             room -= n
-            self._admit(self._atoms, self._lookahead)
+            self._admit(atoms, lookahead)
             n = self._choose(room) if room else -1
         return row
 

@@ -119,10 +119,10 @@ def part(lanes: Lanes, served: range, rows: int | None) -> Part:
     return Part(ends, found, complete)
 
 
-def is_few(lanes: Lanes) -> bool:
-    """Whether an exact number is worth encoding what it takes."""
+def is_few(lanes: Lanes, few: int | None = None) -> bool:
+    """Whether an exact number is worth encoding what it takes; `few` rows (FEW_ROWS) are."""
     rows = [lanes.rows(name) for name, spec in lanes.sources.items() if spec.kind != "tokenized"]
-    return all(n is not None for n in rows) and sum(n or 0 for n in rows) <= FEW_ROWS
+    return all(n is not None for n in rows) and sum(n or 0 for n in rows) <= (FEW_ROWS if few is None else few)
 
 
 def planned(

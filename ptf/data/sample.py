@@ -5,8 +5,8 @@ The one idea: both never change once made, so a window of them is saved by holdi
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from dataclasses import dataclass, field, replace
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -66,13 +66,20 @@ def dump_atoms(atoms: Sequence[Atom]) -> dict[str, Any]:
 
 def load_atoms(state: Mapping[str, Any]) -> list[Atom]:
     lengths = np.asarray(state["lengths"])
-    cuts = np.cumsum(lengths)[:-1]
-    streams: list[dict[str, np.ndarray]] = [{} for _ in lengths]
+    streams: list[Mapping[str, np.ndarray]] = [{}] * len(lengths)  # one for all that have none: each dict is work for the garbage collector
     for name, column in state["streams"].items():
         owners = np.asarray(column["samples"])
-        for i, values in zip(owners, np.split(column["values"], np.cumsum(lengths[owners])[:-1]), strict=True):
-            streams[i][name] = values
-    columns = np.split(state["tokens"], cuts), np.split(state["weights"], cuts), state["sources"], streams, np.asarray(state["begins"]).tolist()
-    parts = zip(*columns, strict=True) if len(lengths) else ()
-    samples = iter([Sample(*part) for part in parts])
-    return [tuple(next(samples) for _ in range(n)) for n in state["atoms"]]
+        for i, values in zip(owners.tolist(), _pieces(column["values"], lengths[owners]), strict=True):
+            streams[i] = {**streams[i], name: values}
+    begins = np.asarray(state["begins"])
+    samples = samples_of(_pieces(state["tokens"], lengths), _pieces(state["weights"], lengths), state["sources"], streams)
+    if begins.any():
+        samples = [replace(sample, begins=n) if n else sample for sample, n in zip(samples, begins.tolist(), strict=True)]
+    found = iter(samples)
+    return [tuple(islice(found, n)) for n in np.asarray(state["atoms"]).tolist()]
+
+
+def _pieces(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """One after the other."""
+    ends = np.cumsum(lengths).tolist()
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -8,14 +8,14 @@ came from, only when a checkpoint is really taken, and taking a state with every
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 AT_ONCE = 1024  # random numbers that are made together
-AHEAD = 256  # draws that a shuffle makes together
+AHEAD = 1024  # draws that a shuffle makes together
 
 
 class Stream(Protocol[T_co]):
@@ -29,8 +29,7 @@ class Stream(Protocol[T_co]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
+class Later(NamedTuple):
     """A part of a state that `settle` writes out."""
 
     items: Sequence[Any]
@@ -194,13 +193,13 @@ class Shuffle(Generic[T]):
         """Many draws at once, where the stream below gives many items at once and they are of the window's epoch."""
         while not self._ended and (run := self._current()) is not None and run.epoch == self._epoch:
             start, full = self._at, self._at + self._size - len(self._window)
-            window = self._window + list(run.items[start:full])
+            self._window += run.items[start:full]
             if full > len(run.items):
-                self._window, self._at = window, len(run.items)
+                self._at = len(run.items)
                 continue
             more = run.items[full : full + AHEAD]
             draws = (self._draw.some(self._draws, len(more) + 1) % np.uint64(self._size)).tolist()
-            self._ahead = _Ahead(window, draws, more, self._draws, full)
+            self._ahead = _Ahead(self._window, draws, more, self._draws, full)
             found, self._window = self._ahead.drawn(len(draws))
             self._out, self._draws, self._at = found[::-1], self._draws + len(draws), full + len(more)
             return True
@@ -221,6 +220,11 @@ class Shuffle(Generic[T]):
             self._next.append(self._window.pop())
         return bool(self._next)
 
+    @property
+    def sure(self) -> int:
+        """How many items may be taken before it has to be asked again how often it passes."""
+        return len(self._out)
+
     def passes(self) -> int | None:
         """Epochs of which every item has been yielded; None if no item will ever come again. It may have to look at the item that follows."""
         if self._out or self._window:
@@ -236,11 +240,12 @@ class Shuffle(Generic[T]):
         return self._run, self._at
 
     def state_dict(self) -> dict[str, Any]:
-        draws, window = self._draws, Later(tuple(self._window), self._dump)
         if self._out:
             assert self._ahead is not None
             n = len(self._ahead.draws) - len(self._out)
             draws, window = self._ahead.number + n, Later((self._ahead, n), self._dump_ahead)
+        else:
+            draws, window = self._draws, Later(tuple(self._window), self._dump)
         run, at = self.taken
         return {
             "draws": draws, "epoch": self._epoch, "ended": self._ended, "window": window, "next": Later(tuple(self._next), self._dump),

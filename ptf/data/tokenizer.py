@@ -274,8 +274,8 @@ class Tokenizer:
         model = said.get("model", {})
         steps = {name: said.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}
         facts = {
-            "vocabulary": sorted(self.hf.get_vocab().items()), "merges": model.get("merges"), "special tokens": self.hf.special_tokens_map,
-            "chat template": self.hf.chat_template,
+            "vocabulary": sorted(self.hf.get_vocab().items()), "merges": model.get("merges"),
+            "special tokens": dict(sorted(self.hf.special_tokens_map.items())), "chat template": self.hf.chat_template,
             "steps": steps | {key: value for key, value in model.items() if key not in ("vocab", "merges")},  # from a text to pieces, and what joins them
         }  # fmt: skip
         found: dict[str, Any] = {name: _digest(fact) for name, fact in facts.items()}

@@ -55,9 +55,10 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def normalised(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-    normal = F.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normal = F.rms_norm(x.to(wide), x.shape[-1:], eps=eps)
     if offset:
-        return (normal * (1.0 + weight.float())).to(x.dtype)
+        return (normal * (1.0 + weight.to(wide))).to(x.dtype)
     return weight * normal.to(x.dtype)
 
 

@@ -282,7 +282,7 @@ class Controller:
         if self.critic:
             with self.cluster.phase(self.critic, "save"):
                 entries |= {f"{CRITIC}/{name}": entry for name, entry in self.critic.call("save", f"{path}/{CRITIC}").items()}
-        state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "tokenizer": self.tokenizer.identity, "stops": list(self.tokenizer.stop_ids)}
+        state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "stops": list(self.tokenizer.stop_ids)}
         entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", state)
         manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.rows.state}
         self.saves.commit(self.step, entries, manifest | ({"samples": self.samples.rows.state} if self.samples.rows else {}))
@@ -301,7 +301,6 @@ class Controller:
             with self.cluster.phase(self.critic, "load"):
                 self.critic.call("load", f"{path}/{CRITIC}")
         state = checkpoint.load_host(f"{path}/controller.pt")
-        self.tokenizer.refuse_other(state["tokenizer"], path)
         self.tokenizer.refuse_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]

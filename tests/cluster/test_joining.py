@@ -93,7 +93,7 @@ def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its
     job = yaml.safe_load((tmp_path / "runs" / "a" / "job.yaml").read_text())
     job["evaluate"] = {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "engine": "vllm", "limit": 4, "samples": 1,
                        "max_new_tokens": 4, "reward": {"use": "ptf.tasks.arithmetic:exact"}, "start": False}  # fmt: skip
-    job["data"]["validation"] = {}
+    job["data"]["validation"], job["compute"]["address"] = {}, ordinary.jobs
     (tmp_path / "evaluate.yaml").write_text(yaml.safe_dump(job))
     line = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "evaluate.yaml"), str(tmp_path / "runs" / "a")]
     done = subprocess.run(line, env=ordinary.env, capture_output=True, text=True, timeout=500, check=False)

@@ -4,10 +4,12 @@ import ast
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from ptf.compute.provenance import TOOLS, code
+from ptf.compute.provenance import PACKAGES, TOOLS, code, made_with, refuse_other
 from ptf.data.blocks import Reader
 from ptf.data.sources import fingerprint
 from ptf.errors import UserError
@@ -32,6 +34,15 @@ def test_a_comment_counts_where_numbers_depend_on_the_file(copy: Path, file: str
         stream.write("# a comment\n")
     code.cache_clear()
     assert (code(copy) != before) == counts
+
+
+def test_the_name_of_a_file_counts(copy: Path) -> None:
+    """Under another one, the same text is another module, though it stands in the same place of the order."""
+    code.cache_clear()
+    before = code(copy)
+    (copy / "data/packing.py").rename(copy / "data/packings.py")
+    code.cache_clear()
+    assert code(copy) != before
 
 
 def modules() -> dict[str, Path]:
@@ -79,3 +90,16 @@ def test_a_run_does_not_go_on_with_files_of_other_names(tmp_path: Path) -> None:
     (data / "train.jsonl").rename(data / "other.jsonl")
     with pytest.raises(UserError, match="are not those of the checkpoint"):
         train(raw, "a")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"ptf": "other"}, r"ptf's code was other, is \w+"), ({"allowed": "other"}, "the allowed answers .* are others"),
+    *(({"packages": {package: "0.1"}}, f"{package} was 0.1, is ") for package in PACKAGES),
+])  # fmt: skip
+def test_what_decides_the_bits_is_compared(change: dict[str, Any], said: str) -> None:
+    now = made_with(torch.device("cpu"), {}, "")
+    refuse_other({**now, "hardware": "other"}, now, "it", accepted=False, tell=True)  # the control: it is only said
+    with pytest.raises(UserError, match=said):
+        refuse_other({**now, **change}, now, "it", accepted=False, tell=False)
+    refuse_other({**now, **change}, now, "it", accepted=True, tell=True)
+    assert len(now["packages"]) == len(PACKAGES) >= 6

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
-from ptf.data.exchange import PeerEnded
+from ptf.data.exchange import PeerEnded, _at_home, as_bytes, of_bytes
 from ptf.data.loader import Loader
 from ptf.data.passes import Planned, part, planned
 from ptf.data.pipeline import Lanes
+from ptf.data.sample import Sample
 from ptf.data.sources import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
@@ -150,22 +152,34 @@ def test_ranks_exchange_rows_by_work(sources: Any, characters: Tokenizer, whole:
     again.close()
 
 
+def test_shares_stay_where_their_rows_were_made() -> None:
+    shares, made_by = [[0, 3], [1, 4], [2, 5]], [2, 0, 1, 2, 1, 0]
+    assert _at_home(shares, made_by) == [2, 0, 1]  # of its two rows, both, one and one
+    rows = [[(Sample(np.arange(5, dtype=np.int32), np.array([0, 1, weight, 0, 1], np.float32), "a"),)] for weight in (1.0, 0.3)]
+    for some in (rows[:1], rows):
+        again = of_bytes(as_bytes(some))
+        assert [[s.weights.tolist() for s in atom] for row in again for atom in row] == [[s.weights.tolist() for s in atom] for row in some for atom in row]
+
+
 @pytest.mark.parametrize("sources", [chat], indirect=True)
 def test_ranks_that_exchange_end_together(sources: Any, characters: Tokenizer, tmp_path: Path) -> None:
     """Where one fails, the others say so; where one is closed, none hangs."""
-    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(chat("a", i)) + "\n" for i in range(40)) + '{"messages": 1}\n')
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(chat("a", i)) + "\n" for i in range(400)) + '{"messages": 1}\n')
     peers = Threads.group(2)
     bad = {"bad": SourceSpec(str(tmp_path / "bad.jsonl"), kind="chat")}
     loaders = [make(bad, characters, rank, 2, peers=peers[rank]) for rank in range(2)]
 
-    def error_of(loader: Loader) -> str:
+    def error_of(loader: Loader) -> tuple[str, int]:
         with pytest.raises((UserError, PeerEnded)) as error:
-            list(itertools.islice(loader, 20))
-        return str(error.value)
+            list(itertools.islice(loader, 100))
+        return str(error.value), loader.step
 
     with ThreadPoolExecutor(2) as pool:
-        errors = list(pool.map(error_of, loaders))
-    assert sorted("bad.jsonl:41" in error for error in errors) == [False, True]
+        errors, steps = zip(*pool.map(error_of, loaders), strict=True)
+    alone = make(bad, characters)
+    assert steps == (error_of(alone)[1],) * 2  # what was made before is trained, whatever else is made and exchanged with it
+    assert steps[0] > 0
+    assert sorted("bad.jsonl:401" in error for error in errors) == [False, True]
     assert any("the loader of another worker failed" in error for error in errors)
     close(loaders)
     peers = Threads.group(2)

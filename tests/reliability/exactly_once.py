@@ -27,7 +27,7 @@ def keep(ledger: Path, attempt: int) -> None:
     from ptf.rl.cluster import LocalGroup
 
     file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    call, score, restore = LocalGroup.call, controller.score_groups, controller.Controller._restore
+    call, score, run = LocalGroup.call, controller.score_groups, controller.Controller.run
     at = [0]
 
     def note(event: str, step: int, **more: Any) -> None:
@@ -48,12 +48,11 @@ def keep(ledger: Path, attempt: int) -> None:
         note("scored", at[0], answers=[[known_by(s), v] for s, v in zip((s for g in scored for t in g for s in samples_of(t)), values, strict=True)])
         return scored
 
-    def restoring(self: controller.Controller) -> int:
-        step = restore(self)
-        note("restored", step)
-        return step
+    def beginning(self: controller.Controller) -> None:
+        note("restored", self.step)
+        run(self)
 
-    LocalGroup.call, controller.score_groups, controller.Controller._restore = calling, scoring, restoring
+    LocalGroup.call, controller.score_groups, controller.Controller.run = calling, scoring, beginning
 
 
 def read(ledger: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ STEPS, EVERY = 6, 2  # of on-policy training, and between its checkpoints
 
 def job(directory: Path) -> dict[str, Any]:
     """SFT: twelve steps on sums, a checkpoint every three, held-out losses."""
-    raw = arithmetic(directory)
+    raw = arithmetic(directory, rows=100)
     raw["checkpoint"] = {"every": 3, "keep": 2}
     return raw
 
@@ -35,7 +35,7 @@ def on_policy(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str
     """Rollouts by our own decoder, rewards from a process of their own, all other roles in one process."""
 
     def made(directory: Path) -> dict[str, Any]:
-        raw, prompts = arithmetic(directory), {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
+        raw, prompts = arithmetic(directory, rows=80), {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
         raw["algo"] = dict(algo)
         if recipe == "opd":
             tokenizer = Tokenizer.load(raw["model"]["path"])

@@ -314,3 +314,18 @@ def test_weights_by_path_are_those_by_memory(raw):
         found[transport] = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")]
         assert not (made / "sync").exists(), "nothing is left"
     assert found["path"] == found["object_store"]
+
+
+@pytest.mark.parametrize("change", ["template", "stops"])
+def test_another_tokenizer_is_refused_on_resume(raw, monkeypatch, tmp_path, change):
+    """Whether it gives other ids or ends answers otherwise; the controls are the resumes above."""
+    train({**raw, "train": {**raw["train"], "steps": 2, "validate_every": 0}})
+    if change == "template":
+        file = tmp_path / "model" / "chat_template.jinja"
+        file.write_text(file.read_text() + "\n")
+        said = "another tokenizer than the model's: they differ in their chat template"
+    else:
+        (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [5]}')
+        said = r"answers ended with \[.*\], now with \[.*generation_config.json"
+    with pytest.raises(UserError, match=said):
+        train({**raw, "train": {**raw["train"], "steps": 2, "validate_every": 0}})

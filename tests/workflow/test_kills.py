@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ptf.compute.tracking import read_metrics
 from tests.flows.toy import ROOT, Toy, descendants, is_gone, wait_for
 from tests.tiny import arithmetic
 
@@ -45,6 +46,41 @@ def test_nothing_outlives_a_flow_on_ray_that_is_killed(tmp_path, who, number):
         for pid in there:
             if not is_gone(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.cluster
+def test_a_flow_on_ray_that_is_killed_in_the_middle_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    raw = arithmetic(tmp_path)
+    raw["train"] |= {"steps": 150, "validate_every": 0}
+    raw["checkpoint"] = {"every": 20}
+    raw["compute"] = {"launcher": "ray", "workers": 2, "device": "cpu", "threads": 1, "timeout_s": 300}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+    (tmp_path / "flow").mkdir()
+    toy, flow = Toy(tmp_path / "flow"), ROOT / "flows" / "sft_flow.py"
+    line = [sys.executable, str(flow), "run", "--config", str(tmp_path / "job.yaml"), "--run-id-file", str(tmp_path / "id")]
+    run = subprocess.Popen(line, cwd=toy.directory, env=toy.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(steps(tmp_path)) >= 45 or run.poll() is not None, seconds=480)
+        assert run.poll() is None
+    finally:
+        run.kill()
+        run.wait(60)
+    before = steps(tmp_path)
+    assert 45 <= len(before) < 150
+    done = toy("resume", "--origin-run-id", (tmp_path / "id").read_text(), flow=flow, within_s=900)  # the lease of who was killed is nobody's: no wait
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from" in done.stdout
+    assert "published " in done.stdout
+    assert steps(tmp_path) == list(range(1, 151))
+    lineage = next(tmp_path.glob("runs/*/metrics.jsonl")).parent
+    again = [sys.executable, "-m", "ptf.cli", "train", str(lineage / "job.yaml"), "--set", f"output={tmp_path / 'other'}", "--lineage", "b"]
+    subprocess.run(again, env=toy.env, check=True, capture_output=True, timeout=900)
+    one, other = (place / "model" / "model.safetensors" for place in (lineage, tmp_path / "other" / "b"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def steps(where: Path) -> list[int]:
+    return [row["step"] for file in where.glob("runs/*/metrics.jsonl") for row in read_metrics(file)]
 
 
 def title(pid: int) -> str:

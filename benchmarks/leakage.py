@@ -1,0 +1,105 @@
+"""Whether documents of packed rows see each other: 10,000 packings for each mixer and backend. Writes results/leakage.md, and leakage.jsonl as it goes.
+
+    python benchmarks/leakage.py [--packings 10000] [--minutes 7]
+
+In batches of 1,000 packings by seed (tests/model/leakage.py says what is looked at); a batch that leakage.jsonl has is not made again, and after so many
+minutes no further one is begun. Ends with status 1 if anything crossed, differed or was missed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+
+from benchmarks.flow_runs import cpu  # noqa: E402
+from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "leakage.md"
+BATCH = 1000
+FAULTY = 100  # rows of each fault in a batch
+
+
+def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
+    """Of one batch."""
+    rng, crossing, apart, leaking, began = np.random.default_rng(seed), 0.0, 0.0, 0, time.process_time()
+    documents = 0
+    for _ in range(BATCH // mixer.rows):
+        rows = lengths(rng, mixer.rows)
+        found = look(mixer, batch_of(rows, rng), rng)
+        documents += sum(map(len, rows))
+        crossing, apart = max(crossing, float(found.crossing.max())), max(apart, float(found.apart.max()))
+        leaking += int(((found.crossing > 0) | (found.apart > mixer.bound)).sum())
+    caught = {}
+    for name, told in mixer.faults.items():
+        rows = [row for row in lengths(rng, 3 * FAULTY) if len(row) > 1][:FAULTY]
+        found = look(mixer, batch_of(rows, rng), rng, told)
+        caught[name] = [int(((found.crossing > 0) | (found.apart > mixer.bound)).sum()), len(rows)]
+    return {
+        "mixer": mixer.name, "path": mixer.path, "seed": seed, "packings": BATCH, "documents": documents, "leaking": leaking, "crossing": crossing,
+        "apart": apart, "caught": caught, "cpu_s": round(time.process_time() - began, 1),
+    }  # fmt: skip
+
+
+def page(found: Sequence[dict[str, Any]], command: str) -> str:
+    rows = ""
+    for mixer in MIXERS:
+        mine = [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)]
+        if not mine:
+            continue
+        caught = "; ".join(f"{name} {sum(b['caught'][name][0] for b in mine)} of {sum(b['caught'][name][1] for b in mine)}" for name in mixer.faults)
+        precision = str(mixer.dtype).removeprefix("torch.")
+        rows += (
+            f"| {mixer.name} | {mixer.path} | {precision} | {sum(b['packings'] for b in mine):,} | {sum(b['documents'] for b in mine):,} | "
+            f"{sum(b['leaking'] for b in mine)} | {max(b['crossing'] for b in mine):g} | {max(b['apart'] for b in mine):.1e} (≤ {mixer.bound:g}) | {caught} |\n"
+        )
+    return (
+        "# Leakage between documents\n\n"
+        f"Command: `{command}` (`make leakage`)  \nHardware: {cpu()}; {sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
+        "A packing is a row of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; tiny random models. Of each batch of packings\n"
+        "some documents are asked, and the gradient of what the last layer says of them (in drawn directions) must be exactly zero at every other document's\n"
+        "embeddings. FlexAttention has no gradient on a CPU: there the other documents' tokens are changed, and no bit may move; it runs uncompiled, so this\n"
+        "is of its mask, not of its kernel. Then every document is compared with itself alone, in a batch of documents of its length without padding (in\n"
+        "FlexAttention's rows: with SDPA's). Mixtures of experts run in fp32, where torch multiplies groups of rows, and transformers normalises in fp32.\n\n"
+        "Faults are put in on purpose into rows of two and more documents: the mask's borders off by one, positions that are not reset (transformers counts\n"
+        "itself, so it has none of these), rows shifted against their documents. Caught is a row where something crosses or differs beyond the bound.\n\n"
+        "| mixer | backend | precision | packings | documents | leak | largest crossing | largest difference from alone (bound) | faults caught |\n"
+        f"|---|---|---|---|---|---|---|---|---|\n{rows}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packings", type=int, default=10_000, help="of each mixer and backend")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    ledger, ends = asked.results.with_suffix(".jsonl"), time.monotonic() + 60 * asked.minutes
+    found = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    done = {(b["mixer"], b["path"], b["seed"]) for b in found}
+    wanted = [(mixer, seed) for seed in range(-(-asked.packings // BATCH)) for mixer in MIXERS if (mixer.name, mixer.path, seed) not in done]
+    for mixer, seed in wanted:
+        if time.monotonic() > ends:
+            break
+        found.append(measured(mixer, seed))
+        with ledger.open("a") as file:
+            file.write(json.dumps(found[-1]) + "\n")
+        print(json.dumps(found[-1]), flush=True)
+    asked.results.write_text(page(found, f"python benchmarks/leakage.py --packings {asked.packings}"))
+    print(f"wrote {asked.results}; {len(wanted) + len(done) - len(found)} batches are missing")
+    missed = any(seen < of for b in found for seen, of in b["caught"].values())
+    sys.exit(1 if missed or any(b["leaking"] for b in found) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The file of tokenized data: what comes back is what was written, to the bit, and reading many rows at once is reading them one by one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptf import storage
+from ptf.data import tokenized
+from ptf.data.items import atoms_of, stored_items
+from ptf.data.pipeline import Encoded, Lanes
+from ptf.data.sample import Atom, Sample
+from ptf.data.sources import SourceSpec
+from ptf.data.stream import settle
+from ptf.data.token_file import RowFile, TokenRows, columns_of, runs, side_by_side, weights_of
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+
+weights = st.lists(st.sampled_from([0.0, 1.0, -0.0, 0.3, float("nan"), float("inf")]) | st.floats(width=32), max_size=9)
+
+
+def sample(values: list[float], source: str, streams: bool) -> Sample:
+    n = len(values)
+    tokens = (np.arange(n) * 7919 - (1 << 31) * (n % 2)).astype(np.int32)
+    carried = {"score": np.array(values, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)} if streams else {}
+    return Sample(tokens, np.array(values, np.float32), source, carried)
+
+
+def stored(rows: list[list[Atom]], path: Path, group: int) -> list[TokenRows]:
+    file = RowFile(path)
+    for at in range(0, len(rows), group):
+        file.write(side_by_side(map(columns_of, rows[at : at + group])))
+    file.close()
+    table = pq.ParquetFile(path)
+    return [TokenRows(table.read_row_group(i)) for i in range(table.num_row_groups)]
+
+
+def said(atoms: list[Atom]) -> Any:
+    """Everything of atoms; of floats, the bits."""
+    bits = lambda streams: [(name, v.dtype.name, v.shape, v.tobytes()) for name, v in sorted(streams.items())]  # noqa: E731
+    return [[(s.tokens.tobytes(), s.weights.dtype.name, s.weights.tobytes(), s.source, bits(s.streams), s.begins) for s in atom] for atom in atoms]
+
+
+@settings(deadline=None, max_examples=40)
+@given(shape=st.lists(st.lists(st.lists(weights, min_size=1, max_size=3), max_size=3), min_size=1, max_size=9), group=st.integers(1, 5), streams=st.booleans())
+def test_every_row_comes_back_to_the_bit(tmp_path_factory: pytest.TempPathFactory, shape: Any, group: int, streams: bool) -> None:
+    rows = [[tuple(sample(values, "ab"[len(values) % 2], streams) for values in atom) for atom in row] for row in shape]
+    blocks = stored(rows, tmp_path_factory.mktemp("rows") / "rows.parquet", group)
+    back = [block.atoms(i) for block in blocks for i in range(len(block))]
+    assert [said(atoms) for atoms in back] == [said(atoms) for atoms in rows]
+    counted = [told for block in blocks for told in block.told.tolist()]
+    lengths = [[sum(map(len, atom)) for atom in row] for row in rows]
+    assert counted == [
+        [len(row), sum(each), sum(int((s.weights != 0).sum()) for atom in row for s in atom), max(each, default=0)]
+        for row, each in zip(rows, lengths, strict=True)
+    ]
+    for block in blocks:
+        for i in range(len(block)):
+            simple = not streams and sum(map(len, block.atoms(i))) == 1
+            assert block.simple(i, i + 1) == simple
+            if simple:
+                ((atom,),) = atoms_of([stored_items(block, i, i + 1, "a", 0, (0, 0))])
+                assert said([atom]) == said(block.atoms(i))
+
+
+@given(weights)
+def test_runs_are_the_weights(values: list[float]) -> None:
+    found = np.array(values, np.float32)
+    assert weights_of(runs(found)).tobytes() == found.tobytes()
+    assert (runs(found)[1:, 1] != runs(found)[:-1, 1]).all()
+
+
+def written(directory: Path, tokenizer: Tokenizer, **more: Any) -> SourceSpec:
+    """Rows of one sample, of none, of several, and of one that is long."""
+    made = []
+    for i in range(700):
+        sizes = [[3 + i % 17]] if i % 7 else [[], [[2], [3, 4]], [[40]], [[5, 6]]][i // 7 % 4]
+        sizes = [n if isinstance(n, list) else [n] for n in sizes]
+        made.append([tuple(Sample(np.full(n, i, np.int32), np.arange(n, dtype=np.float32) // 3, "s") for n in atom) for atom in sizes])
+    directory.mkdir(exist_ok=True)
+    stored(made, directory / "rows.parquet", 50)
+    storage.commit(directory, tokenized.made_by(tokenizer) | more)
+    return SourceSpec(str(directory), kind="tokenized", epochs=2)
+
+
+@pytest.mark.parametrize(("seq_len", "shuffle"), [(64, 60), (64, 1), (32, 60), (64, 900)])
+def test_many_rows_at_once_are_the_rows_one_by_one(characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int, shuffle: int) -> None:
+    """The same rows, counts and states behind each; also where some atoms do not fit, of which all has to be looked at one by one."""
+    spec, together = written(tmp_path / "t", characters), []
+    options: dict[str, Any] = {"lanes": 3, "seed": 1, "shuffle": shuffle, "lookahead": 8, "seq_len": seq_len, "too_long": "drop"}
+    lane = lambda: Lanes({"a": spec}, characters, None, **options)(1)  # type: ignore[arg-type]  # noqa: E731
+    one_by_one, run = (lambda self, most: None), Encoded.run
+
+    def counted(self: Encoded, most: int) -> Any:
+        found = run(self, most)
+        together.append(len(found.items) if found else 0)
+        return found
+
+    monkeypatch.setattr(Encoded, "run", one_by_one)
+    single = lane()
+    monkeypatch.setattr(Encoded, "run", counted)
+    many = lane()
+    plain = lambda state: json.dumps(settle(state), default=lambda array: array.tolist(), sort_keys=True)  # noqa: E731
+    for i, row in enumerate(single):
+        assert said(next(many)) == said(row)
+        assert many.counts() == single.counts()
+        if i % 5 == 0:
+            assert plain(many.state_dict()) == plain(single.state_dict())
+        if i % 50 == 7:
+            again = lane()
+            again.load_state_dict(settle(many.state_dict()))
+            many = again
+    assert next(many, None) is None
+    assert max(together) > 20 if seq_len == 64 else not any(together)
+
+
+def test_another_form_is_refused(characters: Tokenizer, tmp_path: Path) -> None:
+    spec = written(tmp_path / "t", characters, storage=1)
+    with pytest.raises(UserError, match=r"stored tokenized data in another form: tokenize it again"):
+        tokenized.reader(spec.path, characters)
+
+
+def test_a_flipped_byte_is_refused(characters: Tokenizer, tmp_path: Path) -> None:
+    spec = written(tmp_path / "t", characters)
+    assert tokenized.reader(spec.path, characters).counts()
+    file = tmp_path / "t" / "rows.parquet"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(storage.Corrupt, match=r"rows\.parquet has changed"):
+        tokenized.reader(spec.path, characters)

@@ -1,0 +1,235 @@
+"""Whether documents of packed rows see each other, exactly: by the Jacobian between documents, and beside each document alone.
+
+The one idea: the gradient of some documents' outputs (drawn directions) with respect to every token's embedding. It is exactly zero at the other documents, or
+something of them was looked at; a whole batch of packings is one forward and one backward pass. In fp64 a document of a packed row is also what it is alone, to
+rounding, so that wrong positions show too. And three faults that are put in on purpose have to be seen in every row that can show them.
+"""
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptf.data.batch import Batch
+from ptf.data.sample import Sample
+from ptf.model import attention, bridge, hf_backend
+from ptf.model.attention import Flex, PerDocument
+from ptf.model.families import family_of
+from ptf.model.verify import random_reference
+from tests.model.foreign import foreign
+
+WIDTH = 40
+VOCAB = 30  # of the tokens that are drawn; every model has more
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """`backend`: PerDocument, Flex, or None where transformers decides. `bound`: of packed beside alone, as a share of the largest output; `settings`:
+    other than what is drawn for the family's small config. `rows`: of a batch."""
+
+    name: str
+    model_type: str
+    backend: Any
+    bound: float = 1e-12
+    dtype: torch.dtype = torch.float64
+    settings: tuple[tuple[str, Any], ...] = ()
+    rows: int = 500
+
+    @property
+    def gradients(self) -> bool:
+        """Torch's FlexAttention has none on a CPU; there the other documents' tokens are changed, and nothing may move."""
+        return self.backend is not Flex
+
+    @property
+    def path(self) -> str:
+        return "transformers" if self.backend is None else "FlexAttention's mask" if self.backend is Flex else "SDPA per document"
+
+    @property
+    def faults(self) -> "dict[str, Told]":
+        """Those that it can show: transformers counts positions itself."""
+        return {name: told for name, told in FAULTS.items() if self.backend is not None or told is not positions_not_reset}
+
+
+EXPERTS: dict[str, Any] = {"bound": 1e-6, "dtype": torch.float32}  # torch multiplies groups of rows in fp32 and bf16 only
+NORMS = 1e-6  # transformers normalises in fp32, whatever it is given
+MIXERS = [
+    Mixer("softmax", "llama", PerDocument),
+    Mixer("softmax, queries and keys normalised", "qwen3", PerDocument),
+    Mixer("softmax, projections with a bias", "qwen2", PerDocument),
+    Mixer("sliding window", "mistral", PerDocument, settings=(("sliding_window", 5),)),
+    Mixer("sliding windows and whole, in turn", "gemma3_text", PerDocument),
+    Mixer("sliding windows and whole, sinks, experts", "gpt_oss", PerDocument, **EXPERTS),
+    Mixer("softmax, experts", "qwen3_moe", PerDocument, **EXPERTS),
+    Mixer("softmax", "llama", Flex),
+    Mixer("sliding window", "mistral", Flex, settings=(("sliding_window", 5),)),
+    Mixer("sliding windows and whole, in turn", "gemma3_text", Flex),
+    Mixer("sliding windows and whole, sinks, experts", "gpt_oss", Flex, **{**EXPERTS, "bound": 5e-6}),
+    Mixer("softmax (OLMo 2)", "olmo2", None, NORMS),
+    Mixer("softmax, learned positions (GPT-2)", "gpt2", None),
+    Mixer("softmax, experts (Mixtral)", "mixtral", None, **EXPERTS),
+    Mixer("state space (Mamba)", "mamba", None, NORMS, rows=1000),
+]
+
+
+@cache
+def model_of(mixer: Mixer) -> Any:
+    """Tiny, random, in the mixer's precision."""
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        if mixer.backend is None:
+            model, _ = hf_backend.build(foreign(directory, mixer.model_type))
+            hf_backend.load(model, directory, torch.device("cpu"), random=False, seed=0)
+            return model.to(mixer.dtype)
+        drawn = family_of({"model_type": mixer.model_type}).small(random.Random(f"attention/{mixer.model_type}"))
+        random_reference({**drawn, **dict(mixer.settings)}, 0).save_pretrained(directory)
+        model, family = bridge.build(directory)
+        bridge.materialize(model, torch.device("cpu"))
+        bridge.load_hf(model, directory, family)
+        return model.to(mixer.dtype)
+
+
+def lengths(rng: np.random.Generator, rows: int) -> list[list[int]]:
+    """Of documents, by row: of one to nine, of one token to the whole row; some rows end in padding."""
+    found = []
+    for _ in range(rows):
+        room = WIDTH if rng.random() < 0.6 else int(rng.integers(1, WIDTH + 1))
+        cuts = np.sort(rng.choice(np.arange(1, room), min(int(rng.integers(0, 9)), room - 1), replace=False)) if room > 1 else np.array([], int)
+        found.append(np.diff([0, *cuts.tolist(), room]).tolist())
+    return found
+
+
+def batch_of(rows: list[list[int]], rng: np.random.Generator) -> Batch:
+    """Neighbouring tokens differ, so that one that is looked at by mistake is not the right one by chance."""
+    found = []
+    for row in rows:
+        tokens = (np.cumsum(rng.integers(1, VOCAB, sum(row))) % VOCAB).astype(np.int32)
+        found.append([(Sample(part, np.ones(len(part), np.float32)),) for part in np.split(tokens, np.cumsum(row)[:-1])])
+    return Batch.of(found, WIDTH)
+
+
+def outputs(model: Any, batch: Batch, backend: Any, segments: Tensor | None = None, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What the last layer says of each token [B, T, D], and the embeddings that it follows from. `segments` and `positions`: as the model is told."""
+    segments, positions = batch.segments if segments is None else segments, batch.positions if positions is None else positions
+    seen: list[Tensor] = []
+    embed = model.embed if hasattr(model, "embed") else model.hf.get_input_embeddings()
+    hook = embed.register_forward_hook(lambda module, args, out: seen.append(out.detach().requires_grad_(torch.is_grad_enabled())) or seen[-1])
+    try:
+        attend = None if backend is None else backend(segments, positions)
+        found = model(batch.tokens, positions, segments, lambda x, head: x, attend)
+    finally:
+        hook.remove()
+    return found, seen[0]
+
+
+def at_tokens(model: Any, batch: Batch, gradient: Tensor, segments: Tensor) -> Tensor:
+    """[B, T, D], from where the embeddings were: transformers is given a row for each document."""
+    if gradient.shape[:2] == batch.tokens.shape:
+        return gradient
+    index, _ = hf_backend.rows(segments)
+    found = gradient.new_zeros(batch.tokens.numel(), gradient.shape[-1])
+    return found.index_add_(0, index.reshape(-1), gradient.flatten(0, 1)).view(*batch.tokens.shape, -1)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """FlexAttention as torch's own steps: there is no compiled one on a CPU that has gradients, and it is the mask that is looked at."""
+    before, attention._compiled_flex = attention._compiled_flex, lambda: attention._flex
+    try:
+        yield
+    finally:
+        attention._compiled_flex = before
+
+
+def alone(model: Any, batch: Batch, backend: Any) -> Tensor:
+    """What it says of each token where no row has more than one document and nothing is filled up, [B, T, D]: those of one length are a batch."""
+    flat = batch.segments.reshape(-1)
+    where = [(flat == n).nonzero().squeeze(1) for n in range(int(flat.max()) + 1)]
+    found: Tensor | None = None
+    for n in sorted({len(at) for at in where}):
+        at = torch.stack([at for at in where if len(at) == n])  # [documents, n]
+        number, positions = torch.arange(len(at))[:, None].expand(-1, n).contiguous(), torch.arange(n).expand(len(at), n).contiguous()
+        each = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)] for tokens in batch.tokens.reshape(-1)[at].numpy()], n)
+        assert torch.equal(each.segments, number)
+        assert torch.equal(each.positions, positions)
+        said = outputs(model, each, backend)[0].detach()
+        found = said.new_zeros(len(flat), said.shape[-1]) if found is None else found
+        found[at] = said
+    assert found is not None
+    return found.view(*batch.tokens.shape, -1)
+
+
+Told = Callable[[Batch], tuple[Tensor, Tensor]]  # the segments and positions that a model is told
+
+
+def as_they_are(batch: Batch) -> tuple[Tensor, Tensor]:
+    return batch.segments, batch.positions
+
+
+def mask_off_by_one(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The last token of each document counts to the next one."""
+    first = (batch.positions == 0) & (batch.segments > batch.segments[:, :1])
+    early = torch.cat((first[:, 1:], torch.zeros_like(first[:, :1])), 1)
+    segments = torch.where(early, batch.segments + 1, batch.segments)
+    return segments, _counted(segments)
+
+
+def positions_not_reset(batch: Batch) -> tuple[Tensor, Tensor]:
+    return batch.segments, torch.arange(batch.tokens.shape[1]).expand_as(batch.positions)
+
+
+def row_shifted(batch: Batch) -> tuple[Tensor, Tensor]:
+    """What is said of a token is of the one before it."""
+    segments = torch.cat((batch.segments[:, :1], batch.segments[:, :-1]), 1)
+    return segments, _counted(segments)
+
+
+def _counted(segments: Tensor) -> Tensor:
+    at = torch.arange(segments.shape[1]).expand_as(segments)
+    starts = torch.cat((torch.ones_like(segments[:, :1], dtype=torch.bool), segments[:, 1:] != segments[:, :-1]), 1)
+    return at - torch.where(starts, at, 0).cummax(1).values
+
+
+FAULTS: dict[str, Told] = {f.__name__.replace("_", " "): f for f in (mask_off_by_one, positions_not_reset, row_shifted)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """By row of the batch: the largest gradient (or, without, change of output) that crosses from one document to another, and the largest difference from
+    each document alone; both as shares of the largest there is."""
+
+    crossing: Tensor
+    apart: Tensor
+
+
+def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, told: Told = as_they_are) -> Found:
+    """Half of the documents are asked; the others must have no part in what they say."""
+    model, real = model_of(mixer), batch.segments >= 0
+    segments, positions = told(batch)
+    odd = bool(rng.random() < 0.5) if told is as_they_are else True  # a fault goes to the document behind: the first of a row is not asked
+    number = batch.segments - batch.segments[:, :1]
+    asked = real & (number % 2 == int(odd))
+    if told is as_they_are and rng.random() < 0.5:
+        asked = real & torch.from_numpy(rng.random(int(batch.segments.max()) + 1) < 0.5)[batch.segments.clamp(min=0)]
+    with uncompiled(), torch.set_grad_enabled(mixer.gradients):
+        said, embedded = outputs(model, batch, mixer.backend, segments, positions)
+        if mixer.gradients:
+            upstream = torch.from_numpy(rng.normal(size=tuple(said.shape))).to(said.dtype) * asked[..., None]
+            (gradient,) = torch.autograd.grad((said * upstream).sum(), embedded)
+            gradient = at_tokens(model, batch, gradient, segments).abs().amax(-1)
+            crossing = torch.where(asked, 0, gradient).amax(1) / gradient.max().clamp(min=1e-300)
+        else:
+            other = replace(batch, tokens=torch.where(asked, batch.tokens, (batch.tokens + 1) % VOCAB))
+            moved = (outputs(model, other, mixer.backend, segments, positions)[0] - said).detach().abs().amax(-1)
+            crossing = torch.where(asked, moved, 0).amax(1) / said.detach().abs().max()
+    with uncompiled(), torch.no_grad():
+        one_by_one = alone(model, batch, mixer.backend and PerDocument)  # what FlexAttention finds in a row is what SDPA finds of a document
+    apart = torch.where(real, (said.detach() - one_by_one).abs().amax(-1), 0).amax(1) / one_by_one.abs().max()
+    return Found(crossing.detach(), apart)
