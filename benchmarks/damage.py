@@ -23,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from tests.reliability.damage import OUTCOMES, trials  # noqa: E402
 from tests.reliability.scenes import SCENES, Made  # noqa: E402
 
@@ -70,7 +70,7 @@ def page(found: list[dict[str, Any]], command: str) -> str:
     return (
         "# Damaged files\n\n"
         f"Command: `{command}` (`make damage`)  \nHardware: {cpu()}; {sum(batch['cpu_s'] for batch in found):.0f} s of one core  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}  \nEach batch of 100 trials: [damage.jsonl](damage.jsonl)\n\n"
+        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}  \nEach batch of 100 trials: [damage.jsonl](damage.jsonl)\n\n"
         "In each trial one file of those that a tiny run left, or two, are harmed: cut off, one bit flipped, gone, swapped with another (whole directories\n"
         "too), replaced by the one of another run, step or version, or longer than it was. Half of the trials read the files once before that, so that\n"
         "what is remembered of them is put to the test. Then they are read by the call with which a run reads them. What comes of it:\n\n"

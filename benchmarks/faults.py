@@ -68,7 +68,7 @@ def write() -> int:
     lines = []
     for (place, fault), of in sorted(cases.items()):
         named = [row["named_s"] for row in of if row["named_s"] is not None]
-        ends = "; ".join(sorted({"stopped" if row.get("status") else row.get("outcome", "the engine is replaced") for row in of}))
+        ends = "; ".join(sorted({"stopped" if row.get("status") else row.get("outcome", "the engine was replaced") for row in of}))
         slowest = f"{max(named):.2f}" if named else "-"
         lines.append(f"| {place} | {fault} | {len(of)} | {ends} | {slowest} | {sum(bool(row['wrong']) for row in of)} |")
     late = [row["named_s"] for row in rows if row["named_s"] is not None and row["place"] != "engine on Ray"]
@@ -81,8 +81,9 @@ def write() -> int:
         f"Date: {', '.join(dates)}; commits {', '.join(commits)}\n\n"
         f"{len(rows)} faults in tiny GRPO and PPO runs. **{numbers} became a reward; {len(wrong)} went wrong in any way; {left} things were left behind**\n"
         f"(processes, shared memory, temporary files). Each was named within {max(late, default=0):.1f} s where rewards and environments have\n"
-        f"{DEADLINE_S:g} s to answer (the bar is {NAMED_S:g} s). An engine's process on Ray that hangs is named at its own deadline, here\n"
-        f"{engine_faults.DEADLINE_S:g} s, which its start needs on a machine with other work.\n\n"
+        f"{DEADLINE_S:g} s to answer (the bar is {NAMED_S:g} s). **An engine's process on Ray that hangs is named later**:\n"
+        "its deadline (compute.timeout_s) is "
+        f"{engine_faults.DEADLINE_S:g} s here, which its start needs on a machine with other work, and it then has 10 s to say more itself.\n\n"
         "A trial is a run of four steps with four answers to each of four prompts, in which one thing goes wrong, at a random question. It\n"
         "either passes (the same question asked again is answered), or lasts. All answers are compared with those of a run in which nothing\n"
         "goes wrong: a fault that passes leaves the same bits (answers, rewards, weights); of one that lasts the answer has no result, and\n"

@@ -46,6 +46,6 @@ def cpu() -> str:
 
 
 def commit() -> str:
-    """Of the checkout that runs; with a + where its Python files differ from it."""
+    """The commit of this checkout, with a + where its Python files differ from it."""
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()  # noqa: E731
     return (git("rev-parse", "--short", "HEAD") or "no checkout") + ("+" if git("status", "--porcelain", "--", "*.py") else "")

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "leakage.md"
@@ -65,7 +65,7 @@ def page(found: Sequence[dict[str, Any]], command: str) -> str:
     return (
         "# Leakage between documents\n\n"
         f"Command: `{command}` (`make leakage`)  \nHardware: {cpu()}; {sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
+        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
         "A packing is a row of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; tiny random models. Of each batch of packings\n"
         "some documents are asked, and the gradient of what the last layer says of them (in drawn directions) must be exactly zero at every other document's\n"
         "embeddings. FlexAttention has no gradient on a CPU: there the other documents' tokens are changed, and no bit may move; it runs uncompiled, so this\n"

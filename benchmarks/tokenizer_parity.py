@@ -19,7 +19,7 @@ os.environ.setdefault("RAYON_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from tests.data.parity import compared, pairs, shared_data  # noqa: E402
 
@@ -37,7 +37,7 @@ def page(found: list[dict[str, Any]], command: str) -> str:
     return (
         "# Tokenizer parity\n\n"
         f"Command: `{command}` (`make parity`)  \nHardware: {cpu()}; {sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}  \nEach batch: [tokenizer_parity.jsonl](tokenizer_parity.jsonl)\n\n"
+        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}  \nEach batch: [tokenizer_parity.jsonl](tokenizer_parity.jsonl)\n\n"
         "Ids that ptf trains on, made by the tokenizer that a job has in memory (with the tokens that it adds), beside those that AutoTokenizer of\n"
         f"transformers {transformers.__version__} makes of the files that ptf saves. Texts are fuzzed: words, numbers, code, whitespace, many scripts, emoji,\n"
         "control characters, what looks like special tokens, and, where the job adds some, added tokens and semantic ids (*with added*: texts in which ptf\n"

@@ -188,7 +188,8 @@ def cell(rounds: list[dict[str, Any]]) -> str:
 
 def write(rounds: int) -> None:
     """The page, of the rounds that are kept."""
-    order = [(name, dtype) for name in MODELS for dtype in APART if len({row["system"] for row in kept(name, dtype)}) > 1]
+    every = [(name, dtype) for name in MODELS for dtype in APART]
+    order = [key for key in every if planned(*key, rounds=1) is None]  # only beside all settings is the fastest known
     table, grid, slower, larger, unfinished, dates = [], [], [], [], [], set()
     for key in order:
         rows, name = kept(*key), f"{key[0]} | {key[1]}"
@@ -221,8 +222,7 @@ def write(rounds: int) -> None:
     )
     if larger:
         loses += f"ptf's step adds more memory than that of the fastest peer: {', '.join(larger)}.\n\n"
-    if unfinished or len(order) < len(MODELS) * len(APART):
-        left = [*unfinished, *(f"{name} in {dtype}" for name in MODELS for dtype in APART if (name, dtype) not in order)]
+    if left := [*unfinished, *(" in ".join(key) for key in every if key not in order)]:
         loses += f"Not all rounds were made yet: {', '.join(left)}.\n\n"
     bounds = " and ".join(f"{bound:g} in {dtype}" for dtype, bound in APART.items())
     RESULTS.write_text(

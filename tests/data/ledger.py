@@ -70,11 +70,12 @@ def ledger(samples: int, directory: Path) -> np.ndarray:
 
 
 def page(found: dict[str, Any], command: str) -> str:
-    from benchmarks.flow_runs import cpu
+    from benchmarks.flow_runs import commit, cpu
 
     return (
         "# The ledger of samples\n\n"
-        f"Command: `{command}` (`make ledger`)  \nHardware: {cpu()}; {found['cpu_s']:.0f} s of one core  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
+        f"Command: `{command}` (`make ledger`)  \nHardware: {cpu()}; {found['cpu_s']:.0f} s of one core  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
         f"{found['samples']:,} documents of 2 to 38 tokens, a third of them in one source and the rest in another, each beginning with its number,\n"
         f"through everything that real data go through: files, shuffle, mixer, packer, loader; {LANES} lanes, rows of {SEQ_LEN} tokens, {ROWS} a step, one\n"
         "epoch of each source. About a fifth of the steps are dealt to 1 worker, three tenths to 2, three tenths to 4 and the rest to 1 again; at each\n"

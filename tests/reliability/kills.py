@@ -46,7 +46,7 @@ class Trials:
         assert alone is None or differences(self.whole, alone) == []
         self.names = names(directory / "whole" / "out")
         self.answers = exactly_once.read(self.log("whole").with_suffix(".answers"))
-        self.sizes = sorted({file.stat().st_size for file in (directory / "whole" / "out").rglob("*") if file.is_file()})
+        self.sizes = sorted({file.stat().st_size for file in (directory / "whole" / "out").rglob("*") if file.is_file()} - {0})
 
     def log(self, name: str) -> Path:
         (self.directory / name).mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +23,11 @@ def place_in_the_prompts() -> None:
 
     restore = Controller._restore
 
-    def restoring(self: Controller) -> int:
+    def restoring(self: Controller) -> Any:
         state = self.prompts.state_dict()
-        step = restore(self)
+        found = restore(self)
         self.prompts.load_state_dict(state)
-        return step
+        return found
 
     Controller._restore = restoring  # type: ignore[method-assign]
 
