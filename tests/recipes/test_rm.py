@@ -106,7 +106,8 @@ def test_a_score_read_one_token_early_is_another_loss(place, monkeypatch):
     """Negative control."""
     made, recipe = data(FORMS["pair"], 1.0), FORMS["pair"]
     right = ours(recipe, load(place), {}, made)
-    from ptf.recipes import documents, rm
+    from ptf.recipes import documents
+    from ptf.recipes.rm import recipe as rm
 
     monkeypatch.setattr(rm, "ends", lambda batch: (documents.ends(batch) - 1).clamp(min=0))
     assert abs(ours(recipe, load(place), {}, made) - right) > 1e-2

@@ -22,7 +22,7 @@ def known_by(sample: Sample) -> str:
 
 def keep(ledger: Path, attempt: int) -> None:
     """In the process that trains: append to the ledger, a line an event. A line is one write, so a kill leaves whole ones."""
-    from ptf.recipes.grpo.recipe import samples_of
+    from ptf.data.trajectory import samples_of
     from ptf.rl import controller
     from ptf.rl.cluster import LocalGroup
 

@@ -6,6 +6,7 @@ The one idea: the process that kills adopts orphans, so what is left is a child 
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -26,8 +27,10 @@ def in_shared_memory() -> set[str]:
 
 
 def used_by_others(name: str) -> bool:
-    """Whether a living process has it mapped or open."""
+    """Whether a living process has it mapped or open, or has named it by its number (semaphores are in no map)."""
     path = f"/dev/shm/{name}"
+    if any(Path(f"/proc/{number}").exists() for number in re.findall(r"(?<=-)\d+(?=-)", name)):
+        return True
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if path in (process / "maps").read_text() or any(os.path.realpath(number) == path for number in (process / "fd").iterdir()):

@@ -75,7 +75,13 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.compute import checkpoint, tracking
     from ptf.data import tokenized
     from ptf.data.loader import Loader
-    from ptf.recipes.protocol import dpo, grpo, kd, opd, ppo, rm, sft
+    from ptf.recipes.dpo.recipe import DPO
+    from ptf.recipes.grpo.recipe import GRPO
+    from ptf.recipes.kd.recipe import KD
+    from ptf.recipes.opd.recipe import OPD
+    from ptf.recipes.ppo.recipe import PPO, Critic
+    from ptf.recipes.rm.recipe import RM
+    from ptf.recipes.sft.recipe import SFT
     from ptf.rl.child import Child
     from ptf.rl.cluster import LocalGroup
     from ptf.rl.samples import Samples
@@ -102,7 +108,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
 
         setattr(owner, name, traced)
 
-    losses = [(of, "loss") for of in (sft.SFT, dpo.DPO, rm.RM, kd.KD, grpo.GRPO, ppo.PPO, ppo.Critic, opd.OPD) if "loss" in vars(of)]
+    losses = [(of, "loss") for of in (SFT, DPO, RM, KD, GRPO, PPO, Critic, OPD) if "loss" in vars(of)]
     for owner, name in (
         *losses, (Loader, "__next__"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step"), (Trainer, "step"), (ptf.train.fit, "held_out_loss"),
         (ptf.train.fit, "export"), (ptf.train.fit.Fit, "restore"), (ptf.run, "record"), (ptf.run, "remove_leftovers"), (ptf.rl.roles, "export"),
