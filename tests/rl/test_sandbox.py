@@ -61,11 +61,20 @@ def test_tests_that_judge_nothing_are_errors_and_no_pass(tests):
         code({"tests": tests}, SQUARE)
 
 
+NEEDS = {
+    "uid+namespaces": "it needs root that may make namespaces",
+    "uid": "it needs root that may not make namespaces, as in most containers, and user ids that nobody has",
+    "namespaces": "it needs a kernel that gives users namespaces (sysctl kernel.unprivileged_userns_clone=1)",
+    "bubblewrap": "install bubblewrap (bwrap)",
+    "subreaper": "it needs Linux",
+}
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_no_cheat_is_paid_and_every_honest_form_is(mode):
     if not works(mode):
         assert mode != find_mode()
-        pytest.skip(f"this machine has no mode {mode}")
+        pytest.skip(f"this machine has no mode {mode}: {NEEDS[mode]}")
     done = subprocess.run(in_mode(mode, "-m", "tests.rl.code_corpus", mode), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -118,7 +127,7 @@ def test_without_any_filter_what_is_left_is_swept(tmp_path):
 @pytest.mark.parametrize("who", ["caller", "harness"])
 def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
     if not works(mode):
-        pytest.skip(f"this machine has no mode {mode}")
+        pytest.skip(f"this machine has no mode {mode}: {NEEDS[mode]}")
     tmp_path.chmod(0o777)
     for above in tmp_path.parents[:3]:
         above.chmod(above.stat().st_mode | 0o011)  # of this session's alone
