@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # of the processes that find rewards
 
-from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from tests.reliability.jobs import JOBS, ON_POLICY  # noqa: E402
 from tests.reliability.kills import Command, Trials, adopt_orphans  # noqa: E402
 
@@ -56,13 +55,6 @@ def due(found: Sequence[dict[str, Any]], recipes: Sequence[str]) -> tuple[str, s
         if done[least] < 1:
             return least, way
     return None
-
-
-def commit() -> str:
-    asked = {"cwd": ROOT, "capture_output": True, "text": True, "check": False}
-    name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **asked).stdout.strip()
-    changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no", "ptf", "tests"], **asked).stdout.strip()
-    return f"{name or 'unknown'}{'+' if changed else ''}"
 
 
 def add(recipe: str, way: str, scratch: Path, until: float, code: str) -> bool:

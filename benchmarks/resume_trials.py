@@ -12,7 +12,6 @@ nothing. Prints a line for each trial that differs, and exits with 1 if there is
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flow_runs import ROOT, cpu
+from flow_runs import ROOT, commit, cpu
 
 from ptf.data.tokenizer import character_tokenizer
 from tests.data.trials import Trial, tried
@@ -63,11 +62,6 @@ def failed(line: dict[str, Any]) -> bool:
 def ledger(seed: int) -> list[dict[str, Any]]:
     lines = [json.loads(text) for text in LEDGER.read_text().splitlines()] if LEDGER.exists() else []
     return [line for line in lines if line["seed"] == seed]
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return found.stdout.strip()
 
 
 def page(lines: Sequence[dict[str, Any]], command: str, wanted: int) -> str:

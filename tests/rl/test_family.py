@@ -17,7 +17,7 @@ from ptf.model.chunked import Said
 from ptf.model.sampling import Processing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong
 from ptf.recipes.grpo.recipe import GRPO, estimate
-from ptf.recipes.registry import build
+from ptf.recipes.registry import FACTS, build, facts
 from tests.rl.test_grpo import groups, trajectory
 
 LONGEST = 12
@@ -175,5 +175,6 @@ def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
     assert plugged == build(loads(text.replace("RECIPE", "grpo")))
     assert plugged.length == 17
     assert plugged.how == Processing(0.5, 1.0)
+    assert set(facts(loads(text.replace("RECIPE", "grpo")))) == set(FACTS)  # what `ptf check` takes for given
     mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {length: 3}}')))
     assert mine.length == 3  # what the config says comes first
