@@ -37,8 +37,21 @@ check: setup                             ## lint and types
 data: setup                              ## fetch the public sets, templates and tokenizers that tests and benchmarks read, by checksum, to PTF_DATA or data/
 	$(PY) benchmarks/fetch_data.py
 
-docs: setup                              ## regenerate docs/config.md and configs/schema.json
+reference: setup                         ## regenerate docs/config.md, configs/schema.json and docs/cli.md
 	$(PY) -m ptf.config.reference
+	$(PY) docs/cli_reference.py
+
+.venv-docs/ready: requirements/docs.txt
+	python3 -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
+	touch .venv-docs/ready
+
+docs: reference .venv-docs/ready         ## the documentation site, in site/; a warning or a broken link fails it
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+dist: .venv-docs/ready                   ## the wheel and the source archive, in dist/
+	.venv-docs/bin/python -m build
+
 
 bench: setup                             ## every benchmark; results go to benchmarks/results/
 	$(PY) benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control 0 --longer-sft 0

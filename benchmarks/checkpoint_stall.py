@@ -1,10 +1,10 @@
-"""How long training waits for a checkpoint: a step's stall beside the time that a copy of its state takes, and that its writing takes.
-Writes results/checkpoint_stall.md.
+"""How long training waits for a checkpoint: a step's stall beside the time that a copy of its state takes, and that its
+writing takes. Writes results/checkpoint_stall.md.
 
     python benchmarks/checkpoint_stall.py [--saves 10]
 
-A Qwen3 shape with its AdamW state is saved to a temporary directory again and again; the next save begins when the one before it is
-written. Prints a JSON line a save.
+A Qwen3 shape with its AdamW state is saved to a temporary directory again and again; the next save begins when the one
+before it is written. Prints a JSON line a save.
 """
 
 import argparse
@@ -29,9 +29,19 @@ from ptf.train.optim import adamw, groups  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoint_stall.md"
 SHAPE = {
-    "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "vocab_size": 32_000,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "vocab_size": 32_000,
+}
 
 
 def main() -> None:
@@ -66,15 +76,25 @@ def main() -> None:
         size = sum(f.stat().st_size for f in Path(saves.path(asked.saves)).rglob("*") if f.is_file())
     ratios = [r["stall_s"] / r["copy_s"] for r in rounds]
     over = sum(r["stall_s"] > max(0.1, 2 * r["copy_s"]) for r in rounds)
-    cell = lambda key: f"{median(r[key] for r in rounds):.3f} ({min(r[key] for r in rounds):.3f} – {max(r[key] for r in rounds):.3f})"  # noqa: E731
+
+    def cell(key):
+        return (
+            f"{median(r[key] for r in rounds):.3f} ({min(r[key] for r in rounds):.3f} – "
+            f"{max(r[key] for r in rounds):.3f})"
+        )
+
     RESULTS.write_text(
         "# What a checkpoint makes training wait\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/checkpoint_stall.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, local disk  \n"
+        f"Command: `{' '.join(['python', 'benchmarks/checkpoint_stall.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, "
+        "local disk  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{size / 2**20:,.0f} MiB a checkpoint (fp32 weights and AdamW's two averages), {len(rounds)} saves; seconds, median (range).\n\n"
-        "| a copy of the state on the host | training waits | until it is written, SHA-256 and fsync included |\n|---|---|---|\n"
+        f"{size / 2**20:,.0f} MiB a checkpoint (fp32 weights and AdamW's two averages), {len(rounds)} saves; seconds, "
+        "median (range).\n\n"
+        "| a copy of the state on the host | training waits | until it is written, SHA-256 and fsync included |\n"
+        "|---|---|---|\n"
         f"| {cell('copy_s')} | {cell('stall_s')} | {cell('written_s')} |\n\n"
-        f"Training waits {median(ratios):.2f} times the copy ({min(ratios):.2f} – {max(ratios):.2f}); {over} of {len(rounds)} waits were longer than\n"
+        f"Training waits {median(ratios):.2f} times the copy ({min(ratios):.2f} – {max(ratios):.2f}); "
+        f"{over} of {len(rounds)} waits were longer than\n"
         "0.1 s and than twice the copy. A save that begins before the one before it is written waits for that too.\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")

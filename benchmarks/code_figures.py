@@ -1,8 +1,10 @@
-"""Figures of the code itself: sizes, docstrings, repetition, config keys, what a recipe touches, imports. Writes results/code_figures.md.
+"""Figures of the code itself: sizes, docstrings, repetition, config keys, what a recipe touches, imports.
+Writes results/code_figures.md.
 
     python benchmarks/code_figures.py [--tree DIR] [--as COLUMN]
 
-Each call measures a tree (default: this one) and writes its column (default: `now`) of results/code_figures.json; the page shows all columns.
+Each call measures a tree (default: this one) and writes its column (default: `now`) of results/code_figures.json;
+the page shows all columns.
 """
 
 import argparse
@@ -18,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "benchmarks" / "results" / "code_figures.json"
 PACKAGES = ("ptf", "steps", "flows")
-FRAGMENTS = "D400,D401,D403,D404,D415"  # the first line is no sentence in the imperative that begins with a capital and ends
+# the first line is no sentence in the imperative that begins with a capital and ends
+FRAGMENTS = "D400,D401,D403,D404,D415"
 UNDOCUMENTED = "D100,D101,D102,D103,D104"
 RUN = 6  # lines that two places must share to count as a pair
 
@@ -35,21 +38,35 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def duplicate_pairs(paths: list[Path]) -> int:
-    """Pairs of places that share RUN or more lines; blank lines, comments, imports and lone punctuation do not count."""
+    """Pairs of places that share RUN or more lines; blank lines, comments,
+    imports and lone punctuation do not count."""
     places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
     for number, path in enumerate(paths):
         lines = [re.sub(r"\s+", " ", line.strip()) for line in path.read_text().splitlines()]
         lines = [line for line in lines if re.search(r"\w", line) and not re.match(r"#|from |import ", line)]
         for begin in range(len(lines) - RUN + 1):
             places[tuple(lines[begin : begin + RUN])].append((number, begin))
-    shared = {(a, b) for found in places.values() if len(found) > 1 for i, a in enumerate(found) for b in found[i + 1 :]}
+    shared = {
+        (a, b) for found in places.values() if len(found) > 1 for i, a in enumerate(found) for b in found[i + 1 :]
+    }
     continued = {((f, i + 1), (g, j + 1)) for (f, i), (g, j) in shared}
     return len(shared - continued)
 
 
 def rules(tree: Path, select: str) -> int:
     """How often ruff's rules are broken in the packages."""
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", select, "--output-format", "json", *PACKAGES]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        select,
+        "--output-format",
+        "json",
+        *PACKAGES,
+    ]
     return len(json.loads(subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False).stdout))
 
 
@@ -57,7 +74,9 @@ def import_seconds(tree: Path, module: str) -> float:
     """CPU-seconds of a process that imports a module and ends: the least of three."""
     code = f"import time, {module}; print(time.process_time())"
     run = [sys.executable, "-c", code]
-    return min(float(subprocess.run(run, cwd=tree, capture_output=True, text=True, check=True).stdout) for _ in range(3))
+    return min(
+        float(subprocess.run(run, cwd=tree, capture_output=True, text=True, check=True).stdout) for _ in range(3)
+    )
 
 
 def config_keys(tree: Path) -> int:
@@ -68,7 +87,11 @@ def config_keys(tree: Path) -> int:
 def recipe_files(tree: Path, recipe: str) -> int:
     """Files of ptf outside the recipe's own that name it, as a word of the code."""
     named = re.compile(rf"(?<![A-Za-z0-9])({recipe}|{recipe.upper()}|{recipe.capitalize()})(?![a-z0-9])")
-    return sum(bool(named.search(path.read_text())) for path in files(tree, "ptf") if recipe not in path.parts and path.stem != recipe)
+    return sum(
+        bool(named.search(path.read_text()))
+        for path in files(tree, "ptf")
+        if recipe not in path.parts and path.stem != recipe
+    )
 
 
 def measure(tree: Path) -> dict[str, float]:
@@ -98,7 +121,9 @@ def measure(tree: Path) -> dict[str, float]:
 
 def page(columns: dict[str, dict[str, float]]) -> str:
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
-    table = [f"| {name} | " + " | ".join(f"{column.get(name, '–')}" for column in columns.values()) + " |" for name in names]
+    table = [
+        f"| {name} | " + " | ".join(f"{column.get(name, '–')}" for column in columns.values()) + " |" for name in names
+    ]
     heads = "\n".join([f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns), *table])
     return f"""# Figures of the code
 
@@ -106,7 +131,8 @@ Command: `python benchmarks/code_figures.py`, over `ptf/`, `steps/` and `flows/`
 
 {heads}
 
-Docstrings are judged by ruff's pydocstyle rules: a fragment breaks one of {FRAGMENTS}; public things without one break one of {UNDOCUMENTED}.
+Docstrings are judged by ruff's pydocstyle rules: a fragment breaks one of {FRAGMENTS}; \
+public things without one break one of {UNDOCUMENTED}.
 """
 
 

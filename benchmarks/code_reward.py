@@ -1,4 +1,5 @@
-"""Cheats and honest forms judged by the code reward, in every mode that this machine has. Writes benchmarks/results/code_reward.md.
+"""Cheats and honest forms judged by the code reward, in every mode that this machine has. Writes
+benchmarks/results/code_reward.md.
 
 python benchmarks/code_reward.py
 """
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # tests/rl/code_corpus.py
 
 from benchmarks.flow_runs import cpu  # noqa: E402
-from ptf.rl.sandbox.cells import MODES  # noqa: E402
+from ptf.rl.rewards.sandbox.cells import MODES  # noqa: E402
 from tests.rl.as_user import in_mode, works  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "results" / "code_reward.md"
@@ -23,7 +24,9 @@ PAGE = ROOT / "benchmarks" / "results" / "code_reward.md"
 
 def judged(mode: str) -> dict[str, Any]:
     began = time.perf_counter()
-    done = subprocess.run(in_mode(mode, "-m", "tests.rl.code_corpus", mode), capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        in_mode(mode, "-m", "tests.rl.code_corpus", mode), capture_output=True, text=True, check=True, cwd=ROOT
+    )
     return json.loads(done.stdout.splitlines()[-1]) | {"seconds": time.perf_counter() - began}
 
 
@@ -33,19 +36,27 @@ def summary(mode: str, found: dict[str, Any] | None) -> str:
     cheats, honest = list(found["cheats"].values()), list(found["honest"].values())
     paid = sum(value not in (0.0, None) for value in cheats)
     return (
-        f"| {mode} | {MODES[mode]} | **{paid}** of {len(cheats)} | {cheats.count(0.0)}, {cheats.count(None)} | **{honest.count(1.0)}** of {len(honest)} "
+        f"| {mode} | {MODES[mode]} | **{paid}** of {len(cheats)} | {cheats.count(0.0)}, "
+        f"{cheats.count(None)} | **{honest.count(1.0)}** of {len(honest)} "
         f"| {len(found['left'])} | {found['seconds']:.0f} |"
     )
 
 
 def outcome(value: Any) -> str:
-    return "no result" if value is None else f"{value:g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    return (
+        "no result" if value is None else f"{value:g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    )
 
 
 def table(kind: str, results: dict[str, dict[str, Any]]) -> list[str]:
     modes = list(results)
     names = list(dict.fromkeys(name for mode in modes for name in results[mode][kind]))
-    rows = (f"| `{name}` | " + " | ".join(outcome(results[m][kind][name]) if name in results[m][kind] else "refused" for m in modes) + " |" for name in names)
+    rows = (
+        f"| `{name}` | "
+        + " | ".join(outcome(results[m][kind][name]) if name in results[m][kind] else "refused" for m in modes)
+        + " |"
+        for name in names
+    )
     return [f"| | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|", *rows]
 
 
@@ -57,15 +68,30 @@ def main() -> None:
         "",
         f"Command: `python benchmarks/code_reward.py`  \nHardware: {cpu()}  \nDate: {date.today()}",
         "",
-        "Each answer is judged as `ptf.rl.rewards:code` does, with the tests of its row. A cheat must get 0 or no result, an honest form 1.0. Many",
-        "cheats return the right value exactly where an escape succeeds. `tests/rl/code_corpus.py` has them all, `tests/rl/test_sandbox.py` runs them.",
-        "As root, the modes of other users are tried as such a user (`tests/rl/as_user.py`). What is promised: [SECURITY.md](../../SECURITY.md).",
+        (
+            "Each answer is judged as `ptf.rl.rewards:code` does, with the tests of its row. "
+            "A cheat must get 0 or no result, an honest form 1.0. Many"
+        ),
+        (
+            "cheats return the right value exactly where an escape succeeds. `tests/rl/code_corpus.py` has them all, "
+            "`tests/rl/rewards/test_sandbox.py` runs them."
+        ),
+        (
+            "As root, the modes of other users are tried as such a user (`tests/rl/as_user.py`). What is promised: "
+            "[SECURITY.md](../../SECURITY.md)."
+        ),
         "",
-        "| mode | confined by | cheats paid | 0, no result | honest forms paid | processes and directories left | seconds |",
+        (
+            "| mode | confined by | cheats paid | 0, no result | honest forms paid | processes and directories left | "
+            "seconds |"
+        ),
         "|---|---|---|---|---|---|---|",
         *(summary(mode, found) for mode, found in results.items()),
         "",
-        "Seconds are those of the whole corpus, eight judgements at a time; several cheats hang until their limit of 2 s.",
+        (
+            "Seconds are those of the whole corpus, eight judgements at a time; "
+            "several cheats hang until their limit of 2 s."
+        ),
         "",
         "## Cheats",
         "",

@@ -1,5 +1,6 @@
-"""How far runs of the same training end from each other when rows are split into other passes, dealt to other numbers of workers, or the number
-of workers changes on the way: in the fast mode, and with `train.deterministic`. Writes results/determinism.md.
+"""How far runs of the same training end from each other when rows are split into other passes, dealt to other numbers
+of workers, or the number of workers changes on the way: in the fast mode, and with `train.deterministic`.
+Writes results/determinism.md.
 
     python benchmarks/determinism.py [--steps 40]
 
@@ -44,7 +45,12 @@ def trained(raw: dict, name: str, attempts: list[tuple[int, int]], steps: int) -
     directory = Path()
     for number, (workers, micro_rows) in enumerate(attempts, 1):
         compute = {**raw["compute"], "workers": workers, "launcher": "torchrun" if workers > 1 else "local"}
-        directory = run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "micro_rows": micro_rows}, "compute": compute})), name)
+        directory = run(
+            loads(
+                yaml.safe_dump({**raw, "train": {**raw["train"], "micro_sequences": micro_rows}, "compute": compute})
+            ),
+            name,
+        )
         for saved in (directory / "checkpoints").iterdir():  # what a run would have that was stopped here
             if int(saved.name.removeprefix("step_")) > steps * number // len(attempts) and number < len(attempts):
                 (saved / "manifest.json").unlink()
@@ -55,7 +61,10 @@ def deviations(one: Path, other: Path) -> dict[str, float]:
     a, b = (read_metrics(run / "metrics.jsonl") for run in (one, other))
     x, y = (load_file(run / "model" / "model.safetensors") for run in (one, other))
     apart = sum(float((x[k].double() - y[k].double()).square().sum()) for k in x) ** 0.5
-    far = {name: max(abs(p[name] - q[name]) / abs(p[name]) for p, q in zip(a, b, strict=True)) for name in ("loss", "grad_norm")}
+    far = {
+        name: max(abs(p[name] - q[name]) / abs(p[name]) for p, q in zip(a, b, strict=True))
+        for name in ("loss", "grad_norm")
+    }
     return {**far, "weights": apart / sum(float(v.double().square().sum()) for v in x.values()) ** 0.5}
 
 
@@ -67,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         raw = arithmetic(Path(scratch), rows=2000)
         raw["data"] |= {"validation": {}}
-        raw["train"] |= {"steps": asked.steps, "rows": ROWS, "validate_every": 0}
+        raw["train"] |= {"steps": asked.steps, "sequences": ROWS, "validate_every": 0}
         raw["compute"] = {"threads": 1, "device": "cpu"}
         raw["checkpoint"] = {"every": asked.steps // 4, "keep": 9}
         for deterministic in (False, True):
@@ -79,14 +88,22 @@ def main() -> None:
                 if directory != reference:
                     found = deviations(reference, directory)
                     print(json.dumps({"mode": mode, "case": case, **found}), flush=True)
-                    lines += f"| {mode} | {case} | " + " | ".join(f"{value:.1e}" if value else "0" for value in found.values()) + " |\n"
+                    lines += (
+                        f"| {mode} | {case} | "
+                        + " | ".join(f"{value:.1e}" if value else "0" for value in found.values())
+                        + " |\n"
+                    )
     RESULTS.write_text(
         "# How far equal runs end from each other\n\n"
         f"Command: `{' '.join(['python', 'benchmarks/determinism.py', *sys.argv[1:]])}`  \n"
-        f"Hardware: {cpu()}, torch {torch.__version__}, fp32, ranks of one thread, gloo  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"The tests' tiny arithmetic model, {ROWS} rows a step, {asked.steps} steps, everything else equal; against one worker with all rows in one\n"
-        "pass, in the same mode. Loss and gradient norm: the largest relative difference of any step. Weights: the norm of the difference of all final\n"
-        "weights, relative to their norm. 0 is bit for bit. More than one worker shard the model in the fast mode (FSDP2).\n\n"
+        f"Hardware: {cpu()}, torch {torch.__version__}, fp32, ranks of one thread, gloo  \nDate: "
+        f"{time.strftime('%Y-%m-%d')}\n\n"
+        f"The tests' tiny arithmetic model, {ROWS} rows a step, {asked.steps} steps, everything else equal; "
+        "against one worker with all rows in one\n"
+        "pass, in the same mode. Loss and gradient norm: the largest relative difference of any step. Weights: "
+        "the norm of the difference of all final\n"
+        "weights, relative to their norm. 0 is bit for bit. More than one worker shard the model in the fast mode "
+        "(FSDP2).\n\n"
         f"| mode | run | loss | gradient norm | weights |\n|---|---|---|---|---|\n{lines}"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")

@@ -1,6 +1,6 @@
-"""Next baskets of Online Retail II: models trained by configs/events/sft.yaml and head.yaml, and what configs/events/grpo.yaml makes of the first, beside
-popularity, personal frequency, recency, item-kNN, co-occurrence and a SASRec-style transformer, on the same split, user by user. Writes results/events.md
-and events.svg.
+"""Next baskets of Online Retail II: models trained by configs/events/sft.yaml and head.yaml, and what
+configs/events/grpo.yaml makes of the first, beside popularity, personal frequency, recency, item-kNN, co-occurrence and
+a SASRec-style transformer, on the same split, user by user. Writes results/events.md and events.svg.
 
     python flows/sft_flow.py run --config configs/events/sft.yaml
     python flows/sft_flow.py run --config configs/events/head.yaml
@@ -29,13 +29,13 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.flow_runs import cpu  # noqa: E402
 from ptf.config import load  # noqa: E402
 from ptf.config.schema import AllowedConfig  # noqa: E402
-from ptf.data.catalogue import Catalogue  # noqa: E402
-from ptf.data.events import catalogue_rows  # noqa: E402
-from ptf.data.histories import Split, read, split, table  # noqa: E402
-from ptf.data.ranking import coverage, diversity, interval, measures  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.rl.engine import Request, Sampling  # noqa: E402
-from ptf.rl.native_engine import NativeEngine  # noqa: E402
+from ptf.events.catalogue import Catalogue  # noqa: E402
+from ptf.events.histories import Split, read, split, table  # noqa: E402
+from ptf.events.prepare import catalogue_rows  # noqa: E402
+from ptf.events.ranking_metrics import coverage, diversity, interval, measures  # noqa: E402
+from ptf.rl.engines.native import NativeEngine  # noqa: E402
+from ptf.rl.engines.protocol import Request, Sampling  # noqa: E402
 from ptf.tasks.online_retail import files, prepare  # noqa: E402
 from ptf.tasks.slates import worth  # noqa: E402
 
@@ -49,7 +49,7 @@ Users = dict[str, dict[str, float]]  # user → measures
 
 def judged(
     scores: Scores, splits: Mapping[str, Split], items: Sequence[str], value: Mapping[str, float], vectors: np.ndarray
-) -> tuple[Users, dict[str, float]]:  # fmt: skip
+) -> tuple[Users, dict[str, float]]:
     place = {item: i for i, item in enumerate(items)}
     found: Users = {}
     lists: dict[str, list[list[int]]] = {"all": [], "new": []}
@@ -60,11 +60,17 @@ def judged(
         unseen = those.copy()
         unseen[list(had)] = -np.inf
         row = {}
-        for task, ranked_by, target in (("all", those, wanted), ("new", unseen, [item for item in wanted if item not in had])):
+        for task, ranked_by, target in (
+            ("all", those, wanted),
+            ("new", unseen, [item for item in wanted if item not in had]),
+        ):
             if target:
                 ranked = np.argsort(-ranked_by, kind="stable")[:K].tolist()
                 lists[task].append(ranked)
-                row |= {f"{task}/{name}": x for name, x in measures(ranked, {item: value[items[item]] for item in target}, K).items()}
+                row |= {
+                    f"{task}/{name}": x
+                    for name, x in measures(ranked, {item: value[items[item]] for item in target}, K).items()
+                }
                 row[f"{task}/diversity@{K}"] = diversity(vectors[ranked])
         found[user] = row
     return found, {f"{task}/coverage@{K}": coverage(lists[task], len(items)) for task in lists}
@@ -111,17 +117,25 @@ def cosine(x: np.ndarray) -> np.ndarray:
 
 
 class SASRec(nn.Module):
-    """Kang and McAuley 2018: a causal transformer over items with places that are learned; here with a softmax over all items, which does better than
-    the paper's one negative (Klenitskiy and Vasilev 2023)."""
+    """Kang and McAuley 2018: a causal transformer over items with places that are learned; here with a softmax over all
+    items, which does better than the paper's one negative (Klenitskiy and Vasilev 2023)."""
 
-    def __init__(self, items: int, dim: int = 128, layers: int = 2, heads: int = 2, longest: int = 200, drop: float = 0.2) -> None:
+    def __init__(
+        self, items: int, dim: int = 128, layers: int = 2, heads: int = 2, longest: int = 200, drop: float = 0.2
+    ) -> None:
         super().__init__()
         self.longest = longest
         self.items, self.places = nn.Embedding(items + 1, dim, padding_idx=items), nn.Embedding(longest, dim)
         nn.init.normal_(self.items.weight, std=0.02)
         nn.init.normal_(self.places.weight, std=0.02)
-        layer = nn.TransformerEncoderLayer(dim, heads, 4 * dim, drop, batch_first=True, norm_first=True, activation="gelu")
-        self.layers, self.norm, self.drop = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), nn.LayerNorm(dim), nn.Dropout(drop)
+        layer = nn.TransformerEncoderLayer(
+            dim, heads, 4 * dim, drop, batch_first=True, norm_first=True, activation="gelu"
+        )
+        self.layers, self.norm, self.drop = (
+            nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
+            nn.LayerNorm(dim),
+            nn.Dropout(drop),
+        )
 
     def forward(self, items: torch.Tensor) -> torch.Tensor:
         """[B, T], padded on the left → [B, T, D]."""
@@ -134,7 +148,10 @@ class SASRec(nn.Module):
 def sasrec(splits: Mapping[str, Split], items: Sequence[str], minutes: float, seed: int = 0) -> tuple[Scores, str]:
     torch.manual_seed(seed)
     rng, place, n = np.random.default_rng(seed), {item: i for i, item in enumerate(items)}, len(items)
-    told = lambda s: [place[item] for basket in s.before for item in basket.items]  # noqa: E731
+
+    def told(s):
+        return [place[item] for basket in s.before for item in basket.items]
+
     model = SASRec(n)
     pieces = []
     for s in splits.values():
@@ -153,7 +170,10 @@ def sasrec(splits: Mapping[str, Split], items: Sequence[str], minutes: float, se
             width = max(map(len, rows)) - 1
             x, y = (torch.full((len(rows), width), n) for _ in range(2))
             for row, ids in enumerate(rows):
-                x[row, width - len(ids) + 1 :], y[row, width - len(ids) + 1 :] = torch.tensor(ids[:-1]), torch.tensor(ids[1:])
+                x[row, width - len(ids) + 1 :], y[row, width - len(ids) + 1 :] = (
+                    torch.tensor(ids[:-1]),
+                    torch.tensor(ids[1:]),
+                )
             hidden = model(x)[y < n]
             loss = nn.functional.cross_entropy(hidden @ model.items.weight[:n].T, y[y < n])
             optimizer.zero_grad()
@@ -185,30 +205,59 @@ def apart(a: Users, b: Users, name: str) -> tuple[float, float, float]:
 def cells_of(users: Users, coverages: Mapping[str, float]) -> list[str]:
     """Of one model, by task and measure."""
     names = ("ndcg", "hr", "recall", "mrr", "revenue_recall", "diversity")
-    tasks = [[*(f"{mean(users, f'{task}/{name}@{K}'):.4f}" for name in names), f"{coverages[f'{task}/coverage@{K}']:.3f}"] for task in ("all", "new")]
+    tasks = [
+        [*(f"{mean(users, f'{task}/{name}@{K}'):.4f}" for name in names), f"{coverages[f'{task}/coverage@{K}']:.3f}"]
+        for task in ("all", "new")
+    ]
     return list(itertools.chain(*tasks))
 
 
 def losing(cells: Mapping[str, Sequence[str]]) -> list[str]:
-    """Where a baseline is better than every model of ptf's, and where training on made it worse; of the figures of the page's table."""
+    """Where a baseline is better than every model of ptf's, and where training on made it worse;
+    of the figures of the page's table."""
     ours = [name for name in cells if name.startswith("ptf ")]
     places = {f"{task} {measure}": i for i, (task, measure) in enumerate(itertools.product(("all", "new"), MEASURES))}
     table, beaten = [], dict[str, list[str]]()
     for place, i in places.items():
         best = max(ours, key=lambda name: float(cells[name][i]))
-        better = sorted((name for name in cells if name not in ours and float(cells[name][i]) > float(cells[best][i])), key=lambda name: -float(cells[name][i]))
+        better = sorted(
+            (name for name in cells if name not in ours and float(cells[name][i]) > float(cells[best][i])),
+            key=lambda name: -float(cells[name][i]),
+        )
         beaten[place] = better
         if better:
-            table.append(f"| {place} | {', '.join(f'{name} ({cells[name][i]})' for name in better)} | {best} ({cells[best][i]}) |")
+            table.append(
+                f"| {place} | {', '.join(f'{name} ({cells[name][i]})' for name in better)} | {best} "
+                f"({cells[best][i]}) |"
+            )
     said = []
-    for task, what in (("all", "the next basket, items bought before included"), ("new", "items that are new to the user")):
+    for task, what in (
+        ("all", "the next basket, items bought before included"),
+        ("new", "items that are new to the user"),
+    ):
         better = beaten[f"{task} NDCG"]
-        tell = f"**{' and '.join(better)} beat{'s' if len(better) == 1 else ''} every model of ptf's**" if better else "no baseline beats ptf's best model"
+        tell = (
+            f"**{' and '.join(better)} beat{'s' if len(better) == 1 else ''} every model of ptf's**"
+            if better
+            else "no baseline beats ptf's best model"
+        )
         said.append(f"* By NDCG, of {what} (`{task}`): {tell}.")
-    after, before = (float(cells[name][places["all NDCG"]]) if name in cells else 0.0 for name in ("ptf GRPO", "ptf SFT"))
+    after, before = (
+        float(cells[name][places["all NDCG"]]) if name in cells else 0.0 for name in ("ptf GRPO", "ptf SFT")
+    )
     if 0.0 < after < before:
-        said.append(f"* GRPO on slates lowers NDCG of the next basket from {before:.4f} to {after:.4f}: its reward is another (below).")
-    rows = ["", "By every measure, the baselines that are better than the best of ptf's models:", "", "| | better | ptf's best |", "|---|---|---|", *table]
+        said.append(
+            f"* GRPO on slates lowers NDCG of the next basket from {before:.4f} to {after:.4f}: "
+            "its reward is another (below)."
+        )
+    rows = [
+        "",
+        "By every measure, the baselines that are better than the best of ptf's models:",
+        "",
+        "| | better | ptf's best |",
+        "|---|---|---|",
+        *table,
+    ]
     return ["## What loses", "", *said, *(rows if table else [])]
 
 
@@ -216,18 +265,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sft", type=Path, help="a run's directory; default: the newest in runs/events/sft")
     for name in ("head", "grpo"):
-        parser.add_argument(f"--{name}", type=Path, help=f"a run's directory; default: the newest in runs/events/{name}, if there is one")
+        parser.add_argument(
+            f"--{name}",
+            type=Path,
+            help=f"a run's directory; default: the newest in runs/events/{name}, if there is one",
+        )
     parser.add_argument("--hold-out", default="last")
     parser.add_argument("--sasrec-minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     given.sft, given.head, given.grpo = (getattr(given, name) or newest(name) for name in ("sft", "head", "grpo"))
     if given.sft is None:
-        parser.error("there is no evaluated run in runs/events/sft: python flows/sft_flow.py run --config configs/events/sft.yaml makes one")
+        parser.error(
+            "there is no evaluated run in runs/events/sft: python flows/sft_flow.py run --config "
+            "configs/events/sft.yaml makes one"
+        )
     events, listed = files(None)
     facts = catalogue_rows(str(listed), {"value": "median_price"})
     items, value = list(facts), {name: item.value for name, item in facts.items()}
-    every = {user: split(history, given.hold_out) for user, history in read(table(str(events)), {"user": "customer", "time": "unix_ts"}, facts).by_user.items()}
+    every = {
+        user: split(history, given.hold_out)
+        for user, history in read(table(str(events)), {"user": "customer", "time": "unix_ts"}, facts).by_user.items()
+    }
     trained = {user: s for user, s in every.items() if s.before}
     held = {user: s for user, s in trained.items() if s.future}
     found: dict[str, Users] = {}
@@ -247,36 +306,80 @@ def main() -> int:
     for name, run in ((name, run) for name, run in runs.items() if run):
         rows = lines_of(run / "ranked" / "next.jsonl")
         found[name] = {row["user"]: {key: x for key, x in row.items() if isinstance(x, float)} for row in rows}
-        assert found[name].keys() == held.keys(), f"{run} was evaluated on other users than --hold-out {given.hold_out} holds out"
-        coverages[name] = {f"{task}/coverage@{K}": len({item for row in rows for item in row.get(f"{task}/top", ())}) / len(items) for task in ("all", "new")}
+        assert found[name].keys() == held.keys(), (
+            f"{run} was evaluated on other users than --hold-out {given.hold_out} holds out"
+        )
+        coverages[name] = {
+            f"{task}/coverage@{K}": len({item for row in rows for item in row.get(f"{task}/top", ())}) / len(items)
+            for task in ("all", "new")
+        }
     cells = {name: cells_of(found[name], coverages[name]) for name in found}
     head = "| | " + " | ".join(f"{task} {name}" for task in ("all", "new") for name in MEASURES) + " |"
     text = [
-        "# Next baskets of Online Retail II", "",
-        f"Command: `python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes {given.sasrec_minutes:g}`, after the flows  ",
-        f"Hardware: {cpu()}, no GPU  ", f"Date: {time.strftime('%Y-%m-%d')}; seed {given.seed}; SASRec-style: {cost}", "",
-        f"{len(held)} users have a basket held out, of whom {sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
-        f"new to them. `all`: the next basket; `new`: those of its items that the user had not had, among all that they had not. All measures are at {K}.", "",
-        *losing(cells), "", "## All models", "",
-        head, "|---" * 15 + "|", *(f"| {name} | {' | '.join(row)} |" for name, row in cells.items()), "",
-        "![NDCG of all models](events.svg)", "", "## Beside each other, user by user", "",
-        f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).", "",
-        "| | all | new |", "|---|---|---|",
-    ]  # fmt: skip
-    told = lambda x: f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"  # noqa: E731
+        "# Next baskets of Online Retail II",
+        "",
+        (
+            f"Command: `python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes "
+            f"{given.sasrec_minutes:g}`, after the flows  "
+        ),
+        f"Hardware: {cpu()}, no GPU  ",
+        f"Date: {time.strftime('%Y-%m-%d')}; seed {given.seed}; SASRec-style: {cost}",
+        "",
+        f"{len(held)} users have a basket held out, of whom "
+        f"{sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
+        "new to them. `all`: the next basket; `new`: those of its items that the user had not had, "
+        f"among all that they had not. All measures are at {K}.",
+        "",
+        *losing(cells),
+        "",
+        "## All models",
+        "",
+        head,
+        "|---" * 15 + "|",
+        *(f"| {name} | {' | '.join(row)} |" for name, row in cells.items()),
+        "",
+        "![NDCG of all models](events.svg)",
+        "",
+        "## Beside each other, user by user",
+        "",
+        f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).",
+        "",
+        "| | all | new |",
+        "|---|---|---|",
+    ]
+
+    def told(x):
+        return f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"
+
     for name in found:
         if name != "ptf SFT" and name != "ptf GRPO":
-            text.append(f"| ptf SFT − {name} | " + " | ".join(told(apart(found["ptf SFT"], found[name], f"{task}/ndcg@{K}")) for task in ("all", "new")) + " |")
+            text.append(
+                f"| ptf SFT − {name} | "
+                + " | ".join(told(apart(found["ptf SFT"], found[name], f"{task}/ndcg@{K}")) for task in ("all", "new"))
+                + " |"
+            )
     if given.grpo:
         text.append(
-            "| ptf GRPO − ptf SFT | " + " | ".join(told(apart(found["ptf GRPO"], found["ptf SFT"], f"{task}/ndcg@{K}")) for task in ("all", "new")) + " |"
+            "| ptf GRPO − ptf SFT | "
+            + " | ".join(
+                told(apart(found["ptf GRPO"], found["ptf SFT"], f"{task}/ndcg@{K}")) for task in ("all", "new")
+            )
+            + " |"
         )
         fell = mean(found["ptf GRPO"], f"all/ndcg@{K}") / mean(found["ptf SFT"], f"all/ndcg@{K}") - 1
-        text += ["", f"GRPO changes NDCG@{K} over all items by {fell:+.1%} of SFT's.", "", *business(given.sft, given.grpo, made)]
+        text += [
+            "",
+            f"GRPO changes NDCG@{K} over all items by {fell:+.1%} of SFT's.",
+            "",
+            *business(given.sft, given.grpo, made),
+        ]
         text += ["", "![The reward of slates by step](events_reward.svg)"]
         curve(lines_of(given.grpo / "metrics.jsonl"), RESULTS.with_name("events_reward.svg"))
     RESULTS.write_text("\n".join(text) + "\n")
-    plot({name: tuple(mean(users, f"{task}/ndcg@{K}") for task in ("all", "new")) for name, users in found.items()}, RESULTS.with_suffix(".svg"))
+    plot(
+        {name: tuple(mean(users, f"{task}/ndcg@{K}") for task in ("all", "new")) for name, users in found.items()},
+        RESULTS.with_suffix(".svg"),
+    )
     print("\n".join(text), f"\nwrote {RESULTS.relative_to(ROOT)}")
     return 0
 
@@ -293,14 +396,27 @@ def business(sft: Path, grpo: Path, made: Path) -> list[str]:
     assert job.rollout is not None
     assert job.rollout.allowed is not None
     rows = []
-    for how, temperature in ((f"drawn at temperature {job.rollout.temperature:g}, {DRAWN} a user", job.rollout.temperature), ("greedy", 0.0)):
-        parts = {who: slates(run / "model", made, job.rollout.allowed, temperature) for who, run in (("SFT", sft), ("GRPO", grpo))}
+    for how, temperature in (
+        (f"drawn at temperature {job.rollout.temperature:g}, {DRAWN} a user", job.rollout.temperature),
+        ("greedy", 0.0),
+    ):
+        parts = {
+            who: slates(run / "model", made, job.rollout.allowed, temperature)
+            for who, run in (("SFT", sft), ("GRPO", grpo))
+        }
         rows += ["", f"Slates of ten, {how}:", "", "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]
         for name in ("reward", "revenue", "diversity", "novelty", "distinct", "invalid"):
             before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
             x = interval(after - before)
-            rows.append(f"| {name} | {before.mean():.4f} | {after.mean():.4f} | {x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f}) |")
-    return ["## The business reward", "", "Revenue recall + 0.1 diversity + 0.1 novelty (ptf.tasks.slates), of held-out baskets.", *rows]
+            rows.append(
+                f"| {name} | {before.mean():.4f} | {after.mean():.4f} | {x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f}) |"
+            )
+    return [
+        "## The business reward",
+        "",
+        "Revenue recall + 0.1 diversity + 0.1 novelty (ptf.tasks.slates), of held-out baskets.",
+        *rows,
+    ]
 
 
 def slates(model: Path, made: Path, allowed: AllowedConfig, temperature: float) -> list[dict[str, float]]:
@@ -321,7 +437,9 @@ def slates(model: Path, made: Path, allowed: AllowedConfig, temperature: float) 
         for j, i in enumerate(here):
             said = [tokenizer.decode(call.sampled[:-1]) for call in calls[times * j : times * (j + 1)]]
             worths = [
-                worth(text, rows[i]["future"][0], catalogue=catalogue) | {"invalid": float(np.mean([x is None for x in items.read(text)]))} for text in said
+                worth(text, rows[i]["future"][0], catalogue=catalogue)
+                | {"invalid": float(np.mean([x is None for x in items.read(text)]))}
+                for text in said
             ]
             found[i] = {name: float(np.mean([w[name] for w in worths])) for name in worths[0]}
     return [found[i] for i in range(len(rows))]
@@ -330,8 +448,13 @@ def slates(model: Path, made: Path, allowed: AllowedConfig, temperature: float) 
 def plot(bars: Mapping[str, tuple[float, ...]], path: Path) -> None:
     """NDCG of all models, on both tasks."""
     most, height = max(max(pair) for pair in bars.values()), 28
-    shapes = [f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height * len(bars) + 40}" font-family="sans-serif" font-size="12">',
-              f'<text x="10" y="16">NDCG@{K}: next basket (dark), items new to the user (light)</text>']  # fmt: skip
+    shapes = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height * len(bars) + 40}" '
+            'font-family="sans-serif" font-size="12">'
+        ),
+        f'<text x="10" y="16">NDCG@{K}: next basket (dark), items new to the user (light)</text>',
+    ]
     for i, (name, pair) in enumerate(bars.items()):
         y = 30 + i * height
         shapes.append(f'<text x="170" y="{y + 14}" text-anchor="end">{name}</text>')
@@ -347,10 +470,16 @@ def curve(steps: Sequence[Mapping[str, float]], path: Path) -> None:
     drawn = [(row["step"], row["reward"]) for row in steps]
     held = [(row["step"], row["reward/slates"]) for row in steps if "reward/slates" in row]
     last, (low, high) = drawn[-1][0], (min(y for _, y in drawn), max(y for _, y in drawn))
-    at = lambda x, y: f"{50 + 560 * x / last:.1f},{230 - 190 * (y - low) / (high - low):.1f}"  # noqa: E731
+
+    def at(x, y):
+        return f"{50 + 560 * x / last:.1f},{230 - 190 * (y - low) / (high - low):.1f}"
+
     shapes = [
         '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="260" font-family="sans-serif" font-size="12">',
-        '<text x="10" y="16">Reward of a slate by step: drawn in training (line), greedy on held-out baskets (dots)</text>',
+        (
+            '<text x="10" y="16">Reward of a slate by step: drawn in training (line), '
+            "greedy on held-out baskets (dots)</text>"
+        ),
         f'<polyline fill="none" stroke="#36648b" points="{" ".join(at(*point) for point in drawn)}"/>',
         *(f'<circle r="4" fill="#c0504d" cx="{at(*p).split(",")[0]}" cy="{at(*p).split(",")[1]}"/>' for p in held),
         *(f'<text x="5" y="{at(0, y).split(",")[1]}">{y:.2f}</text>' for y in (low, high)),

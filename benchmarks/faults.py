@@ -1,11 +1,13 @@
-"""Faults in rewards, environments and engines, at random moments of tiny GRPO and PPO runs: whether one becomes a number, and how soon it is named.
-Keeps every trial in results/faults.jsonl (a seed that stands there is not tried again) and writes results/faults.md; exits 1 where one goes wrong.
+"""Faults in rewards, environments and engines, at random moments of tiny GRPO and PPO runs: whether one becomes a
+number, and how soon it is named. Keeps every trial in results/faults.jsonl (a seed that stands there is not tried
+again) and writes results/faults.md; exits 1 where one goes wrong.
 
     python benchmarks/faults.py [--trials 300] [--first 0] [--ray 4] [--minutes 8] [--anew]
 
-A trial is one run of four steps of 16 answers and one fault (tests/reliability/faults.py): in a reward's or an environment's process, or in what an engine
-in this process answers. `--ray`: runs on Ray, in each of which an engine's process has five faults, one a step (tests/reliability/engine_faults.py). After
-`--minutes` no further one is begun; the next call goes on from there. `--anew` tries other seeds, for the night, and keeps nothing.
+A trial is one run of four steps of 16 answers and one fault (tests/reliability/faults.py): in a reward's or an
+environment's process, or in what an engine in this process answers. `--ray`: runs on Ray, in each of which an engine's
+process has five faults, one a step (tests/reliability/engine_faults.py). After `--minutes` no further one is begun; the
+next call goes on from there. `--anew` tries other seeds, for the night, and keeps nothing.
 """
 
 import argparse
@@ -23,7 +25,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # of the processes
+# of the processes
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from tests.leftovers import Session  # noqa: E402
@@ -53,7 +56,13 @@ def on_ray(seeds: Sequence[int], place: Path) -> Iterator[dict[str, Any]]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
         rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode or len(rows) != len(engine_faults.FAULTS):
-            rows = [{"fault": "any", "named_s": None, "wrong": [f"ended with {done.returncode}: {(done.stdout + done.stderr)[-500:]}"]}]
+            rows = [
+                {
+                    "fault": "any",
+                    "named_s": None,
+                    "wrong": [f"ended with {done.returncode}: {(done.stdout + done.stderr)[-500:]}"],
+                }
+            ]
         for row in rows:
             yield {"seed": seed, "recipe": "grpo", "place": "engine on Ray", **row}
 
@@ -68,30 +77,47 @@ def write() -> int:
     lines = []
     for (place, fault), of in sorted(cases.items()):
         named = [row["named_s"] for row in of if row["named_s"] is not None]
-        ends = "; ".join(sorted({"stopped" if row.get("status") else row.get("outcome", "the engine was replaced") for row in of}))
+        ends = "; ".join(
+            sorted({"stopped" if row.get("status") else row.get("outcome", "the engine was replaced") for row in of})
+        )
         slowest = f"{max(named):.2f}" if named else "-"
-        lines.append(f"| {place} | {fault} | {len(of)} | {ends} | {slowest} | {sum(bool(row['wrong']) for row in of)} |")
+        lines.append(
+            f"| {place} | {fault} | {len(of)} | {ends} | {slowest} | {sum(bool(row['wrong']) for row in of)} |"
+        )
     late = [row["named_s"] for row in rows if row["named_s"] is not None and row["place"] != "engine on Ray"]
     left = sum(len(row.get("left", ())) for row in rows)
     numbers = sum("reward" in reason and "in place of" in reason for row in rows for reason in row["wrong"])
     dates, commits = sorted({row["date"] for row in rows}), sorted({row["commit"] for row in rows})
     RESULTS.write_text(
         "# Faults in rewards, environments and engines\n\n"
-        f"Command: `python benchmarks/faults.py` (`make faults`)  \nHardware: {', '.join(sorted({row['hardware'] for row in rows}))}, other work on it  \n"
+        "Command: `python benchmarks/faults.py` (`make faults`)  \nHardware: "
+        f"{', '.join(sorted({row['hardware'] for row in rows}))}, other work on it  \n"
         f"Date: {', '.join(dates)}; commits {', '.join(commits)}\n\n"
-        f"{len(rows)} faults in tiny GRPO and PPO runs. **{numbers} became a reward; {len(wrong)} went wrong in any way; {left} things were left behind**\n"
-        f"(processes, shared memory, temporary files). Each was named within {max(late, default=0):.1f} s where rewards and environments have\n"
-        f"{DEADLINE_S:g} s to answer (the bar is {NAMED_S:g} s). **An engine's process on Ray that hangs is named later**:\n"
+        f"{len(rows)} faults in tiny GRPO and PPO runs. **{numbers} became a reward; "
+        f"{len(wrong)} went wrong in any way; {left} things were left behind**\n"
+        f"(processes, shared memory, temporary files). Each was named within {max(late, default=0):.1f} s where "
+        "rewards and environments have\n"
+        f"{DEADLINE_S:g} s to answer (the bar is {NAMED_S:g} s). **An engine's process on Ray that hangs is named "
+        "later**:\n"
         "its deadline (compute.timeout_s) is "
-        f"{engine_faults.DEADLINE_S:g} s here, which its start needs on a machine with other work, and it then has 10 s to say more itself.\n\n"
-        "A trial is a run of four steps with four answers to each of four prompts, in which one thing goes wrong, at a random question. It\n"
-        "either passes (the same question asked again is answered), or lasts. All answers are compared with those of a run in which nothing\n"
-        "goes wrong: a fault that passes leaves the same bits (answers, rewards, weights); of one that lasts the answer has no result, and\n"
-        "every other one of that step has the reward that it has there; an engine that answers garbage in the run's own process ends the\n"
-        "run, and no later step is made. On Ray the engine is replaced, and the run ends with the same answers, rewards and weights.\n\n"
-        "| where | fault | trials | what came of it | slowest to be named, s | wrong |\n|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
-        + "".join(f"\n* wrong: {json.dumps(row)[:400]}" for row in wrong) + ("\n" if wrong else "")
-    )  # fmt: skip
+        f"{engine_faults.DEADLINE_S:g} s here, which its start needs on a machine with other work, "
+        "and it then has 10 s to say more itself.\n\n"
+        "A trial is a run of four steps with four answers to each of four prompts, in which one thing goes wrong, "
+        "at a random question. It\n"
+        "either passes (the same question asked again is answered), or lasts. "
+        "All answers are compared with those of a run in which nothing\n"
+        "goes wrong: a fault that passes leaves the same bits (answers, rewards, weights); "
+        "of one that lasts the answer has no result, and\n"
+        "every other one of that step has the reward that it has there; "
+        "an engine that answers garbage in the run's own process ends the\n"
+        "run, and no later step is made. On Ray the engine is replaced, and the run ends with the same answers, "
+        "rewards and weights.\n\n"
+        "| where | fault | trials | what came of it | slowest to be named, s | wrong |\n|---|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n"
+        + "".join(f"\n* wrong: {json.dumps(row)[:400]}" for row in wrong)
+        + ("\n" if wrong else "")
+    )
     print(f"wrote {RESULTS.relative_to(ROOT)}; {len(wrong)} of {len(rows)} wrong")
     return len(wrong)
 
@@ -106,7 +132,10 @@ def main() -> int:
     asked = parser.parse_args()
     first, wrong = int(time.time()) if asked.anew else asked.first, 0
     known = {(row["place"] == "engine on Ray", row["seed"]) for row in kept()}
-    until, about = time.monotonic() + 60 * asked.minutes, {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
+    until, about = (
+        time.monotonic() + 60 * asked.minutes,
+        {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()},
+    )
     for ray, play, count in ((False, local, asked.trials), (True, on_ray, asked.ray)):
         seeds = [first + i for i in range(count) if (ray, first + i) not in known]
         for batch in (seeds[i : i + (1 if ray else BATCH)] for i in range(0, len(seeds), 1 if ray else BATCH)):

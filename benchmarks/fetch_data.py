@@ -2,8 +2,9 @@
 
     python benchmarks/fetch_data.py [--into DIRECTORY] [--manifest benchmarks/public_data.yaml]
 
-The manifest names every file with its source, SHA-256 and licence. Most are copies; a few are remade from their sources by the functions here. A file
-appears under its name only when it is whole and its checksum is right; what broke off is continued by the next run; what is there already is kept.
+The manifest names every file with its source, SHA-256 and licence. Most are copies; a few are remade from their sources
+by the functions here. A file appears under its name only when it is whole and its checksum is right; what broke off is
+continued by the next run; what is there already is kept.
 """
 
 import argparse
@@ -24,7 +25,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 30.0
 READ = 1 << 20
-TREES_LEFT_OUT = (0, 2, 3, 5, 6, 8, 13, 14, 24, 26, 32, 43, 44, 45, 74, 84, 86, 90, 97, 98)  # of the 100 of OpenAssistant, by their place
+# of the 100 of OpenAssistant, by their place
+TREES_LEFT_OUT = (0, 2, 3, 5, 6, 8, 13, 14, 24, 26, 32, 43, 44, 45, 74, 84, 86, 90, 97, 98)
 
 
 class Unreachable(Exception):
@@ -37,7 +39,12 @@ class Wrong(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fetch the public data that tests and benchmarks read.")
-    parser.add_argument("--into", type=Path, default=Path(os.environ.get("PTF_DATA") or ROOT / "data"), help="default: PTF_DATA, else data/ here")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=Path(os.environ.get("PTF_DATA") or ROOT / "data"),
+        help="default: PTF_DATA, else data/ here",
+    )
     parser.add_argument("--manifest", type=Path, default=ROOT / "benchmarks" / "public_data.yaml")
     given = parser.parse_args()
     manifest = yaml.safe_load(given.manifest.read_text())
@@ -56,7 +63,8 @@ def main() -> int:
 
 
 def fetch_all(manifest: Mapping[str, Any], into: Path) -> Iterator[str]:
-    """Fetch and remake what is not there; one line for each file that could not be had. Where a host does not answer, it is not asked again."""
+    """Fetch and remake what is not there; one line for each file that could not be had.
+    Where a host does not answer, it is not asked again."""
     away: set[str] = set()
     for entry in (*manifest.get("files", []), *manifest.get("derived", []), *manifest.get("written", [])):
         path, host = into / entry["path"], urllib.request.Request(entry["url"]).host if "url" in entry else ""
@@ -88,7 +96,9 @@ def make(entry: Mapping[str, Any], into: Path) -> None:
             data = DERIVED[entry["by"]](source.read_bytes())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             source.unlink()
-            raise Wrong(f"{entry['url']} is not of the form that {entry['by']} reads: {type(error).__name__}: {error}") from None
+            raise Wrong(
+                f"{entry['url']} is not of the form that {entry['by']} reads: {type(error).__name__}: {error}"
+            ) from None
     else:
         download(entry["url"], path, entry["sha256"])
         return
@@ -103,9 +113,14 @@ def download(url: str, path: Path, sha256: str | None) -> None:
     """A whole file. What an earlier run left of it is continued where the server can, else begun anew."""
     part = part_of(path)
     held = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"User-Agent": "ptf-fetch-data", **({"Range": f"bytes={held}-"} if held else {})})
+    request = urllib.request.Request(
+        url, headers={"User-Agent": "ptf-fetch-data", **({"Range": f"bytes={held}-"} if held else {})}
+    )
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer, part.open("ab" if answer.status == 206 else "wb") as file:
+        with (
+            urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer,
+            part.open("ab" if answer.status == 206 else "wb") as file,
+        ):
             expected = int(answer.headers.get("Content-Length") or 0)
             begun = file.tell()
             while data := answer.read(READ):
@@ -157,7 +172,12 @@ def chat_template(source: bytes) -> bytes:
 def tau_airline(source: bytes) -> bytes:
     """The first three trials of each of the 50 tasks."""
     trials = json.loads(source)[:150]
-    return lines([{"id": f"tau-airline-{t['task_id']}-{t['trial']}", "reward": t["reward"], "messages": t["traj"]} for t in trials])
+    return lines(
+        [
+            {"id": f"tau-airline-{t['task_id']}-{t['trial']}", "reward": t["reward"], "messages": t["traj"]}
+            for t in trials
+        ]
+    )
 
 
 def oasst_trees(source: bytes) -> list[dict[str, Any]]:
@@ -173,8 +193,16 @@ def oasst_paths(source: bytes) -> bytes:
         replies = message.get("replies") or []
         if not replies:
             answered = way if message["role"] == "assistant" else before
-            said = [{"role": "user" if m["role"] == "prompter" else "assistant", "content": m["text"]} for m in answered]
-            row = {"id": message["message_id"], "tree_id": tree, "lang": message["lang"], "messages": said, "source": "LAION-AI/Open-Assistant"}
+            said = [
+                {"role": "user" if m["role"] == "prompter" else "assistant", "content": m["text"]} for m in answered
+            ]
+            row = {
+                "id": message["message_id"],
+                "tree_id": tree,
+                "lang": message["lang"],
+                "messages": said,
+                "source": "LAION-AI/Open-Assistant",
+            }
             if answered:
                 found.setdefault(tuple(m["message_id"] for m in answered), row)
         for reply in replies:
@@ -192,11 +220,22 @@ def oasst_pairs(source: bytes) -> bytes:
     def walk(tree: str, message: dict[str, Any], before: list[dict[str, Any]]) -> None:
         said = [*before, {"role": "user" if message["role"] == "prompter" else "assistant", "content": message["text"]}]
         replies = message.get("replies") or []
-        ranked = sorted((r for r in replies if r.get("rank") is not None), key=lambda r: r["rank"]) if message["role"] == "prompter" else []
+        ranked = (
+            sorted((r for r in replies if r.get("rank") is not None), key=lambda r: r["rank"])
+            if message["role"] == "prompter"
+            else []
+        )
         for i, better in enumerate(ranked):
             for worse in ranked[i + 1 :]:
-                about = {"lang": message["lang"], "rank_chosen": better["rank"], "rank_rejected": worse["rank"], "source": "LAION-AI/Open-Assistant"}
-                rows.append({"tree_id": tree, "prompt": said, "chosen": better["text"], "rejected": worse["text"], **about})
+                about = {
+                    "lang": message["lang"],
+                    "rank_chosen": better["rank"],
+                    "rank_rejected": worse["rank"],
+                    "source": "LAION-AI/Open-Assistant",
+                }
+                rows.append(
+                    {"tree_id": tree, "prompt": said, "chosen": better["text"], "rejected": worse["text"], **about}
+                )
         for reply in replies:
             walk(tree, reply, said)
 
@@ -207,7 +246,7 @@ def oasst_pairs(source: bytes) -> bytes:
 
 DERIVED: dict[str, Callable[[bytes], bytes]] = {
     made.__name__: made for made in (first_819_lines, chat_template, tau_airline, oasst_paths, oasst_pairs)
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,8 +16,16 @@ sys.path.insert(0, str(ROOT))  # so that whoever imports this finds ptf, whereve
 
 
 def flow(name: str, config: str, overrides: Sequence[str], log: Path | None = None) -> float:
-    """Run a flow to its end, its output on the console or in `log`; wall seconds. Raises SystemExit with the flow's status if it fails."""
-    command = [sys.executable, f"flows/{name}_flow.py", "run", "--config", config, *(word for o in overrides for word in ("--set", o))]
+    """Run a flow to its end, its output on the console or in `log`; wall seconds.
+    Raises SystemExit with the flow's status if it fails."""
+    command = [
+        sys.executable,
+        f"flows/{name}_flow.py",
+        "run",
+        "--config",
+        config,
+        *(word for o in overrides for word in ("--set", o)),
+    ]
     print("$ " + " ".join(["python", *command[1:]]), flush=True)
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -35,17 +43,31 @@ def published(output: str) -> dict[str, Any]:
     rows = [json.loads(line) for line in (ROOT / output / version / "metrics.jsonl").read_text().splitlines()]
     manifest = json.loads((root / version / "manifest.json").read_text())
     return {
-        "metrics": manifest["metrics"], "steps": len(rows), "step_s": median(r["step_s"] for r in rows), "train_s": sum(r["step_s"] for r in rows),
-        "run": f"{output}/{version}", "published": f"{output}/published/{version}", "rows": rows,
-    }  # fmt: skip
+        "metrics": manifest["metrics"],
+        "steps": len(rows),
+        "step_s": median(r["step_s"] for r in rows),
+        "train_s": sum(r["step_s"] for r in rows),
+        "run": f"{output}/{version}",
+        "published": f"{output}/published/{version}",
+        "rows": rows,
+    }
 
 
 def cpu() -> str:
-    names = [row.split(":", 1)[1].strip() for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")]
+    names = [
+        row.split(":", 1)[1].strip()
+        for row in Path("/proc/cpuinfo").read_text().splitlines()
+        if row.startswith("model name")
+    ]
     return f"{len(names)} × {names[0]}" if names else platform.processor()
 
 
 def commit() -> str:
     """The commit of this checkout, with a + where its Python files differ from it."""
-    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()  # noqa: E731
-    return (git("rev-parse", "--short", "HEAD") or "no checkout") + ("+" if git("status", "--porcelain", "--", "*.py") else "")
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    return (git("rev-parse", "--short", "HEAD") or "no checkout") + (
+        "+" if git("status", "--porcelain", "--", "*.py") else ""
+    )

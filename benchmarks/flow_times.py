@@ -1,5 +1,5 @@
-"""What people wait for who do nothing new: `show` of every flow, and the resume of a run that has ended. Writes results/flow_times.md; exits 1 where a bar is
-missed.
+"""What people wait for who do nothing new: `show` of every flow, and the resume of a run that has ended. Writes
+results/flow_times.md; exits 1 where a bar is missed.
 
     python benchmarks/flow_times.py [--times 5]
 """
@@ -22,12 +22,22 @@ from benchmarks.flow_runs import cpu  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "flow_times.md"
 SHOW_S, RESUME_S = 1.5, 15.0
-TINY = ["train.steps=4", "train.decay=1", "train.decay_at=null", "train.validate_every=2", "evaluate.limit=8", "evaluate.samples=2", "compute.launcher=local",
-        "compute.device=cpu"]  # fmt: skip
+TINY = [
+    "train.steps=4",
+    "train.decay=1",
+    "train.decay_at_loss=null",
+    "train.validate_every=2",
+    "evaluate.limit=8",
+    "evaluate.samples=2",
+    "compute.launcher=local",
+    "compute.device=cpu",
+]
 
 
 def seconds(line: Sequence[str], directory: Path) -> tuple[float, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("METAFLOW_")} | {"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(directory)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("METAFLOW_")} | {
+        "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(directory)
+    }
     began = time.perf_counter()
     done = subprocess.run([sys.executable, *line], cwd=directory, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -43,23 +53,35 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for flow in sorted((ROOT / "flows").glob("*_flow.py")):
-            rows.append((f"`{flow.name} show`", SHOW_S, [seconds([str(flow), "show"], directory)[0] for _ in range(times)]))
+            rows.append(
+                (f"`{flow.name} show`", SHOW_S, [seconds([str(flow), "show"], directory)[0] for _ in range(times)])
+            )
         flow, config = str(ROOT / "flows" / "sft_flow.py"), str(ROOT / "configs" / "tiny" / "sft.yaml")
-        taken, said = seconds([flow, "run", "--config", config, *(word for change in TINY for word in ("--set", change))], directory)
+        taken, said = seconds(
+            [flow, "run", "--config", config, *(word for change in TINY for word in ("--set", change))], directory
+        )
         rows.append(("`sft_flow.py run`, 4 steps, for comparison", None, [taken]))
         (run,) = re.findall(r"run-id (\d+)", said)
-        rows.append(("`sft_flow.py resume` of it", RESUME_S, [seconds([flow, "resume", "--origin-run-id", run], directory)[0] for _ in range(times)]))
+        rows.append(
+            (
+                "`sft_flow.py resume` of it",
+                RESUME_S,
+                [seconds([flow, "resume", "--origin-run-id", run], directory)[0] for _ in range(times)],
+            )
+        )
     lines = ["| command | bar, s | median s | from – to | |", "|---|---|---|---|---|"]
     for what, bar, taken in rows:
         middle = statistics.median(taken)
         met = bar is None or middle < bar
         missed += not met
-        lines.append(f"| {what} | {bar or ''} | {middle:.2f} | {min(taken):.2f} – {max(taken):.2f} | {'' if bar is None else 'met' if met else 'missed'} |")
+        lines.append(
+            f"| {what} | {bar or ''} | {middle:.2f} | {min(taken):.2f} – {max(taken):.2f} | "
+            f"{'' if bar is None else 'met' if met else 'missed'} |"
+        )
     RESULTS.write_text(
         "# What one waits for who does nothing new\n\n"
-        f"Command: `python benchmarks/flow_times.py`  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}, each {times} times\n\n"
-        + "\n".join(lines)
-        + "\n"
+        f"Command: `python benchmarks/flow_times.py`  \nHardware: {cpu()}, no GPU  \nDate: "
+        f"{time.strftime('%Y-%m-%d')}, each {times} times\n\n" + "\n".join(lines) + "\n"
     )
     print("\n".join(lines), f"\nwrote {RESULTS.relative_to(ROOT)}; {missed} missed")
     return 1 if missed else 0

@@ -1,5 +1,5 @@
-"""What ptf makes of the forms in which people's data sets come: benchmarks/results/formats.md, from the table that the tests assert
-(tests/data/dataset_forms.py).
+"""What ptf makes of the forms in which people's data sets come: benchmarks/results/formats.md, from the table that the
+tests assert (tests/data/dataset_forms.py).
 
     python benchmarks/formats.py
 """
@@ -18,11 +18,20 @@ from tests.data.dataset_forms import FORMS, Form  # noqa: E402
 from tests.data.read_form import RECIPES, not_read, read, tokenizer, trained, write  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "results" / "formats.md"
-RECIPE = {"sft": "sft", "dpo": "dpo", "rm": "rm", "rm binary": "rm, loss: binary", "rm regression": "rm, loss: regression", "grpo": "grpo"}
+RECIPE = {
+    "sft": "sft",
+    "dpo": "dpo",
+    "rm": "rm",
+    "rm binary": "rm, loss: binary",
+    "rm regression": "rm, loss: regression",
+    "grpo": "grpo",
+}
 HEAD = """# Forms of data sets
 
-Every form is made in small, one row, and read as a run reads it, from JSON lines and from parquet. "Trained" is the text that counts, of each sample (of a
-pair: of the chosen answer and of the rejected one); `<end>` is the token that ends a turn. What is refused names the key that decides.
+Every form is made in small, one row, and read as a run reads it, from JSON lines and from parquet. \
+"Trained" is the text that counts, of each sample (of a
+pair: of the chosen answer and of the rejected one); `<end>` is the token that ends a turn. \
+What is refused names the key that decides.
 `tests/data/test_forms.py` holds every line of this page against the ids and weights of the plain row beside it.
 
     python benchmarks/formats.py      writes this page; there is nothing in it that depends on the machine
@@ -44,9 +53,16 @@ def shown(form: Form, reader, scratch: Path) -> str:
     path = scratch / "rows.jsonl"
     write([form.row], path)
     keys = {"kind": form.kind} if form.kind != "auto" else {}
-    keys |= {"columns": "{" + ", ".join(f"{ours}: {there or 'null'}" for ours, there in form.columns.items()) + "}"} if form.columns else {}
+    keys |= (
+        {"columns": "{" + ", ".join(f"{ours}: {there or 'null'}" for ours, there in form.columns.items()) + "}"}
+        if form.columns
+        else {}
+    )
     config = ", ".join(f"`{key}: {value}`" for key, value in keys.items())
-    lines = [f"* `{json.dumps(form.row, ensure_ascii=False)}`", f"  - recipe `{RECIPE[form.recipe]}`" + (f", source with {config}" if config else "")]
+    lines = [
+        f"* `{json.dumps(form.row, ensure_ascii=False)}`",
+        f"  - recipe `{RECIPE[form.recipe]}`" + (f", source with {config}" if config else ""),
+    ]
     try:
         (found,) = read(form, path, reader)
     except UserError as refusal:
@@ -56,9 +72,16 @@ def shown(form: Form, reader, scratch: Path) -> str:
     lines.append(f"  - **read** as `{what}`" + (f" ({form.note})" if form.note else ""))
     if form.recipe in RECIPES:
         weights = "" if set(form.weights) == {1.0} else f", with weight {' and '.join(f'{w:g}' for w in form.weights)}"
-        lines.append("  - trained: " + " / ".join(f"`{json.dumps(text, ensure_ascii=False)[1:-1]}`" for text in trained([found], reader)) + weights)
+        lines.append(
+            "  - trained: "
+            + " / ".join(f"`{json.dumps(text, ensure_ascii=False)[1:-1]}`" for text in trained([found], reader))
+            + weights
+        )
     if unread := not_read(form, path):
-        lines.append("  - columns that nothing reads, which the run's first lines list: " + ", ".join(f"`{name}`" for name in unread))
+        lines.append(
+            "  - columns that nothing reads, which the run's first lines list: "
+            + ", ".join(f"`{name}`" for name in unread)
+        )
     return "\n".join([*lines, ""])
 
 

@@ -1,8 +1,10 @@
-"""Packed SFT on one GPU, random weights: tokens per second, MFU and peak memory at the shapes of real models. One JSON line a shape.
+"""Packed SFT on one GPU, random weights: tokens per second, MFU and peak memory at the shapes of real models.
+One JSON line a shape.
 
     python benchmarks/gpu_sft.py [--shapes 0.6b 1.7b 4b] [--seq-len 8192] [--steps 20]
 
-Documents have log-normal lengths (median 180, p99 about 2,000); bf16 compute over fp32 master weights, AdamW, no activation checkpointing.
+Documents have log-normal lengths (median 180, p99 about 2,000); bf16 compute over fp32 master weights, AdamW,
+no activation checkpointing.
 """
 
 import argparse
@@ -34,15 +36,22 @@ from ptf.train.optim import adamw, groups  # noqa: E402
 
 # (dim, layers, heads, kv_heads, hidden, tied): the published Qwen3 shapes of these sizes, to be timed and not loaded
 SHAPES = {
-    "0.6b": (1024, 28, 16, 8, 3072, True), "1.7b": (2048, 28, 16, 8, 6144, True), "4b": (2560, 36, 32, 8, 9728, True),
+    "0.6b": (1024, 28, 16, 8, 3072, True),
+    "1.7b": (2048, 28, 16, 8, 6144, True),
+    "4b": (2560, 36, 32, 8, 9728, True),
     "8b": (4096, 36, 32, 8, 12288, False),
-}  # fmt: skip
+}
 
 
 def batches(rows: int, width: int, vocab: int, count: int) -> list[Batch]:
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(180), 1.03, 40 * rows * count * width // 2048), 8, min(2048, width)).astype(int)
-    samples = [(Sample(rng.integers(0, vocab, n).astype(np.int32), (np.arange(n) >= 0.4 * n).astype(np.float32)),) for n in lengths]
+    lengths = np.clip(rng.lognormal(np.log(180), 1.03, 40 * rows * count * width // 2048), 8, min(2048, width)).astype(
+        int
+    )
+    samples = [
+        (Sample(rng.integers(0, vocab, n).astype(np.int32), (np.arange(n) >= 0.4 * n).astype(np.float32)),)
+        for n in lengths
+    ]
     packed = pack_all(samples, width)[: rows * count]
     return [Batch.of(packed[i * rows : (i + 1) * rows], width) for i in range(count)]
 
@@ -50,9 +59,19 @@ def batches(rows: int, width: int, vocab: int, count: int) -> list[Batch]:
 def measure(name: str, width: int, rows: int, steps: int) -> dict:
     dim, layers, heads, kv, hidden, tied = SHAPES[name]
     config = DecoderConfig(
-        vocab=151_936, dim=dim, layers=layers, heads=heads, kv_heads=kv, head_dim=128, hidden=hidden, norm_eps=1e-6,
-        max_positions=width, tied=tied, kinds=(Layer(Rope(1e6)),) * layers, qk_norm=True,
-    )  # fmt: skip
+        vocab=151_936,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=128,
+        hidden=hidden,
+        norm_eps=1e-6,
+        max_positions=width,
+        tied=tied,
+        kinds=(Layer(Rope(1e6)),) * layers,
+        qk_norm=True,
+    )
     with joined("cuda", 600) as world:
         with torch.device("meta"):
             model = Decoder(config)
@@ -65,7 +84,12 @@ def measure(name: str, width: int, rows: int, steps: int) -> dict:
             batch = cpu_batch.to(world.device)
             torch.cuda.synchronize()
             began = time.perf_counter()
-            loss = model(batch.tokens, batch.positions, batch.segments, partial(cross_entropy, targets=batch.targets, weights=batch.weights))
+            loss = model(
+                batch.tokens,
+                batch.positions,
+                batch.segments,
+                partial(cross_entropy, targets=batch.targets, weights=batch.weights),
+            )
             (loss / batch.weights.sum()).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -76,11 +100,17 @@ def measure(name: str, width: int, rows: int, steps: int) -> dict:
                 tokens.append(sum(batch.lengths))
         rate = [w / s for w, s in zip(work, seconds, strict=True)]
         return {
-            "shape": name, "device": torch.cuda.get_device_name(), "seq_len": width, "rows": rows, "steps": len(seconds),
-            "tok_s": round(median(t / s for t, s in zip(tokens, seconds, strict=True))), "mfu": round(median(rate) / peak_flops(world.device, "bf16"), 4),
-            "step_s": round(median(seconds), 4), "spread_s": [round(min(seconds), 4), round(max(seconds), 4)],
+            "shape": name,
+            "device": torch.cuda.get_device_name(),
+            "seq_len": width,
+            "rows": rows,
+            "steps": len(seconds),
+            "tok_s": round(median(t / s for t, s in zip(tokens, seconds, strict=True))),
+            "mfu": round(median(rate) / peak_flops(world.device, "bf16"), 4),
+            "step_s": round(median(seconds), 4),
+            "spread_s": [round(min(seconds), 4), round(max(seconds), 4)],
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        }  # fmt: skip
+        }
 
 
 def main() -> None:

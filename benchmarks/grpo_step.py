@@ -1,13 +1,15 @@
-"""The GRPO step beside TRL's GRPOTrainer, in one interleaved run (A, B, A, B, …): CPU-seconds of one thread for a whole step, from prompts to new weights in
-the engine, with as many sampled tokens on both sides.
+"""The GRPO step beside TRL's GRPOTrainer, in one interleaved run (A, B, A, B, …): CPU-seconds of one thread for a whole
+step, from prompts to new weights in the engine, with as many sampled tokens on both sides.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/grpo_step.py [--dtypes fp32 bf16] [--rounds 3]
 
-8 prompts of 64 tokens, 8 answers of 128 tokens to each, which are made not to end early; one optimizer step, AdamW, no reference; the reward is a
-number from the answer. ptf runs its controller as `ptf train` does with `launcher: local` and the native engine: a step of it also compares the trainer's
-log-probs of every answer with the engine's (in the update), and sends checked weights to an engine that is a model of its own. TRL generates with the
-model that it trains; in bf16 once with weights of fp32 (autocast) and once with all of bf16. Prints a JSON line a round and writes results/grpo_step.md.
+8 prompts of 64 tokens, 8 answers of 128 tokens to each, which are made not to end early; one optimizer step, AdamW, no
+reference; the reward is a number from the answer. ptf runs its controller as `ptf train` does with `launcher: local`
+and the native engine: a step of it also compares the trainer's log-probs of every answer with the engine's (in the
+update), and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains;
+in bf16 once with weights of fp32 (autocast) and once with all of bf16.
+Prints a JSON line a round and writes results/grpo_step.md.
 """
 
 import argparse
@@ -44,7 +46,9 @@ def tokenizer(directory: str) -> None:
     made = Tokenizer(WordLevel({str(i): i for i in range(WORDS)}, unk_token="0"))
     made.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     made.add_special_tokens(["0", "1"])
-    hf = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="0", eos_token="1", unk_token="0", padding_side="left")
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="0", eos_token="1", unk_token="0", padding_side="left"
+    )
     hf.chat_template = TEMPLATE
     hf.save_pretrained(directory)
 
@@ -80,20 +84,40 @@ def ours(given: dict[str, Any]) -> None:
         data = Path(out) / "prompts.jsonl"
         data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in given["texts"]))
         raw = {
-            "recipe": "grpo", "output": out, "seed": given["seed"], "model": {"path": given["model"]},
+            "recipe": "grpo",
+            "output": out,
+            "seed": given["seed"],
+            "model": {"path": given["model"]},
             "data": {"sources": {"prompts": {"path": str(data), "kind": "prompt"}}, "shuffle": 0},
-            "rollout": {"engine": "native", "prompts": PROMPTS, "group": GROUP, "max_new_tokens": TOKENS, "reward": {"use": "grpo_step:reward"}},
+            "rollout": {
+                "engine": "native",
+                "prompts": PROMPTS,
+                "group_size": GROUP,
+                "max_new_tokens": TOKENS,
+                "reward": {"use": "grpo_step:reward"},
+            },
             "train": {
-                "steps": given["steps"] + given["warmup"], "lr": LR, "schedule": "constant", "micro_rows": 1, "precision": given["dtype"],
+                "steps": given["steps"] + given["warmup"],
+                "lr": LR,
+                "schedule": "constant",
+                "micro_sequences": 1,
+                "precision": given["dtype"],
                 "betas": [0.9, 0.999],
             },
-            "compute": {"launcher": "local", "device": "cpu", "threads": 1}, "track": {"tensorboard": False}, "checkpoint": {"every": 10_000},
-        }  # fmt: skip
+            "compute": {"launcher": "local", "device": "cpu", "threads": 1},
+            "track": {"tensorboard": False},
+            "checkpoint": {"every": 10_000},
+        }
         with contextlib.redirect_stdout(sys.stderr):
             run(loads(json.dumps(raw)), "a")
     steps = [b - a for a, b in pairwise(ends)][-given["steps"] :]
-    spent = {name: float(np.mean([r.get(f"seconds/{name}", 0.0) for r in rows[-given["steps"] :]])) for name in ("rollout", "logprobs", "update", "sync")}
-    print(json.dumps({"cpu_s": steps, "tokens": [int(r["generated"]) for r in rows[-given["steps"] :]], "seconds": spent}))
+    spent = {
+        name: float(np.mean([r.get(f"seconds/{name}", 0.0) for r in rows[-given["steps"] :]]))
+        for name in ("rollout", "logprobs", "update", "sync")
+    }
+    print(
+        json.dumps({"cpu_s": steps, "tokens": [int(r["generated"]) for r in rows[-given["steps"] :]], "seconds": spent})
+    )
 
 
 def main() -> None:
@@ -114,7 +138,13 @@ def main() -> None:
         model = start(Path(directory), MODELS["small4"])
         tokenizer(model)
         for dtype in asked.dtypes:
-            given = {"model": model, "texts": texts(asked.steps + asked.warmup + 1), "prompts": PROMPTS, "group": GROUP, "tokens": TOKENS}
+            given = {
+                "model": model,
+                "texts": texts(asked.steps + asked.warmup + 1),
+                "prompts": PROMPTS,
+                "group": GROUP,
+                "tokens": TOKENS,
+            }
             given |= {"dtype": dtype, "lr": LR, "steps": asked.steps, "warmup": asked.warmup}
             systems = SYSTEMS | ({"TRL, weights of bf16": {"weights": "bf16"}} if dtype == "bf16" else {})
             found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
@@ -133,12 +163,20 @@ def summary(dtype: str, found: dict[str, list[dict[str, Any]]]) -> str:
         for r in rounds:
             assert set(r["tokens"]) == {PROMPTS * GROUP * TOKENS}, "all sample the same number of tokens"
     spent = {system: [median(r["cpu_s"]) for r in rounds] for system, rounds in found.items()}
-    cell = lambda values, digits: f"{median(values):.{digits}f} ({min(values):.{digits}f} – {max(values):.{digits}f})"  # noqa: E731
-    parts = ", ".join(f"{name} {median(r['seconds'][name] for r in found['ptf']):.2f}" for name in found["ptf"][0]["seconds"])
+
+    def cell(values, digits):
+        return f"{median(values):.{digits}f} ({min(values):.{digits}f} – {max(values):.{digits}f})"
+
+    parts = ", ".join(
+        f"{name} {median(r['seconds'][name] for r in found['ptf']):.2f}" for name in found["ptf"][0]["seconds"]
+    )
     lines = []
     for system in list(found)[1:]:
         ratios = [theirs / ours for ours, theirs in zip(spent["ptf"], spent[system], strict=True)]
-        lines.append(f"| {dtype} | {system} | {cell(spent['ptf'], 2)} | {cell(spent[system], 2)} | **{cell(ratios, 2).replace(' (', '** (', 1)} | {parts} |")
+        lines.append(
+            f"| {dtype} | {system} | {cell(spent['ptf'], 2)} | {cell(spent[system], 2)} | "
+            f"**{cell(ratios, 2).replace(' (', '** (', 1)} | {parts} |"
+        )
     return "\n".join(lines)
 
 
@@ -146,15 +184,23 @@ def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
     RESULTS.write_text(
         "# The GRPO step beside TRL\n\n"
         f"Command: `{command}`  \nHardware: {cpu()}, one thread, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"Interleaved rounds ({asked.rounds} of each), {asked.steps} timed steps a round after {asked.warmup} of warm-up: {PROMPTS} prompts of {READ} tokens,\n"
-        f"{GROUP} answers of {TOKENS} tokens to each, none of which ends early; one optimizer step of AdamW; no reference. `small4`: Qwen3 shape, width 256,\n"
-        "4 layers, vocabulary 4,096. CPU-seconds of the training process, from the end of one step to that of the next; median of the rounds, each the median\n"
-        "of its steps, with the range. ptf: the whole controller (native engine, the trainer's log-probs compared with the engine's, a checked weight sync),\n"
-        "with the wall-clock seconds of its phases beside it; rows of 2,048 tokens, a row a pass. TRL: GRPOTrainer, versions in\n"
-        "`benchmarks/requirements-peers.txt`; it generates with the model that it trains; all answers in one pass of the update, and 8 a pass (gradient\n"
+        f"Interleaved rounds ({asked.rounds} of each), {asked.steps} timed steps a round after {asked.warmup} of "
+        f"warm-up: {PROMPTS} prompts of {READ} tokens,\n"
+        f"{GROUP} answers of {TOKENS} tokens to each, none of which ends early; one optimizer step of AdamW; "
+        "no reference. `small4`: Qwen3 shape, width 256,\n"
+        "4 layers, vocabulary 4,096. CPU-seconds of the training process, "
+        "from the end of one step to that of the next; median of the rounds, each the median\n"
+        "of its steps, with the range. ptf: the whole controller (native engine, "
+        "the trainer's log-probs compared with the engine's, a checked weight sync),\n"
+        "with the wall-clock seconds of its phases beside it; rows of 2,048 tokens, a row a pass. TRL: GRPOTrainer, "
+        "versions in\n"
+        "`benchmarks/requirements-peers.txt`; it generates with the model that it trains; "
+        "all answers in one pass of the update, and 8 a pass (gradient\n"
         "accumulation); in bf16, weights of fp32 under autocast, and weights of bf16.\n\n"
-        "| type | beside | ptf, CPU-s a step | theirs | times ours | ptf's phases, s |\n|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
-    )  # fmt: skip
+        "| type | beside | ptf, CPU-s a step | theirs | times ours | ptf's phases, s |\n|---|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n"
+    )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 
 

@@ -52,7 +52,10 @@ def main() -> None:
     for seed in seeds:
         base = f"runs/gsm8k_steps/{seed}"
         at = [f"seed={seed}", "track.tensorboard=false"]
-        minutes = [once("sft", f"{base}/sft", at), once("grpo", f"{base}/grpo", [f"model.path={base}/sft/published", *at])]
+        minutes = [
+            once("sft", f"{base}/sft", at),
+            once("grpo", f"{base}/grpo", [f"model.path={base}/sft/published", *at]),
+        ]
         sft, grpo = published(f"{base}/sft"), published(f"{base}/grpo")
         before, after = passes(ROOT / grpo["run"], "start_test"), passes(ROOT / grpo["run"], "test")
         gain, half = paired(before, after)
@@ -60,19 +63,33 @@ def main() -> None:
             p, n = run["metrics"]["test/pass@1"], len(after)
             low, high = wilson(p, n)
             more = f"{100 * gain:+.1f} ± {100 * half:.1f}" if name == "GRPO" else ""
-            row = (seed, name, run["steps"], f"{spent:.1f}", n, f"{p:.3f} [{low:.3f}, {high:.3f}]", f"{run['metrics']['test/pass@8']:.3f}", more)
+            row = (
+                seed,
+                name,
+                run["steps"],
+                f"{spent:.1f}",
+                n,
+                f"{p:.3f} [{low:.3f}, {high:.3f}]",
+                f"{run['metrics']['test/pass@8']:.3f}",
+                more,
+            )
             lines.append("| " + " | ".join(map(str, row)) + " |")
             print(lines[-1], flush=True)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(
         "# The calculator steps of GSM8K\n\n"
-        f"Command: `python {' '.join(['benchmarks/gsm8k_steps.py', *sys.argv[1:]])}`, which runs `flows/sft_flow.py` and `flows/grpo_flow.py` with\n"
+        f"Command: `python {' '.join(['benchmarks/gsm8k_steps.py', *sys.argv[1:]])}`, "
+        "which runs `flows/sft_flow.py` and `flows/grpo_flow.py` with\n"
         f"`configs/gsm8k/{{sft,grpo}}.yaml`  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        "The 11,021 distinct steps (`<<48/2=24>>`) of the training problems, 500 of their expressions kept for development, and 50,000 generated\n"
-        "expressions of the same shapes to imitate; GRPO answers the real ones. Tested greedily on every expression of the test problems that no\n"
-        "training problem has. Answers are compared as numbers. Brackets: 95 % Wilson intervals; the last column: difference on the same questions\n"
+        "The 11,021 distinct steps (`<<48/2=24>>`) of the training problems, "
+        "500 of their expressions kept for development, and 50,000 generated\n"
+        "expressions of the same shapes to imitate; GRPO answers the real ones. "
+        "Tested greedily on every expression of the test problems that no\n"
+        "training problem has. Answers are compared as numbers. Brackets: 95 % Wilson intervals; the last column: "
+        "difference on the same questions\n"
         "with its 95 % interval.\n\n"
-        "| seed | run | steps | minutes | questions | pass@1 | pass@8 | GRPO over SFT, points |\n|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
+        "| seed | run | steps | minutes | questions | pass@1 | pass@8 | GRPO over SFT, points |\n"
+        "|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 

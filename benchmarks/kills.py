@@ -1,10 +1,12 @@
-"""Runs of every recipe are killed (SIGKILL) at random phases, file operations and moments, and continued. Each must end as one that never stopped, to the
-bit, and leave nothing behind. Appends every trial to results/kills.jsonl; writes results/kills.md and results/exactly_once.md of it.
+"""Runs of every recipe are killed (SIGKILL) at random phases, file operations and moments, and continued. Each must end
+as one that never stopped, to the bit, and leave nothing behind. Appends every trial to results/kills.jsonl; writes
+results/kills.md and results/exactly_once.md of it.
 
     python benchmarks/kills.py [--minutes 8] [--recipes SFT …] [--anew] [--page]
 
-It goes on where the ledger ends, until each recipe has its share of kills or the minutes are over; the trials of a recipe are drawn from its name and
-their number. `--anew` begins another ledger. `--page` only writes the pages. Ends with status 1 if any trial of the ledger is wrong.
+It goes on where the ledger ends, until each recipe has its share of kills or the minutes are over; the trials of a
+recipe are drawn from its name and their number. `--anew` begins another ledger. `--page` only writes the pages. Ends
+with status 1 if any trial of the ledger is wrong.
 """
 
 import argparse
@@ -23,7 +25,8 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # of the processes that find rewards
+# of the processes that find rewards
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from tests.reliability.jobs import JOBS, ON_POLICY  # noqa: E402
@@ -31,9 +34,20 @@ from tests.reliability.kills import Command, Trials, adopt_orphans  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "kills.md"
 LEDGER, ONCE = RESULTS.with_suffix(".jsonl"), RESULTS.with_name("exactly_once.md")
-SHARES = {"SFT": 155, "DPO": 78, "DPO, reference found ahead": 78, "RM": 155, "KD": 78, "KD, teacher asked ahead": 78, "GRPO": 105, "PPO": 105, "OPD": 105}
+SHARES = {
+    "SFT": 155,
+    "DPO": 78,
+    "DPO, reference found ahead": 78,
+    "RM": 155,
+    "KD": 78,
+    "KD, teacher asked ahead": 78,
+    "GRPO": 105,
+    "PPO": 105,
+    "OPD": 105,
+}
 COMMANDS = {recipe: 5 if recipe.startswith(("DPO", "KD")) else 10 for recipe in JOBS}  # of each, as a user's run
-TRAPS, CHUNK = (0.3, 0.25, 0.2, 0.15, 0.1), 25  # shares of trials with one trap, two, …, one an attempt; trials of a recipe, one after the other
+# shares of trials with one trap, two, …, one an attempt; trials of a recipe, one after the other
+TRAPS, CHUNK = (0.3, 0.25, 0.2, 0.15, 0.1), 25
 LATER = 0.6  # an attempt that continues has less to do: its trap is drawn from so much of a run
 SIGKILL = 9
 
@@ -44,7 +58,13 @@ def rows() -> list[dict[str, Any]]:
 
 def killed(found: Sequence[dict[str, Any]], recipe: str, way: str = "forked") -> list[dict[str, Any]]:
     """The kills by SIGKILL that were reached."""
-    return [kill for row in found if (row["recipe"], row["way"]) == (recipe, way) for kill in row["kills"] if kill.get("signal") == SIGKILL]
+    return [
+        kill
+        for row in found
+        if (row["recipe"], row["way"]) == (recipe, way)
+        for kill in row["kills"]
+        if kill.get("signal") == SIGKILL
+    ]
 
 
 def due(found: Sequence[dict[str, Any]], recipes: Sequence[str]) -> tuple[str, str] | None:
@@ -58,8 +78,8 @@ def due(found: Sequence[dict[str, Any]], recipes: Sequence[str]) -> tuple[str, s
 
 
 def add(recipe: str, way: str, scratch: Path, until: float, code: str) -> bool:
-    """Trials of one recipe, some more or until the time: forked ones, before which comes the first of the command line, or those of the command line
-    alone. Whether all went well."""
+    """Trials of one recipe, some more or until the time: forked ones, before which comes the first of the command line,
+    or those of the command line alone. Whether all went well."""
     place = scratch / recipe
     place.mkdir()
     trials = Trials(recipe, place)
@@ -94,13 +114,25 @@ def one(trials: Trials, way: str, seed: int, code: str) -> bool:
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(map(str, line))} |" for line in lines)]) + "\n"
+    return (
+        "\n".join(
+            [
+                f"| {' | '.join(head)} |",
+                "|" + "---|" * len(head),
+                *(f"| {' | '.join(map(str, line))} |" for line in lines),
+            ]
+        )
+        + "\n"
+    )
 
 
 def header(title: str, found: Sequence[dict[str, Any]]) -> str:
     commits = ", ".join(f"{name} ({count} trials)" for name, count in Counter(row["commit"] for row in found).items())
     dates = ", ".join(sorted({row["date"] for row in found}))
-    return f"# {title}\n\nCommand: `make kills` (`python benchmarks/kills.py`)  \nHardware: {cpu()}, one core used  \nDate: {dates}  \nCommit: {commits}\n\n"
+    return (
+        f"# {title}\n\nCommand: `make kills` (`python benchmarks/kills.py`)  \nHardware: {cpu()}, one core used  \n"
+        f"Date: {dates}  \nCommit: {commits}\n\n"
+    )
 
 
 def summary(name: str, of: Sequence[dict[str, Any]]) -> list[object]:
@@ -113,7 +145,19 @@ def summary(name: str, of: Sequence[dict[str, Any]]) -> list[object]:
     different = sum("differs" in row["outcome"] or "ended with" in row["outcome"] for row in of)
     behind = sum("left: " in row["outcome"] or "missing: " in row["outcome"] for row in of)
     within = sum(count for (kind, _), count in by.items() if kind == "bytes")
-    return [name, len(of), f"**{phase + file + moment}**", phase, file, moment, within, again, missed, f"**{different}**", f"**{behind}**"]
+    return [
+        name,
+        len(of),
+        f"**{phase + file + moment}**",
+        phase,
+        file,
+        moment,
+        within,
+        again,
+        missed,
+        f"**{different}**",
+        f"**{behind}**",
+    ]
 
 
 def write() -> int:
@@ -125,43 +169,90 @@ def write() -> int:
     reached = {group: sum(len(killed(found, recipe)) for recipe in names) for group, names in groups.items()}
     wanted = {group: 100 if group in ON_POLICY else 600 for group in groups}
     short = [f"{group}: {reached[group]} of {wanted[group]}" for group in groups if reached[group] < wanted[group]]
-    head = ["recipe", "trials", "SIGKILLs", "before or after a phase", "at a file operation", "at a moment",
-            "inside a write (SIGXFSZ)", "killed more than once",
-            "not reached", "ended otherwise", "left something"]  # fmt: skip
-    lines = [summary(recipe, [row for row in forked if row["recipe"] == recipe]) for recipe in JOBS] + [summary("together", forked)]
-    phases = Counter(kill["point"].split(" ", 2)[2] for row in found for kill in row["kills"] if kill["reached"] and kill["kind"] == "phase")
-    steps = Counter(kill.get("rows") for row in forked for kill in row["kills"] if kill["reached"] and kill["kind"] == "time")
+    head = [
+        "recipe",
+        "trials",
+        "SIGKILLs",
+        "before or after a phase",
+        "at a file operation",
+        "at a moment",
+        "inside a write (SIGXFSZ)",
+        "killed more than once",
+        "not reached",
+        "ended otherwise",
+        "left something",
+    ]
+    lines = [summary(recipe, [row for row in forked if row["recipe"] == recipe]) for recipe in JOBS] + [
+        summary("together", forked)
+    ]
+    phases = Counter(
+        kill["point"].split(" ", 2)[2]
+        for row in found
+        for kill in row["kills"]
+        if kill["reached"] and kill["kind"] == "phase"
+    )
+    steps = Counter(
+        kill.get("rows") for row in forked for kill in row["kills"] if kill["reached"] and kill["kind"] == "time"
+    )
     RESULTS.write_text(
         header("Kills", found)
-        + "Tiny runs of every recipe (6 to 12 steps, a checkpoint every 2 or 3, held-out measurements) are killed, continued, and in more "
-        f"than half of the trials\n({sum(TRAPS[1:]):.0%}) killed again while they continue. Each has to end as a run that was never killed, to the bit: rows "
-        "of metrics (clock fields aside), rollouts with\ntheir log-probs and advantages, every file of the export, and every file of the last checkpoint "
-        "(weights, optimizer, critic, the state of data, randomness\nand prompts). The output must hold exactly the files of that run; no process, "
+        + "Tiny runs of every recipe (6 to 12 steps, a checkpoint every 2 or 3, held-out measurements) are killed, "
+        "continued, and in more "
+        f"than half of the trials\n({sum(TRAPS[1:]):.0%}) killed again while they continue. "
+        "Each has to end as a run that was never killed, to the bit: rows "
+        "of metrics (clock fields aside), rollouts with\ntheir log-probs and advantages, every file of the export, "
+        "and every file of the last checkpoint "
+        "(weights, optimizer, critic, the state of data, randomness\nand prompts). "
+        "The output must hold exactly the files of that run; no process, "
         "no file in shared memory and no temporary file may be left.\n\n"
         + table(head, lines)
         + f"\n{len(wrong)} of {len(found)} trials went wrong. "
-        + (f"Fewer than were asked for: {'; '.join(short)}; the next `make kills` goes on." if short else "At least 600 SIGKILLs over SFT, DPO, RM and KD and "
-           "100 each over GRPO, PPO and OPD were asked for.")
+        + (
+            f"Fewer than were asked for: {'; '.join(short)}; the next `make kills` goes on."
+            if short
+            else "At least 600 SIGKILLs over SFT, DPO, RM and KD and 100 each over GRPO, PPO and OPD were asked for."
+        )
         + "\n\n"
         + "".join(f"* {row['recipe']}, {row['way']} {row['seed']}: {row['outcome'][:300]}\n" for row in wrong)
-        + "Attempts are processes forked from one that has imported what a run imports and never trained. A phase, drawn by its name and then by its\n"
-        "visit, is one of what a start, a step, a save, an export, a rollout, a sync and finding log-probs ahead consist of; "
-        f"{len(phases)} such instants were hit. A file operation is drawn\nby its number. A moment is uniform over a run's time, and kills the whole process "
-        f"group ({len(steps)} numbers of steps done were met). Inside a write, the kernel ends the process at\nthe first byte over a size, in whatever file "
-        "and thread: nothing of the process runs after it either. Traps that a run does not reach count for nothing.\n\n"
-        "As a user's run, `python -m ptf.cli train` in a process group that is killed a random while after a random row of metrics, and the same command\n"
+        + "Attempts are processes forked from one that has imported what a run imports and never trained. A phase, "
+        "drawn by its name and then by its\n"
+        "visit, is one of what a start, a step, a save, an export, a rollout, "
+        "a sync and finding log-probs ahead consist of; "
+        f"{len(phases)} such instants were hit. A file operation is drawn\nby its number. "
+        "A moment is uniform over a run's time, and kills the whole process "
+        f"group ({len(steps)} numbers of steps done were met). Inside a write, the kernel ends the process at\n"
+        "the first byte over a size, in whatever file "
+        "and thread: nothing of the process runs after it either. Traps that a run does not reach count for "
+        "nothing.\n\n"
+        "As a user's run, `python -m ptf.cli train` in a process group that is killed a random while after a random "
+        "row of metrics, and the same command\n"
         "again; compared with the run of the forked process, so the two ways end with the same bits:\n\n"
-        + table(["recipe", "trials", "killed", "ended otherwise or left something"],
-                [[recipe, len(of), len(killed(commands, recipe, "command")), f"**{sum(row['outcome'] != 'same' for row in of)}**"]
-                 for recipe in JOBS if (of := [row for row in commands if row["recipe"] == recipe])])
-        + "\nNegative controls (`tests/reliability`): a run that begins its data or its prompts anew, an optimizer that has seen nothing, a directory\n"
-        "that nobody sweeps and a process that outlives its parent are each reported.\n\n<details><summary>Kills by phase</summary>\n\n"
+        + table(
+            ["recipe", "trials", "killed", "ended otherwise or left something"],
+            [
+                [
+                    recipe,
+                    len(of),
+                    len(killed(commands, recipe, "command")),
+                    f"**{sum(row['outcome'] != 'same' for row in of)}**",
+                ]
+                for recipe in JOBS
+                if (of := [row for row in commands if row["recipe"] == recipe])
+            ],
+        )
+        + "\nNegative controls (`tests/reliability`): a run that begins its data or its prompts anew, "
+        "an optimizer that has seen nothing, a directory\n"
+        "that nobody sweeps and a process that outlives its parent are each reported.\n\n"
+        "<details><summary>Kills by phase</summary>\n\n"
         + table(["instant", "kills"], sorted(phases.items()))
         + "\n</details>\n\nEvery trial, with where it was killed: [kills.jsonl](kills.jsonl).\n"
         "Answers of the on-policy runs: [exactly_once.md](exactly_once.md).\n"
-    )  # fmt: skip
+    )
     once(found)
-    print(f"wrote {RESULTS.relative_to(ROOT)} and {ONCE.relative_to(ROOT)}: {len(found)} trials, {len(wrong)} wrong; " + json.dumps(reached))
+    print(
+        f"wrote {RESULTS.relative_to(ROOT)} and {ONCE.relative_to(ROOT)}: {len(found)} trials, {len(wrong)} wrong; "
+        + json.dumps(reached)
+    )
     return len(wrong)
 
 
@@ -169,26 +260,42 @@ def once(found: Sequence[dict[str, Any]]) -> None:
     """The page of the answers of on-policy runs."""
     audited = [row for row in found if "answers" in row]
     columns = {
-        "answers": "answers to train on", "sampled_again": "sampled again after a kill", "lost": "lost", "trained_twice": "trained twice",
-        "not_in_the_history": "sampled, but not what the run without kills trained", "sampled_otherwise": "sampled otherwise than before",
+        "answers": "answers to train on",
+        "sampled_again": "sampled again after a kill",
+        "lost": "lost",
+        "trained_twice": "trained twice",
+        "not_in_the_history": "sampled, but not what the run without kills trained",
+        "sampled_otherwise": "sampled otherwise than before",
         "scored_otherwise": "scored otherwise than before",
-    }  # fmt: skip
+    }
     lines = []
     for name in (*ON_POLICY, "together"):
         of = [row for row in audited if name in (row["recipe"], "together")]
         counts = [sum(row["answers"][column] for row in of) for column in columns]
-        lines.append([name, len(of), sum(kill["reached"] for row in of for kill in row["kills"]), f"{counts[0]:,}", f"{counts[1]:,}",
-                      *(f"**{count}**" for count in counts[2:])])  # fmt: skip
+        lines.append(
+            [
+                name,
+                len(of),
+                sum(kill["reached"] for row in of for kill in row["kills"]),
+                f"{counts[0]:,}",
+                f"{counts[1]:,}",
+                *(f"**{count}**" for count in counts[2:]),
+            ]
+        )
     ONCE.write_text(
         header("Every answer is trained exactly once", audited)
-        + "The on-policy trials of [kills.md](kills.md) with a ledger of their answers, kept by whoever kills the runs: every attempt appends what was\n"
-        "sampled, scored, trained and restored. What survives of an attempt are its steps before the one from which the next attempt went on. An answer\n"
+        + "The on-policy trials of [kills.md](kills.md) with a ledger of their answers, "
+        "kept by whoever kills the runs: every attempt appends what was\n"
+        "sampled, scored, trained and restored. What survives of an attempt are its steps before the one from which "
+        "the next attempt went on. An answer\n"
         "is known by its tokens and by the engine's log-probs of them, bit for bit.\n\n"
         + table(["recipe", "trials", "kills", *columns.values()], lines)
-        + "\nSampled again: answers of steps that a kill took back, which the next attempt samples anew; they have to be the same answers, with the same\n"
-        "log-probs and rewards. Negative control (`tests/reliability`): where a resumed run begins its prompts anew, answers\n"
+        + "\nSampled again: answers of steps that a kill took back, which the next attempt samples anew; "
+        "they have to be the same answers, with the same\n"
+        "log-probs and rewards. Negative control (`tests/reliability`): where a resumed run begins its prompts anew, "
+        "answers\n"
         "are lost and others trained twice.\n"
-    )  # fmt: skip
+    )
 
 
 def main() -> int:
@@ -202,7 +309,8 @@ def main() -> int:
         LEDGER.unlink(missing_ok=True)
     adopt_orphans()
     until, code, shared = time.monotonic() + 60 * asked.minutes, commit(), Path("/dev/shm")
-    scratch = Path(tempfile.mkdtemp(prefix="kills-", dir=shared if shared.is_dir() else None))  # a killed process needs no disk
+    # a killed process needs no disk
+    scratch = Path(tempfile.mkdtemp(prefix="kills-", dir=shared if shared.is_dir() else None))
     well = True
     while not asked.page and well and time.monotonic() < until and (next_ := due(rows(), asked.recipes)):
         well = add(*next_, scratch, until, code)

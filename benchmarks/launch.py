@@ -1,10 +1,11 @@
-"""What starting ranks through Ray costs a step: the same SFT job with `compute.launcher: ray` and `torchrun`, 2 workers of one thread, in turn.
-Writes results/launch.md.
+"""What starting ranks through Ray costs a step: the same SFT job with `compute.launcher: ray` and `torchrun`, 2 workers
+of one thread, in turn. Writes results/launch.md.
 
     python benchmarks/launch.py [--rounds 3] [--steps 60]
 
-Prints a JSON line a run. The step is the median of `step_s` in the run's metrics, the first ten left out; start and end are counted apart. CPU-seconds are
-those of the two ranks over the same steps, sampled from outside: what the ranks do more under one launcher, whatever else the machine does.
+Prints a JSON line a run. The step is the median of `step_s` in the run's metrics, the first ten left out; start and end
+are counted apart. CPU-seconds are those of the two ranks over the same steps, sampled from outside: what the ranks do
+more under one launcher, whatever else the machine does.
 """
 
 import argparse
@@ -32,7 +33,14 @@ from tests.tiny import arithmetic  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "launch.md"
 RANK = ("ray::Rank.run", "-m ptf.run")  # in a rank's command line
 LAUNCHERS = ("torchrun", "ray")
-SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768}
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+}
 WARM = 10
 
 
@@ -86,7 +94,7 @@ def main() -> None:
         config = Path(scratch) / "model" / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | SHAPE))
         raw["data"] |= {"seq_len": 512, "validation": {}}
-        raw["train"] |= {"steps": asked.steps, "rows": 8, "micro_rows": 4, "validate_every": 0}
+        raw["train"] |= {"steps": asked.steps, "sequences": 8, "micro_sequences": 4, "validate_every": 0}
         raw["checkpoint"] = {"every": 10_000}
         for number in range(asked.rounds):
             for name in LAUNCHERS:
@@ -101,21 +109,34 @@ def main() -> None:
                 spent = busy * (rows[-1]["time"] - rows[WARM - 1]["time"]) / len(steps[WARM:])
                 found[name].append({"step_s": median(steps[WARM:]), "cpu_s": spent, "rest_s": rest - sum(steps)})
                 print(json.dumps({"launcher": name, "round": number, **found[name][-1]}), flush=True)
-    ratio = {key: [a[key] / b[key] for a, b in zip(found["ray"], found["torchrun"], strict=True)] for key in ("step_s", "cpu_s")}
+    ratio = {
+        key: [a[key] / b[key] for a, b in zip(found["ray"], found["torchrun"], strict=True)]
+        for key in ("step_s", "cpu_s")
+    }
     said = {key: f"**{median(of):.3f}** ({min(of):.3f} – {max(of):.3f})" for key, of in ratio.items()}
-    cell = lambda of: f"{median(of) * 1000:.0f} ({min(of) * 1000:.0f} – {max(of) * 1000:.0f})"  # noqa: E731
+
+    def cell(of):
+        return f"{median(of) * 1000:.0f} ({min(of) * 1000:.0f} – {max(of) * 1000:.0f})"
+
     lines = "".join(
-        f"| {name} | {cell([r['step_s'] for r in rounds])} | {cell([r['cpu_s'] for r in rounds])} | {median(r['rest_s'] for r in rounds):.1f} |\n"
+        (
+            f"| {name} | {cell([r['step_s'] for r in rounds])} | {cell([r['cpu_s'] for r in rounds])} | "
+            f"{median(r['rest_s'] for r in rounds):.1f} |\n"
+        )
         for name, rounds in found.items()
     )
     RESULTS.write_text(
         "# The gang beside torchrun\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/launch.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, 2 ranks of one thread, gloo  \n"
+        f"Command: `{' '.join(['python', 'benchmarks/launch.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, "
+        "2 ranks of one thread, gloo  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
-        f"A Qwen3 shape of width 256 with 4 layers, 8 rows of 512 tokens a step, {asked.steps} steps, {asked.rounds} runs of each in turn.\n\n"
-        "| launcher | milliseconds a step, median of runs' medians (range) | CPU-milliseconds of both ranks a step | seconds for start and end |\n"
+        f"A Qwen3 shape of width 256 with 4 layers, 8 rows of 512 tokens a step, {asked.steps} steps, "
+        f"{asked.rounds} runs of each in turn.\n\n"
+        "| launcher | milliseconds a step, median of runs' medians (range) "
+        "| CPU-milliseconds of both ranks a step | seconds for start and end |\n"
         f"|---|---|---|---|\n{lines}\n"
-        f"A step through Ray takes {said['step_s']} of torchrun's wall clock, and {said['cpu_s']} of its ranks' CPU-seconds, by rounds.\n"
+        f"A step through Ray takes {said['step_s']} of torchrun's wall clock, "
+        f"and {said['cpu_s']} of its ranks' CPU-seconds, by rounds.\n"
         "Both ranks run on the two threads of one core here, so Ray's own processes are at their expense.\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")

@@ -1,9 +1,11 @@
-"""Whether documents of packed rows see each other: 10,000 packings for each mixer and backend. Writes results/leakage.md, and leakage.jsonl as it goes.
+"""Whether documents of packed rows see each other: 10,000 packings for each mixer and backend. Writes
+results/leakage.md, and leakage.jsonl as it goes.
 
     python benchmarks/leakage.py [--packings 10000] [--minutes 7]
 
-In batches of 1,000 packings by seed (tests/model/leakage.py says what is looked at); a batch that leakage.jsonl has is not made again, and after so many
-minutes no further one is begun. Ends with status 1 if anything crossed, differed or was missed.
+In batches of 1,000 packings by seed (tests/model/leakage.py says what is looked at); a batch that leakage.jsonl has is
+not made again, and after so many minutes no further one is begun. Ends with status 1 if anything crossed,
+differed or was missed.
 """
 
 import argparse
@@ -45,9 +47,17 @@ def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
         found = look(mixer, batch_of(rows, rng), rng, told)
         caught[name] = [int(((found.crossing > 0) | (found.apart > mixer.bound)).sum()), len(rows)]
     return {
-        "mixer": mixer.name, "path": mixer.path, "seed": seed, "packings": BATCH, "documents": documents, "leaking": leaking, "crossing": crossing,
-        "apart": apart, "caught": caught, "cpu_s": round(time.process_time() - began, 1),
-    }  # fmt: skip
+        "mixer": mixer.name,
+        "path": mixer.path,
+        "seed": seed,
+        "packings": BATCH,
+        "documents": documents,
+        "leaking": leaking,
+        "crossing": crossing,
+        "apart": apart,
+        "caught": caught,
+        "cpu_s": round(time.process_time() - began, 1),
+    }
 
 
 def page(found: Sequence[dict[str, Any]], command: str) -> str:
@@ -56,24 +66,38 @@ def page(found: Sequence[dict[str, Any]], command: str) -> str:
         mine = [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)]
         if not mine:
             continue
-        caught = "; ".join(f"{name} {sum(b['caught'][name][0] for b in mine)} of {sum(b['caught'][name][1] for b in mine)}" for name in mixer.faults)
+        caught = "; ".join(
+            f"{name} {sum(b['caught'][name][0] for b in mine)} of {sum(b['caught'][name][1] for b in mine)}"
+            for name in mixer.faults
+        )
         precision = str(mixer.dtype).removeprefix("torch.")
         rows += (
-            f"| {mixer.name} | {mixer.path} | {precision} | {sum(b['packings'] for b in mine):,} | {sum(b['documents'] for b in mine):,} | "
-            f"{sum(b['leaking'] for b in mine)} | {max(b['crossing'] for b in mine):g} | {max(b['apart'] for b in mine):.1e} (≤ {mixer.bound:g}) | {caught} |\n"
+            f"| {mixer.name} | {mixer.path} | {precision} | {sum(b['packings'] for b in mine):,} | "
+            f"{sum(b['documents'] for b in mine):,} | "
+            f"{sum(b['leaking'] for b in mine)} | {max(b['crossing'] for b in mine):g} | "
+            f"{max(b['apart'] for b in mine):.1e} (≤ {mixer.bound:g}) | {caught} |\n"
         )
     return (
         "# Leakage between documents\n\n"
-        f"Command: `{command}` (`make leakage`)  \nHardware: {cpu()}; {sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
+        f"Command: `{command}` (`make leakage`)  \nHardware: {cpu()}; "
+        f"{sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
-        "A packing is a row of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; tiny random models. Of each batch of packings\n"
-        "some documents are asked, and the gradient of what the last layer says of them (in drawn directions) must be exactly zero at every other document's\n"
-        "embeddings. FlexAttention has no gradient on a CPU: there the other documents' tokens are changed, and no bit may move; it runs uncompiled, so this\n"
-        "is of its mask, not of its kernel. Then every document is compared with itself alone, in a batch of documents of its length without padding (in\n"
-        "FlexAttention's rows: with SDPA's). Mixtures of experts run in fp32, where torch multiplies groups of rows, and transformers normalises in fp32.\n\n"
-        "Faults are put in on purpose into rows of two and more documents: the mask's borders off by one, positions that are not reset (transformers counts\n"
-        "itself, so it has none of these), rows shifted against their documents. Caught is a row where something crosses or differs beyond the bound.\n\n"
-        "| mixer | backend | precision | packings | documents | leak | largest crossing | largest difference from alone (bound) | faults caught |\n"
+        "A packing is a row of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; "
+        "tiny random models. Of each batch of packings\n"
+        "some documents are asked, and the gradient of what the last layer says of them (in drawn directions) "
+        "must be exactly zero at every other document's\n"
+        "embeddings. FlexAttention has no gradient on a CPU: there the other documents' tokens are changed, "
+        "and no bit may move; it runs uncompiled, so this\n"
+        "is of its mask, not of its kernel. Then every document is compared with itself alone, "
+        "in a batch of documents of its length without padding (in\n"
+        "FlexAttention's rows: with SDPA's). Mixtures of experts run in fp32, where torch multiplies groups of rows, "
+        "and transformers normalises in fp32.\n\n"
+        "Faults are put in on purpose into rows of two and more documents: the mask's borders off by one, "
+        "positions that are not reset (transformers counts\n"
+        "itself, so it has none of these), rows shifted against their documents. "
+        "Caught is a row where something crosses or differs beyond the bound.\n\n"
+        "| mixer | backend | precision | packings | documents | leak | largest crossing | largest difference from "
+        "alone (bound) | faults caught |\n"
         f"|---|---|---|---|---|---|---|---|---|\n{rows}"
     )
 
@@ -87,7 +111,12 @@ def main() -> None:
     ledger, ends = asked.results.with_suffix(".jsonl"), time.monotonic() + 60 * asked.minutes
     found = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
     done = {(b["mixer"], b["path"], b["seed"]) for b in found}
-    wanted = [(mixer, seed) for seed in range(-(-asked.packings // BATCH)) for mixer in MIXERS if (mixer.name, mixer.path, seed) not in done]
+    wanted = [
+        (mixer, seed)
+        for seed in range(-(-asked.packings // BATCH))
+        for mixer in MIXERS
+        if (mixer.name, mixer.path, seed) not in done
+    ]
     for mixer, seed in wanted:
         if time.monotonic() > ends:
             break

@@ -1,16 +1,19 @@
-"""Does it learn what it should, on every seed, and does it not where it must not? One small model (3 layers of 64), sequences of five digits, 15 minutes
-a seed on one core. Keeps each seed in results/learning.jsonl (one that stands there is not learned again: remove its row for that) and writes
-results/learning.md from it; exits 1 where a bar is missed or a seed is not there.
+"""Does it learn what it should, on every seed, and does it not where it must not? One small model (3 layers of 64),
+sequences of five digits, 15 minutes a seed on one core. Keeps each seed in results/learning.jsonl (one that stands
+there is not learned again: remove its row for that) and writes results/learning.md from it; exits 1 where a bar is
+missed or a seed is not there.
 
     python benchmarks/learning.py [--seeds 0 1 …] [--minutes 60]
 
 After `--minutes` no further run is begun; the next call goes on from the runs that are done (runs/learning).
 
     base  half of the answers reverse the digits, half repeat them: SFT, from random weights
-    RM    pairs of a right reversal and one with a wrong digit; held-out pair accuracy. Control: pairs the wrong way round
-    DPO   from the base, reversing preferred to repeating; probabilities of both on held-out prompts. Control: pairs the wrong way round
-    KD    another model from random weights, taught by the base; KL(teacher ‖ student) on held-out prompts. Control: a teacher whose output rows are
-          shuffled, so that what it says has nothing to do with what it read
+    RM    pairs of a right reversal and one with a wrong digit; held-out pair accuracy. Control: pairs the wrong way
+          round
+    DPO   from the base, reversing preferred to repeating; probabilities of both on held-out prompts. Control: pairs
+          the wrong way round
+    KD    another model from random weights, taught by the base; KL(teacher ‖ student) on held-out prompts. Control: a
+          teacher whose output rows are shuffled, so that what it says has nothing to do with what it read
 """
 
 import argparse
@@ -47,7 +50,7 @@ from ptf.recipes.documents import sums  # noqa: E402
 from ptf.recipes.dpo.recipe import DPO  # noqa: E402
 from ptf.run import run  # noqa: E402
 from ptf.tasks.tiny import write_model  # noqa: E402
-from ptf.train.deal import deal  # noqa: E402
+from ptf.train.batch_sharding import deal  # noqa: E402
 from ptf.train.trainer import load_model  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "learning.md"
@@ -71,7 +74,9 @@ BARS = {
     "DPO: p(repeated), before": Bar("> 0.05", lambda x, _: x > 0.05),
     "DPO: p(repeated), after": Bar("≤ 0.01", lambda x, _: x <= 0.01),
     "DPO: p(reversed), before": Bar("", lambda x, _: True),
-    "DPO: p(reversed), after": Bar("twice as much, or ≥ 0.9", lambda x, found: x >= min(0.9, 2 * found["DPO: p(reversed), before"])),
+    "DPO: p(reversed), after": Bar(
+        "twice as much, or ≥ 0.9", lambda x, found: x >= min(0.9, 2 * found["DPO: p(reversed), before"])
+    ),
     "DPO, pairs the wrong way round: p(reversed), after": Bar("≤ 0.01", lambda x, _: x <= 0.01),
     "KD: KL to the teacher, before": Bar("> 0.5", lambda x, _: x > 0.5),
     "KD: KL to the teacher, after": Bar("< 0.05", lambda x, _: x < 0.05),
@@ -100,7 +105,9 @@ class Seed:
         self.wrong = [self._corrupted(p[::-1], rng) for p in self.prompts]
         write_model(directory / "model", "0123456789", dim=64, layers=3)
         config = json.loads((directory / "model" / "config.json").read_text())
-        (directory / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False, "initializer_range": 0.05}))
+        (directory / "model" / "config.json").write_text(
+            json.dumps(config | {"tie_word_embeddings": False, "initializer_range": 0.05})
+        )
 
     @staticmethod
     def _corrupted(answer: str, rng: np.random.Generator) -> str:
@@ -109,14 +116,44 @@ class Seed:
 
     def files(self, name: str, row: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
         made = [row(i) for i in range(len(self.prompts))]
-        train, held_out = write_rows(self.place / f"{name}.jsonl", made[:TRAIN]), write_rows(self.place / f"{name}_held_out.jsonl", made[TRAIN:])
+        train, held_out = (
+            write_rows(self.place / f"{name}.jsonl", made[:TRAIN]),
+            write_rows(self.place / f"{name}_held_out.jsonl", made[TRAIN:]),
+        )
         return {"sources": {name: {"path": train}}, "validation": {"held_out": {"path": held_out}}, "seq_len": WIDTH}
 
-    def job(self, recipe: str, data: Mapping[str, Any], steps: int, lr: float, start: Path | None = None, rows: int = 8, **sections: Any) -> Job:
+    def job(
+        self,
+        recipe: str,
+        data: Mapping[str, Any],
+        steps: int,
+        lr: float,
+        start: Path | None = None,
+        rows: int = 8,
+        **sections: Any,
+    ) -> Job:
         model = {"path": str(self.place / "model"), "init": "random"} if start is None else {"path": str(start)}
-        train = {"steps": steps, "lr": lr, "rows": rows, "warmup": 20, "schedule": "linear", "precision": "fp32", "validate_every": steps}
-        raw = {"recipe": recipe, "output": str(self.place / "runs"), "seed": self.seed, "model": model, "data": dict(data), "train": train}
-        raw |= {"compute": {"launcher": "local", "device": "cpu", "threads": 1}, "track": {"tensorboard": False, "print_every": 1000}}
+        train = {
+            "steps": steps,
+            "lr": lr,
+            "sequences": rows,
+            "warmup": 20,
+            "schedule": "linear",
+            "precision": "fp32",
+            "validate_every": steps,
+        }
+        raw = {
+            "recipe": recipe,
+            "output": str(self.place / "runs"),
+            "seed": self.seed,
+            "model": model,
+            "data": dict(data),
+            "train": train,
+        }
+        raw |= {
+            "compute": {"launcher": "local", "device": "cpu", "threads": 1},
+            "track": {"tensorboard": False, "print_every": 1000},
+        }
         return loads(yaml.safe_dump(raw | sections))
 
     def learn(self, job: Job, name: str) -> Path:
@@ -129,19 +166,32 @@ class Seed:
             return run(job, name)
 
     def everything(self) -> dict[str, float]:
-        completion = lambda i: {"prompt": self.prompts[i], "completion": self.prompts[i][:: 1 if self.flips[i] else -1]}  # noqa: E731
+        def completion(i):
+            return {"prompt": self.prompts[i], "completion": self.prompts[i][:: 1 if self.flips[i] else -1]}
+
         chats = self.files("answers", completion)
         base = self.learn(self.job("sft", chats, 1200, 2e-3), "base") / "model"
         return self.reward_models() | self.preferences(base) | self.taught(base, chats)
 
     def reward_models(self) -> dict[str, float]:
         found = {}
-        for name, keys in (("RM: held-out pair accuracy", ("chosen", "rejected")), ("RM, pairs the wrong way round", ("rejected", "chosen"))):
-            row = lambda i, keys=keys: {"prompt": self.prompts[i], keys[0]: self.prompts[i][::-1], keys[1]: self.wrong[i]}  # noqa: E731
+        for name, keys in (
+            ("RM: held-out pair accuracy", ("chosen", "rejected")),
+            ("RM, pairs the wrong way round", ("rejected", "chosen")),
+        ):
+
+            def row(i, keys=keys):
+                return {
+                    "prompt": self.prompts[i],
+                    keys[0]: self.prompts[i][::-1],
+                    keys[1]: self.wrong[i],
+                }
+
             data = self.files("-".join(keys), row)
-            data["validation"] = self.files("right", lambda i: {"prompt": self.prompts[i], "chosen": self.prompts[i][::-1], "rejected": self.wrong[i]})[
-                "validation"
-            ]
+            data["validation"] = self.files(
+                "right",
+                lambda i: {"prompt": self.prompts[i], "chosen": self.prompts[i][::-1], "rejected": self.wrong[i]},
+            )["validation"]
             made = self.learn(self.job("rm", data, 1000, 3e-3, rows=16), f"rm-{keys[0]}")
             found[name] = read_metrics(made / "metrics.jsonl")[-1]["accuracy/held_out"]
         return found
@@ -151,7 +201,12 @@ class Seed:
         found = {}
         for keys in (("chosen", "rejected"), ("rejected", "chosen")):
             data = self.files(
-                "-".join(("reverse", *keys)), lambda i, keys=keys: {"prompt": self.prompts[i], keys[0]: self.prompts[i][::-1], keys[1]: self.prompts[i]}
+                "-".join(("reverse", *keys)),
+                lambda i, keys=keys: {
+                    "prompt": self.prompts[i],
+                    keys[0]: self.prompts[i][::-1],
+                    keys[1]: self.prompts[i],
+                },
             )
             made = self.learn(self.job("dpo", data, 480, 3e-5, base, rows=16, algo={"beta": 1.0}), f"dpo-{keys[0]}")
             after = self.probability(made / "model", -1), self.probability(made / "model", 1)
@@ -170,7 +225,9 @@ class Seed:
         decoder, _ = load_model(model, World(), ModelConfig(path=str(model)), seed=0, precision="fp32")
         atoms = [atom for row in rows for atom in encode_document(row, tokenizer, "held_out")]
         with torch.no_grad():
-            found = [sums(DPO().logprobs(decoder, batch), batch) for batch in deal(pack_all(atoms, WIDTH), World(), 8, WIDTH)]
+            found = [
+                sums(DPO().logprobs(decoder, batch), batch) for batch in deal(pack_all(atoms, WIDTH), World(), 8, WIDTH)
+            ]
         return float(torch.cat(found).exp().mean())
 
     def taught(self, base: Path, chats: Mapping[str, Any]) -> dict[str, float]:
@@ -186,10 +243,15 @@ class Seed:
             job = self.job("kd", chats, 600, 2e-3, algo={"teachers": {"base": {"path": str(teacher)}}})
             job = job.model_copy(update={"seed": self.seed + 100})  # or the student would begin as the teacher did
             made = self.learn(job, f"kd-{teacher.name}")
-            judged = self.job("kd", chats, 600, 2e-3, algo={"teachers": {"base": {"path": str(base)}}}).model_copy(update={"seed": self.seed + 100})
+            judged = self.job("kd", chats, 600, 2e-3, algo={"teachers": {"base": {"path": str(base)}}}).model_copy(
+                update={"seed": self.seed + 100}
+            )
             metrics = evaluate(judged, made)
             if teacher == base:
-                found = {"KD: KL to the teacher, before": metrics["start/kl/held_out"], "KD: KL to the teacher, after": metrics["kl/held_out"]}
+                found = {
+                    "KD: KL to the teacher, before": metrics["start/kl/held_out"],
+                    "KD: KL to the teacher, after": metrics["kl/held_out"],
+                }
             else:
                 found["KD, teacher shuffled: KL to the true one, after"] = metrics["kl/held_out"]
         return found
@@ -227,22 +289,37 @@ def write() -> int:
     """The page, of all that is kept; how many bars were missed, at most 1. A seed that is not there misses its own."""
     rows = kept()
     found, missing = {seed: row["found"] for seed, row in rows.items()}, sorted(set(SEEDS) - rows.keys())
-    lines = [f"| check | bar | {' | '.join(f'seed {seed}' for seed in found)} | |", "|---|---|" + "---|" * (len(found) + 1)]
+    lines = [
+        f"| check | bar | {' | '.join(f'seed {seed}' for seed in found)} | |",
+        "|---|---|" + "---|" * (len(found) + 1),
+    ]
     missed = len(missing)
     for name, bar in BARS.items():
         met = [bar.met(metrics[name], metrics) for metrics in found.values()]
         missed += len(met) - sum(met)
-        cells = " | ".join(f"{metrics[name]:.7f}" if "loss" in name else f"{metrics[name]:.4f}" for metrics in found.values())
+        cells = " | ".join(
+            f"{metrics[name]:.7f}" if "loss" in name else f"{metrics[name]:.4f}" for metrics in found.values()
+        )
         lines.append(f"| {name} | {bar.says} | {cells} | {sum(met)} of {len(met)} |")
     RESULTS.write_text(
         "# Learning checks\n\n"
-        "Command: `python benchmarks/learning.py` (`make learning-spmd`)  \nHardware, date and commit: by seed, below; one thread, no GPU\n\n"
-        + (f"**Not learned yet: seeds {', '.join(map(str, missing))}**, for which there was no time.\n\n" if missing else "")
-        + "One Qwen3 shape of 3 layers of 64, untied, and sequences of five digits. `base`: SFT on answers of which half reverse the prompt,\n"
-        f"half repeat it. {TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; p is the mean probability of\n"
-        "an answer, which is how often it would be sampled. Rows named `the wrong way round` and `shuffled` are negative controls: the same\n"
-        "runs with labels, or a teacher, from which the task cannot be learned.\n\n" + "\n".join([*lines, "", origins(rows.values())]) + "\n"
-    )  # fmt: skip
+        "Command: `python benchmarks/learning.py` (`make learning-spmd`)  \nHardware, date and commit: by seed, "
+        "below; one thread, no GPU\n\n"
+        + (
+            f"**Not learned yet: seeds {', '.join(map(str, missing))}**, for which there was no time.\n\n"
+            if missing
+            else ""
+        )
+        + "One Qwen3 shape of 3 layers of 64, untied, and sequences of five digits. `base`: "
+        "SFT on answers of which half reverse the prompt,\n"
+        f"half repeat it. {TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; "
+        "p is the mean probability of\n"
+        "an answer, which is how often it would be sampled. Rows named `the wrong way round` and `shuffled` are "
+        "negative controls: the same\n"
+        "runs with labels, or a teacher, from which the task cannot be learned.\n\n"
+        + "\n".join([*lines, "", origins(rows.values())])
+        + "\n"
+    )
     print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} missed")
     return 1 if missed else 0
 
@@ -252,8 +329,13 @@ def origins(rows: Iterable[Mapping[str, Any]]) -> str:
     seeds = defaultdict(set)
     for row in rows:
         seeds[row["date"], row["commit"], row["hardware"]].add(row["seed"])
-    said = lambda of: ", ".join(map(str, sorted(of)))  # noqa: E731
-    return "\n".join(f"* {date}, commit {of}, {machine}: seeds {said(each)}" for (date, of, machine), each in sorted(seeds.items()))
+
+    def said(of):
+        return ", ".join(map(str, sorted(of)))
+
+    return "\n".join(
+        f"* {date}, commit {of}, {machine}: seeds {said(each)}" for (date, of, machine), each in sorted(seeds.items())
+    )
 
 
 if __name__ == "__main__":

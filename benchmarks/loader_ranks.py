@@ -2,9 +2,10 @@
 
     python benchmarks/loader_ranks.py [--documents 40000] [--steps 1400] [--rounds 1]
 
-The one idea: a rank is a process, as in training, and what counts is all CPU time of that process, messages included. Ranks have as many lanes and as
-many documents each however many there are. Of 128 ranks one group that exchanges rows is run: the others say nothing to it. Sixteen processes run side by
-side in every case (16 single ranks, two groups of 8, one of 16), since processes that share cores and caches slow each other down; cases take turns.
+The one idea: a rank is a process, as in training, and what counts is all CPU time of that process, messages included.
+Ranks have as many lanes and as many documents each however many there are. Of 128 ranks one group that exchanges rows
+is run: the others say nothing to it. Sixteen processes run side by side in every case (16 single ranks, two groups of
+8, one of 16), since processes that share cores and caches slow each other down; cases take turns.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from ptf.compute.peers import ProcessPeers
 from ptf.data.exchange import GROUP, Peers, group_size
 from ptf.data.loader import Loader
 from ptf.data.pipeline import Lanes
-from ptf.data.sources import SourceSpec
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenized import made_by
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 
@@ -68,18 +69,31 @@ def repeated(directory: Path, ranks: int, tokenizer: Tokenizer) -> Path:
     return found
 
 
-def rank_of_group(data: Path, tokenizer: Tokenizer, rank: int, ranks: int, meeting: Path, steps: int) -> dict[str, float]:
+def rank_of_group(
+    data: Path, tokenizer: Tokenizer, rank: int, ranks: int, meeting: Path, steps: int
+) -> dict[str, float]:
     """One rank, in this process: CPU-seconds of a step, of making its rows and of messages, bytes sent, documents."""
     size, peers = group_size(ranks), None
     if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=300))
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=300)
+        )
         assert dist.group.WORLD is not None
         peers = Timed(ProcessPeers(dist.group.WORLD))
     lanes, source = LANES_A_RANK * ranks, SourceSpec(str(data), kind="tokenized", epochs=1)
-    made = Lanes({"a": source}, tokenizer, None, lanes=lanes, seed=0, shuffle=SHUFFLE, seq_len=SEQ_LEN, lookahead=LOOKAHEAD)  # type: ignore[arg-type]
+    made = Lanes(
+        {"a": source}, tokenizer, None, lanes=lanes, seed=0, shuffle=SHUFFLE, seq_len=SEQ_LEN, lookahead=LOOKAHEAD
+    )  # type: ignore[arg-type]
     loader = Loader(
-        made, lanes=lanes, rows=ROWS_A_RANK * ranks, rank=rank, world_size=ranks, micro_rows=ROWS_A_RANK, seq_len=SEQ_LEN, peers=peers
-    )  # fmt: skip
+        made,
+        lanes=lanes,
+        rows=ROWS_A_RANK * ranks,
+        rank=rank,
+        world_size=ranks,
+        micro_rows=ROWS_A_RANK,
+        seq_len=SEQ_LEN,
+        peers=peers,
+    )
     making, real = [0.0], loader._items
 
     def made_in(step: int) -> Any:
@@ -113,7 +127,9 @@ def decoding(directory: Path, tokenizer: Tokenizer, ranks: int, steps: int) -> d
             group, rank = divmod(i, group_size(ranks))
             end, out = forked.Pipe(duplex=False)
             meeting = Path(scratch) / f"meeting{group}"
-            children.append(forked.Process(target=_child, args=(out, data, tokenizer, rank, ranks, meeting, steps), daemon=True))
+            children.append(
+                forked.Process(target=_child, args=(out, data, tokenizer, rank, ranks, meeting, steps), daemon=True)
+            )
             children[-1].start()
             out.close()
             ends.append(end)
@@ -139,24 +155,52 @@ def main() -> None:
                 print(n, rounds[n][-1], flush=True)
     found = {n: {key: median(one[key] for one in each) for key in each[0]} for n, each in rounds.items()}
     alone = found[1]
-    row = lambda n, one: (  # noqa: E731
-        f"| {n} | {one['making'] * 1e3:.2f} ({one['making'] / alone['making']:.2f}×) | {one['messages'] * 1e3:.2f} | {one['step'] * 1e3:.2f} "
-        f"({one['step'] / alone['step']:.2f}×) | {one['bytes'] / 1024:.0f} KiB | {one['documents']:.1f} |"
-    )
+
+    def row(n, one):
+        return (
+            f"| {n} | {one['making'] * 1e3:.2f} ({one['making'] / alone['making']:.2f}×) "
+            f"| {one['messages'] * 1e3:.2f} | {one['step'] * 1e3:.2f} "
+            f"({one['step'] / alone['step']:.2f}×) | {one['bytes'] / 1024:.0f} KiB | {one['documents']:.1f} |"
+        )
+
     lines = [
-        "# What a rank's loader costs, by ranks", "",
-        f"Command: `{' '.join(['python', 'benchmarks/loader_ranks.py', *sys.argv[1:]])}`  ", f"Hardware: {cpu()}  ", f"Date: {time.strftime('%Y-%m-%d')}", "",
-        f"A step has {ROWS_A_RANK} rows of {SEQ_LEN:,} tokens a rank. Every rank has {LANES_A_RANK} lanes and {given.documents:,} tokenized documents",
-        f"of {mean:.0f} tokens on the average (links to one file), `data.shuffle: {SHUFFLE}`, `data.lookahead: {LOOKAHEAD}`, and makes {given.steps:,}",
-        "steps of an epoch, the filling of its windows included. A rank is a process, and ranks exchange rows over gloo; milliseconds are CPU time of",
-        "the whole process, its message threads too, the median over 16 processes that run side by side (16 single ranks; two groups of 8; the first",
-        f"group of 16 of 128 ranks), and over {given.rounds} rounds in which the cases take turns. *Making* is reading, shuffling, mixing and packing",
-        "the rank's own lanes; *messages* is what the loader's thread spends in them; the rest is dealing out rows, writing and reading those that",
+        "# What a rank's loader costs, by ranks",
+        "",
+        f"Command: `{' '.join(['python', 'benchmarks/loader_ranks.py', *sys.argv[1:]])}`  ",
+        f"Hardware: {cpu()}  ",
+        f"Date: {time.strftime('%Y-%m-%d')}",
+        "",
+        (
+            f"A step has {ROWS_A_RANK} rows of {SEQ_LEN:,} tokens a rank. "
+            f"Every rank has {LANES_A_RANK} lanes and {given.documents:,} tokenized documents"
+        ),
+        (
+            f"of {mean:.0f} tokens on the average (links to one file), `data.shuffle: {SHUFFLE}`, `data.lookahead: "
+            f"{LOOKAHEAD}`, and makes {given.steps:,}"
+        ),
+        (
+            "steps of an epoch, the filling of its windows included. A rank is a process, "
+            "and ranks exchange rows over gloo; milliseconds are CPU time of"
+        ),
+        (
+            "the whole process, its message threads too, the median over 16 processes that run side by side (16 "
+            "single ranks; two groups of 8; the first"
+        ),
+        (
+            f"group of 16 of 128 ranks), and over {given.rounds} rounds in which the cases take turns. "
+            "*Making* is reading, shuffling, mixing and packing"
+        ),
+        (
+            "the rank's own lanes; *messages* is what the loader's thread spends in them; "
+            "the rest is dealing out rows, writing and reading those that"
+        ),
         "change rank, and laying out batches. Other work ran on the machine.",
         "",
-        "| ranks | making, ms a step | messages | all, ms a step | sent in a step | documents |", "|---|---|---|---|---|---|",
-        *(row(n, one) for n, one in found.items()), "",
-    ]  # fmt: skip
+        "| ranks | making, ms a step | messages | all, ms a step | sent in a step | documents |",
+        "|---|---|---|---|---|---|",
+        *(row(n, one) for n, one in found.items()),
+        "",
+    ]
     RESULTS.write_text("\n".join(lines))
     print("\n".join(lines))
 

@@ -1,5 +1,6 @@
-"""Made-up conversations, and the real ones of PTF_DATA, under every chat template, ours and real: ptf's loss masks beside an oracle that shares no code with
-them. Writes benchmarks/results/loss_masks.md; a run that was interrupted goes on where it stopped.
+"""Made-up conversations, and the real ones of PTF_DATA, under every chat template, ours and real: ptf's loss masks
+beside an oracle that shares no code with them. Writes benchmarks/results/loss_masks.md;
+a run that was interrupted goes on where it stopped.
 
     python benchmarks/loss_masks.py [--fuzz 1900] [--rows 100] [--seed 1] [--jobs 2] [--templates qwen3 …]
 """
@@ -76,7 +77,11 @@ class Chunk:
     def conversations(self) -> Iterator[Conversation]:
         marks = markers(templated(self.template, SHARED).hf.chat_template)
         for number in self.numbers:
-            yield all_real(self.seed)[number] if self.source == "real" else fuzzed(Random(f"{self.seed}/{self.template}/{number}"), marks)
+            yield (
+                all_real(self.seed)[number]
+                if self.source == "real"
+                else fuzzed(Random(f"{self.seed}/{self.template}/{number}"), marks)
+            )
 
 
 @functools.cache
@@ -88,14 +93,21 @@ def all_real(seed: int) -> list[Conversation]:
 
 
 class Renders:
-    """Stands before a tokenizer's chat template, half of the time, so that what one side has rendered of a conversation the other need not."""
+    """Stands before a tokenizer's chat template, half of the time, so that what one side has rendered of a conversation
+    the other need not."""
 
     def __init__(self, hf: Any):
         self._render, self._known = hf.apply_chat_template, {}
         hf.apply_chat_template = self
 
     def __call__(self, messages: list[Any], tools: Any, **options: Any) -> str:
-        key = repr((messages, tools and [str(tool) for tool in tools], {name: value for name, value in options.items() if not callable(value)}))
+        key = repr(
+            (
+                messages,
+                tools and [str(tool) for tool in tools],
+                {name: value for name, value in options.items() if not callable(value)},
+            )
+        )
         if key not in self._known:
             self._known[key] = self._render(messages, tools=tools, **options)
         return self._known[key]
@@ -133,13 +145,22 @@ def judged(chunk: Chunk) -> tuple[Chunk, Tally]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="ptf's loss masks beside an oracle, on conversations of PTF_DATA and made-up ones")
+    parser = argparse.ArgumentParser(
+        description="ptf's loss masks beside an oracle, on conversations of PTF_DATA and made-up ones"
+    )
     parser.add_argument("--fuzz", type=int, default=1900, help="made-up conversations for each template")
     parser.add_argument("--rows", type=int, default=100, help="real conversations for each template; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--templates", nargs="+", default=NAMES, choices=NAMES, help="no page is written unless all are run")
-    parser.add_argument("--part", type=Path, default=ROOT / "build" / "loss_masks.jsonl", help="what is done so far; another state of the code begins anew")
+    parser.add_argument(
+        "--templates", nargs="+", default=NAMES, choices=NAMES, help="no page is written unless all are run"
+    )
+    parser.add_argument(
+        "--part",
+        type=Path,
+        default=ROOT / "build" / "loss_masks.jsonl",
+        help="what is done so far; another state of the code begins anew",
+    )
     options = parser.parse_args()
     there = (SHARED / "templates").is_dir()
     names = [name for name in options.templates if there or name in OURS]
@@ -147,8 +168,10 @@ def main() -> int:
     sizes = (("real", rows), ("fuzz", options.fuzz))
     chunks = [
         Chunk(name, source, range(first, min(first + CHUNK, size)), options.seed)
-        for name in names for source, size in sizes for first in range(0, size, CHUNK)
-    ]  # fmt: skip
+        for name in names
+        for source, size in sizes
+        for first in range(0, size, CHUNK)
+    ]
     found = done_before(options.part)
     todo = [chunk for chunk in chunks if str(chunk) not in found]
     spent = sum(found[str(chunk)][1] for chunk in chunks if str(chunk) in found)
@@ -161,7 +184,12 @@ def main() -> int:
             file.flush()
             done += len(chunk.numbers)
             rate = done / (time.perf_counter() - began)
-            print(f"\r{done:,} of {total:,} conversations, {rate:.0f} a second, {(total - done) / rate:.0f} s left   ", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{done:,} of {total:,} conversations, {rate:.0f} a second, {(total - done) / rate:.0f} s left   ",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     tallies = {name: Tally() for name in names}
     for chunk in chunks:
         tallies[chunk.template] += found[str(chunk)][0]
@@ -195,7 +223,11 @@ def timed(chunk: Chunk) -> tuple[Chunk, Tally, float]:
 
 
 def report(name: str, tally: Tally) -> None:
-    facts = vars(tally) | {"expansion": tally.expansion, "problems": tally.problems[:5], "disagreements": len(tally.problems)}
+    facts = vars(tally) | {
+        "expansion": tally.expansion,
+        "problems": tally.problems[:5],
+        "disagreements": len(tally.problems),
+    }
     print("\r" + json.dumps({"template": name} | facts, ensure_ascii=False), flush=True)
 
 
@@ -204,40 +236,60 @@ def page(options: argparse.Namespace, tallies: dict[str, Tally], seconds: float)
     rows, refused = [], []
     for name, t in tallies.items():
         shows = CASES[name].shows or "real"
-        rows.append(f"| {name} | {shows} | {t.real:,} | {t.fuzzed:,} | {t.spans:,} | {t.refused.total():,} | {len(t.problems)} | {t.expansion} |")
+        rows.append(
+            f"| {name} | {shows} | {t.real:,} | {t.fuzzed:,} | {t.spans:,} | {t.refused.total():,} | "
+            f"{len(t.problems)} | {t.expansion} |"
+        )
         refused.append(f"| {name} | " + " | ".join(f"{t.refused[reason]:,}" for reason in reasons) + " |")
     problems = "\n".join(f"* {name}, {problem}" for name, t in tallies.items() for problem in t.problems[:5]) or "None."
-    sums = [sum(values) for values in zip(*((t.real, t.fuzzed, t.spans, t.refused.total(), len(t.problems)) for t in tallies.values()), strict=True)]
+    sums = [
+        sum(values)
+        for values in zip(
+            *((t.real, t.fuzzed, t.spans, t.refused.total(), len(t.problems)) for t in tallies.values()), strict=True
+        )
+    ]
     nl = "\n"
     return f"""# Loss masks beside an oracle
 
-Command: `python benchmarks/loss_masks.py --fuzz {options.fuzz} --rows {options.rows} --seed {options.seed} --jobs {options.jobs}`  
+Command: `python benchmarks/loss_masks.py --fuzz {options.fuzz} --rows {options.rows} --seed {options.seed} --jobs \
+{options.jobs}`  
 Hardware: {cpu()}, transformers {transformers.__version__}, {seconds / 60:.1f} CPU minutes  
 Date: {date.today()}
 
 {sums[0] + sums[1]:,} conversations, {sums[2]:,} trained turns, **{sums[4]} disagreements**.
 
-The oracle (`tests/data/oracle.py`) shares no code with ptf. It renders a turn and its context again with other words in place of their parts, reads spans
-off the characters of the text, finds tokens by their offsets, and knows by hand where the turns of each template end (`tests/data/templates.py`). They agree
-on a conversation if ids and masks are equal token by token in the same samples, or if both refuse it at the same turn for the same reason. Templates with
-a description are ours (`tests/data/chat_templates`), with a byte-level tokenizer that the tests train; the 13 real ones are tried with the Qwen3 tokenizer,
-their special tokens added; `own/…` is a tokenizer directory as it is. Behind a comma stand the keys that are set: of `data`
+The oracle (`tests/data/oracle.py`) shares no code with ptf. It renders a turn and its context again with other words \
+in place of their parts, reads spans
+off the characters of the text, finds tokens by their offsets, and knows by hand where the turns of each template end \
+(`tests/data/templates.py`). They agree
+on a conversation if ids and masks are equal token by token in the same samples, \
+or if both refuse it at the same turn for the same reason. Templates with
+a description are ours (`tests/data/chat_templates`), with a byte-level tokenizer that the tests train; \
+the 13 real ones are tried with the Qwen3 tokenizer,
+their special tokens added; `own/…` is a tokenizer directory as it is. Behind a comma stand the keys that are set: \
+of `data`
 (`render`, `unseen_context`), or arguments in `model.template_args`. Real conversations are GSM8K,
-OpenAssistant, SGD with its tools, τ-bench airline, and the last answers of the preference data, with ids of calls renumbered to the nine characters that
-Mistral-Nemo asks for. Fuzzed ones are short, with all that could go wrong in what is said: the template's own special tokens, tags of thinking and calls,
-white space, Unicode, empty parts, thoughts, calls, tools, developers, further systems, arguments of the row's own, roles out of order.
+OpenAssistant, SGD with its tools, τ-bench airline, and the last answers of the preference data, \
+with ids of calls renumbered to the nine characters that
+Mistral-Nemo asks for. Fuzzed ones are short, with all that could go wrong in what is said: \
+the template's own special tokens, tags of thinking and calls,
+white space, Unicode, empty parts, thoughts, calls, tools, developers, further systems, arguments of the row's own, \
+roles out of order.
 
-| template | what it shows | real | fuzzed | agreed spans | agreed refusals | disagreements | tokens, of the longest sample's |
+| template | what it shows | real | fuzzed | agreed spans | agreed refusals | disagreements | tokens, \
+of the longest sample's |
 |---|---|---|---|---|---|---|---|
 {nl.join(rows)}
 | all | | {" | ".join(f"{n:,}" for n in sums)} | |
 
-Spans are trained turns. The last column is what splitting costs where every turn of a real conversation is trained: tokens of all its samples over those
+Spans are trained turns. The last column is what splitting costs where every turn of a real conversation is trained: \
+tokens of all its samples over those
 of the longest.
 
 ## Models that were refused
 
-By the templates of ours that behave like theirs: turns that were trained, of conversations that were not refused, by default and with each key.
+By the templates of ours that behave like theirs: turns that were trained, of conversations that were not refused, \
+by default and with each key.
 
 | model | by default | with a key |
 |---|---|---|
@@ -253,9 +305,12 @@ Conversations refused, by reason of the first turn that cannot be verified:
 
 Disagreements: {problems}
 
-What it says: *never served*, the generation prompt is not how the rendered turn begins; *left out*, the template does not show a part of the turn (dropped
-calls, thoughts, what is said beside a call); *unseen context*, it does not show tools, results, a developer, a later system, an earlier answer; *stop inside*,
-an end-of-turn token stands within what is said; *speaks first*, the first answer answers nothing; *no tags*, *thinking closed*, *call not served*:
+What it says: *never served*, the generation prompt is not how the rendered turn begins; *left out*, \
+the template does not show a part of the turn (dropped
+calls, thoughts, what is said beside a call); *unseen context*, it does not show tools, results, a developer, \
+a later system, an earlier answer; *stop inside*,
+an end-of-turn token stands within what is said; *speaks first*, the first answer answers nothing; *no tags*, \
+*thinking closed*, *call not served*:
 `data.render: served` cannot put the turn together. In fuzzed conversations most rows have one of these on purpose.
 """
 

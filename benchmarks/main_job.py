@@ -1,10 +1,15 @@
-"""The main job, end to end: SFT on sums and differences, stopped early, then GRPO from what it published; a table of what came of it.
+"""The main job, end to end: SFT on sums and differences, stopped early, then GRPO from what it published;
+a table of what came of it.
 
-    python benchmarks/main_job.py                                        # what `make run` does: one seed, about 9 minutes on 2 cores
-    python benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control 0 --longer-sft 0  # what `make bench` does; writes results/main_job.md
+    python benchmarks/main_job.py
+    python benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control 0 --longer-sft 0
 
-Every stage is the command a user would type; the numbers come from the manifests that the publish stage wrote. `--control` repeats GRPO with
-the answers shuffled between prompts (it must not learn); `--longer-sft` goes on with SFT for as long as GRPO took.
+The first is what `make run` does: one seed, about 9 minutes on 2 cores. The second is what `make bench` does; it writes
+results/main_job.md.
+
+Every stage is the command a user would type; the numbers come from the manifests that the publish stage wrote.
+`--control` repeats GRPO with the answers shuffled between prompts (it must not learn);
+`--longer-sft` goes on with SFT for as long as GRPO took.
 """
 
 import argparse
@@ -24,8 +29,8 @@ def line(name: str, metrics: dict[str, float], prefix: str, more: str = "") -> s
 
 
 def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -> dict[str, dict[str, Any]]:
-    """All runs of one seed, by name. With several jobs at once each run has one thread and writes to a log. Under runs/main_job/ what is
-    published already is not run again."""
+    """All runs of one seed, by name. With several jobs at once each run has one thread and writes to a log. Under
+    runs/main_job/ what is published already is not run again."""
     demo = base == "runs/tiny"
     common = [] if demo else [f"seed={seed}"]
     common += ["compute.threads=1", "track.tensorboard=false"] if jobs > 1 else []
@@ -50,7 +55,7 @@ def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -
         steps = max(100, round(found["GRPO"]["train_s"] / found["SFT"]["step_s"]))
         further = [
             f"train.steps={steps}",
-            "train.decay_at=null",
+            "train.decay_at_loss=null",
             "train.validate_every=0",
             "checkpoint.every=1000",
             f"model.path={base}/sft/published",
@@ -62,8 +67,13 @@ def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     sft = found["SFT"]["metrics"]
-    lines = [f"{'held-out exact match':<28}{'pass@1':>10}{'pass@8':>10}{'steps':>8}{'s/step':>9}{'wall s':>8}", line("untrained", sft, "start/")]
-    lines += [line(n, r["metrics"], "", f"{r['steps']:>8}{r['step_s']:>9.3f}{r['wall_s']:>8.0f}") for n, r in found.items()]
+    lines = [
+        f"{'held-out exact match':<28}{'pass@1':>10}{'pass@8':>10}{'steps':>8}{'s/step':>9}{'wall s':>8}",
+        line("untrained", sft, "start/"),
+    ]
+    lines += [
+        line(n, r["metrics"], "", f"{r['steps']:>8}{r['step_s']:>9.3f}{r['wall_s']:>8.0f}") for n, r in found.items()
+    ]
     lines.append("")
     for name, run in found.items():
         lines.append(f"{name}: run {run['run']}, metrics {run['run']}/metrics.jsonl, published {run['published']}")
@@ -75,7 +85,12 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
     names = list(max(every.values(), key=len))
     for seed, found in every.items():
         sft, start = found["SFT"]["metrics"], found["SFT"]["metrics"]["start/test/pass@1"]
-        cells = [f"{found[n]['metrics']['test/pass@1']:.3f} / {found[n]['metrics']['test/pass@8']:.3f}" if n in found else "–" for n in names]
+        cells = [
+            f"{found[n]['metrics']['test/pass@1']:.3f} / {found[n]['metrics']['test/pass@8']:.3f}"
+            if n in found
+            else "–"
+            for n in names
+        ]
         gain = found["GRPO"]["metrics"]["test/pass@1"] - sft["test/pass@1"]
         gains.append(gain)
         rows.append(f"| {seed} | {start:.3f} | " + " | ".join(cells) + f" | {100 * gain:+.1f} |")
@@ -84,16 +99,29 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
     for name in names:
         runs = [f[name] for f in every.values() if name in f]
         walls = [r["wall_s"] for r in runs]
-        times.append(f"| {name} | {median(r['steps'] for r in runs):.0f} | {median(r['step_s'] for r in runs):.3f} | {min(walls):.0f} – {max(walls):.0f} |")
+        times.append(
+            f"| {name} | {median(r['steps'] for r in runs):.0f} | {median(r['step_s'] for r in runs):.3f} | "
+            f"{min(walls):.0f} – {max(walls):.0f} |"
+        )
     text = (
         "# The main job: SFT, then GRPO, on sums and differences\n\n"
         f"Command: `{command}`  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        "Held-out exact match on 500 questions whose pairs of operands were never trained on, greedy (pass@1) / any of 8 samples at temperature 1\n"
+        "Held-out exact match on 500 questions whose pairs of operands were never trained on, greedy (pass@1) "
+        "/ any of 8 samples at temperature 1\n"
         "(pass@8). A single pass@1 of 0.5 on 500 questions has a 95 % interval of ± 0.044.\n\n"
-        "| seed | untrained | " + " | ".join(names) + " | GRPO over SFT, points |\n|" + "---|" * (len(names) + 3) + "\n" + "\n".join(rows) + "\n\n"
-        f"GRPO over its SFT start: {100 * min(gains):+.1f} to {100 * max(gains):+.1f} points. Largest log-prob difference between vLLM and the trainer in\n"
+        "| seed | untrained | "
+        + " | ".join(names)
+        + " | GRPO over SFT, points |\n|"
+        + "---|" * (len(names) + 3)
+        + "\n"
+        + "\n".join(rows)
+        + "\n\n"
+        f"GRPO over its SFT start: {100 * min(gains):+.1f} to {100 * max(gains):+.1f} points. "
+        "Largest log-prob difference between vLLM and the trainer in\n"
         f"all {len(diffs)} GRPO steps: {max(diffs):.2e} (median of the steps' maxima {median(diffs):.2e}).\n\n"
-        "| run | steps | s per step (median) | wall seconds of the flow |\n|---|---|---|---|\n" + "\n".join(times) + "\n"
+        "| run | steps | s per step (median) | wall seconds of the flow |\n|---|---|---|---|\n"
+        + "\n".join(times)
+        + "\n"
     )
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(text)
@@ -102,10 +130,26 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="*", default=None, help="several seeds, under runs/main_job/, with a results page")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=None, help="several seeds, under runs/main_job/, with a results page"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="seeds at once, one thread each")
-    parser.add_argument("--control", type=int, nargs="*", default=[], metavar="SEED", help="GRPO with shuffled answers, too, on these seeds")
-    parser.add_argument("--longer-sft", type=int, nargs="*", default=[], metavar="SEED", help="SFT for as long as GRPO took, too, on these seeds")
+    parser.add_argument(
+        "--control",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="SEED",
+        help="GRPO with shuffled answers, too, on these seeds",
+    )
+    parser.add_argument(
+        "--longer-sft",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="SEED",
+        help="SFT for as long as GRPO took, too, on these seeds",
+    )
     given = parser.parse_args()
     if given.seeds is None:
         print(f"\n{table(seed_run(0, 'runs/tiny', 0 in given.control, 0 in given.longer_sft))}")
@@ -113,7 +157,10 @@ def main() -> None:
     every: dict[int, dict[str, dict[str, Any]]] = {}
     (ROOT / ".metaflow").mkdir(exist_ok=True)  # two first runs at once would both make it, and one would fail
     with ThreadPoolExecutor(given.jobs) as pool:
-        futures = {s: pool.submit(seed_run, s, f"runs/main_job/{s}", s in given.control, s in given.longer_sft, given.jobs) for s in given.seeds}
+        futures = {
+            s: pool.submit(seed_run, s, f"runs/main_job/{s}", s in given.control, s in given.longer_sft, given.jobs)
+            for s in given.seeds
+        }
         for seed, future in futures.items():
             every[seed] = future.result()
             print(f"\nseed {seed}\n{table(every[seed])}\n", flush=True)

@@ -1,12 +1,13 @@
-"""Packing on the fly beside TRL's (bfd) and next-fit, in one interleaved run: how full the rows are, documents a second of one core, how long a
-document waits, and how evenly rows share the work of attention.
+"""Packing on the fly beside TRL's (bfd) and next-fit, in one interleaved run: how full the rows are, documents a second
+of one core, how long a document waits, and how evenly rows share the work of attention.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/packing.py [--documents 100000] [--rounds 3]
 
-Three mixes of lengths at a width of 4,096: log-normal (median 180, p99 about 2,000), bimodal (chats of about 150 beside articles of about 1,900) and
-heavy-tailed (Pareto). ptf packs as a run does, with a window of `--lookahead` documents, and lays the rows out as tensors; the others are given
-all documents at once. Prints a JSON line a round and writes results/packing.md.
+Three mixes of lengths at a width of 4,096: log-normal (median 180, p99 about 2,000), bimodal (chats of about 150 beside
+articles of about 1,900) and heavy-tailed (Pareto). ptf packs as a run does, with a window of `--lookahead` documents,
+and lays the rows out as tensors; the others are given all documents at once.
+Prints a JSON line a round and writes results/packing.md.
 """
 
 import argparse
@@ -40,7 +41,8 @@ def mixes(count: int) -> dict[str, np.ndarray]:
 
 
 def ours(lengths: np.ndarray, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
-    """Fill, documents a second of packing alone and with rows laid out, the longest wait in rows, and the rows by numbers of their documents."""
+    """Fill, documents a second of packing alone and with rows laid out, the longest wait in rows,
+    and the rows by numbers of their documents."""
     from ptf.data.batch import Batch
     from ptf.data.packing import Packer
     from ptf.data.sample import Sample
@@ -61,7 +63,8 @@ def ours(lengths: np.ndarray, lookahead: int) -> tuple[dict[str, float], list[li
     own = np.zeros(len(lengths), int)
     for r, row in enumerate(names):
         own[row] = r
-    sight = np.searchsorted(np.cumsum([len(row) for row in names]) + lookahead, np.arange(len(lengths)), side="right")  # the row that let it in
+    # the row that let it in
+    sight = np.searchsorted(np.cumsum([len(row) for row in names]) + lookahead, np.arange(len(lengths)), side="right")
     waits = own - sight
     bias = float(np.corrcoef(lengths, waits)[0, 1])
     rates = {"packed_s": len(lengths) / (packed - began), "laid_out_s": len(lengths) / (done - began)}
@@ -80,7 +83,13 @@ def next_fit(lengths: np.ndarray) -> list[list[int]]:
     return rows
 
 
-def imbalance(lengths: np.ndarray, rows: list[list[int]], ranks: int, each: int, deal: Callable[[np.ndarray, int], list[np.ndarray]]) -> float:
+def imbalance(
+    lengths: np.ndarray,
+    rows: list[list[int]],
+    ranks: int,
+    each: int,
+    deal: Callable[[np.ndarray, int], list[np.ndarray]],
+) -> float:
     """Largest over mean of the ranks' Σ length², median over steps."""
     work = np.array([float((lengths[row] ** 2).sum()) for row in rows])
     step = ranks * each
@@ -126,31 +135,47 @@ def main() -> None:
                 found["TRL"].append(trl(directory, name))
                 began = time.process_time()
                 simple = next_fit(lengths)
-                found["next-fit"].append({"fill": lengths.sum() / (WIDTH * len(simple)), "packed_s": len(lengths) / (time.process_time() - began)})
+                found["next-fit"].append(
+                    {
+                        "fill": lengths.sum() / (WIDTH * len(simple)),
+                        "packed_s": len(lengths) / (time.process_time() - began),
+                    }
+                )
                 for system, each in found.items():
                     print(json.dumps({"mix": name, "system": system, **each[-1]}), flush=True)
             middle = {s: {k: median(r[k] for r in each) for k in each[0]} for s, each in found.items()}
             spread = [r["laid_out_s"] for r in found["ptf"]]
             ptf = middle["ptf"]
             lines.append(
-                f"| {name} | {ptf['fill']:.4f} | {ptf['packed_s']:,.0f} | {ptf['laid_out_s']:,.0f} ({min(spread):,.0f} – {max(spread):,.0f}) "
-                f"| {ptf['waited']:.0f} | {ptf['bias']:+.3f} | {middle['TRL']['fill']:.4f} | {middle['TRL']['packed_s']:,.0f} "
+                f"| {name} | {ptf['fill']:.4f} | {ptf['packed_s']:,.0f} | {ptf['laid_out_s']:,.0f} "
+                f"({min(spread):,.0f} – {max(spread):,.0f}) "
+                f"| {ptf['waited']:.0f} | {ptf['bias']:+.3f} | {middle['TRL']['fill']:.4f} | "
+                f"{middle['TRL']['packed_s']:,.0f} "
                 f"| {middle['next-fit']['fill']:.3f} | {middle['next-fit']['packed_s']:,.0f} |"
             )
             cells = [imbalance(lengths, rows, r, e, deal) for r, e in ((8, 8), (2, 2)) for deal in (in_turn, balanced)]
             balance.append(f"| {name} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
     RESULTS.write_text(
         "# Packing on the fly\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/packing.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, one thread  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{asked.documents:,} documents a mix, rows of {WIDTH:,}; ptf sees {asked.lookahead} documents at a time, TRL (bfd, as SFTTrainer calls it) and\n"
-        f"next-fit all of them; {asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; *laid out* includes `Batch.of` (tokens, targets,\n"
-        "positions, segments, weights). *Waited*: the most rows that left between a document's coming into sight and its own. *Bias*: correlation of\n"
+        f"Command: `{' '.join(['python', 'benchmarks/packing.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, "
+        f"one thread  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
+        f"{asked.documents:,} documents a mix, rows of {WIDTH:,}; ptf sees {asked.lookahead} documents at a time, "
+        "TRL (bfd, as SFTTrainer calls it) and\n"
+        f"next-fit all of them; {asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; "
+        "*laid out* includes `Batch.of` (tokens, targets,\n"
+        "positions, segments, weights). *Waited*: the most rows that left between a document's coming into sight and "
+        "its own. *Bias*: correlation of\n"
         "length and wait.\n\n"
-        "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | next-fit: fill | packed /s |\n"
+        "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | next-fit: "
+        "fill | packed /s |\n"
         "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
-        "Work of attention, Σ length² of a rank's rows: how far the largest is above the mean, median over steps. *In turn*: row j goes to rank j mod W, as\n"
-        "where ranks encode and pack on the fly, each its own lanes. *Balanced*: equally many rows each, dealt by work, as for tokenized data and rollouts.\n\n"
-        "| mix | 8 ranks × 8 rows, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n" + "\n".join(balance) + "\n"
+        "Work of attention, Σ length² of a rank's rows: how far the largest is above the mean, median over steps. "
+        "*In turn*: row j goes to rank j mod W, as\n"
+        "where ranks encode and pack on the fly, each its own lanes. *Balanced*: equally many rows each, "
+        "dealt by work, as for tokenized data and rollouts.\n\n"
+        "| mix | 8 ranks × 8 rows, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n"
+        + "\n".join(balance)
+        + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 

@@ -2,11 +2,12 @@
 
     python benchmarks/resume_trials.py [--trials 500] [--seed 0] [--most 100] [--trial 387] [--again]
 
-Each trial draws sources (1 to 3, of 1 to 10,000 rows, as jsonl, gzip, parquet or tokenized), a mixture of every mode, 1 to 512 lanes, a shuffle, a
-limit and epochs; trains without a stop; trains again with two to five stops, each time on another number of ranks, of which some exchange rows; and
-compares every step. Every trial is a line of results/resume_trials.jsonl, and those that are there are not made again (all are with `--again`), so it
-can be stopped and started: `--most` says how many are made at a time. The page is written from the lines. `--trial` makes a single one, and keeps
-nothing. Prints a line for each trial that differs, and exits with 1 if there is one.
+Each trial draws sources (1 to 3, of 1 to 10,000 rows, as jsonl, gzip, parquet or tokenized), a mixture of every mode, 1
+to 512 lanes, a shuffle, a limit and epochs; trains without a stop; trains again with two to five stops, each time on
+another number of ranks, of which some exchange rows; and compares every step. Every trial is a line of
+results/resume_trials.jsonl, and those that are there are not made again (all are with `--again`), so it can be stopped
+and started: `--most` says how many are made at a time. The page is written from the lines. `--trial` makes a single
+one, and keeps nothing. Prints a line for each trial that differs, and exits with 1 if there is one.
 """
 
 import argparse
@@ -50,9 +51,17 @@ def made(seed: int, i: int) -> tuple[Trial, dict[str, Any]]:
         found = tried(trial, Path(directory), tokenizer)
     formats = sorted(set(trial.formats.values()))
     return trial, {
-        "seed": seed, "trial": i, **asdict(found), "lanes": trial.lanes, "mode": mode_of(trial), "formats": formats, "rows": sum(trial.sizes.values()),
-        "stops": len(trial.worlds) - 1, "exchange": trial.exchange, "cpu_s": round(time.process_time() - began, 2),
-    }  # fmt: skip
+        "seed": seed,
+        "trial": i,
+        **asdict(found),
+        "lanes": trial.lanes,
+        "mode": mode_of(trial),
+        "formats": formats,
+        "rows": sum(trial.sizes.values()),
+        "stops": len(trial.worlds) - 1,
+        "exchange": trial.exchange,
+        "cpu_s": round(time.process_time() - began, 2),
+    }
 
 
 def failed(line: dict[str, Any]) -> bool:
@@ -65,20 +74,28 @@ def ledger(seed: int) -> list[dict[str, Any]]:
 
 
 def page(lines: Sequence[dict[str, Any]], command: str, wanted: int) -> str:
-    counted = lambda key: ", ".join(f"{value}: {n}" for value, n in sorted(Counter(line[key] for line in lines).items()))  # noqa: E731
+    def counted(key):
+        return ", ".join(f"{value}: {n}" for value, n in sorted(Counter(line[key] for line in lines).items()))
+
     formats = Counter(name for line in lines for name in line["formats"])
     return (
         "# Resume trials\n\n"
-        f"Command: `{command}`  \nHardware: {cpu()}  \nDate: {max(line['date'] for line in lines)}  \nTrials by commit: {counted('commit')}\n\n"
-        f"{len(lines)} of {wanted} random trials, {sum(line['steps'] for line in lines):,} steps, {sum(line['stops'] for line in lines):,} stops,\n"
-        f"{sum(line['cpu_s'] for line in lines):,.0f} s of CPU. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, 4 and 8 ranks that change at every stop;\n"
+        f"Command: `{command}`  \nHardware: {cpu()}  \nDate: {max(line['date'] for line in lines)}  \n"
+        f"Trials by commit: {counted('commit')}\n\n"
+        f"{len(lines)} of {wanted} random trials, {sum(line['steps'] for line in lines):,} steps, "
+        f"{sum(line['stops'] for line in lines):,} stops,\n"
+        f"{sum(line['cpu_s'] for line in lines):,.0f} s of CPU. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, "
+        "4 and 8 ranks that change at every stop;\n"
         f"in {sum(line['exchange'] for line in lines)} trials the ranks exchange rows.\n\n| what | found |\n|---|---|\n"
         + "".join(f"| {what} | {sum(line[fault] for line in lines)} |\n" for fault, what in FAULTS.items())
-        + f"| state of a lane, the largest (shuffle windows up to 64) | {max(line['state_bytes'] for line in lines):,} bytes |\n\n"
-        "Passes are compared to within rounding: a row that leaves no sample counts with the first sample that its lane reads after it.\n\n"
-        f"Trials by lanes: {counted('lanes')}\n\nTrials by mixture: {counted('mode').replace(', weights', '; weights').replace(', no', '; no')}\n\n"
+        + "| state of a lane, the largest (shuffle windows up to 64) "
+        f"| {max(line['state_bytes'] for line in lines):,} bytes |\n\n"
+        "Passes are compared to within rounding: a row that leaves no sample counts with the first sample that its "
+        "lane reads after it.\n\n"
+        f"Trials by lanes: {counted('lanes')}\n\nTrials by mixture: "
+        f"{counted('mode').replace(', weights', '; weights').replace(', no', '; no')}\n\n"
         f"Trials that have a source in the format: {', '.join(f'{name}: {n}' for name, n in sorted(formats.items()))}\n"
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -107,7 +124,9 @@ def main() -> None:
         elif n % 10 == 0:
             print(f"{n} trials, {time.perf_counter() - began:.0f} s", flush=True)
     lines = ledger(given.seed)
-    RESULTS.write_text(page(lines, f"python benchmarks/resume_trials.py --trials {given.trials} --seed {given.seed}", given.trials))
+    RESULTS.write_text(
+        page(lines, f"python benchmarks/resume_trials.py --trials {given.trials} --seed {given.seed}", given.trials)
+    )
     sys.exit(any(map(failed, lines)))
 
 

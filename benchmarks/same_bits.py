@@ -1,4 +1,5 @@
-"""The final weights of tiny deterministic jobs of every kind, as SHA-256. What changes no computation changes none of them.
+"""The final weights of tiny deterministic jobs of every kind, as SHA-256.
+What changes no computation changes none of them.
 
     python benchmarks/same_bits.py            # compares with results/same_bits.json; exits 1 where one differs
     python benchmarks/same_bits.py --record   # writes it anew

@@ -1,10 +1,12 @@
-"""Training ids against serving ids: texts and chats through ptf's tokenizer and through vLLM's own entry points. They must not differ in one id.
+"""Training ids against serving ids: texts and chats through ptf's tokenizer and through vLLM's own entry points.
+They must not differ in one id.
 
     python benchmarks/serving_ids.py [--texts 100000] [--chats 5100]
 
-Texts are fuzzed: words, numbers, code, whitespace, many scripts, emoji, control characters and text that looks like special tokens, under four real
-tokenizers. Chats are the real conversations of PTF_DATA and fuzzed ones, up to the turn that the model would speak, with tools, under two of those
-tokenizers and their templates. Prints a JSON line for each and writes results/serving_ids.md; exits 1 on a difference.
+Texts are fuzzed: words, numbers, code, whitespace, many scripts, emoji, control characters and text that looks like
+special tokens, under four real tokenizers. Chats are the real conversations of PTF_DATA and fuzzed ones, up to the turn
+that the model would speak, with tools, under two of those tokenizers and their templates. Prints a JSON line for each
+and writes results/serving_ids.md; exits 1 on a difference.
 """
 
 import argparse
@@ -26,9 +28,18 @@ RESULTS = ROOT / "benchmarks" / "results" / "serving_ids.md"
 TOKENIZERS = ("qwen3", "gpt2", "phi3-mini", "minimind")
 CHATTING = ("qwen3", "minimind", "phi3-mini")
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 32_768, "vocab_size": 152_000, "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 32_768,
+    "vocab_size": 152_000,
+    "torch_dtype": "float32",
+}
 
 
 THEIRS = {"reasoning_content": "reasoning"}  # of a message sent to vLLM, which hands templates both names
@@ -39,7 +50,9 @@ def renderer_of(directory: Path) -> Any:
     from vllm import EngineArgs
     from vllm.renderers.registry import renderer_from_config
 
-    return renderer_from_config(EngineArgs(model=str(directory), max_model_len=32_768, load_format="dummy").create_engine_config())
+    return renderer_from_config(
+        EngineArgs(model=str(directory), max_model_len=32_768, load_format="dummy").create_engine_config()
+    )
 
 
 def ids_of(inputs: Any) -> list[int]:
@@ -68,7 +81,10 @@ def chats(tokenizer: Any, renderer: Any, count: int, shared: Path, seed: str) ->
     rng, differ, refused, compared = random.Random(seed), [], 0, 0
     half = [c for c in real(shared)]
     rng.shuffle(half)
-    for conversation in [*islice(half, count // 2), *(made(rng, markers(tokenizer.hf.chat_template)) for _ in range(count - count // 2))]:
+    for conversation in [
+        *islice(half, count // 2),
+        *(made(rng, markers(tokenizer.hf.chat_template)) for _ in range(count - count // 2)),
+    ]:
         messages = clean(conversation.messages)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
@@ -94,7 +110,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     from ptf.data.tokenizer import Tokenizer
-    from ptf.rl.vllm_engine import engine_env
+    from ptf.rl.engines.vllm_engine import engine_env
 
     shared, lines, differ = Path(os.environ.get("PTF_DATA") or ROOT.parent / "shared" / "data"), [], 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -116,10 +132,14 @@ def main() -> None:
 
     asked.output.write_text(
         "# Training ids and serving ids\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/serving_ids.py', *sys.argv[1:]])}`  \nHardware: {cpu()}  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"Ids that ptf trains on, and those that vLLM {vllm.__version__} makes of the same text or chat at its own entry points (the renderer behind its\n"
-        "server and its `LLM` class). *Refused*: conversations that the chat template itself refuses. vLLM takes a turn's reasoning as `reasoning` and hands\n"
-        "it to templates as `reasoning_content` too; under the latter name alone it drops it, so it is sent under the former.\n\n"
+        f"Command: `{' '.join(['python', 'benchmarks/serving_ids.py', *sys.argv[1:]])}`  \nHardware: {cpu()}  \nDate: "
+        f"{time.strftime('%Y-%m-%d')}\n\n"
+        f"Ids that ptf trains on, and those that vLLM {vllm.__version__} makes of the same text or chat at its own "
+        "entry points (the renderer behind its\n"
+        "server and its `LLM` class). *Refused*: conversations that the chat template itself refuses. "
+        "vLLM takes a turn's reasoning as `reasoning` and hands\n"
+        "it to templates as `reasoning_content` too; under the latter name alone it drops it, "
+        "so it is sent under the former.\n\n"
         "| tokenizer | what | compared | refused | differ |\n|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )
     sys.exit(1 if differ else 0)

@@ -50,8 +50,18 @@ def job(kind: str, directory: Path, steps: int, seed: int) -> dict[str, Any]:
     raw = arithmetic(directory) | {"seed": seed, "track": {"print_every": 500}}
     if kind == "grpo":
         prompts = {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
-        raw |= {"recipe": "grpo", "algo": {"minibatches": 2, "kl": 0.01}, "evaluate": {"sources": {"dev": prompts}, "limit": 20}}
-        raw["rollout"] = {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:varied"}}
+        raw |= {
+            "recipe": "grpo",
+            "algo": {"minibatches": 2, "kl": 0.01},
+            "evaluate": {"sources": {"dev": prompts}, "limit": 20},
+        }
+        raw["rollout"] = {
+            "engine": "native",
+            "prompts": 8,
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "reward": {"use": "tests.rl.plugs:varied"},
+        }
         raw["data"] |= {"sources": {"sums": prompts}, "validation": {}}
     raw["train"] |= {"steps": steps, "validate_every": 50, "schedule": "constant", "lr": 1e-4}
     return raw | {"checkpoint": {"every": 50, "keep": 2}}
@@ -75,14 +85,20 @@ def measured(kind: str, directory: Path, steps: int, seed: int) -> None:
 
 
 def memory_mib(process: psutil.Process) -> dict[int, float]:
-    """PSS of it and of all that descend from it, without those that end meanwhile. Pages of files count whole in each process: of libraries PSS counts a
-    share, which changes with whatever else runs on the machine."""
+    """PSS of it and of all that descend from it, without those that end meanwhile. Pages of files count whole in each
+    process: of libraries PSS counts a share, which changes with whatever else runs on the machine."""
     found = {}
     with contextlib.suppress(psutil.Error):
         for one in [process, *process.children(recursive=True)]:
             with contextlib.suppress(OSError):
-                shares = dict(row.split()[:2] for row in Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()[1:])
-                whole = dict(row.split()[:2] for row in Path(f"/proc/{one.pid}/status").read_text().splitlines() if row.startswith("RssFile"))
+                shares = dict(
+                    row.split()[:2] for row in Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()[1:]
+                )
+                whole = dict(
+                    row.split()[:2]
+                    for row in Path(f"/proc/{one.pid}/status").read_text().splitlines()
+                    if row.startswith("RssFile")
+                )
                 found[one.pid] = (int(shares["Pss_Anon:"]) + int(shares["Pss_Shmem:"]) + int(whole["RssFile:"])) / 1024
     return found
 
@@ -100,8 +116,8 @@ def last_step(metrics: Path) -> int:
 
 
 def slope(points: Sequence[Sequence[float]]) -> dict[str, float]:
-    """MiB in 1,000 steps with its 95 % interval: a line through the means of blocks of steps. What one block has above the line the next often has
-    too; the interval is wider by that (as for an autoregression of first order)."""
+    """MiB in 1,000 steps with its 95 % interval: a line through the means of blocks of steps. What one block has above
+    the line the next often has too; the interval is wider by that (as for an autoregression of first order)."""
     from scipy.stats import t
 
     steps, mib = np.array(points).T
@@ -112,7 +128,13 @@ def slope(points: Sequence[Sequence[float]]) -> dict[str, float]:
     rho = min(0.95, max(0.0, float(left[1:] @ left[:-1] / (left @ left))))
     error = np.sqrt(left @ left / (len(x) - 2) / ((x - x.mean()) ** 2).sum() * (1 + rho) / (1 - rho))
     half = float(t.ppf(0.975, len(x) - 2) * error)
-    return {"mib_per_1000": rate * 1000, "low": (rate - half) * 1000, "high": (rate + half) * 1000, "correlation": rho, "points": len(x)}
+    return {
+        "mib_per_1000": rate * 1000,
+        "low": (rate - half) * 1000,
+        "high": (rate + half) * 1000,
+        "correlation": rho,
+        "points": len(x),
+    }
 
 
 def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
@@ -121,7 +143,10 @@ def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=session.place.parent) as place:
         command = [sys.executable, __file__, "--run", kind, place, str(steps), str(seed)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
         with (
             (Path(place) / "log").open("w") as log,
             subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as made,
@@ -142,21 +167,37 @@ def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
         files = [str(path.relative_to(made_at)) for path in [*hidden, *made_at.rglob("*.tmp")]]
         checkpoints = len(list((made_at / "checkpoints").glob("step_*")))
     return {
-        "run": kind, "seed": seed, "steps": steps, **slope(points), "first_mib": points[0][1], "last_mib": points[-1][1], "samples": len(points),
-        "processes_of_run": most, "open_more": json.loads(said.splitlines()[-1]), "left": [*session.found(), *files], "checkpoints": checkpoints,
-        "seconds": round(time.perf_counter() - began), "commit": of, "date": time.strftime("%Y-%m-%d"), "hardware": cpu(),
+        "run": kind,
+        "seed": seed,
+        "steps": steps,
+        **slope(points),
+        "first_mib": points[0][1],
+        "last_mib": points[-1][1],
+        "samples": len(points),
+        "processes_of_run": most,
+        "open_more": json.loads(said.splitlines()[-1]),
+        "left": [*session.found(), *files],
+        "checkpoints": checkpoints,
+        "seconds": round(time.perf_counter() - began),
+        "commit": of,
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": cpu(),
         "curve": [[int(s), round(m, 2)] for s, m in points[:: max(1, len(points) // 60)]],
-    }  # fmt: skip
+    }
 
 
 def missed(row: dict[str, Any]) -> list[str]:
     """The bars that it does not meet."""
     return [
         *([f"grows by up to {row['high']:.2f} MiB"] if not row["high"] < MOST_MIB[row["run"]] else []),
-        *([f"open more than before: {row['open_more']}"] if any(number > 0 for number in row["open_more"].values()) else []),
+        *(
+            [f"open more than before: {row['open_more']}"]
+            if any(number > 0 for number in row["open_more"].values())
+            else []
+        ),
         *([f"left: {'; '.join(row['left'])}"] if row["left"] else []),
         *(["checkpoints were not removed"] if row["checkpoints"] > 2 else []),
-    ]  # fmt: skip
+    ]
 
 
 def kept() -> list[dict[str, Any]]:
@@ -173,24 +214,34 @@ def write() -> int:
         notes += [f"* **{kind}: {fault}**" for fault in faults]
         more, checked = row["open_more"], f"{row['date']}, {row['commit']}, {row['hardware']}"
         lines.append(
-            f"| {kind} | {row['steps']:,} | {row['processes_of_run']} | {row['first_mib']:.1f} → {row['last_mib']:.1f} | {row['mib_per_1000']:+.3f} "
-            f"({row['low']:+.3f} to {row['high']:+.3f}) | < {MOST_MIB[kind]:g} | {more['files']:+d} / {more['threads']:+d} / {more['processes']:+d} | "
+            f"| {kind} | {row['steps']:,} | {row['processes_of_run']} | {row['first_mib']:.1f} → "
+            f"{row['last_mib']:.1f} | {row['mib_per_1000']:+.3f} "
+            f"({row['low']:+.3f} to {row['high']:+.3f}) | < {MOST_MIB[kind]:g} | {more['files']:+d} / "
+            f"{more['threads']:+d} / {more['processes']:+d} | "
             f"{len(row['left'])} | {row['seconds']:,} | {checked} |"
         )
     RESULTS.write_text(
         "# Long runs\n\n"
-        "Command: `python benchmarks/soak.py` (`make soak`); one run alone with `--only`  \nHardware, date and commit: in each row; one thread, no GPU\n\n"
-        "Tiny models (2 layers of 64) through `ptf.run.run`, with all that is written by default (TensorBoard too), a checkpoint and held-out\n"
-        "measurements every 50 steps, two checkpoints kept. GRPO: our own decoder as the engine, 8 prompts with 4 answers each, two updates a step, a\n"
-        "reference model, the reward in a process of its own. Memory is the PSS of all processes of the run, once a second; pages of mapped\n"
-        "files count whole in each, since the share that PSS counts changes with whatever else runs on the machine. The slope is of a line through means of\n"
-        f"{BLOCK} steps, the first {FIRST} left out, with its 95 % interval (widened by the correlation of neighbours).\n"
-        "Open more: files, threads and child processes that the run's process has after the long run and had not after a short one before. Left: processes,\n"
+        "Command: `python benchmarks/soak.py` (`make soak`); one run alone with `--only`  \nHardware, "
+        "date and commit: in each row; one thread, no GPU\n\n"
+        "Tiny models (2 layers of 64) through `ptf.run.run`, with all that is written by default (TensorBoard too), "
+        "a checkpoint and held-out\n"
+        "measurements every 50 steps, two checkpoints kept. GRPO: our own decoder as the engine, "
+        "8 prompts with 4 answers each, two updates a step, a\n"
+        "reference model, the reward in a process of its own. Memory is the PSS of all processes of the run, "
+        "once a second; pages of mapped\n"
+        "files count whole in each, since the share that PSS counts changes with whatever else runs on the machine. "
+        "The slope is of a line through means of\n"
+        f"{BLOCK} steps, the first {FIRST} left out, with its 95 % interval (widened by the correlation of "
+        "neighbours).\n"
+        "Open more: files, threads and child processes that the run's process has after the long run and had not "
+        "after a short one before. Left: processes,\n"
         "shared memory, temporary and unfinished files after its end.\n\n"
         + ("\n".join([*notes, "", ""]) if notes else "")
-        + "| run | steps | processes | MiB, from step 500 to the end | MiB in 1,000 steps (95 %) | bar | open more | left | seconds | measured |\n"
+        + "| run | steps | processes | MiB, from step 500 to the end | MiB in 1,000 steps (95 %) "
+        "| bar | open more | left | seconds | measured |\n"
         "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
-    )  # fmt: skip
+    )
     print(f"wrote {RESULTS.relative_to(ROOT)}; {count} missed")
     return count
 

@@ -1,12 +1,14 @@
-"""Streaming from a real S3 server: 2 GB of parquet through encode, shuffle, pack and loader, while the server goes away for 20 s and the reader is killed.
+"""Streaming from a real S3 server: 2 GB of parquet through encode, shuffle, pack and loader, while the server goes away
+for 20 s and the reader is killed.
 
     python benchmarks/stream.py [--gib 2] [--server ../shared/tools/rgw.sh]
 
-`--server SCRIPT` is called as `SCRIPT start DIRECTORY PORT ACCESS_KEY SECRET_KEY` and `SCRIPT stop DIRECTORY`, and leaves a `radosgw` process that is stopped
-and started again in the middle (Ceph's RADOS gateway; Debian packages radosgw, ceph-mon, ceph-osd, ceph-common). Every row has a number; the reader
-writes down those that each step trained, and its state every 20 steps. At about a third of the rows the server is ended for 20 s; at about two thirds the
-reader is killed (SIGKILL) and continued from its last state. Asserts that every number was trained exactly once and that the reader's memory grew by
-less than 500 MB; prints one JSON line and writes results/stream.md.
+`--server SCRIPT` is called as `SCRIPT start DIRECTORY PORT ACCESS_KEY SECRET_KEY` and `SCRIPT stop DIRECTORY`, and
+leaves a `radosgw` process that is stopped and started again in the middle (Ceph's RADOS gateway; Debian packages
+radosgw, ceph-mon, ceph-osd, ceph-common). Every row has a number; the reader writes down those that each step trained,
+and its state every 20 steps. At about a third of the rows the server is ended for 20 s; at about two thirds the reader
+is killed (SIGKILL) and continued from its last state. Asserts that every number was trained exactly once and that the
+reader's memory grew by less than 500 MB; prints one JSON line and writes results/stream.md.
 """
 
 import argparse
@@ -41,11 +43,12 @@ def read(directory: Path) -> None:
     """The reader: consumes the bucket once, from its last state where there is one."""
     from ptf.data.loader import Loader
     from ptf.data.pipeline import Lanes
-    from ptf.data.sample import Atom, Sample
-    from ptf.data.sources import SourceSpec
+    from ptf.data.sample import PackUnit, Sample
+    from ptf.data.sources.rows import SourceSpec
 
-    def encode(row: dict[str, Any], source: str) -> list[Atom]:
-        """The bytes of the text as ids, behind the row's number: as quick as a tokenizer can be, so that the stream is what is measured."""
+    def encode(row: dict[str, Any], source: str) -> list[PackUnit]:
+        """The bytes of the text as ids, behind the row's number: as quick as a tokenizer can be,
+        so that the stream is what is measured."""
         n = row["n"]
         body = np.frombuffer(row["text"].encode(), np.uint8)[: 100 + n % 900].astype(np.int32)
         tokens = np.concatenate([np.array([n // BASE, n % BASE], np.int32), body])
@@ -55,7 +58,7 @@ def read(directory: Path) -> None:
 
     base = resident_mb()
     sources = {"s3": SourceSpec(f"s3://{BUCKET}/*.parquet", epochs=1)}
-    lanes = Lanes(sources, None, encode, lanes=LANES, seed=0, shuffle=256, seq_len=SEQ_LEN, lookahead=64)  # type: ignore[arg-type]
+    lanes = Lanes(sources, None, encode, lanes=LANES, seed=0, shuffle=256, seq_len=SEQ_LEN, lookahead=64)
     loader = Loader(lanes, lanes=LANES, rows=ROWS, micro_rows=ROWS, seq_len=SEQ_LEN)
     state = directory / "state.pkl"
     if state.exists():
@@ -111,7 +114,9 @@ def fill(total: int) -> int:
 
 def started(directory: Path, log: Path) -> subprocess.Popen:
     with log.open("a") as out:
-        return subprocess.Popen([sys.executable, "benchmarks/stream.py", "--read", str(directory)], cwd=ROOT, stdout=out, stderr=out)
+        return subprocess.Popen(
+            [sys.executable, "benchmarks/stream.py", "--read", str(directory)], cwd=ROOT, stdout=out, stderr=out
+        )
 
 
 def until(process: subprocess.Popen, directory: Path, rows: float, deadline_s: float = 3600.0) -> None:
@@ -133,13 +138,18 @@ def main() -> None:
     if not asked.server.exists():
         sys.exit(f"benchmarks/stream.py needs a script that runs an S3 server: {asked.server} is not there (--server)")
     os.environ |= {
-        "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{PORT}", "AWS_DEFAULT_REGION": "default",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{PORT}",
+        "AWS_DEFAULT_REGION": "default",
         "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as scratch:
         server, directory = Path(scratch) / "server", Path(scratch) / "reader"
         directory.mkdir()
-        subprocess.run(["bash", str(asked.server), "start", str(server), str(PORT), KEY, SECRET], check=True, timeout=300)
+        subprocess.run(
+            ["bash", str(asked.server), "start", str(server), str(PORT), KEY, SECRET], check=True, timeout=300
+        )
         try:
             began = time.perf_counter()
             rows = fill(int(asked.gib * 2**30))
@@ -171,18 +181,27 @@ def main() -> None:
         counts = np.bincount([n for step in last for n in step["numbers"]], minlength=rows)
         retries = (directory / "log").read_text().count("trying again")
     found = {
-        "rows": rows, "lost": int((counts == 0).sum()), "repeated": int((counts > 1).sum()), "added_mb": max(s["added_mb"] for s in [*done, *last]),
-        "retries": retries, "steps_done_again": len(done) - len(kept), "seconds": round(spent, 1), "rows_when_the_server_was_back": at_stop,
-    }  # fmt: skip
+        "rows": rows,
+        "lost": int((counts == 0).sum()),
+        "repeated": int((counts > 1).sum()),
+        "added_mb": max(s["added_mb"] for s in [*done, *last]),
+        "retries": retries,
+        "steps_done_again": len(done) - len(kept),
+        "seconds": round(spent, 1),
+        "rows_when_the_server_was_back": at_stop,
+    }
     print(json.dumps(found))
     RESULTS.write_text(
         "# Streaming from S3\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/stream.py', *sys.argv[1:]])}`  \nHardware: {cpu()}; Ceph RADOS gateway beside it, objects in memory  \n"
+        f"Command: `{' '.join(['python', 'benchmarks/stream.py', *sys.argv[1:]])}`  \nHardware: {cpu()}; "
+        "Ceph RADOS gateway beside it, objects in memory  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{rows:,} rows, {asked.gib:g} GiB of parquet ({GROUP:,} rows a group), read once by {LANES} lanes into rows of {SEQ_LEN:,} tokens.\n\n"
+        f"{rows:,} rows, {asked.gib:g} GiB of parquet ({GROUP:,} rows a group), "
+        f"read once by {LANES} lanes into rows of {SEQ_LEN:,} tokens.\n\n"
         "| what | found |\n|---|---|\n"
         f"| rows lost / repeated | {found['lost']} / {found['repeated']} |\n"
-        f"| memory that the reader added, at most (peak, over what it had when it had loaded torch) | {found['added_mb']:.0f} MB (bound {BOUND_MB}) |\n"
+        "| memory that the reader added, at most (peak, over what it had when it had loaded torch) "
+        f"| {found['added_mb']:.0f} MB (bound {BOUND_MB}) |\n"
         f"| server ended for 20 s at a third | went on, after {retries} repeated requests |\n"
         f"| reader killed at two thirds | went on from its state, {found['steps_done_again']} steps done again |\n"
         f"| seconds, the 20 and two starts included | {spent:.0f} ({rows * ROW_BYTES / spent / 1e6:.0f} MB/s) |\n"

@@ -1,9 +1,13 @@
-"""Memory of the test suite: the peak of the PSS (proportional set size: shared pages are counted once) of pytest and of every process that comes
-of it (xdist workers, Ray, vLLM, gangs), with the tests and the processes that made it. Exits 1 where the peak is above the limit.
+"""Memory of the test suite: the peak of the PSS (proportional set size: shared pages are counted once) of pytest and of
+every process that comes of it (xdist workers, Ray, vLLM, gangs), with the tests and the processes that made it. Exits 1
+where the peak is above the limit.
 
-    python benchmarks/suite_memory.py [--limit GIB] [--interval SECONDS] [what pytest is to run, default: the whole suite in two processes]
+    python benchmarks/suite_memory.py [--limit GIB] [--interval SECONDS] [TESTS]
 
-The one idea: this process is made the reaper of all its descendants, so that daemons which leave their parents are still found below it.
+TESTS is what pytest is to run; default: the whole suite in two processes.
+
+The one idea: this process is made the reaper of all its descendants,
+so that daemons which leave their parents are still found below it.
 """
 
 import argparse
@@ -90,8 +94,10 @@ def watch(arguments: list[str], times: Path, interval: float) -> tuple[int, list
     line = [sys.executable, "-m", "pytest", "-p", "benchmarks.suite_memory", *arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, TIMES: str(times), "PYTHONPATH": path}
-    main = os.posix_spawn(sys.executable, line, env, setsigdef=[signal.SIGINT])  # a shell may have it ignored for what runs behind
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest has it too, ends by itself, and what was seen is still reported
+    # a shell may have it ignored for what runs behind
+    main = os.posix_spawn(sys.executable, line, env, setsigdef=[signal.SIGINT])
+    # pytest has it too, ends by itself, and what was seen is still reported
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(main, signal.SIGINT))
     samples: list[Sample] = []
     commands: dict[int, str] = {}
@@ -118,13 +124,24 @@ def spans(times: Path) -> list[tuple[str, float, float]]:
 
 def report(samples: list[Sample], commands: dict[int, str], tests: list[tuple[str, float, float]]) -> float:
     """Prints it; the peak in GiB."""
-    gib = lambda size: f"{size / 2**30:6.2f} GiB"  # noqa: E731
+
+    def gib(size):
+        return f"{size / 2**30:6.2f} GiB"
+
     at, peak = max(samples, key=lambda sample: sum(sample[1].values()))
-    print(f"\nPeak PSS {gib(sum(peak.values())).strip()}, {at - samples[0][0]:.0f} s after the start, of {len(peak)} processes:")
+    print(
+        f"\nPeak PSS {gib(sum(peak.values())).strip()}, {at - samples[0][0]:.0f} s after the start, "
+        f"of {len(peak)} processes:"
+    )
     for pid, size in Counter(peak).most_common(12):
         print(f"  {gib(size)}  {commands.get(pid, '?')}")
     print("in " + ", ".join(name for name, began, ended in tests if began <= at <= ended))
-    most = Counter({name: max((sum(sizes.values()) for t, sizes in samples if began <= t <= ended), default=0) for name, began, ended in tests})
+    most = Counter(
+        {
+            name: max((sum(sizes.values()) for t, sizes in samples if began <= t <= ended), default=0)
+            for name, began, ended in tests
+        }
+    )
     print("Peak while these tests ran, the heaviest first:")
     for name, size in most.most_common(15):
         print(f"  {gib(size)}  {name}")
@@ -132,7 +149,9 @@ def report(samples: list[Sample], commands: dict[int, str], tests: list[tuple[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--limit", type=float, default=12.0, help="GiB")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two samples")
     known, arguments = parser.parse_known_args()

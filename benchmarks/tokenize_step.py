@@ -1,11 +1,13 @@
-"""The tokenize step beside Dataset.map over apply_chat_template, in one interleaved run: real tokens a CPU-second, and a second in 1 and 2 processes.
+"""The tokenize step beside Dataset.map over apply_chat_template, in one interleaved run: real tokens a CPU-second, and
+a second in 1 and 2 processes.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/tokenize_step.py [--rows 8000] [--rounds 3]
 
-Two sets of PTF_DATA: GSM8K (one turn) and OpenAssistant (several). ptf renders each assistant turn as a server would, verifies its span, and
-writes ids and loss weights; the peer renders each conversation once and keeps ids alone, so it does less. Also: the same texts encoded in batches and
-one by one. Prints a JSON line a round and writes results/tokenize.md.
+Two sets of PTF_DATA: GSM8K (one turn) and OpenAssistant (several). ptf renders each assistant turn as a server would,
+verifies its span, and writes ids and loss weights; the peer renders each conversation once and keeps ids alone, so it
+does less. Also: the same texts encoded in batches and one by one.
+Prints a JSON line a round and writes results/tokenize.md.
 """
 
 import argparse
@@ -30,17 +32,29 @@ TOGETHER = 256  # texts
 def ours(path: str, directory: str, processes: int, scratch: str) -> dict[str, Any]:
     from ptf.data import tokenized
     from ptf.data.encode import encode_document
-    from ptf.data.sources import SourceSpec
+    from ptf.data.sources.rows import SourceSpec
     from ptf.data.tokenizer import Tokenizer
 
     tokenized.FEW_BYTES = 0  # as many processes as were asked for, however small the set
     tokenizer = Tokenizer.load(directory)
     began, spent = time.perf_counter(), sum(os.times()[:4])
     manifest = tokenized.write(
-        f"{scratch}/tokenized", SourceSpec(path), "chats", encode=lambda row, name: encode_document(row, tokenizer, name), seq_len=1 << 20,
-        too_long="error", tokenizer=tokenizer, config_fingerprint="", processes=processes,
-    )  # fmt: skip
-    return {"rows": manifest["rows"], "tokens": manifest["tokens"], "cpu_s": sum(os.times()[:4]) - spent, "wall_s": time.perf_counter() - began}
+        f"{scratch}/tokenized",
+        SourceSpec(path),
+        "chats",
+        encode=lambda row, name: encode_document(row, tokenizer, name),
+        seq_len=1 << 20,
+        too_long="error",
+        tokenizer=tokenizer,
+        config_fingerprint="",
+        processes=processes,
+    )
+    return {
+        "rows": manifest["rows"],
+        "tokens": manifest["tokens"],
+        "cpu_s": sum(os.times()[:4]) - spent,
+        "wall_s": time.perf_counter() - began,
+    }
 
 
 def together(path: str, directory: str) -> dict[str, float]:
@@ -61,10 +75,21 @@ def together(path: str, directory: str) -> dict[str, float]:
 def round_of(system: str, path: str, directory: str, processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         peer = system.startswith("peer")
-        script = ["benchmarks/peers/hf_tokenize.py"] if peer else ["benchmarks/tokenize_step.py", f"--{system.split(',')[0]}"]
+        script = (
+            ["benchmarks/peers/hf_tokenize.py"]
+            if peer
+            else ["benchmarks/tokenize_step.py", f"--{system.split(',')[0]}"]
+        )
         command = [str(PEER) if peer else sys.executable, *script, path, directory, str(processes), scratch]
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "" if peer else str(ROOT), "HF_HOME": scratch}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+        environment = os.environ | {
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": "" if peer else str(ROOT),
+            "HF_HOME": scratch,
+        }
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False
+        )
     if done.returncode:
         sys.exit(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -123,20 +148,28 @@ def write(found: dict[tuple[str, str], list[dict[str, Any]]], sets: list[str], a
             rounds = found[name, system]
             rate = spread([r["tokens"] / r["cpu_s"] for r in rounds])
             lines.append(
-                f"| {name} | {system} | {rounds[0]['rows']:,} | {rounds[0]['tokens']:,} | {rate} | {median(r['tokens'] / r['wall_s'] for r in rounds):,.0f} "
+                f"| {name} | {system} | {rounds[0]['rows']:,} | {rounds[0]['tokens']:,} | {rate} | "
+                f"{median(r['tokens'] / r['wall_s'] for r in rounds):,.0f} "
                 f"| {median(r['rows'] / r['wall_s'] for r in rounds):,.0f} |"
             )
         ratios = [r["one_by_one_s"] / r["batched_s"] for r in found[name, "together"]]
         batches.append(f"{name} {spread(ratios, '.2f')}")
     RESULTS.write_text(
         "# The tokenize step\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/tokenize_step.py', *sys.argv[1:]])}`  \nHardware: {cpu()}  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{asked.rounds} rounds in turn, medians (range); Qwen3's vocabulary with Qwen2.5's template. The peer is `Dataset.map` over\n"
-        "`apply_chat_template`, which renders a conversation once and keeps its ids; ptf renders every turn as served, verifies which ids are the\n"
+        f"Command: `{' '.join(['python', 'benchmarks/tokenize_step.py', *sys.argv[1:]])}`  \nHardware: {cpu()}  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}\n\n"
+        f"{asked.rounds} rounds in turn, medians (range); Qwen3's vocabulary with Qwen2.5's template. "
+        "The peer is `Dataset.map` over\n"
+        "`apply_chat_template`, which renders a conversation once and keeps its ids; "
+        "ptf renders every turn as served, verifies which ids are the\n"
         "assistant's, and writes ids and weights.\n\n"
-        "| set | system | rows | tokens | tokens per CPU-second | tokens per second | rows per second |\n|---|---|---|---|---|---|---|\n"
+        "| set | system | rows | tokens | tokens per CPU-second | tokens per second | rows per second |\n"
+        "|---|---|---|---|---|---|---|\n"
         + "\n".join(lines)
-        + f"\n\nTexts encoded {TOGETHER} at a time against one by one, the tokenizer alone: {'; '.join(batches)} times as fast.\n"
+        + (
+            f"\n\nTexts encoded {TOGETHER} at a time against one by one, the tokenizer alone: "
+            f"{'; '.join(batches)} times as fast.\n"
+        )
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 

@@ -1,11 +1,12 @@
-"""Two resumes of one run at once, again and again: one ends with the bits of the run that never stopped, the other says why it stopped. Writes
-results/two_resumes.md.
+"""Two resumes of one run at once, again and again: one ends with the bits of the run that never stopped, the other says
+why it stopped. Writes results/two_resumes.md.
 
     python benchmarks/two_resumes.py [--trials 50] [--seed 0]
 
-Each trial begins a tiny SFT run, kills it (SIGKILL) at a random moment, and starts two resumes of it, with a random delay between them. On disk they
-share the run's directory; on S3 (a server on loopback) they share its checkpoints alone, as two machines do. In every third trial the resume that holds
-the lease is killed too, and a third one must go on without waiting. Prints a JSON line for each trial; ends with status 1 if anything is not so.
+Each trial begins a tiny SFT run, kills it (SIGKILL) at a random moment, and starts two resumes of it, with a random
+delay between them. On disk they share the run's directory; on S3 (a server on loopback) they share its checkpoints
+alone, as two machines do. In every third trial the resume that holds the lease is killed too, and a third one must go
+on without waiting. Prints a JSON line for each trial; ends with status 1 if anything is not so.
 """
 
 import argparse
@@ -61,13 +62,18 @@ def main() -> None:
         "# Two resumes at once\n\n"
         f"Command: `{' '.join(['python', 'benchmarks/two_resumes.py', *sys.argv[1:]])}`  \n"
         f"Hardware: {cpu()}  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        "A tiny SFT run of 24 steps with a checkpoint every 5 is killed (SIGKILL) at a random moment and resumed twice at once, the second\n"
-        "after 0 to 0.5 s. In every third trial the resume that holds the lease is killed as well, as soon as the other one has been refused,\n"
+        "A tiny SFT run of 24 steps with a checkpoint every 5 is killed (SIGKILL) "
+        "at a random moment and resumed twice at once, the second\n"
+        "after 0 to 0.5 s. In every third trial the resume that holds the lease is killed as well, "
+        "as soon as the other one has been refused,\n"
         "and a third one is started.\n\n"
-        "| store | trials | holder killed too | one ended, one said why it stopped | one after the other, both ended | something else |\n"
+        "| store | trials | holder killed too | one ended, one said why it stopped | one after the other, "
+        "both ended | something else |\n"
         "|---|---|---|---|---|---|\n" + "".join(row(store, of) for store, of in found.items()) + "\n"
-        "Every run that ended has the bits of the one that never stopped: metrics but clock fields, exported weights, and the SHA-256 of\n"
-        "weights and optimizer in its last checkpoint. Every other one named the process that holds the lease, since when, and how to take\n"
+        "Every run that ended has the bits of the one that never stopped: metrics but clock fields, exported weights, "
+        "and the SHA-256 of\n"
+        "weights and optimizer in its last checkpoint. Every other one named the process that holds the lease, "
+        "since when, and how to take\n"
         "over. None waited for a heartbeat of a process that was killed.\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")

@@ -1,5 +1,5 @@
-"""The logit verifier over every family: the largest and the median error of 50 random configs each, and how many seeded porting mistakes it catches.
-Writes benchmarks/results/verify.md.
+"""The logit verifier over every family: the largest and the median error of 50 random configs each, and how many seeded
+porting mistakes it catches. Writes benchmarks/results/verify.md.
 
     python benchmarks/verify.py [--configs 50] [--seed 1]
 """
@@ -41,7 +41,8 @@ def row(model_type: str, report: Report, found: int, total: int) -> str:
 
 
 def rounding(config: dict[str, Any], seed: int, tensor: str) -> float:
-    """How far transformers' own fp32 gradient of a tensor is from its float64 one, measured as the verifier measures."""
+    """How far transformers' own fp32 gradient of a tensor is from its float64 one,
+    measured as the verifier measures."""
     found = []
     for dtype in (torch.float32, torch.float64):
         model = random_reference(config, seed).to(dtype).eval()
@@ -49,7 +50,9 @@ def rounding(config: dict[str, Any], seed: int, tensor: str) -> float:
         generator = torch.Generator().manual_seed(0)
         documents = [torch.randint(0, config["vocab_size"], (n,), generator=generator) for n in LENGTHS]
         upstream = [torch.randn(n, config["vocab_size"], generator=generator) for n in LENGTHS]
-        sum((model(input_ids=d[None]).logits[0] * u.to(dtype)).sum() for d, u in zip(documents, upstream, strict=True)).backward()
+        sum(
+            (model(input_ids=d[None]).logits[0] * u.to(dtype)).sum() for d, u in zip(documents, upstream, strict=True)
+        ).backward()
         found.append({n: p.grad.double() for n, p in model.named_parameters()})
     floor = 1e-2 * max(float(g.abs().max()) for g in found[1].values())
     return float((found[0][tensor] - found[1][tensor]).abs().max()) / max(floor, float(found[1][tensor].abs().max()))
@@ -61,10 +64,16 @@ def failures(report: Report, seed: int) -> list[str]:
     for number, case in enumerate(report.cases):
         if case.passed:
             continue
-        line = f"{report.model}, config {number}: gradients {case.gradients:.1e} in `{case.worst_gradient}`, logits {case.logits:.1e}"
+        line = (
+            f"{report.model}, config {number}: gradients {case.gradients:.1e} in `{case.worst_gradient}`, "
+            f"logits {case.logits:.1e}"
+        )
         if case.logits <= TOLERANCE and not case.problems:
             config = family_of({"model_type": report.model}).small(random.Random(f"{report.model}/{seed}/{number}"))
-            line += f"; transformers' own fp32 gradient of it is {rounding(config, seed * 1000 + number, case.worst_gradient):.1e} from its float64 one"
+            line += (
+                "; transformers' own fp32 gradient of it is "
+                f"{rounding(config, seed * 1000 + number, case.worst_gradient):.1e} from its float64 one"
+            )
         told.append(line)
     return told
 
@@ -72,7 +81,9 @@ def failures(report: Report, seed: int) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--configs", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=1, help="other configs than those that the mistakes are sought in (0)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="other configs than those that the mistakes are sought in (0)"
+    )
     options = parser.parse_args()
     began = time.perf_counter()
     missed: list[Mistake] = []
@@ -98,12 +109,15 @@ def page(options: argparse.Namespace, rows: list[str], failed: list[str], missed
     return f"""# The logit verifier
 
 Command: `python benchmarks/verify.py --configs {options.configs} --seed {options.seed}`  
-Hardware: {cpu()}, no GPU, torch {torch.__version__}, transformers {transformers.__version__}, fp32, {torch.get_num_threads()} thread(s), \
+Hardware: {cpu()}, no GPU, torch {torch.__version__}, transformers {transformers.__version__}, fp32, \
+{torch.get_num_threads()} thread(s), \
 {seconds / 60:.1f} minutes beside other work  
 Date: {date.today()}
 
-Each family against transformers' model on small random members of it: five documents of 1 to 52 tokens packed into rows for ptf, one at a time for
-transformers, from one saved checkpoint. Errors are relative to the largest magnitude of the reference; a config passes if both are at most {TOLERANCE:g}
+Each family against transformers' model on small random members of it: \
+five documents of 1 to 52 tokens packed into rows for ptf, one at a time for
+transformers, from one saved checkpoint. Errors are relative to the largest magnitude of the reference; \
+a config passes if both are at most {TOLERANCE:g}
 and every tensor comes back from ptf byte for byte. A gradient's error is the worst tensor's.
 
 | family | passed | logits, max | median | gradients, max | median | mistakes caught |
@@ -112,7 +126,8 @@ and every tensor comes back from ptf byte for byte. A gradient's error is the wo
 
 Not passed: {"; ".join(failed) or "none"}.
 
-Mistakes: the {len(MISTAKES)} of `tests/model/mistakes.py`, each a wrong config mapping, wrong names or a wrong computation that one would make in porting the
+Mistakes: the {len(MISTAKES)} of `tests/model/mistakes.py`, each a wrong config mapping, \
+wrong names or a wrong computation that one would make in porting the
 family; caught: {len(MISTAKES) - len(missed)} of {len(MISTAKES)}, each within 12 configs of seed 0.{lost}
 """
 

@@ -1,10 +1,13 @@
-"""What it costs or saves to fill a vocabulary up to a multiple of 64 rows: the head's GEMM, and the cross-entropy over it with its gradients.
+"""What it costs or saves to fill a vocabulary up to a multiple of 64 rows: the head's GEMM,
+and the cross-entropy over it with its gradients.
 
-Qwen3's 151,669 tokens as they are, against the same filled up to 151,680 (what ptf makes of them) and to 151,936 (what the published checkpoint
-holds). All three run in turn, in an order that rotates, so that a neighbour on the machine hits them alike; process CPU-seconds on a CPU, CUDA
-events on a GPU. The losses of all three must agree.
+Qwen3's 151,669 tokens as they are, against the same filled up to 151,680 (what ptf makes of them) and to 151,936 (what
+the published checkpoint holds). All three run in turn, in an order that rotates, so that a neighbour on the machine
+hits them alike; process CPU-seconds on a CPU, CUDA events on a GPU. The losses of all three must agree.
 
-python benchmarks/vocabulary_padding.py [--rounds 15] [--tokens 96] [--dim 256]      # writes benchmarks/results/vocabulary_padding.md
+    python benchmarks/vocabulary_padding.py [--rounds 15] [--tokens 96] [--dim 256]
+
+writes benchmarks/results/vocabulary_padding.md.
 """
 
 import argparse
@@ -74,7 +77,10 @@ def measure(cases: dict[str, Case], device: torch.device, rounds: int) -> dict[t
     names = list(cases)
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            for what, run, repeat in (("head GEMM", cases[name].gemm, 5), ("cross-entropy, with gradients", cases[name].step, 1)):
+            for what, run, repeat in (
+                ("head GEMM", cases[name].gemm, 5),
+                ("cross-entropy, with gradients", cases[name].step, 1),
+            ):
                 found.setdefault((what, name), []).append(seconds(run, device, repeat))
     return {key: values[1:] for key, values in found.items()}
 
@@ -89,10 +95,14 @@ def page(found: dict[tuple[str, str], list[float]], setting: str, command: str, 
             ratio = [v / b for v, b in zip(values, base, strict=True)]  # of the same round
             _, against, _ = statistics.quantiles(ratio, n=4)
             spread = "–" if name == "as it is" else f"{against:.3f} [{min(ratio):.2f}, {max(ratio):.2f}]"
-            lines.append(f"| {what} | {rows:,} ({name}) | {middle * 1e3:.1f} [{low * 1e3:.1f}, {high * 1e3:.1f}] | {spread} |")
+            lines.append(
+                f"| {what} | {rows:,} ({name}) | {middle * 1e3:.1f} [{low * 1e3:.1f}, {high * 1e3:.1f}] | {spread} |"
+            )
     return (
-        f"# Filling up the vocabulary\n\nCommand: `{command}`  \nHardware: {hardware}  \nDate: {datetime.date.today()}\n\n{setting}\n\n"
-        "| what | rows | ms: median [quartiles] | against as it is, same round: median [least, most] |\n|---|---|---|---|\n" + "\n".join(lines) + "\n"
+        f"# Filling up the vocabulary\n\nCommand: `{command}`  \nHardware: {hardware}  \nDate: "
+        f"{datetime.date.today()}\n\n{setting}\n\n"
+        "| what | rows | ms: median [quartiles] | against as it is, same round: median [least, most] |\n"
+        "|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )
 
 
@@ -115,10 +125,21 @@ def main() -> None:
     if max(losses.values()) - min(losses.values()) > 1e-3 * abs(losses["as it is"]):
         raise SystemExit(f"padding changed the loss: {losses}")
     clock = "GPU time" if gpu else "CPU time of one thread"
-    setting = f"{tokens} tokens of width {dim}, {str(dtype).removeprefix('torch.')}, {clock}, {given.rounds} rounds in turn."
-    hardware = torch.cuda.get_device_name() if gpu else next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "unknown CPU"
-    )  # fmt: skip
+    setting = (
+        f"{tokens} tokens of width {dim}, {str(dtype).removeprefix('torch.')}, {clock}, {given.rounds} rounds in turn."
+    )
+    hardware = (
+        torch.cuda.get_device_name()
+        if gpu
+        else next(
+            (
+                line.partition(":")[2].strip()
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            "unknown CPU",
+        )
+    )
     text = page(found, setting, " ".join(["python", "benchmarks/vocabulary_padding.py", *sys.argv[1:]]), hardware)
     given.output.write_text(text)
     print(text)

@@ -1,4 +1,5 @@
-"""The DAGs, and the only package that imports metaflow. Importing it sets the environment that metaflow and Ray read at their own import."""
+"""The DAGs, and the only package that imports metaflow. Importing it sets the environment that metaflow and Ray read at
+their own import."""
 
 import os
 

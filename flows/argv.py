@@ -1,7 +1,7 @@
 """A flow's command line: `run --config a.yaml b.yaml --set train.lr=1e-5`, put into the words that Metaflow has for it.
 
-The one idea: files and overrides are merged and checked once, at launch, before there is a run. What Metaflow stores, and what every
-task, retry and resume reads, is the whole checked job; the YAML files are not looked at again.
+The one idea: files and overrides are merged and checked once, at launch, before there is a run. What Metaflow stores,
+and what every task, retry and resume reads, is the whole checked job; the YAML files are not looked at again.
 """
 
 import os
@@ -16,7 +16,8 @@ LAUNCHES = ("run", "argo-workflows", "step-functions", "airflow")  # need a conf
 COMMANDS = (*LAUNCHES, "resume", "spin", "step", "spin-step")
 TAGS = 40  # sources; Metaflow takes 50 tags
 TAG = 500  # characters, of Metaflow's longest
-FLAGS = ("--quiet", "--not-quiet", "--pylint", "--no-pylint")  # of Metaflow's options before a command, those without a value
+# of Metaflow's options before a command, those without a value
+FLAGS = ("--quiet", "--not-quiet", "--pylint", "--no-pylint")
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,22 @@ class Words:
 
 
 def command(argv: Sequence[str]) -> str | None:
-    """Which of the commands that we treat specially this line has. A word after an option is the option's value (`--datastore spin`)."""
+    """Which of the commands that we treat specially this line has. A word after an option is the option's value
+    (`--datastore spin`)."""
     before = ("", *argv)
-    return next((word for last, word in zip(before, argv, strict=False) if word in COMMANDS and (last in FLAGS or not last.startswith("--"))), None)
+    return next(
+        (
+            word
+            for last, word in zip(before, argv, strict=False)
+            if word in COMMANDS and (last in FLAGS or not last.startswith("--"))
+        ),
+        None,
+    )
 
 
 def sort(argv: Sequence[str]) -> Words:
-    """Tell `--config FILE...` and `--set KEY=VALUE` from the rest; both may stand anywhere, `=` or space, any number of times."""
+    """Tell `--config FILE...` and `--set KEY=VALUE` from the rest; both may stand anywhere, `=` or space,
+    any number of times."""
     rest, files, overrides, words = [], [], [], list(argv)
     while words:
         word = words.pop(0)
@@ -60,12 +70,16 @@ def _value(option: str, words: list[str]) -> str:
 
 
 def rewrite(words: Words, recipes: tuple[str, ...], default: Path) -> tuple[list[str], str | None]:
-    """The line for Metaflow, and one for the reader that says which config was taken. `default` is read only if the command needs a config
-    and the line has none. Raises UserError (ConfigError) before anything is written."""
+    """Return the line for Metaflow, and one for the reader that says which config was taken. `default` is read only if
+    the command needs a config and the line has none. Raises UserError (ConfigError) before anything is written."""
     verb = command(words.rest)
     if verb == "resume" and (words.files or words.overrides):
-        raise UserError("resume takes its config from the run that it resumes: leave out --config and --set, or start a new run")
-    given = "--config-value" in words.rest or any(name in os.environ for name in ("METAFLOW_FLOW_CONFIG", "METAFLOW_FLOW_CONFIG_VALUE"))
+        raise UserError(
+            "resume takes its config from the run that it resumes: leave out --config and --set, or start a new run"
+        )
+    given = "--config-value" in words.rest or any(
+        name in os.environ for name in ("METAFLOW_FLOW_CONFIG", "METAFLOW_FLOW_CONFIG_VALUE")
+    )
     if not (words.files or words.overrides) and (given or verb not in LAUNCHES):
         return list(words.rest), None
     files = words.files or (str(default),)
@@ -80,4 +94,11 @@ def rewrite(words: Words, recipes: tuple[str, ...], default: Path) -> tuple[list
 def tags(job: Job) -> list[str]:
     """By which runs are found again in Metaflow's client: `recipe:sft`, `model:…`, `data:…` for each source."""
     recipe = job.recipe if isinstance(job.recipe, str) else job.recipe.use
-    return [tag[:TAG] for tag in (f"recipe:{recipe}", f"model:{job.model.path}", *(f"data:{name}" for name in list(job.data.sources)[:TAGS]))]
+    return [
+        tag[:TAG]
+        for tag in (
+            f"recipe:{recipe}",
+            f"model:{job.model.path}",
+            *(f"data:{name}" for name in list(job.data.sources)[:TAGS]),
+        )
+    ]

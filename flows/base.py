@@ -1,5 +1,6 @@
-"""The DAG that every recipe shares: start → prepare → tokenize → train → evaluate → publish → end. The one idea: a step names the function
-that does its work and what comes next; everything that makes it a good citizen of the orchestrator happens around it, here.
+"""The DAG that every recipe shares: start → prepare → tokenize → train → evaluate → publish → end. The one idea: a step
+names the function that does its work and what comes next; everything that makes it a good citizen of the orchestrator
+happens around it, here.
 
     python flows/sft_flow.py run --config configs/tiny/sft.yaml --set train.lr=1e-5
     python flows/sft_flow.py resume --origin-run-id RUN
@@ -21,7 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metaflow import Config, FlowSpec, Parameter, Run, card, current, get_namespace, namespace, step
-from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException, MetaflowInvalidPathspec, MetaflowNotFound
+from metaflow.exception import (
+    METAFLOW_EXIT_DISALLOW_RETRY,
+    MetaflowException,
+    MetaflowInvalidPathspec,
+    MetaflowNotFound,
+)
 from metaflow.system_context import system_context
 from metaflow.util import get_latest_run_id
 
@@ -37,11 +43,14 @@ if TYPE_CHECKING:
 
 
 class BadConfig(MetaflowException):
+    """A config that is wrong, as Metaflow reports it."""
+
     headline = "Bad config"
 
 
 def parse(text: str) -> dict[str, Any]:
-    """What Metaflow makes of any config that reaches it: ours from the command line, or one from its own options and environment variables."""
+    """Return what Metaflow keeps of any config that reaches it: ours from the command line,
+    or one from its own options and environment variables."""
     try:
         return loads(text).model_dump(mode="json")
     except ConfigError as error:
@@ -55,19 +64,30 @@ class PostTrainFlow(FlowSpec):
     default_config = "configs/tiny/sft.yaml"  # looked for in the folders above the flow's file
     at_once: int | None = None  # tasks of a run on this machine, if --max-workers does not say
 
-    config = Config("config", parser=parse, help="The job; `run --config FILE.yaml [FILE.yaml ...] --set KEY=VALUE` is the usual way to give it.")
+    config = Config(
+        "config",
+        parser=parse,
+        help="The job; `run --config FILE.yaml [FILE.yaml ...] --set KEY=VALUE` is the usual way to give it.",
+    )
 
-    continued = Parameter("continue", type=str, default=None, help="A lineage to go on with in this run, where only keys marked free may have changed.")
+    continued = Parameter(
+        "continue",
+        type=str,
+        default=None,
+        help="A lineage to go on with in this run, where only keys marked free may have changed.",
+    )
 
     def __init__(self, use_cli: bool = True):
         if use_cli:
             self._command_line()
         else:
-            super().__init__(use_cli=False)  # metaflow itself, once more, after the config has been applied to the class
+            # metaflow itself, once more, after the config has been applied to the class
+            super().__init__(use_cli=False)
 
     @step
     def start(self):
-        """Name the training run; a resume keeps the name, so it continues from this run's checkpoints. `run --continue LINEAGE` takes that one's."""
+        """Name the training run; a resume keeps the name, so it continues from this run's checkpoints.
+        `run --continue LINEAGE` takes that one's."""
         from steps.artifact import Artifact
 
         self.lineage = self._lineage()
@@ -126,7 +146,9 @@ class PostTrainFlow(FlowSpec):
         print(f"lineage    {self.lineage}\nmodel      {self.artifact.model}\npublished  {self.artifact.published}")
 
     def _lineage(self) -> str:
-        flow = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", type(self).__name__.removesuffix("Flow")).lower()
+        flow = re.sub(
+            r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", type(self).__name__.removesuffix("Flow")
+        ).lower()
         return str(self.continued or f"{flow}-{current.run_id}")
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
@@ -136,7 +158,8 @@ class PostTrainFlow(FlowSpec):
 
     @contextlib.contextmanager
     def _said(self) -> Iterator[None]:
-        """What the user can mend is printed as one message, and is not retried: it would fail again. Meanwhile the step's environment is that of the config."""
+        """Run a block in the environment of the config. What the user can mend is printed as one message, and is not
+        retried: it would fail again."""
         try:
             self._enter_environment()
             with disk.plainly(self._job().output):
@@ -149,21 +172,29 @@ class PostTrainFlow(FlowSpec):
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY if retried else 1)  # the former ends the run too, but in odd words
 
     def _enter_environment(self) -> None:
-        """The variables of `flow.steps.NAME.environment` that are references: what they stand for is known to this process alone."""
+        """Set the variables of `flow.steps.NAME.environment` that are references: their values are known to this
+        process alone."""
         name = str(current.step_name).removesuffix("_first")
         if step := self._job().flow.steps.get(name):  # pyright: ignore[reportArgumentType]
-            os.environ.update({key: from_environment(value, f"flow.steps.{name}.environment.{key}") for key, value in step.environment.items()})
+            os.environ.update(
+                {
+                    key: from_environment(value, f"flow.steps.{name}.environment.{key}")
+                    for key, value in step.environment.items()
+                }
+            )
 
     def _job(self) -> Job:
         return loads(json.dumps(self.config))
 
     def _artifact(self) -> "Artifact":
-        """What the steps before this one made. `spin` repeats a step of a finished run, whose checkpoints it must not touch: a lineage of its own."""
+        """Return what the steps before this one made. `spin` repeats a step of a finished run,
+        whose checkpoints it must not touch: a lineage of its own."""
         spinning = argv.command(sys.argv) == "spin-step"
         return self.artifact.but(lineage=f"{self.artifact.lineage}-spin") if spinning else self.artifact
 
     def _command_line(self) -> None:
-        """Metaflow's own, with our words for the config before it and the command that resumes after it."""
+        """Run Metaflow's own command line, with our words for the config before it and the command that resumes after
+        it."""
         try:
             words = argv.sort(sys.argv[1:])
             sys.argv[1:], note = argv.rewrite(words, self.recipes, self._default())
@@ -175,7 +206,11 @@ class PostTrainFlow(FlowSpec):
         verb = argv.command(words.rest)
         if verb == "resume":
             sys.argv += [word for tag in self._origin_tags(words.rest) for word in ("--tag", tag)]
-        if self.at_once and verb in ("run", "resume") and not any(word.startswith("--max-workers") for word in words.rest):
+        if (
+            self.at_once
+            and verb in ("run", "resume")
+            and not any(word.startswith("--max-workers") for word in words.rest)
+        ):
             sys.argv += ["--max-workers", str(self.at_once)]
         if verb in ("step", "spin-step"):
             processes.follow()
@@ -190,7 +225,7 @@ class PostTrainFlow(FlowSpec):
             raise
 
     def _origin_tags(self, words: Sequence[str]) -> list[str]:
-        """Those of the run that is resumed, which Metaflow does not hand on."""
+        """Return the tags of the run that is resumed, which Metaflow does not hand on."""
         given = dict(pairwise(words)).get("--origin-run-id")
         origin = given or next((word.partition("=")[2] for word in words if word.startswith("--origin-run-id=")), None)
         origin = origin or get_latest_run_id(lambda *_: None, type(self).__name__)
@@ -205,7 +240,10 @@ class PostTrainFlow(FlowSpec):
 
     def _default(self) -> Path:
         above = Path(inspect.getfile(type(self))).resolve().parents
-        return next((folder / self.default_config for folder in above if (folder / self.default_config).exists()), Path(self.default_config))
+        return next(
+            (folder / self.default_config for folder in above if (folder / self.default_config).exists()),
+            Path(self.default_config),
+        )
 
 
 FromConfig(PostTrainFlow)  # applies to its subclasses; as a decorator it would put itself in the class's place

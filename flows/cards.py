@@ -1,5 +1,6 @@
-"""Training, evaluation and publication as pages. The one idea: the run's own files are the only source (metrics.jsonl, samples.jsonl, checkpoints, answers),
-and they are read from outside, so training knows nothing of cards and a run that continues an earlier one shows both."""
+"""Training, evaluation and publication as pages. The one idea: the run's own files are the only source (metrics.jsonl,
+samples.jsonl, checkpoints, answers), and they are read from outside, so training knows nothing of cards and a run that
+continues an earlier one shows both."""
 
 # metaflow makes its public names at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -22,7 +23,9 @@ from ptf.credentials import redacted
 if TYPE_CHECKING:
     from steps.artifact import Artifact
 
-REFRESH_S = 10  # at least, and a hundred times what the last one took: rendering is a process of its own, for which Metaflow waits in a busy loop
+# at least, and a hundred times what the last one took: rendering is a process of its own,
+# for which Metaflow waits in a busy loop
+REFRESH_S = 10
 SAMPLES = 8  # on one page
 TAIL_BYTES = 1 << 21  # of samples.jsonl, in which the last step's are
 KPIS = ("loss", "reward", "kl", "tok_s", "mfu")  # what the header says of the last step
@@ -55,7 +58,8 @@ def live(card: Any, job: Job, lineage: str) -> Iterator[None]:
 def _render(card: Any) -> None:
     """Of a step that fails, whose cards metaflow does not render."""
     for _ in range(2):
-        card.refresh(force=True)  # the first may only start a rendering; the second waits for it, which then has all it needs
+        # the first may only start a rendering; the second waits for it, which then has all it needs
+        card.refresh(force=True)
 
 
 def _finish(done: threading.Event, thread: threading.Thread, page: "TrainingPage") -> None:
@@ -65,15 +69,18 @@ def _finish(done: threading.Event, thread: threading.Thread, page: "TrainingPage
 
 
 class TrainingPage:
-    """Header, progress, two charts a row, what was said last, checkpoints, the config. A page that cannot be drawn is a line on the console: training is
-    worth more."""
+    """Header, progress, two charts a row, what was said last, checkpoints, the config. A page that cannot be drawn is a
+    line on the console: training is worth more."""
 
     def __init__(self, card: Any, job: Job, lineage: str):
         self.card, self.job, self.run = card, job, Path(job.output) / lineage
         self.charts: dict[str, VegaChart] = {}
         self.rows: list[Row] = []
         self.begun, self.resumed = time.time(), 0
-        self.config = Table([[key, str(value)] for key, value in flatten(shown(job).model_dump(mode="json"))], headers=["config", lineage])
+        self.config = Table(
+            [[key, str(value)] for key, value in flatten(shown(job).model_dump(mode="json"))],
+            headers=["config", lineage],
+        )
         try:
             self.resumed = max(self._finished(), default=0)
         except Exception as error:
@@ -105,7 +112,9 @@ class TrainingPage:
         if self.charts:
             parts.append(Table(pairs(list(self.charts.values()))))
         if answers := read_last(self.run / "samples.jsonl"):
-            rows: list[Any] = [[short(asked(row["prompt"])), short(row["answer"]), worth(row)] for row in answers[:SAMPLES]]
+            rows: list[Any] = [
+                [short(asked(row["prompt"])), short(row["answer"]), worth(row)] for row in answers[:SAMPLES]
+            ]
             parts.append(Table(rows, headers=[f"prompt, step {answers[0]['step']}", "answer", "reward"]))
         parts.append(Markdown(self._checkpoints()))
         self.card.clear()
@@ -114,7 +123,11 @@ class TrainingPage:
     def _header(self) -> str:
         job = self.job
         recipe = job.recipe if isinstance(job.recipe, str) else job.recipe.use
-        lines = [f"# {plain(self.run.name)}", plain(f"{recipe} · {job.model.path} · {', '.join(job.data.sources)}"), self._left()]
+        lines = [
+            f"# {plain(self.run.name)}",
+            plain(f"{recipe} · {job.model.path} · {', '.join(job.data.sources)}"),
+            self._left(),
+        ]
         if self.resumed:
             lines.append(f"went on from the checkpoint of step {self.resumed}")
         if self.rows:
@@ -141,37 +154,51 @@ class TrainingPage:
         return f"Checkpoints: {', '.join(f'step {step}' for step in steps[-20:])}" if steps else "No checkpoint yet."
 
     def _finished(self) -> list[int]:
-        """Steps of the checkpoints that have their manifest; those in an object store are not looked for."""
+        """Return the steps of the checkpoints that have their manifest; those in an object store are not looked for."""
         root = Path(self.job.checkpoint.to) / self.run.name if self.job.checkpoint.to else self.run / "checkpoints"
         return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in root.glob("step_*/manifest.json"))
 
 
 def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    """Return a time in the unit that reads best."""
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
-    """The greedy answers to held-out prompts, of the model that training started from and of what it made; a table a source."""
+    """Return the greedy answers to held-out prompts, of the model that training started from and of the trained one; a
+    table a source."""
     parts = []
     for name in sources:
-        then = {json.dumps(row["prompt"], sort_keys=True): row for row in json_lines(run / "answers" / "start" / f"{name}.jsonl")}
+        then = {
+            json.dumps(row["prompt"], sort_keys=True): row
+            for row in json_lines(run / "answers" / "start" / f"{name}.jsonl")
+        }
         rows = []
         for row in json_lines(run / "answers" / f"{name}.jsonl")[:SAMPLES]:
             before = then.get(json.dumps(row["prompt"], sort_keys=True))
             rewards = f"{worth(before)} → {worth(row)}" if before else worth(row)
-            rows.append([short(asked(row["prompt"])), short(before["answer"]) if before else "", short(row["answer"]), rewards])
+            rows.append(
+                [short(asked(row["prompt"])), short(before["answer"]) if before else "", short(row["answer"]), rewards]
+            )
         if rows:
             parts.append(Table(rows, headers=[f"{name}: prompt", "at the start", "now", "reward"]))
     return parts
 
 
 def asked(row: Mapping[str, Any]) -> str:
-    """The last thing that a prompt says."""
+    """Return the last message of a prompt."""
     messages = row.get("messages")
     return str(messages[-1].get("content")) if messages else str(row.get("prompt", row.get("text", "")))
 
 
 def worth(row: Mapping[str, Any]) -> str:
+    """Return the reward of an answer as text."""
     found = row.get("outcome", row.get("reward", row.get("no_result")))
     return f"{found:.3g}" if isinstance(found, int | float) else f"no result: {short(found)}"
 
@@ -183,41 +210,62 @@ def short(text: Any, most: int = 300) -> str:
 
 
 def plain(text: str) -> str:
-    """For Markdown, which the page does not sanitise and in which nothing can be escaped: without the characters that make links and tags."""
+    """For Markdown, which the page does not sanitise and in which nothing can be escaped:
+    without the characters that make links and tags."""
     return "".join(" " if c in "<>[]!\\`" else c for c in text)
 
 
 def read_last(path: Path) -> list[Mapping[str, Any]]:
-    """The rows of the last step in a file of answers, of which no more than the end is read."""
+    """Return the rows of the last step in a file of answers, of which no more than the end is read."""
     rows = json_lines(path, TAIL_BYTES)
     return [row for row in rows if row.get("step") == rows[-1].get("step")]
 
 
 def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") -> None:
-    """The card of the evaluate step: every metric at the start and now, and answers side by side; of a trial that failed, why."""
+    """Fill the card of the evaluate step: every metric at the start and now, and answers side by side;
+    of a trial that failed, why."""
     found = artifact.metrics
     names = sorted(name for name in found if not name.startswith(("start/", "train/")))
-    shown = lambda name: f"{found[name]:.4g}" if name in found else ""  # noqa: E731
+
+    def shown(name):
+        return f"{found[name]:.4g}" if name in found else ""
+
     card.append(Markdown(f"# {plain(artifact.lineage)}"))
     if failed:
         card.append(Table([[failed]], headers=["failed"]))
         return
-    card.append(Table([[name, shown(f"start/{name}"), shown(name)] for name in names], headers=["metric", "at the start", "now"]))
+    card.append(
+        Table(
+            [[name, shown(f"start/{name}"), shown(name)] for name in names], headers=["metric", "at the start", "now"]
+        )
+    )
     try:
         card.extend(side_by_side(Path(str(artifact.run)), job.evaluate.sources))
     except Exception as error:  # the evaluation is whole without it
         print(f"card: {type(error).__name__}: {error}", flush=True)
-    card.append(Table([[name, shown(name)] for name in sorted(found) if name.startswith("train/")], headers=["of the last step", ""]))
+    card.append(
+        Table(
+            [[name, shown(name)] for name in sorted(found) if name.startswith("train/")],
+            headers=["of the last step", ""],
+        )
+    )
 
 
 @contextmanager
 def publishing(card: Any, artifact: "Callable[[], Artifact]", said: "Callable[[Artifact], str]") -> Iterator[None]:
-    """The card of the publish step: what `said` gives of what was published and the gates that it has passed, or why it was not."""
+    """Fill the card of the publish step: with what `said` returns of what was published and of the gates that it has
+    passed, or with why it was not."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        why = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error  # the error that the step's exit code comes of
-        card.extend([Markdown(f"# {plain(artifact().lineage)}"), Table([[short(redacted(str(why)), 3000)]], headers=["The step failed"])])
+        # the error that the step's exit code comes of
+        why = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
+        card.extend(
+            [
+                Markdown(f"# {plain(artifact().lineage)}"),
+                Table([[short(redacted(str(why)), 3000)]], headers=["The step failed"]),
+            ]
+        )
         _render(card)
         raise
     try:
@@ -228,6 +276,7 @@ def publishing(card: Any, artifact: "Callable[[], Artifact]", said: "Callable[[A
 
 
 def pairs(items: list[Any]) -> list[list[Any]]:
+    """Return the items two by two."""
     return [items[i : i + 2] for i in range(0, len(items), 2)]
 
 

@@ -7,21 +7,39 @@ from pathlib import Path
 from typing import Any
 
 POINTS = 500  # in one chart; the page carries its data
-SHARES = {"reward_std": "reward", "kl_old": "kl", "kl_reference": "kl", "logprob_diff_mean": "logprob_diff"}  # column → chart; else up to its slash
-FIRST = ("loss", "reward", "kl", "entropy", "clip_share", "logprob_diff", "length", "grad_norm", "lr", "tok_s", "mfu", "seconds")
+# column → chart; else up to its slash
+SHARES = {"reward_std": "reward", "kl_old": "kl", "kl_reference": "kl", "logprob_diff_mean": "logprob_diff"}
+FIRST = (
+    "loss",
+    "reward",
+    "kl",
+    "entropy",
+    "clip_share",
+    "logprob_diff",
+    "length",
+    "grad_norm",
+    "lr",
+    "tok_s",
+    "mfu",
+    "seconds",
+)
 NEVER = ("step", "time")  # the axis, and a clock
 
 Row = Mapping[str, float]
 
 
 def read(path: Path) -> list[Row]:
-    """The finite numbers of each line that has a step."""
-    rows = [{key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)} for row in json_lines(path)]
+    """Return the finite numbers of each line that has a step."""
+    rows = [
+        {key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)}
+        for row in json_lines(path)
+    ]
     return [row for row in rows if "step" in row]
 
 
 def json_lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a file, or of its last bytes; a last line that is still being written is left out. Raises ValueError naming another that is none."""
+    """Return the rows of a file, or of its last bytes; a last line that is still being written is left out.
+    Raises ValueError naming another that is none."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -38,7 +56,9 @@ def json_lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
         except ValueError:
             if number == len(lines):
                 break
-            raise ValueError(f"{path}: {'' if not skipped else 'of its end, '}line {number} is not a row: the file was damaged") from None
+            raise ValueError(
+                f"{path}: {'' if not skipped else 'of its end, '}line {number} is not a row: the file was damaged"
+            ) from None
         rows.append(row)
     return rows
 
@@ -53,17 +73,27 @@ def charts(rows: list[Row]) -> dict[str, dict[str, Any]]:
 
 
 def spec(title: str, columns: list[str], rows: list[Row]) -> dict[str, Any]:
+    """Return the Vega-Lite specification of one chart."""
     each = max(1, POINTS // len(columns))
     curves = {key: thin([row for row in rows if key in row], each) for key in columns}
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "title": title,
-        "data": {"values": [{"step": row["step"], "value": row[key], "of": key} for key, curve in curves.items() for row in curve]},
+        "data": {
+            "values": [
+                {"step": row["step"], "value": row[key], "of": key} for key, curve in curves.items() for row in curve
+            ]
+        },
         "mark": {"type": "line", "point": len(rows) < 50, "tooltip": True},
         "encoding": {
             "x": {"field": "step", "type": "quantitative"},
             "y": {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}},
-            "color": {"field": "of", "type": "nominal", "title": None, "legend": {"orient": "bottom"} if len(columns) > 1 else None},
+            "color": {
+                "field": "of",
+                "type": "nominal",
+                "title": None,
+                "legend": {"orient": "bottom"} if len(columns) > 1 else None,
+            },
         },
         "width": 340,
         "height": 200,

@@ -1,4 +1,5 @@
-"""Direct preference optimisation, from pairs to a published model: `python flows/dpo_flow.py run --config configs/tiny/dpo.yaml`."""
+"""Direct preference optimisation, from pairs to a published model:
+`python flows/dpo_flow.py run --config configs/tiny/dpo.yaml`."""
 
 from flows.base import PostTrainFlow
 

@@ -1,4 +1,5 @@
-"""Knowledge distillation, from teachers to a published student: `python flows/kd_flow.py run --config configs/tiny/kd.yaml`."""
+"""Knowledge distillation, from teachers to a published student:
+`python flows/kd_flow.py run --config configs/tiny/kd.yaml`."""
 
 from flows.base import PostTrainFlow
 

@@ -1,4 +1,5 @@
-"""Reinforcement learning with PPO and a critic, from prompts to a published model: `python flows/ppo_flow.py run --config configs/tiny/ppo.yaml`."""
+"""Reinforcement learning with PPO and a critic, from prompts to a published model: `python flows/ppo_flow.py run
+--config configs/tiny/ppo.yaml`."""
 
 from flows.base import PostTrainFlow
 

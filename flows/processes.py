@@ -1,7 +1,8 @@
-"""What becomes of a flow's processes when one of them is killed. The one idea: no task outlives its run, and where there is time it tidies up.
+"""What becomes of a flow's processes when one of them is killed. The one idea: no task outlives its run,
+and where there is time it tidies up.
 
-On SIGTERM or Ctrl-C the run passes the signal on; its tasks unwind (`finally`, Ray's shutdown, child processes) for the 5 s that Metaflow grants,
-then it kills what is left. If the run itself is killed outright, the kernel kills its tasks.
+On SIGTERM or Ctrl-C the run passes the signal on; its tasks unwind (`finally`, Ray's shutdown, child processes) for the
+5 s that Metaflow grants, then it kills what is left. If the run itself is killed outright, the kernel kills its tasks.
 """
 
 import ctypes
@@ -17,14 +18,14 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def lead() -> None:
-    """Called in the process that schedules a run."""
+    """Prepare the process that schedules a run."""
     os.environ[RUN] = str(os.getpid())
     for number in ENDS:
         signal.signal(number, _stop_all)
 
 
 def follow() -> None:
-    """Called in the process of one task."""
+    """Prepare the process of one task."""
     for number in ENDS:
         signal.signal(number, _interrupt)
     if sys.platform == "linux":

@@ -11,7 +11,8 @@ from ptf.config import Job
 
 
 class RetrainFlow(PostTrainFlow):
-    """Look for data that the published model has not seen; train on from it; publish only what is better. Any recipe."""
+    """Look for data that the published model has not seen; train on from it; publish only what is better.
+    Any recipe."""
 
     default_config = "configs/tiny/retrain.yaml"
 
@@ -23,7 +24,10 @@ class RetrainFlow(PostTrainFlow):
         self._stage(retrain.prepare)
         with self._said():
             self.found = "news" if retrain.news(self._job(), self.artifact) else "nothing"
-        self.next({"news": self.tokenize, "nothing": self.end}, condition="found")  # pyright: ignore[reportArgumentType]
+        self.next(
+            {"news": self.tokenize, "nothing": self.end},  # pyright: ignore[reportArgumentType]
+            condition="found",
+        )
 
     @card(type="blank", id="publish", refresh_interval=0)
     @step
@@ -42,7 +46,10 @@ class RetrainFlow(PostTrainFlow):
         if self.artifact.published:
             print(f"lineage    {self.lineage}\npublished  {self.artifact.published}")
         else:
-            print(f"nothing published: {'the data are as they were' if self.found == 'nothing' else 'what is there is better'}")
+            print(
+                "nothing published: "
+                f"{'the data are as they were' if self.found == 'nothing' else 'what is there is better'}"
+            )
 
     def _job(self) -> Job:
         from steps import retrain

@@ -1,4 +1,5 @@
-"""A reward model, from preferences or scores to a published one: `python flows/rm_flow.py run --config configs/tiny/rm.yaml`."""
+"""A reward model, from preferences or scores to a published one:
+`python flows/rm_flow.py run --config configs/tiny/rm.yaml`."""
 
 from flows.base import PostTrainFlow
 

@@ -1,5 +1,5 @@
-"""`flow:` of the config, as Metaflow decorators. The one idea: where a step runs is configuration, so no flow's source names a resource. And what goes
-along to another machine: our packages and configs, wherever they are installed."""
+"""`flow:` of the config, as Metaflow decorators. The one idea: where a step runs is configuration, so no flow's source
+names a resource. And what goes along to another machine: our packages and configs, wherever they are installed."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,10 @@ PACKAGED = ("ptf", "steps", "flows")
 def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """One step's settings (schema.StepConfig) as decorator → arguments."""
     resources = {key: settings.get(key) for key in ("cpu", "gpu", "memory") if settings.get(key) is not None}
-    literal = {key: value for key, value in (settings.get("environment") or {}).items() if not REFERENCE.fullmatch(value)}  # base.py looks the others up
+    # base.py looks the others up
+    literal = {
+        key: value for key, value in (settings.get("environment") or {}).items() if not REFERENCE.fullmatch(value)
+    }
     found = {
         "resources": resources,
         "retry": {"times": settings["retries"]} if settings.get("retries") else {},
@@ -31,9 +34,10 @@ def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 class FromConfig(FlowMutator):
-    """Puts them on the flow's steps; without a config (`show`, `--help`) it does nothing."""
+    """Puts the config's settings on the flow's steps; without a config (`show`, `--help`) it does nothing."""
 
     def pre_mutate(self, mutable_flow: MutableFlow) -> None:
+        """Add the decorators that the config asks for."""
         config = dict(mutable_flow.configs).get("config") or {}
         flow = config.get("flow") or {}
         by_step = flow.get("steps") or {}
@@ -46,7 +50,8 @@ class FromConfig(FlowMutator):
             mutable_flow.add_decorator("trigger", deco_kwargs={"event": flow["event"]}, duplicates=MutableFlow.OVERRIDE)
 
     def add_to_package(self) -> Iterator[tuple[str, str, ContentType]]:
-        """The files that a task on another machine imports and reads, and their names in the code package, which is where it runs."""
+        """Yield the files that a task on another machine imports and reads, and their names in the code package,
+        which is where it runs."""
         for name in PACKAGED:
             found = importlib.util.find_spec(name)
             assert found is not None
@@ -60,5 +65,10 @@ class FromConfig(FlowMutator):
 def _below(directory: Path) -> Iterator[tuple[str, str, ContentType]]:
     for file in sorted(directory.rglob("*")):
         within = Path(directory.name, file.relative_to(directory))
-        if file.suffix in SUFFIXES and not any(part.startswith(".") for part in within.parts) and "runs" not in within.parts and file.is_file():
+        if (
+            file.suffix in SUFFIXES
+            and not any(part.startswith(".") for part in within.parts)
+            and "runs" not in within.parts
+            and file.is_file()
+        ):
             yield str(file), str(within), ContentType.USER_CONTENT

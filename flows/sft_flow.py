@@ -1,4 +1,5 @@
-"""Supervised fine-tuning, from data to a published model: `python flows/sft_flow.py run --config configs/tiny/sft.yaml`."""
+"""Supervised fine-tuning, from data to a published model: `python flows/sft_flow.py run --config
+configs/tiny/sft.yaml`."""
 
 from flows.base import PostTrainFlow
 

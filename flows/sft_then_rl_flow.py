@@ -1,7 +1,8 @@
-"""Fine-tuning and then reinforcement learning as one flow: `python flows/sft_then_rl_flow.py run --config configs/tiny/grpo.yaml`.
+"""Fine-tuning and then reinforcement learning as one flow: `python flows/sft_then_rl_flow.py run --config
+configs/tiny/grpo.yaml`.
 
-The one idea: the config is that of the second training, which begins with what the `job:` of its model.path makes. That one's stages are steps here too, so
-that they are seen, retried and resumed like the others.
+The one idea: the config is that of the second training, which begins with what the `job:` of its model.path makes. That
+one's stages are steps here too, so that they are seen, retried and resumed like the others.
 """
 
 # metaflow makes `current.card` at run time:
@@ -16,7 +17,8 @@ from ptf.errors import UserError
 
 
 class SFTThenRLFlow(PostTrainFlow):
-    """Prepare, tokenize, train, evaluate and publish twice: first the job that model.path names, then the one that begins with it."""
+    """Prepare, tokenize, train, evaluate and publish twice: first the job that model.path names,
+    then the one that begins with it."""
 
     recipes = ("grpo", "ppo", "opd")
     default_config = "configs/tiny/grpo.yaml"
@@ -29,7 +31,10 @@ class SFTThenRLFlow(PostTrainFlow):
         path = super()._job().model.path
         with self._said():
             if not path.startswith("job:"):
-                raise UserError(f"model.path: {path} is not made by another job; name one (job:configs/tiny/sft.yaml), or run the recipe's own flow")
+                raise UserError(
+                    f"model.path: {path} is not made by another job; name one (job:configs/tiny/sft.yaml), "
+                    "or run the recipe's own flow"
+                )
             self.first = dump(load(path.removeprefix("job:")))
         self.lineage = self._lineage()
         self.artifact = Artifact(lineage=f"{self.lineage}-first")
@@ -87,15 +92,19 @@ class SFTThenRLFlow(PostTrainFlow):
 
     @step
     def prepare(self):
-        """Make the data of the second training, which begins with what the first one published, whatever is published there meanwhile."""
+        """Make the data of the second training, which begins with what the first one published,
+        whatever is published there meanwhile."""
         from steps.prepare import prepare
 
         self._stage(prepare)
-        self.artifact = self.artifact.but(models={**self.artifact.models, self._job().model.path: str(self.published_first)})
+        self.artifact = self.artifact.but(
+            models={**self.artifact.models, self._job().model.path: str(self.published_first)}
+        )
         self.next(self.tokenize)
 
     def _job(self) -> Job:
-        first = None if getattr(self, "published_first", None) else getattr(self, "first", None)  # `start` has neither yet
+        # `start` has neither yet
+        first = None if getattr(self, "published_first", None) else getattr(self, "first", None)
         return super()._job() if first is None else loads(first)
 
 

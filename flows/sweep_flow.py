@@ -1,4 +1,5 @@
-"""Several trainings that differ in some keys, of which the best is published: `python flows/sweep_flow.py run --config configs/tiny/sweep.yaml`."""
+"""Several trainings that differ in some keys, of which the best is published:
+`python flows/sweep_flow.py run --config configs/tiny/sweep.yaml`."""
 
 # metaflow makes `current.card` at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class SweepFlow(PostTrainFlow):
-    """Train and evaluate every trial of flow.sweep; publish the best by publish.metric. Any recipe. On this machine one trial after the other, or as many
-    at once as `--max-workers` says."""
+    """Train and evaluate every trial of flow.sweep; publish the best by publish.metric. Any recipe. On this machine one
+    trial after the other, or as many at once as `--max-workers` says."""
 
     default_config = "configs/tiny/sweep.yaml"
     at_once = 1
@@ -35,7 +36,8 @@ class SweepFlow(PostTrainFlow):
         self.lineage, self.trial, self.failed = self._lineage(), "", ""
         with self._said():
             self.trials = trials(self._job())
-            self.models = dict(prepare(self._job(), Artifact(lineage=self.lineage)).models)  # of other jobs: made once, and the same for all
+            # of other jobs: made once, and the same for all
+            self.models = dict(prepare(self._job(), Artifact(lineage=self.lineage)).models)
         self.next(self.prepare, foreach="trials")
 
     @step
@@ -44,7 +46,11 @@ class SweepFlow(PostTrainFlow):
         from steps.artifact import Artifact
         from steps.prepare import prepare
 
-        self.number, self.trial, self.artifact = self.index, self.input, Artifact(lineage=f"{self.lineage}-{self.index}")
+        self.number, self.trial, self.artifact = (
+            self.index,
+            self.input,
+            Artifact(lineage=f"{self.lineage}-{self.index}"),
+        )
         self._stage(prepare)
         self.artifact = self.artifact.but(models={**self.artifact.models, **self.models})
         self.next(self.tokenize)
@@ -71,7 +77,8 @@ class SweepFlow(PostTrainFlow):
         self.next(self.publish)
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
-        """What a trial's values ask for in vain (it diverged, it ran out of memory) ends that trial alone; there is nothing that a resume could mend."""
+        """Do a step's work on a trial. A trial that fails by its values (it diverged, it ran out of memory) ends alone;
+        there is nothing that a resume could mend."""
         if current.step_name == "publish":
             super()._stage(work)
         elif not self.failed:

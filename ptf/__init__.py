@@ -1,1 +1,70 @@
-"""ptf: a post-training framework for large language models."""
+"""ptf: a post-training framework for large language models.
+
+    import ptf
+
+    job = ptf.load("job.yaml", overrides=["train.steps=100"])
+    ptf.check(job)
+    run = ptf.train(job)
+    ptf.evaluate(run)
+    ptf.publish(run)
+
+Importing ptf imports nothing else: each name is loaded when it is first used.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ptf.api import chat, check, evaluate, inspect, load, publish, train
+    from ptf.config import Job
+    from ptf.conversation import Chat
+    from ptf.errors import UserError
+    from ptf.training_run import Run
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Chat",
+    "Job",
+    "Run",
+    "UserError",
+    "__version__",
+    "chat",
+    "check",
+    "evaluate",
+    "inspect",
+    "load",
+    "publish",
+    "train",
+]
+
+_MODULES = {"Chat": "conversation", "Job": "config", "Run": "training_run", "UserError": "errors"}  # the others: api
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ptf' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ptf.{_MODULES.get(name, 'api')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _TrainPackage(ModuleType):
+    """The package `ptf.train`, which can be called: `ptf.train` is both the room of the training code and the function
+    that trains a job, and Python keeps one attribute for both."""
+
+    def __call__(self, job: "Job", lineage: "str | None" = None) -> "Run":
+        """Train a job and return its run, as `ptf.api.train` does."""
+        from ptf.api import train
+
+        return train(job, lineage)
+
+
+importlib.import_module("ptf.train")  # empty, so this costs nothing
+sys.modules["ptf.train"].__class__ = _TrainPackage

@@ -1,6 +1,8 @@
-"""The console script `ptf`: check a config, train, verify a model. No torch until something needs it; rich lives here and in ptf/inspection/terminal.py only.
+"""The console script `ptf`: check a config, train, verify a model. No torch until something needs it; rich lives here
+and in ptf/inspection/terminal.py only.
 
-The one idea: what the user can mend (`UserError`) is one message and exit status 2; everything else is a bug of ours and keeps its traceback.
+The one idea: what the user can mend (`UserError`) is one message and exit status 2;
+everything else is a bug of ours and keeps its traceback.
 """
 
 import argparse
@@ -22,11 +24,14 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from ptf import disk, storage
+import ptf
+from ptf import api, disk, storage
 from ptf.config import dump, load
-from ptf.config.plugins import load_checked
+from ptf.config.plugin_checks import load_checked
 from ptf.credentials import redacted
 from ptf.errors import UserError
+
+JOB = "job.yaml"  # what makes a directory that of a run (ptf.run)
 
 if TYPE_CHECKING:
     from ptf.model.verify import Report
@@ -34,7 +39,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 verified and found to differ, or planned and found not to fit, 2 refused with one message."""
+    """Run one command. Returns the exit status: 0 done, 1 verified and found to differ, or planned and found not to
+    fit, 2 refused with one message."""
     options = _parser().parse_args(argv)
     try:
         with disk.plainly(getattr(options, "html", None) or "."):
@@ -44,19 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console(*, stderr: bool = False, width: int | None = None, highlight: bool = True) -> Console:
-    """Prints texts as they stand: `:x:` in a path or a message is no picture."""
+    """Return a console that prints texts as they stand: `:x:` in a path or a message is no picture."""
     return Console(stderr=stderr, width=width, highlight=highlight, emoji=False)
 
 
 def fail(error: UserError) -> int:
+    """Print what the user can mend, and return the exit status."""
     console(stderr=True).print(redacted(str(error)), style="red", markup=False, highlight=False, soft_wrap=True)
     return 2
 
 
 def check(options: argparse.Namespace) -> int:
+    """Report everything that is wrong with a config, or print it whole."""
     job = load_checked(*options.config, overrides=options.set)
     if options.dry_run:
-        from ptf.rehearse import rehearse
+        from ptf.dry_run import rehearse
 
         rehearse(job, lambda line: print(line, flush=True))
         return 0
@@ -65,17 +73,21 @@ def check(options: argparse.Namespace) -> int:
         console().print(Syntax(text, "yaml", background_color="default"))
     else:
         sys.stdout.write(text)
-    from ptf.inspection.glance import glance
-
-    try:
-        line = glance(job)
-    except UserError as error:  # of the data: the config is right
-        line = f"passes and steps are not known: {error}"
+    line = api.check(job)
     console(stderr=True).print(f"check: {redacted(line)}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
+def upgrade(options: argparse.Namespace) -> int:
+    from ptf.config.upgrade import upgrade as upgrade_files
+
+    for line in upgrade_files(*options.config):
+        print(redacted(line))
+    return 0
+
+
 def doctor(options: argparse.Namespace) -> int:
+    """Print versions, devices and limits of this machine."""
     from ptf.doctor import findings
 
     table = Table("", "", "what is off", box=SIMPLE)
@@ -86,13 +98,28 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def train(options: argparse.Namespace) -> int:
-    job = load(*options.config, overrides=options.set)
-    from ptf.run import main_train
+    """Train a job to its end."""
+    api.train(load(*options.config, overrides=options.set), options.lineage)
+    return 0
 
-    return main_train(job, options.lineage)
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Measure a run by its own job, or any model by the job of `--config`."""
+    if options.config:
+        job = load(*options.config, overrides=options.set)
+        api.evaluate(options.where, job)
+    elif not (Path(options.where) / JOB).is_file():
+        raise UserError(
+            f"{options.where} is not the directory of a training run: it has no {JOB}. To measure a model, give the "
+            "job that says by what: ptf evaluate MODEL --config CONFIG"
+        )
+    else:
+        api.evaluate(options.where, overrides=options.set)
+    return 0
 
 
 def plan(options: argparse.Namespace) -> int:
+    """Print memory, FLOPs and time of a step."""
     job = load(*options.config, overrides=[*options.set, f"compute.workers={options.gpus}", "compute.launcher=ray"])
     from ptf.run import resolved
     from ptf.train.budget import budget, described
@@ -100,18 +127,27 @@ def plan(options: argparse.Namespace) -> int:
     job = resolved(job)
     directory = described(job.model.path, job.model.revision)
     found = budget(job, directory, options.gpus, room_gib=options.memory, mfu=options.mfu, gpu=options.gpu)
-    console(width=None if sys.stdout.isatty() else 180).print(_planned(found), *map(Text, _judged(found)), sep="\n", highlight=False)
+    console(width=None if sys.stdout.isatty() else 180).print(
+        _planned(found), *map(Text, _judged(found)), sep="\n", highlight=False
+    )
     return 0 if found.fits else 1
 
 
 def _planned(found: "Budget") -> Table:
-    """Memory of the fullest GPU, line by line."""
-    gib = lambda n: f"{n / 2**30:.2f}"  # noqa: E731
+    """Return the memory of the fullest GPU, line by line."""
+
+    def gib(n):
+        return f"{n / 2**30:.2f}"
+
     memory = found.memory
     lines = {
-        "weights (fp32 shard)": memory.weights, "gradients (fp32 shard)": memory.gradients, "optimizer (AdamW)": memory.optimizer,
-        "gathered blocks": memory.gathered, f"activations ({found.micro_rows} rows at a time)": memory.activations, "logits and head": memory.logits,
-    }  # fmt: skip
+        "weights (fp32 shard)": memory.weights,
+        "gradients (fp32 shard)": memory.gradients,
+        "optimizer (AdamW)": memory.optimizer,
+        "gathered blocks": memory.gathered,
+        f"activations ({found.micro_rows} rows at a time)": memory.activations,
+        "logits and head": memory.logits,
+    }
     table = Table("GiB on each GPU", "", box=SIMPLE)
     table.title = Text(f"{found.model}: {found.parameters:,} parameters, {found.trained:,} trained")
     table.columns[1].justify = "right"
@@ -123,10 +159,15 @@ def _planned(found: "Budget") -> Table:
 
 
 def _judged(found: "Budget") -> list[str]:
-    """What a step costs, and, if it does not fit, what takes most and what to change."""
+    """Return what a step costs, and, if it does not fit, what takes most and what to change."""
     mesh = " × ".join(f"{name} {size}" for name, size in found.mesh.items())
     rate = found.tokens / found.seconds
-    lines = [f"{found.gpus} GPUs ({mesh}): {found.flops:.3g} FLOPs and {found.tokens:,} tokens a step; {found.seconds:.3g} s, {rate:,.0f} tokens/s"]
+    lines = [
+        (
+            f"{found.gpus} GPUs ({mesh}): {found.flops:.3g} FLOPs and {found.tokens:,} tokens a step; "
+            f"{found.seconds:.3g} s, {rate:,.0f} tokens/s"
+        )
+    ]
     if not found.fits:
         lines.append(f"does not fit: {found.memory.largest} take most. Change:")
         lines += [f"  {what}  → {total / 2**30:.2f} GiB" for what, total in found.advice]
@@ -134,13 +175,14 @@ def _judged(found: "Budget") -> list[str]:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Exit status: 0, or 1 where rows are bad and data.on_bad_row is error: training would stop there."""
+    """Print the data as training will see it. Returns 1 where rows are bad and data.on_bad_row is error: training would
+    stop there."""
     with only_ours(options.json) as out:
         try:
             job = load(*options.config, overrides=options.set)
             from ptf.inspection import page, report, terminal
 
-            found = report.report(job, options.rows, options.samples)
+            found = api.inspect(job, rows=options.rows, samples=options.samples)
         except UserError as error:
             if not options.json:
                 raise
@@ -161,8 +203,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def only_ours(alone: bool) -> Iterator[TextIO]:
-    """Standard output, and where it must hold one object `alone`, everything else that this process and its children write there goes to standard
-    error instead."""
+    """Yield standard output. Where it must hold one object `alone`, everything else that this process and its children
+    write there goes to standard error instead."""
     if not alone:
         yield sys.stdout
         return
@@ -178,11 +220,18 @@ def only_ours(alone: bool) -> Iterator[TextIO]:
 
 
 def verify(options: argparse.Namespace) -> int:
+    """Compare a model family, or a checkpoint, with transformers."""
     from ptf.model.verify import as_json
     from ptf.model.verify import verify as compare
 
     progress = console(stderr=True)
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress, transient=True, disable=not progress.is_terminal) as bar:
+    with Progress(
+        *Progress.get_default_columns(),
+        MofNCompleteColumn(),
+        console=progress,
+        transient=True,
+        disable=not progress.is_terminal,
+    ) as bar:
         task = bar.add_task(f"verify {options.model}", total=1 if Path(options.model).is_dir() else options.configs)
         report = compare(options.model, options.configs, options.seed, progress=lambda case: bar.advance(task))
     if options.json:
@@ -190,27 +239,50 @@ def verify(options: argparse.Namespace) -> int:
     else:
         out = console(width=None if sys.stdout.isatty() else 180)
         out.print(_verified(report))
-        out.print(f"{report.model}: {'pass' if report.passed else 'fail'}", style="green" if report.passed else "red", markup=False, highlight=False)
+        out.print(
+            f"{report.model}: {'pass' if report.passed else 'fail'}",
+            style="green" if report.passed else "red",
+            markup=False,
+            highlight=False,
+        )
     return 0 if report.passed else 1
 
 
 def _verified(report: "Report") -> Table:
-    """A row for each config; errors are relative to the largest magnitude of the reference."""
-    table = Table("config", "logit error", "gradient error", "worst tensor", "first diverging place", "problems", box=SIMPLE)
-    number = lambda error: f"{error:.1e}" if math.isfinite(error) else "–"  # noqa: E731
+    """Return a row for each config; errors are relative to the largest magnitude of the reference."""
+    table = Table(
+        "config", "logit error", "gradient error", "worst tensor", "first diverging place", "problems", box=SIMPLE
+    )
+
+    def number(error):
+        return f"{error:.1e}" if math.isfinite(error) else "–"
+
     for i, case in enumerate(report.cases):
-        shown = [*case.problems[:5], *([f"and {len(case.problems) - 5} more (--json has all)"] if len(case.problems) > 5 else [])]
-        cells = [str(i), number(case.logits), number(case.gradients), case.worst_gradient, case.diverges, "\n".join(shown)]
+        shown = [
+            *case.problems[:5],
+            *([f"and {len(case.problems) - 5} more (--json has all)"] if len(case.problems) > 5 else []),
+        ]
+        cells = [
+            str(i),
+            number(case.logits),
+            number(case.gradients),
+            case.worst_gradient,
+            case.diverges,
+            "\n".join(shown),
+        ]
         table.add_row(*map(Text, cells), style=None if case.passed else "red")
     return table
 
 
 def check_engine(options: argparse.Namespace) -> int:
-    from ptf.rl.contract import Contract, make_of
+    """Print whether a rollout engine does what training relies on."""
+    from ptf.rl.engines.conformance import ConformanceSuite, make_of
 
     with tempfile.TemporaryDirectory() as place:
         wrong = 0
-        for finding in Contract(make_of(options.engine, options.arg, options.precision, Path(place)), Path(place), options.precision).findings():
+        for finding in ConformanceSuite(
+            make_of(options.engine, options.arg, options.precision, Path(place)), Path(place), options.precision
+        ).findings():
             wrong += finding.wrong is not None
             mark = "[red]WRONG[/]" if finding.wrong else "[yellow]no   [/]" if finding.refused else "[green]ok   [/]"
             more = f": {finding.wrong}" if finding.wrong else ": it refuses, and says so" if finding.refused else ""
@@ -220,12 +292,16 @@ def check_engine(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    from ptf.chat import Chat
-
-    where = load(options.where).versions if options.where.endswith((".yaml", ".yml")) else options.where
-    talk = Chat(
-        where, system=options.system, max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed,
-    )  # fmt: skip
+    """Answer lines of a person, or of a pipe."""
+    where = load(options.where) if options.where.endswith((".yaml", ".yml")) else options.where
+    talk = api.chat(
+        where,
+        system=options.system,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
     person = sys.stdin.isatty()
     if person:
         print("/new forgets what was said; Ctrl-D ends")
@@ -245,15 +321,23 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def publish(options: argparse.Namespace) -> int:
+    """Publish a run, list what is published, or go back to an earlier version."""
     from ptf import published
 
     root = options.where.rstrip("/") or "/"
+    if not options.list and options.rollback is None:
+        if not (Path(root) / JOB).is_file():
+            raise UserError(
+                f"{options.where} is not the directory of a training run: it has no {JOB}. ptf publish RUN publishes a "
+                "run; --list and --rollback take a job's YAML or the directory of versions"
+            )
+        api.publish(root, overrides=options.set)
+        return 0
     if root.endswith((".yaml", ".yml")):
-        job = load(root)
-        root = job.versions
+        root = load(root, overrides=options.set).versions
     if options.rollback is not None:
-        found = published.roll_back(root, options.rollback or None)
-        print(f"{root}: {found.version} is what is published now")
+        pointer = published.roll_back(root, options.rollback or None)
+        print(f"{root}: {pointer.version} is what is published now")
         return 0
     now = published.pointer(root)
     for version in published.versions(root):
@@ -290,59 +374,145 @@ def _number(low: float, high: float) -> Callable[[str], float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ptf", description="Post-training of large language models from one YAML.")
+    parser.add_argument("--version", action="version", version=f"ptf {ptf.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     config = argparse.ArgumentParser(add_help=False)
     config.add_argument("config", nargs="+", metavar="CONFIG", help="YAML file; several are merged left to right")
-    config.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated")
+    config.add_argument(
+        "--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated"
+    )
 
-    one = commands.add_parser("check", parents=[config], help="report everything that is wrong with a config, or print it whole")
+    one = commands.add_parser(
+        "check", parents=[config], help="report everything that is wrong with a config, or print it whole"
+    )
     one.add_argument(
-        "--dry-run", action="store_true", help="train one step of it on a tiny model of the same family, in this process: data, masks, reward, places"
+        "--dry-run",
+        action="store_true",
+        help="train one step of it on a tiny model of the same family, in this process: data, masks, reward, places",
     )
     one.set_defaults(run=check)
+    one = commands.add_parser(
+        "upgrade", help="give the keys and plugins in configs of an earlier version the names that they have today"
+    )
+    one.add_argument("config", nargs="+", metavar="CONFIG", help="YAML file; it is rewritten, comments and all")
+    one.set_defaults(run=upgrade)
     one = commands.add_parser("doctor", help="versions, devices and limits of this machine, and what is off")
     one.set_defaults(run=doctor)
     one = commands.add_parser("train", parents=[config], help="train")
     one.add_argument("--lineage", metavar="ID", help="the training run to continue, or the name of a new one")
     one.set_defaults(run=train)
-    one = commands.add_parser("plan", parents=[config], help="memory, FLOPs and time of a step on N GPUs, from the model's config.json alone")
+    one = commands.add_parser("evaluate", help="measure a trained run, or any model, by what a job holds out")
+    one.add_argument(
+        "where",
+        metavar="RUN_OR_MODEL",
+        help="the directory of a run; with --config a directory, a URI or a Hugging Face id of a model",
+    )
+    one.add_argument(
+        "--config", nargs="+", metavar="CONFIG", help="the job by which a model is measured; a run has its own"
+    )
+    one.add_argument(
+        "--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated"
+    )
+    one.set_defaults(run=evaluate)
+    one = commands.add_parser(
+        "plan", parents=[config], help="memory, FLOPs and time of a step on N GPUs, from the model's config.json alone"
+    )
     one.add_argument("--gpus", type=_positive, required=True, metavar="N", help="how many (compute.workers)")
-    one.add_argument("--memory", type=_number(0.001, 1e6), default=80.0, metavar="GIB", help="memory of one (default: 80)")
-    one.add_argument("--mfu", type=_number(0.001, 1), default=0.4, metavar="SHARE", help="share of the peak FLOP/s that is reached (default: 0.4)")
+    one.add_argument(
+        "--memory", type=_number(0.001, 1e6), default=80.0, metavar="GIB", help="memory of one (default: 80)"
+    )
+    one.add_argument(
+        "--mfu",
+        type=_number(0.001, 1),
+        default=0.4,
+        metavar="SHARE",
+        help="share of the peak FLOP/s that is reached (default: 0.4)",
+    )
     one.add_argument("--gpu", default="H100", help="whose peak (default: H100)")
     one.set_defaults(run=plan)
-    one = commands.add_parser("inspect", parents=[config], help="look at the data as training will see it: samples, lengths, packing, mixture, what is bad")
-    one.add_argument(
-        "--rows", type=_positive, metavar="N", help="rows of each source to look at (default: all up to 100,000 of all sources, else 2,000 of each)"
+    one = commands.add_parser(
+        "inspect",
+        parents=[config],
+        help="look at the data as training will see it: samples, lengths, packing, mixture, what is bad",
     )
-    one.add_argument("--samples", type=_whole, default=1, metavar="N", help="show the first N samples of each source (default: 1)")
+    one.add_argument(
+        "--rows",
+        type=_positive,
+        metavar="N",
+        help="rows of each source to look at (default: all up to 100,000 of all sources, else 2,000 of each)",
+    )
+    one.add_argument(
+        "--samples", type=_whole, default=1, metavar="N", help="show the first N samples of each source (default: 1)"
+    )
     one.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     one.add_argument("--html", metavar="FILE", help="write one self-contained page")
     one.set_defaults(run=inspect)
-    one = commands.add_parser("verify", help="compare a model family, or a checkpoint, with transformers: logits, gradients, tensors")
-    one.add_argument("model", metavar="FAMILY_OR_DIR", help="a model_type (random configs of it), or a directory with config.json and safetensors")
-    one.add_argument("--configs", type=_positive, default=12, metavar="N", help="random configs of a family (default: 12)")
+    one = commands.add_parser(
+        "verify", help="compare a model family, or a checkpoint, with transformers: logits, gradients, tensors"
+    )
+    one.add_argument(
+        "model",
+        metavar="FAMILY_OR_DIR",
+        help="a model_type (random configs of it), or a directory with config.json and safetensors",
+    )
+    one.add_argument(
+        "--configs", type=_positive, default=12, metavar="N", help="random configs of a family (default: 12)"
+    )
     one.add_argument("--seed", type=int, default=0, metavar="S", help="which random configs (default: 0)")
     one.add_argument("--json", action="store_true", help="print one JSON object, with every config, and nothing else")
     one.set_defaults(run=verify)
-    one = commands.add_parser("check-engine", help="whether a rollout engine does what training relies on: log-probs, seeds, stops, weight syncs")
+    one = commands.add_parser(
+        "check-engine",
+        help="whether a rollout engine does what training relies on: log-probs, seeds, stops, weight syncs",
+    )
     one.add_argument("engine", metavar="ENGINE", help="native, vllm, or pkg.mod:Engine")
-    one.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument of it; may be repeated")
+    one.add_argument(
+        "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument of it; may be repeated"
+    )
     one.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
     one.set_defaults(run=check_engine)
     one = commands.add_parser("chat", help="talk to a checkpoint; lines from a pipe are answered one by one")
-    one.add_argument("where", metavar="MODEL", help="a directory, a directory of versions, a URI, a Hugging Face id, or a job's YAML: what its flow published")
+    one.add_argument(
+        "where",
+        metavar="MODEL",
+        help="a directory, a directory of versions, a URI, a Hugging Face id, or a job's YAML: what its flow published",
+    )
     one.add_argument("--system", metavar="TEXT", help="a system message")
     one.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (default: 256)")
-    one.add_argument("--temperature", type=_number(0, 10), default=0.7, metavar="T", help="0 takes the likeliest token (default: 0.7)")
-    one.add_argument("--top-p", type=_number(0.001, 1), default=1.0, metavar="P", help="draw from the likeliest tokens that together have this probability")
+    one.add_argument(
+        "--temperature",
+        type=_number(0, 10),
+        default=0.7,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0.7)",
+    )
+    one.add_argument(
+        "--top-p",
+        type=_number(0.001, 1),
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest tokens that together have this probability",
+    )
     one.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
     one.set_defaults(run=chat)
-    one = commands.add_parser("publish", help="the versions that a job's flow has published, and back to an earlier one")
-    one.add_argument("where", metavar="CONFIG_OR_PLACE", help="a job's YAML, or the directory or URI of versions (publish.to)")
-    what = one.add_mutually_exclusive_group(required=True)
+    one = commands.add_parser("publish", help="publish a trained run; list what is published, or go back")
+    one.add_argument(
+        "where",
+        metavar="RUN_OR_PLACE",
+        help="the directory of a run; for --list and --rollback a job's YAML, or the directory or URI of versions",
+    )
+    one.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=VALUE",
+        help="override one key that may change after training, like publish.gate=off; may be repeated",
+    )
+    what = one.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="all versions, with an arrow before the one that counts")
-    what.add_argument("--rollback", nargs="?", const="", metavar="VERSION", help="let the one before count again, or this one")
+    what.add_argument(
+        "--rollback", nargs="?", const="", metavar="VERSION", help="let the one before count again, or this one"
+    )
     one.set_defaults(run=publish)
     return parser
 

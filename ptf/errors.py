@@ -1,11 +1,13 @@
-"""Errors that are addressed to the user. The one idea: whoever raises one has written the whole message; nobody adds a traceback."""
+"""Errors that are addressed to the user. The one idea: whoever raises one has written the whole message;
+nobody adds a traceback."""
 
 import errno
 import traceback
 
 
 def told(error: BaseException) -> str:
-    """An error that the run survives, for its log: type, message, notes, and where it was raised, in another process too."""
+    """An error that the run survives, for its log: type, message, notes, and where it was raised,
+    in another process too."""
     return "".join(traceback.format_exception(error)).strip()
 
 
@@ -18,14 +20,18 @@ class Lost(RuntimeError):
 
 
 class Retryable(UserError):
-    """Something ended that another attempt may bring to its end: a process died, a cluster was lost, a run was preempted."""
+    """Something ended that another attempt may bring to its end: a process died, a cluster was lost,
+    a run was preempted."""
 
 
 class Left(Retryable):
     """The run ended before its last step because it was asked to; a checkpoint of where it ended is written."""
 
     def __init__(self, step: int, of: int, place: str) -> None:
-        super().__init__(f"stopped after step {step} of {of}, as asked; its checkpoint is {place}, and the same run continues from it")
+        super().__init__(
+            f"stopped after step {step} of {of}, as asked; its checkpoint is {place}, "
+            "and the same run continues from it"
+        )
         self.given = step, of, place
 
     def __reduce__(self) -> tuple:  # an exception is made again from its arguments where it comes from another process
@@ -33,7 +39,8 @@ class Left(Retryable):
 
 
 def passing(error: BaseException) -> bool:
-    """Whether the same again may go well at once: a process or a cluster was lost, Ray did not start, a port was taken by another process meanwhile."""
+    """Whether the same again may go well at once: a process or a cluster was lost, Ray did not start,
+    a port was taken by another process meanwhile."""
     if isinstance(error, Left):
         return False
     taken = getattr(error, "errno", None) == errno.EADDRINUSE or any(
@@ -43,7 +50,8 @@ def passing(error: BaseException) -> bool:
 
 
 def refuse_custom_code(path: object, error: Exception) -> None:
-    """Raises UserError if that is what transformers' error means: a model or a tokenizer that works only with Python code of its own files."""
+    """Raises UserError if that is what transformers' error means: a model or a tokenizer that works only with Python
+    code of its own files."""
     if "custom code" in str(error):
         raise UserError(
             f"{path} works only with Python code that lies beside it (auto_map), which ptf never runs; "

@@ -1,7 +1,8 @@
 """The gate: whether a trained model is worse than what training started from, by the same held-out rows.
 
-The one idea: both models answered the same rows, so what counts is the difference on each row. A model is worse where the whole 95 % interval of its
-mean difference lies on the wrong side; a difference that the rows cannot tell from none keeps nobody from publishing.
+The one idea: both models answered the same rows, so what counts is the difference on each row. A model is worse where
+the whole 95 % interval of its mean difference lies on the wrong side; a difference that the rows cannot tell from none
+keeps nobody from publishing.
 """
 
 import json
@@ -32,8 +33,8 @@ class Worse(UserError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric before and after training. `low` to `high`: the 95 % interval of by how much it is better, below 0 where it is worse; infinite where
-    there are too few rows."""
+    """One metric before and after training. `low` to `high`: the 95 % interval of by how much it is better, below 0
+    where it is worse; infinite where there are too few rows."""
 
     metric: str
     rows: int
@@ -43,10 +44,12 @@ class Comparison:
     high: float
 
     def is_worse(self, allowed: float = 0.0) -> bool:
+        """Return whether the whole interval lies below `-allowed`."""
         return self.high < -allowed
 
     @property
     def said(self) -> str:
+        """The comparison in words, with its interval."""
         change = f"{self.metric} {self.start:.4g} at the start, {self.now:.4g} now"
         if not self.rows:
             return f"{change}; of no rows, so without an interval"
@@ -57,26 +60,32 @@ class Comparison:
 
 
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
-    """With what training started from: `publish.metric`, or else the greedy answers (reward and pass@1), the ranking (NDCG), or the held-out loss,
-    whichever there is first. None where nothing is held out, or `evaluate.start` is off. Raises UserError where rows are not of this evaluation."""
+    """With what training started from: `publish.metric`, or else the greedy answers (reward and pass@1), the ranking
+    (NDCG), or the held-out loss, whichever there is first. None where nothing is held out, or `evaluate.start` is off.
+    Raises UserError where rows are not of this evaluation."""
     named = job.publish.metric
     if named is not None and f"start/{named}" in metrics:
         found = [(named, job.publish.mode == "max", _rows(job, run, named))]
     else:
         wanted = [names for names in defaults(job) if any(f"start/{name}" in metrics for name in names)]
-        found = [(name, not _is_loss(name), _rows(job, run, name)) for names in wanted[:1] for name in names if f"start/{name}" in metrics]
+        found = [
+            (name, not _is_loss(name), _rows(job, run, name))
+            for names in wanted[:1]
+            for name in names
+            if f"start/{name}" in metrics
+        ]
     return [_compared(name, more, rows, metrics) for name, more, rows in found]
 
 
 def commit_rows(run: Path) -> None:
-    """The evaluation has written them all."""
+    """Commit the directories of rows, once the evaluation has written them all."""
     for place in (run / name for name in (ROWS, ANSWERS, RANKED)):
         if place.is_dir():
             storage.commit(place, verified.of_run(place))
 
 
 def defaults(job: Job) -> Iterator[list[str]]:
-    """Names of metrics, those that say most first."""
+    """Yield groups of metrics that may be compared, those that say most first."""
     yield [f"{source}/{rate}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
     if ranking := job.evaluate.ranking:
         yield [f"{source}/all/ndcg@{ranking.k}" for source in ranking.sources]
@@ -85,7 +94,7 @@ def defaults(job: Job) -> Iterator[list[str]]:
 
 
 def needs_losses(job: Job) -> bool:
-    """Whether the held-out loss of each row will be compared, as far as the config says."""
+    """Return whether the held-out loss of each row will be compared, as far as the config says."""
     if job.publish.gate == "off" or not job.evaluate.start:
         return False
     metric = job.publish.metric
@@ -109,32 +118,42 @@ def _rows(job: Job, run: Path, metric: str) -> Rows | None:
     if _is_loss(metric):
         name = metric.partition("/")[2]
         then, now = _read(run / ROWS, name)
-        return None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
+        return (
+            None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
+        )
     source, _, measure = metric.partition("/")
     if source in job.evaluate.sources and measure in ("reward", "pass@1"):
         then, now = _read(run / ANSWERS, source)
         value = float if measure == "reward" else lambda outcome: float(outcome >= 1)
         pairs = [(a["outcome"], b["outcome"]) for a, b in _both(then, now, run, "prompt")]
-        return _paired([(value(a), value(b), 1.0) for a, b in pairs if not isinstance(a, str) and not isinstance(b, str)])
+        return _paired(
+            [(value(a), value(b), 1.0) for a, b in pairs if not isinstance(a, str) and not isinstance(b, str)]
+        )
     if job.evaluate.ranking and source in job.evaluate.ranking.sources:
         then, now = _read(run / RANKED, source)
-        return _paired([(a[measure], b[measure], 1.0) for a, b in _both(then, now, run, "user") if measure in a and measure in b])
+        return _paired(
+            [(a[measure], b[measure], 1.0) for a, b in _both(then, now, run, "user") if measure in a and measure in b]
+        )
     return None
 
 
 def _read(place: Path, source: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows at the start and now; none where the evaluation left none."""
+    """Return the rows at the start and now; none where the evaluation left none."""
     if place.is_dir():
         verified.refuse_other(str(place), verified.of_run(place), float("inf"), AGAIN)
     files = [place / prefix / f"{source}.jsonl" for prefix in ("start", "")]
-    then, now = ([json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [] for file in files)
+    then, now = (
+        [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [] for file in files
+    )
     return then, now
 
 
 def _both(then: Sequence[dict], now: Sequence[dict], run: Path, key: str = "") -> Iterator[tuple[dict, dict]]:
-    """The same rows before and after. Raises UserError where they are not the same."""
+    """Yield the same rows before and after. Raises UserError where they are not the same."""
     if len(then) != len(now) or any(key and a[key] != b[key] for a, b in zip(then, now, strict=True)):
-        raise UserError(f"what {run} holds of the start and of the trained model is not of the same held-out rows: {AGAIN}")
+        raise UserError(
+            f"what {run} holds of the start and of the trained model is not of the same held-out rows: {AGAIN}"
+        )
     yield from zip(then, now, strict=True)
 
 
@@ -153,7 +172,8 @@ def _compared(metric: str, more: bool, rows: Rows | None, metrics: Mapping[str, 
 
 
 def interval(differences: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
-    """95 % interval of Σ differences / Σ denominators: a ratio of sums over rows (Cochran 1977, eq. 6.13), by Student's t."""
+    """95 % interval of Σ differences / Σ denominators: a ratio of sums over rows (Cochran 1977, eq. 6.13),
+    by Student's t."""
     n = len(differences)
     if n < FEWEST:
         return -math.inf, math.inf
@@ -163,7 +183,8 @@ def interval(differences: np.ndarray, denominators: np.ndarray) -> tuple[float, 
 
 
 def quantile(freedom: int) -> float:
-    """Of Student's t, by its expansion around the normal one (Abramowitz and Stegun 26.7.5); within 1 % from 4 degrees of freedom on."""
+    """Of Student's t, by its expansion around the normal one (Abramowitz and Stegun 26.7.5);
+    within 1 % from 4 degrees of freedom on."""
     z, v = statistics.NormalDist().inv_cdf(LEVEL), freedom
     terms = (
         z,
@@ -176,17 +197,21 @@ def quantile(freedom: int) -> float:
 
 
 def said(job: Job, found: Sequence[Comparison]) -> str:
-    """A line for the console and the card."""
+    """Return a line for the console and the card."""
     if job.publish.gate == "off":
         return "not compared with what training started from: publish.gate is off"
     if not found:
-        why = "evaluate.start is off" if not job.evaluate.start else "the job holds nothing out (evaluate.sources, data.validation)"
+        why = (
+            "evaluate.start is off"
+            if not job.evaluate.start
+            else "the job holds nothing out (evaluate.sources, data.validation)"
+        )
         return f"not compared with what training started from: {why}"
     return "; ".join(one.said for one in found)
 
 
 def refuse_worse(job: Job, found: Sequence[Comparison]) -> None:
-    """Raises Worse, naming what is worse than it was."""
+    """Raise Worse, naming what is worse than it was."""
     allowed = job.publish.max_drop if job.publish.metric else 0.0
     if job.publish.gate != "off" and (worse := [one for one in found if one.is_worse(allowed)]):
         raise Worse(

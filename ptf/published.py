@@ -1,7 +1,8 @@
 """Versions of a model below one directory or URI, and the pointer to the one that counts, `latest.json`.
 
-The one idea: a version is never changed and never removed here; publishing and rolling back only move the pointer, from what was seen to what is
-wanted: where somebody else has moved it meanwhile, nothing happens, and whoever asked looks again.
+The one idea: a version is never changed and never removed here; publishing and rolling back only move the pointer, from
+what was seen to what is wanted: where somebody else has moved it meanwhile, nothing happens,
+and whoever asked looks again.
 """
 
 import json
@@ -19,24 +20,27 @@ POINTER = "latest.json"
 
 @dataclass(frozen=True)
 class Pointer:
+    """The version that counts, and those that counted before it."""
+
     version: str
     before: tuple[str, ...] = ()  # what it has named, oldest first: where a rollback goes
 
 
 def pointer(root: str) -> Pointer | None:
-    """None where nothing was published. Raises Corrupt for one that cannot be read."""
+    """Return what is published; None where nothing is. Raises Corrupt for a pointer that cannot be read."""
     text = _text(root)
     return None if text is None else _read(root, text)
 
 
 def latest(root: str) -> str | None:
-    """The directory or URI of the version that counts. Raises Corrupt if it is not there whole."""
+    """Return the directory or URI of the version that counts; None where nothing is published. Raises Corrupt if it is
+    not there whole."""
     found = _found(root)
     return found and f"{root}/{found[0].version}"
 
 
 def manifest(root: str) -> dict[str, Any] | None:
-    """Of the version that counts. Raises Corrupt if it is not there whole."""
+    """Return the manifest of the version that counts. Raises Corrupt if it is not there whole."""
     found = _found(root)
     return found and found[1]
 
@@ -47,10 +51,15 @@ def _found(root: str) -> tuple[Pointer, dict[str, Any]] | None:
     try:
         said = storage.manifest_of(f"{root}/{found.version}")
         if said.get("version") != found.version:
-            raise Corrupt(f"{root}/{found.version} holds another version, {said.get('version')}; ptf publish {root} --rollback VERSION goes back to one")
+            raise Corrupt(
+                f"{root}/{found.version} holds another version, {said.get('version')}; "
+                f"ptf publish {root} --rollback VERSION goes back to one"
+            )
         return found, said
     except storage.Missing:
-        raise Corrupt(f"{root}/{POINTER} names {found.version}, which is not there; ptf publish {root} --list says what is") from None
+        raise Corrupt(
+            f"{root}/{POINTER} names {found.version}, which is not there; ptf publish {root} --list says what is"
+        ) from None
 
 
 def point(root: str, version: str, seen: Pointer | None) -> bool:
@@ -65,15 +74,19 @@ def point(root: str, version: str, seen: Pointer | None) -> bool:
 
 
 def versions(root: str) -> list[str]:
-    """The finished ones, by name. Raises Missing if there is no such place."""
+    """Return the names of the finished versions, sorted. Raises Missing if there is no such directory."""
     base = str(Path(root).resolve()) if storage.is_local(root) else root.rstrip("/")
-    files = (name.removesuffix(f"/{storage.MANIFEST}").rsplit("/", 1) for name in storage.listing(base) if name.endswith(f"/{storage.MANIFEST}"))
+    files = (
+        name.removesuffix(f"/{storage.MANIFEST}").rsplit("/", 1)
+        for name in storage.listing(base)
+        if name.endswith(f"/{storage.MANIFEST}")
+    )
     return sorted(version for above, version in files if above.rsplit("/", 1)[-1] == base.rsplit("/", 1)[-1])
 
 
 def roll_back(root: str, to: str | None = None) -> Pointer:
-    """Let the pointer name an earlier version, by default the one before, after reading all of its files. Raises UserError if there is none, Corrupt if it is
-    not what was published."""
+    """Let the pointer name an earlier version, by default the one before, after reading all of its files. Raises
+    UserError if there is none, Corrupt if it is not what was published."""
     now = _text(root)
     if to is not None:
         _refuse_name(to)
@@ -86,9 +99,14 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
             raise
         seen = Pointer(to)  # written anew
     if to is None and not seen.before:
-        raise UserError(f"{root}: {seen.version} is the only version that was published there; there is nothing to go back to")
+        raise UserError(
+            f"{root}: {seen.version} is the only version that was published there; there is nothing to go back to"
+        )
     if to is None and not storage.exists(f"{root}/{seen.version}"):
-        raise Corrupt(f"{root}/{POINTER} names {seen.version}, which is not there; ptf publish {root} --rollback VERSION goes to one that is")
+        raise Corrupt(
+            f"{root}/{POINTER} names {seen.version}, which is not there; "
+            f"ptf publish {root} --rollback VERSION goes to one that is"
+        )
     to = to or seen.before[-1]
     try:
         if (held := verified.verify(f"{root}/{to}").get("version")) != to:
@@ -99,13 +117,16 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
     before = (*seen.before, seen.version) if last is None else seen.before[:last]
     wanted = seen if to == seen.version else Pointer(to, before)
     if not _move(root, wanted, now):
-        raise UserError(f"{root}: somebody else has just published or rolled back; look at it (ptf publish {root} --list) and try again")
+        raise UserError(
+            f"{root}: somebody else has just published or rolled back; look at it (ptf publish {root} --list) "
+            "and try again"
+        )
     return wanted
 
 
 def refuse_damaged(directory: Path, path: str, up_to: float, without: Sequence[str] = ()) -> None:
-    """Raises Corrupt where a local directory, or a copy of `path`, is not what was published there. A model that ptf did not publish has no manifest to
-    compare it with."""
+    """Raise Corrupt where a local directory, or a copy of `path`, is not what was published there. A model that ptf
+    did not publish has no manifest to compare it with."""
     try:
         said = json.loads((directory / storage.MANIFEST).read_text())
     except FileNotFoundError:
@@ -113,17 +134,23 @@ def refuse_damaged(directory: Path, path: str, up_to: float, without: Sequence[s
     except ValueError:
         said = {"digest": None}  # whose manifest it is cannot be known: the check below names it
     if not (isinstance(said, dict) and said.keys() & {"digest", "files"}):
-        print(f"not verified: {directory}/{storage.MANIFEST} is not ptf's, so nothing is known of what {directory} should hold", flush=True)
+        print(
+            f"not verified: {directory}/{storage.MANIFEST} is not ptf's, "
+            f"so nothing is known of what {directory} should hold",
+            flush=True,
+        )
         return
     held = verified.verify(str(directory), up_to, "ptf publish … --rollback goes back to another version", without)
     root, _, name = path.rstrip("/").rpartition("/")
-    if held.get("version") != name and root and storage.exists(f"{root}/{POINTER}"):  # elsewhere a copy may have any name
+    # elsewhere a copy may have any name
+    if held.get("version") != name and root and storage.exists(f"{root}/{POINTER}"):
         raise Corrupt(f"{path} holds another version, {held.get('version')}")
 
 
 def _move(root: str, wanted: Pointer, now: str | None) -> bool:
     text = storage.record_text({"version": wanted.version, "before": list(wanted.before)})
-    return storage.swap_text(f"{root}/{POINTER}", text, now) or pointer(root) == wanted  # the store's answer to our own write may have been lost
+    # the store's answer to our own write may have been lost
+    return storage.swap_text(f"{root}/{POINTER}", text, now) or pointer(root) == wanted
 
 
 def _text(root: str) -> str | None:
@@ -133,18 +160,23 @@ def _text(root: str) -> str | None:
         return None
     except (UnicodeDecodeError, IsADirectoryError, PermissionError) as error:
         raise Corrupt(
-            f"{root}/{POINTER} cannot be read ({type(error).__name__}); remove it, and ptf publish {root} --rollback VERSION writes it anew"
+            f"{root}/{POINTER} cannot be read ({type(error).__name__}); remove it, "
+            f"and ptf publish {root} --rollback VERSION writes it anew"
         ) from None
 
 
 def _read(root: str, text: str) -> Pointer:
     try:
-        said = storage.told_record(text) if '"digest"' in text else json.loads(text)  # one that was written by hand has none
+        # one that was written by hand has none
+        said = storage.told_record(text) if '"digest"' in text else json.loads(text)
         version, before = said["version"], tuple(said.get("before", ()))
         if not all(map(_is_name, (version, *before))) or said.keys() - {"version", "before"}:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Corrupt(f'{root}/{POINTER} is not a pointer ({{"version": …}}); ptf publish {root} --rollback VERSION writes it anew') from None
+        raise Corrupt(
+            f'{root}/{POINTER} is not a pointer ({{"version": …}}); ptf publish {root} --rollback VERSION writes it '
+            "anew"
+        ) from None
     return Pointer(version, before)
 
 

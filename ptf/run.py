@@ -1,4 +1,5 @@
-"""Running a job: the hybrid of SPMD and single controller in one `if`. Also `python -m ptf.run CONFIG` under torchrun."""
+"""Running a job: the hybrid of SPMD and single controller in one `if`.
+Also `python -m ptf.run CONFIG` under torchrun."""
 
 import argparse
 import contextlib
@@ -15,51 +16,58 @@ from ptf import entry  # first: it notes who started this process
 
 # isort: split
 from ptf import disk, published, scratch, storage
-from ptf.compute import launch, leave
-from ptf.compute.lease import Lease, leased
+from ptf.compute import launch, shutdown
+from ptf.compute.lease import Lease, hold_lease
 from ptf.compute.world import World, joined
-from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plug, resolve, shown, sources_of
+from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
+from ptf.config.renames import SEAL
 from ptf.config.schema import Source
 from ptf.credentials import redacted
-from ptf.data import hub
-from ptf.data.files import Location, repo_of
 from ptf.data.prepare import prepare
+from ptf.data.sources import hub
+from ptf.data.sources.files import Location, repo_of
 from ptf.errors import Retryable, UserError
 from ptf.recipes import registry
 from ptf.train.resume import refuse_frozen_changes
 
 
 def mint(prefix: str) -> str:
-    """A new lineage: names one training run, and every resume of it."""
+    """Return a new lineage, which names one training run and every resume of it."""
     return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-JOB, DIGEST = "job.yaml", "# SHA-256 of the lineage and of what is above: "  # in the run's directory; its last line
+JOB = "job.yaml"  # in the run's directory; its last line is SEAL and a digest
 LINEAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 TAKEN = ("prepared", "tokenized", "annotated", "published", "models")  # directories that runs share below `output`
 
 
 def refuse_lineage(lineage: str) -> None:
-    """Raises UserError for what cannot be the name of a run's directory."""
+    """Raise UserError for what cannot be the name of a run's directory."""
     if not LINEAGE.fullmatch(lineage):
         raise UserError(
-            f"{lineage!r} is not the name of a training run: at most 200 letters, digits, dots, hyphens and underscores, the first a letter or a digit "
+            f"{lineage!r} is not the name of a training run: at most 200 letters, digits, dots, "
+            "hyphens and underscores, the first a letter or a digit "
             "(without --lineage a new run gets one)"
         )
     if lineage in TAKEN:
-        raise UserError(f"{lineage!r} is not the name of a training run: a directory of that name is shared by all runs; take another")
+        raise UserError(
+            f"{lineage!r} is not the name of a training run: a directory of that name is shared by all runs; "
+            "take another"
+        )
 
 
 def prepared_directory(job: Job) -> str | None:
     """Run `data.prepare` unless its output is there already; None if the job has none."""
     if job.data.prepare is None:
         return None
-    return prepare(plug.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared", job.verify_bytes)
+    return prepare(
+        plugin.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared", job.verify_bytes
+    )
 
 
 def published_models(job: Job) -> dict[str, str]:
-    """Path → the published version that it stands for now, so that every later stage and resume takes the same one: of those of the job's models
-    that are `job:`s which have published something, or directories of versions."""
+    """Path → the published version that it stands for now, so that every later stage and resume takes the same one: of
+    those of the job's models that are `job:`s which have published something, or directories of versions."""
     found = {}
     for path in model_paths(job).values():
         place = path
@@ -73,17 +81,23 @@ def published_models(job: Job) -> dict[str, str]:
 
 def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
     """Key → config of every `job:` that has published nothing yet."""
-    return {key: path.removeprefix("job:") for key, path in model_paths(job).items() if path.startswith("job:") and path not in models}
+    return {
+        key: path.removeprefix("job:")
+        for key, path in model_paths(job).items()
+        if path.startswith("job:") and path not in models
+    }
 
 
 def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
-    """Key of a source → the commit of its dataset of the Hub, so that every later stage and resume reads the same one. Where the config names no
-    revision, an earlier attempt at the lineage has said which."""
+    """Key of a source → the commit of its dataset of the Hub, so that every later stage and resume reads the same one.
+    Where the config names no revision, an earlier attempt at the lineage has said which."""
     text = recorded(Path(job.output) / lineage) if lineage else None
     before = sources_of(loads(text)) if text else {}
     found = {}
     for key, source in sources_of(job).items():
-        repo = None if source.kind == "tokenized" or source.path.startswith("prepare:") else repo_of(Location.of(source))
+        repo = (
+            None if source.kind == "tokenized" or source.path.startswith("prepare:") else repo_of(Location.of(source))
+        )
         if repo is not None and not (repo.revision and hub.COMMIT.fullmatch(repo.revision)):
             then = before.get(key) if repo.revision is None else None
             found[key] = (then and _commit_read(then)) or hub.commit_of(repo.id, repo.revision)
@@ -91,7 +105,7 @@ def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
 
 
 def _commit_read(source: Source) -> str | None:
-    """The commit that a recorded job read, ahead of training or while it trained."""
+    """Return the commit that a recorded job read, ahead of training or while it trained."""
     if source.kind != "tokenized":
         return source.revision
     manifest = f"{source.path.rstrip('/')}/{storage.MANIFEST}"
@@ -99,33 +113,40 @@ def _commit_read(source: Source) -> str | None:
 
 
 def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = None) -> Job:
-    """The job with `prepare:` and `job:` replaced by what they point at, and with the commits of its datasets of the Hub (those that an earlier
-    attempt at `lineage` read). Raises UserError if a `job:` has published nothing."""
+    """Return the job with `prepare:` and `job:` replaced by what they point at, and with the commits of its datasets of
+    the Hub (those that an earlier attempt at `lineage` read). Raises UserError if a `job:` has published nothing."""
     models = {**published_models(job), **models}
     for key, config in unpublished(job, models).items():
         flow = f"flows/{load(config).recipe}_flow.py"
-        raise UserError(f"{key}: {config} has published no model yet; make it first: python {flow} run --config {config}")
+        raise UserError(
+            f"{key}: {config} has published no model yet; make it first: python {flow} run --config {config}"
+        )
     return resolve(job, prepared=prepared_directory(job), models=models, commits=dataset_commits(job, lineage))
 
 
 def remove_leftovers(job: Job, lineage: str) -> None:
-    """What killed processes left half-made where this job and this run write."""
-    places = {job.output: 1, f"{job.output}/{lineage}": 4} | ({job.versions: 1} if storage.is_local(job.versions) else {})
+    """Remove what killed processes left half-made where this job and this run write."""
+    places = {job.output: 1, f"{job.output}/{lineage}": 4} | (
+        {job.versions: 1} if storage.is_local(job.versions) else {}
+    )
     for place in {path: None for root, depth in places.items() for path in scratch.sweep(Path(root), depth)}:
         print(f"removed {place}, which a process that was killed had left", flush=True)
 
 
 def run(job: Job, lineage: str) -> Path:
-    """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory: metrics.jsonl, tensorboard/,
-    checkpoints/, and `model/`, a Hugging Face directory. Raises Held where another process is training it."""
+    """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory:
+    metrics.jsonl, tensorboard/, checkpoints/, and `model/`, a Hugging Face directory.
+    Raises Held where another process is training it."""
     refuse_lineage(lineage)
     directory, job = Path(job.output) / lineage, shown(job)
-    with disk.plainly(job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])):
+    with disk.plainly(
+        job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])
+    ):
         if (job.compute.address or "").startswith(("http://", "https://")):
             record(job, directory)
             submitted(job, lineage, directory)  # the lease is held there
         else:
-            with leased(job, directory) as lease:
+            with hold_lease(job, directory) as lease:
                 _run(job, lineage, directory, lease)
     return directory
 
@@ -134,21 +155,27 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
     text, compute = dump(job), job.compute
     record(job, directory)
     if not os.environ.get(launch.LAUNCHED):
-        leave.forget(directory)
+        shutdown.forget(directory)
         remove_leftovers(job, lineage)
     if registry.build(job).online:
-        from ptf.rl.fit import fit_online
+        from ptf.rl.assemble import fit_online
 
         fit_online(job, directory, lease)
     elif launch.needs_ray(compute):
-        with leave.passing_on(directory):
+        with shutdown.passing_on(directory):
             launch.on_ray(
-                work, (text, str(directory), lease.text), workers=compute.workers, device=compute.device, threads=compute.threads, address=compute.address,
-                workdir=directory, timeout_s=compute.timeout_s,
-            )  # fmt: skip
+                work,
+                (text, str(directory), lease.text),
+                workers=compute.workers,
+                device=compute.device,
+                threads=compute.threads,
+                address=compute.address,
+                workdir=directory,
+                timeout_s=compute.timeout_s,
+            )
     elif compute.launcher == "torchrun":
         threads = compute.threads or launch.default_threads(compute.workers)
-        with leave.passing_on(directory):
+        with shutdown.passing_on(directory):
             command = [str(directory / JOB), "--lineage", lineage, "--lease", lease.text]
             launch.torchrun(command, compute.workers, threads, compute.timeout_s, directory)
     else:
@@ -156,17 +183,29 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
 
 
 def submitted(job: Job, lineage: str, directory: Path) -> None:
-    """Train as a job of a Ray cluster, which sees the same directories as this machine and has the same Python. Raises UserError if it
-    refuses the job, Retryable if it fails otherwise."""
+    """Train as a job of a Ray cluster, which sees the same directories as this machine and has the same Python. Raises
+    UserError if it refuses the job, Retryable if it fails otherwise."""
     from ptf.compute import ray_jobs
 
-    command = [sys.executable, "-m", "ptf.cli", "train", str((directory / JOB).resolve()), "--lineage", lineage, "--set", "compute.address=auto"]
+    command = [
+        sys.executable,
+        "-m",
+        "ptf.cli",
+        "train",
+        str((directory / JOB).resolve()),
+        "--lineage",
+        lineage,
+        "--set",
+        "compute.address=auto",
+    ]
     command += ["--set", f"output={Path(job.output).resolve()}"]
-    with leave.passing_on(directory):
+    with shutdown.passing_on(directory):
         name = ray_jobs.named(lineage, "train")
-        ended = ray_jobs.follow(job.compute.address or "", name, command, job.compute.timeout_s, anew=lambda: leave.forget(directory))
+        ended = ray_jobs.follow(
+            job.compute.address or "", name, command, job.compute.timeout_s, anew=lambda: shutdown.forget(directory)
+        )
     if ended.status != "SUCCEEDED":
-        refused = ended.code == 2 and not (directory / leave.STOP).exists()
+        refused = ended.code == 2 and not (directory / shutdown.STOP).exists()
         message = f"the job ended as {ended.status}: {ended.message.strip() or 'its lines above say why'}"
         raise UserError(message) if refused else Retryable(message)
 
@@ -177,20 +216,24 @@ def record(job: Job, directory: Path) -> None:
     if (then := recorded(directory)) is not None:
         refuse_frozen_changes(then, job)
     text = dump(job)
-    storage.write_text(str(directory / JOB), f"{text}{DIGEST}{_digest(directory, text)}\n")
+    storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")
 
 
 def recorded(directory: Path) -> str | None:
-    """The job of a run's earlier attempt; None where there was none. Raises Corrupt where it is not as it was written."""
+    """Return the job of a run's earlier attempt as a text; None where there was none.
+    Raises Corrupt where it is not as it was written."""
     file = directory / JOB
     try:
-        text, _, digest = file.read_bytes().decode().rpartition(DIGEST)
+        text, _, digest = file.read_bytes().decode().rpartition(SEAL)
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:
         text, digest = "", "?"
     if digest != f"{_digest(directory, text)}\n":
-        raise storage.Corrupt(f"{file} is not as this run wrote it; where the config is the one that this run began with, remove it: it is written anew")
+        raise storage.Corrupt(
+            f"{file} is not as this run wrote it; where the config is the one that this run began with, remove it: "
+            "it is written anew"
+        )
     return text
 
 
@@ -199,7 +242,7 @@ def _digest(directory: Path, text: str) -> str:
 
 
 def begun(job: Job, lineage: str | None) -> dict[str, str]:
-    """Of the job's published models, the versions that an earlier attempt at this lineage took."""
+    """Return, of the job's published models, the versions that an earlier attempt at this lineage took."""
     if lineage is None:
         return {}
     refuse_lineage(lineage)
@@ -211,7 +254,7 @@ def begun(job: Job, lineage: str | None) -> dict[str, str]:
 
 
 def work(text: str, directory: str, lease: str) -> None:
-    """What every rank of an offline job runs; whoever started it holds the lease."""
+    """Train on one rank of an offline job; whoever started it holds the lease."""
     from ptf.train.fit import fit
 
     job = loads(text)
@@ -220,52 +263,54 @@ def work(text: str, directory: str, lease: str) -> None:
 
 
 def world_of(job: Job):
+    """Return the context in which this process is one of the job's ranks."""
     compute = job.compute
     threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor)
 
 
-def main_train(job: Job, lineage: str | None) -> int:
-    """`ptf train`: a whole training run without an orchestrator."""
-    if lineage is None:
-        lineage = mint(job.recipe if isinstance(job.recipe, str) else "plug")
-    refuse_lineage(lineage)
-    print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
-    directory = run(resolved(job, begun(job, lineage), lineage), lineage)
-    print(f"trained: {directory / 'model'}   metrics: {directory / 'metrics.jsonl'}", flush=True)
-    return 0
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """One rank of `torchrun … -m ptf.run CONFIG… [--set a.b=c]… [--lineage ID]`."""
-    parser = argparse.ArgumentParser(prog="python -m ptf.run", description="Train a job on the ranks that torchrun started.")
+    """Train as one rank of `torchrun … -m ptf.run CONFIG… [--set a.b=c]… [--lineage ID]`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ptf.run", description="Train a job on the ranks that torchrun started."
+    )
     parser.add_argument("config", nargs="+")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     parser.add_argument("--lineage", help="continue this run from its newest checkpoint")
     parser.add_argument("--lease", help=argparse.SUPPRESS)  # of the process that started torchrun
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))
-    entry.end_with_parent(entry.STARTED_BY)  # of a rank that torchrun started by hand; ours were bound to it before they imported anything
+    # of a rank that torchrun started by hand; ours were bound to it before they imported anything
+    entry.end_with_parent(entry.STARTED_BY)
     try:
         job = load(*given.config, overrides=given.set)
         if registry.build(job).online:
             raise UserError("an online recipe has one controller, not ranks: use `ptf train` or its flow")
         if job.compute.workers != int(os.environ.get("WORLD_SIZE", 1)):
-            raise UserError(f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} processes")
+            raise UserError(
+                f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} "
+                "processes"
+            )
         from ptf.train.fit import fit
 
         with disk.plainly(job.output), world_of(job) as world:
-            text = together(world, lambda: dump(shown(resolved(job, begun(job, given.lineage), given.lineage))) if world.leads else "")
+            text = together(
+                world,
+                lambda: dump(shown(resolved(job, begun(job, given.lineage), given.lineage))) if world.leads else "",
+            )
             job = loads(str(text))
             lineage = str(world.share(given.lineage or mint("sft")))  # an empty one was refused by begun
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)
             with contextlib.ExitStack() as held:
-                text = together(world, lambda: (given.lease or held.enter_context(leased(job, directory)).text) if world.leads else "")
+                text = together(
+                    world,
+                    lambda: (given.lease or held.enter_context(hold_lease(job, directory)).text) if world.leads else "",
+                )
                 together(world, lambda: record(job, directory) if world.leads else None)
                 if world.leads and not os.environ.get(launch.LAUNCHED):
-                    leave.forget(directory)
+                    shutdown.forget(directory)
                     remove_leftovers(job, lineage)
                 fit(job, world, directory, Lease.told(str(text)))
     except UserError as error:
@@ -275,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def together(world: World, act: Callable[[], object]) -> object:
-    """What rank 0's `act` gives, on every rank; its UserError is everyone's."""
+    """Return on every rank what rank 0's `act` returns; its UserError is raised on every rank."""
     try:
         result = act()
     except UserError as error:

@@ -1,7 +1,7 @@
 """Files and directories beside what they will become, and removing those that killed processes have left there.
 
-The one idea: whoever works in one holds a lock on it (flock), which the kernel takes back when that process dies. So a name of ours that nobody
-has locked is garbage, and may be removed by anyone at any time.
+The one idea: whoever works in one holds a lock on it (flock), which the kernel takes back when that process dies. So a
+name of ours that nobody has locked is garbage, and may be removed by anyone at any time.
 """
 
 import contextlib
@@ -45,8 +45,9 @@ def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def hold(path: Path) -> int | None:
-    """Lock a file or directory until the number that is returned is closed, or this process ends; None where it was swept before it was locked. Where the
-    file system has no locks it stays unlocked, and nobody will take it for abandoned."""
+    """Lock a file or directory until the number that is returned is closed, or this process ends; None where it was
+    swept before it was locked. Where the file system has no locks it stays unlocked,
+    and nobody will take it for abandoned."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Files on disk and in object stores under one set of names; fsspec lives here only.
 
-The one idea: data first, `manifest.json` last. A directory without its manifest was never finished; a directory with one can be verified
-to the byte. Nothing is written in place: a reader sees the old file or the new one.
+The one idea: data first, `manifest.json` last. A directory without its manifest was never finished; a directory with
+one can be verified to the byte. Nothing is written in place: a reader sees the old file or the new one.
 """
 
 import contextlib
@@ -34,7 +34,15 @@ GIVE_UP_S = 300.0  # a store that fails for so long is down
 READ_BYTES = 1 << 20  # of one request, unless the reader asks for more
 LASTING = (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)  # errors that a repetition does not mend
 # Errors of botocore, aiohttp and httpx, by name: none is imported here.
-PASSING = {"TransportError", "HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError"}
+PASSING = {
+    "TransportError",
+    "HTTPClientError",
+    "ConnectionError",
+    "IncompleteReadError",
+    "ResponseParserError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+}
 
 
 class Missing(UserError, FileNotFoundError):
@@ -68,7 +76,8 @@ def size(uri: str) -> int:
 
 
 def listing(uri: str) -> list[str]:
-    """Files behind a single file, a directory (and all below it) or a glob, sorted. Raises Missing if there is no such place."""
+    """Files behind a single file, a directory (and all below it) or a glob, sorted.
+    Raises Missing if there is no such place."""
     return list(stamps(uri))
 
 
@@ -79,11 +88,13 @@ def children(uri: str) -> list[str]:
     return sorted({name.rstrip("/").rpartition("/")[2] for name in found})
 
 
-STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_modified", "LastModified", "updated")  # as file systems call it
+# as file systems call it
+STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_modified", "LastModified", "updated")
 
 
 def stamps(uri: str) -> dict[str, str]:
-    """Of those files, sorted by name, what changes when one does: its size, and its time or, in an object store, its entity tag."""
+    """Of those files, sorted by name, what changes when one does: its size, and its time or, in an object store,
+    its entity tag."""
     files, path = _open(uri)
 
     def find() -> dict[str, dict[str, Any]]:
@@ -101,20 +112,31 @@ def stamps(uri: str) -> dict[str, str]:
     if _local(files):
         held = {str(name): os.stat(name) for name in sorted(found)}  # of what a link leads to
         return {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
-    changes = lambda about: next((str(about[key]) for key in STAMPS if about.get(key)), "")  # noqa: E731
+
+    def changes(about):
+        return next((str(about[key]) for key in STAMPS if about.get(key)), "")
+
     return {files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(found.items())}
 
 
 def marks(directory: str) -> dict[str, tuple[int, str]]:
-    """Of every file below a directory or URI, by its name there: its size, and a text that is another once it has been written to; nothing where the
-    store has none."""
+    """Of every file below a directory or URI, by its name there: its size, and a text that is another once it has been
+    written to; nothing where the store has none."""
     files, path = _open(directory)
     if _local(files):
         held = {name: os.stat(os.path.join(path, name)) for name in _names(path)}  # of what a link leads to
-        return {name: (s.st_size, f"file {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}") for name, s in held.items()}
+        return {
+            name: (s.st_size, f"file {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}")
+            for name, s in held.items()
+        }
     root = path.rstrip("/") + "/"
     found = _asked(files, directory, lambda: files.find(path, detail=True))
-    named = lambda about: " ".join(str(about[key]) for key in ("ETag", "etag", "VersionId", "version_id", "md5Hash") if about.get(key))  # noqa: E731
+
+    def named(about):
+        return " ".join(
+            str(about[key]) for key in ("ETag", "etag", "VersionId", "version_id", "md5Hash") if about.get(key)
+        )
+
     return {name.removeprefix(root): (int(about["size"]), named(about)) for name, about in found.items()}
 
 
@@ -133,7 +155,8 @@ def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
 
 
 def refuse_no_bucket(uri: str) -> None:
-    """Raises Missing where an object store has no bucket of that name; a directory of this machine is made when something is written."""
+    """Raises Missing where an object store has no bucket of that name;
+    a directory of this machine is made when something is written."""
     files, path = _open(uri)
     bucket = path.split("/")[0]
     if bucket and not _local(files) and not _asked(files, uri, lambda: files.exists(bucket)):
@@ -141,7 +164,8 @@ def refuse_no_bucket(uri: str) -> None:
 
 
 def open_read(uri: str, read_bytes: int = READ_BYTES) -> IO[bytes]:
-    """A file to read and to seek in. A remote one is fetched by ranges of `read_bytes`, each again where the store fails."""
+    """A file to read and to seek in. A remote one is fetched by ranges of `read_bytes`,
+    each again where the store fails."""
     files, path = _open(uri)
     if not _local(files):
         return io.BufferedReader(_Remote(files, path, uri), read_bytes)
@@ -184,7 +208,9 @@ class _Remote(Ranged):
             return 0
         data = _asked(self._files, self._uri, lambda: self._files.cat_file(self._path, start=self._at, end=end))
         if len(data) != end - self._at:
-            raise Corrupt(f"{self._uri} has changed while it was read: {len(data)} bytes at {self._at}, not {end - self._at}")
+            raise Corrupt(
+                f"{self._uri} has changed while it was read: {len(data)} bytes at {self._at}, not {end - self._at}"
+            )
         buffer[: len(data)] = data
         self._at = end
         return len(data)
@@ -194,7 +220,8 @@ def read_text(uri: str) -> str:
     """A whole file as it was at one instant. Raises Missing."""
     files, path = _open(uri)
     if not _local(files):
-        return _asked(files, uri, lambda: files.cat_file(path)).decode()  # one GET: between a size and a range of bytes another file may have come
+        # one GET: between a size and a range of bytes another file may have come
+        return _asked(files, uri, lambda: files.cat_file(path)).decode()
     with open_read(uri) as stream:
         return stream.read().decode()
 
@@ -210,8 +237,9 @@ def write_text(uri: str, text: str) -> None:
 
 
 def swap_text(uri: str, text: str, expected: str | None) -> bool:
-    """As `write_text`, if the file still holds `expected` (None: if there is none); False where another was first. A local file is locked meanwhile, S3
-    is given the condition; other stores have none, and are looked at right before."""
+    """As `write_text`, if the file still holds `expected` (None: if there is none); False where another was first. A
+    local file is locked meanwhile, S3 is given the condition; other stores have none,
+    and are looked at right before."""
     files, path = _open(uri)
     if _local(files):
         with _locked(Path(path)):
@@ -222,14 +250,17 @@ def swap_text(uri: str, text: str, expected: str | None) -> bool:
     if expected is None:
         return not exists(uri) and _put_if(files, path, uri, text, {"mode": "create"})
     tag = _asked(files, uri, lambda: files.info(path)).get("ETag")
-    conditions = [{"IfMatch": tag}, {"IfMatch": tag.strip('"')}] if tag else [{}]  # Ceph's gateway wants it without its quotation marks
+    # Ceph's gateway wants it without its quotation marks
+    conditions = [{"IfMatch": tag}, {"IfMatch": tag.strip('"')}] if tag else [{}]
     return any(read_text(uri) == expected and _put_if(files, path, uri, text, condition) for condition in conditions)
 
 
 def _put_if(files: Any, path: str, uri: str, text: str, condition: dict[str, str]) -> bool:
     """Whether it was put; not where the store says that the condition does not hold."""
     try:
-        _asked(files, uri, lambda: files.pipe_file(path, text.encode(), **(condition if "s3" in files.protocol else {})))
+        _asked(
+            files, uri, lambda: files.pipe_file(path, text.encode(), **(condition if "s3" in files.protocol else {}))
+        )
     except OSError as error:
         answer = getattr(error.__cause__, "response", None) or {}  # of botocore, below what s3fs makes of it
         if answer.get("Error", {}).get("Code") not in ("PreconditionFailed", "ConditionalRequestConflict"):
@@ -267,7 +298,8 @@ class Hashing:
 
 @contextlib.contextmanager
 def create(uri: str) -> Iterator[Hashing]:
-    """A new file, of a directory that a manifest will finish: it is on disk when the block ends well, and may be half-written when not."""
+    """A new file, of a directory that a manifest will finish: it is on disk when the block ends well,
+    and may be half-written when not."""
     files, path = _open(uri)
     if _local(files):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +319,8 @@ def move(uri: str, new: str) -> None:
 
 
 def remove(uri: str) -> None:
-    """A file, or a directory with all below it: its manifest first, so that nobody takes what is left for whole. Nothing where nothing is."""
+    """A file, or a directory with all below it: its manifest first, so that nobody takes what is left for whole.
+    Nothing where nothing is."""
     files, path = _open(uri)
     for target in (f"{path.rstrip('/')}/{MANIFEST}", path):
         with contextlib.suppress(Missing):
@@ -308,9 +341,10 @@ def upload(directory: str | os.PathLike[str], uri: str) -> None:
 
 
 def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()) -> str:
-    """A local directory with what is at `uri`, but for names that match `without`: a local one as it is, a remote one copied to a place of its
-    own below `into`. The copy appears only when it is complete, whoever else makes it at the same time, and is made again only when something
-    at `uri` has changed. What it holds is written beside it, for `ptf.verified`. Raises Missing if nothing is there."""
+    """A local directory with what is at `uri`, but for names that match `without`: a local one as it is, a remote one
+    copied to a place of its own below `into`. The copy appears only when it is complete, whoever else makes it at the
+    same time, and is made again only when something at `uri` has changed. What it holds is written beside it, for
+    `ptf.verified`. Raises Missing if nothing is there."""
     files, path = _open(uri)
     if not _asked(files, uri, lambda: files.exists(path)):
         raise Missing(f"no such directory: {uri}")
@@ -320,7 +354,9 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
     there = _asked(files, uri, lambda: files.find(path, detail=True))
     if outside := next((name for name in there if not _inside(name.removeprefix(root))), None):
         raise Corrupt(f"{uri}: a name in it leads out of it: {outside!r}")
-    found = {name: info for name, info in there.items() if not any(fnmatch(name.removeprefix(root), p) for p in without)}
+    found = {
+        name: info for name, info in there.items() if not any(fnmatch(name.removeprefix(root), p) for p in without)
+    }
     state = json.dumps([uri.rstrip("/"), found], sort_keys=True, default=str)  # sizes, and times or ETags
     copy = Path(into) / f"{Path(path).name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     if copy.is_dir() and exists(f"{copy}{COPIED}"):
@@ -331,7 +367,10 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
             target.parent.mkdir(parents=True, exist_ok=True)
             _asked(files, uri, partial(files.get_file, name, str(target)))
             if target.stat().st_size != found[name]["size"]:
-                raise Corrupt(f"{uri} has changed while it was copied: {name} has {target.stat().st_size} bytes, not {found[name]['size']}")
+                raise Corrupt(
+                    f"{uri} has changed while it was copied: {name} has {target.stat().st_size} bytes, "
+                    f"not {found[name]['size']}"
+                )
         entries = {}
         for name in _names(part):
             with open(part / name, "rb") as stream:
@@ -346,7 +385,8 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
 
 
 def commit(directory: str | os.PathLike[str], manifest: dict[str, Any]) -> dict[str, Any]:
-    """Finish a local directory: flush its files to disk, then write `manifest` with the size and SHA-256 of each. Returns what was written."""
+    """Finish a local directory: flush its files to disk, then write `manifest` with the size and SHA-256 of each.
+    Returns what was written."""
     entries: dict[str, dict[str, Any]] = {}
     for name in _names(directory):
         if name != MANIFEST:
@@ -357,7 +397,8 @@ def commit(directory: str | os.PathLike[str], manifest: dict[str, Any]) -> dict[
 
 
 def finish(directory: str, manifest: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Write the manifest of a directory or URI whose files are on disk and hold what `entries` says (`Hashing.entry`). Returns what was written."""
+    """Write the manifest of a directory or URI whose files are on disk and hold what `entries` says (`Hashing.entry`).
+    Returns what was written."""
     assert not {"files", "digest"} & manifest.keys(), "finish() fills in `files` and `digest`"
     whole = {**manifest, "files": entries}
     whole["digest"] = _manifest_digest(whole)
@@ -370,7 +411,9 @@ def finish(directory: str, manifest: dict[str, Any], entries: dict[str, dict[str
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
     """SHA-256 of all that it says."""
-    return hashlib.sha256(json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()
+    ).hexdigest()
 
 
 def write_record(uri: str, record: dict[str, Any]) -> None:
@@ -383,7 +426,8 @@ def record_text(record: dict[str, Any]) -> str:
 
 
 def told_record(text: str) -> dict[str, Any]:
-    """Raises ValueError, KeyError, TypeError or AttributeError for a text that is not, to the bit, one of `record_text`."""
+    """Raises ValueError, KeyError, TypeError or AttributeError for a text that is not, to the bit,
+    one of `record_text`."""
     found = json.loads(text)
     if found.pop("digest") != _manifest_digest(found):
         raise ValueError
@@ -391,7 +435,8 @@ def told_record(text: str) -> dict[str, Any]:
 
 
 def record(uri: str, mend: str, said: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """What `write_record` wrote, which says `said`. Raises Corrupt with `mend` as the advice where it is missing, not as it was written, or another's."""
+    """What `write_record` wrote, which says `said`. Raises Corrupt with `mend` as the advice where it is missing, not
+    as it was written, or another's."""
     try:
         found = told_record(read_text(uri))
     except FileNotFoundError:
@@ -405,13 +450,18 @@ def record(uri: str, mend: str, said: Mapping[str, Any] = {}) -> dict[str, Any]:
 
 
 def manifest_of(directory: str) -> dict[str, Any]:
-    """The manifest of a committed directory or URI. Raises Corrupt where it is missing or not as it was written, Missing if nothing is there."""
+    """The manifest of a committed directory or URI. Raises Corrupt where it is missing or not as it was written,
+    Missing if nothing is there."""
     if not exists(directory):
         raise Missing(f"no such directory: {directory}")
     base = directory.rstrip("/")
     try:
         manifest = json.loads(read_text(f"{base}/{MANIFEST}"))
-        if not isinstance(manifest["files"], dict) or not all(map(_inside, manifest["files"])) or manifest["digest"] != _manifest_digest(manifest):
+        if (
+            not isinstance(manifest["files"], dict)
+            or not all(map(_inside, manifest["files"]))
+            or manifest["digest"] != _manifest_digest(manifest)
+        ):
             raise ValueError
     except FileNotFoundError:
         raise Corrupt(f"{base}/{MANIFEST} is missing: the directory was never finished") from None
@@ -421,12 +471,17 @@ def manifest_of(directory: str) -> dict[str, Any]:
 
 
 def verify(directory: str, whole_up_to: float = float("inf")) -> dict[str, Any]:
-    """The manifest of a committed directory or URI, after reading every file; of one with more bytes than `whole_up_to`, after looking at the
-    sizes. Raises Corrupt naming the first file that differs, Missing if nothing is there."""
+    """The manifest of a committed directory or URI, after reading every file; of one with more bytes than
+    `whole_up_to`, after looking at the sizes. Raises Corrupt naming the first file that differs,
+    Missing if nothing is there."""
     manifest, base = manifest_of(directory), directory.rstrip("/")
     held_bytes = sum(entry["size"] for entry in manifest["files"].values())
     if not (whole := held_bytes <= whole_up_to):
-        print(f"not verified: {base} has {held_bytes / 2**30:.3g} GiB, more than checkpoint.verify_gib: sizes were compared, SHA-256 were not", flush=True)
+        print(
+            f"not verified: {base} has {held_bytes / 2**30:.3g} GiB, more than checkpoint.verify_gib: "
+            "sizes were compared, SHA-256 were not",
+            flush=True,
+        )
     for name, entry in manifest["files"].items():
         try:
             held = size(f"{base}/{name}")
@@ -455,17 +510,21 @@ def patiently(uri: str, ask: Callable[[], T]) -> T:
 
 
 def _asked(files: Any, uri: str, ask: Callable[[], T]) -> T:
-    """What a store answers. A remote one that fails is asked again after 1, 2, 4, … 30 s, for `GIVE_UP_S` in all, and the console says so; what will
-    not change (nothing there, no credentials) is a UserError at once."""
+    """What a store answers. A remote one that fails is asked again after 1, 2, 4, … 30 s, for `GIVE_UP_S` in all, and
+    the console says so; what will not change (nothing there, no credentials) is a UserError at once."""
     ends, pause = time.monotonic() + GIVE_UP_S, 1.0
     while True:
         try:
             return ask()
         except FileNotFoundError as e:
-            raise Missing(f"no such file or directory: {uri}" + (f" ({e})" if "bucket" in str(e).lower() else "")) from None
+            raise Missing(
+                f"no such file or directory: {uri}" + (f" ({e})" if "bucket" in str(e).lower() else "")
+            ) from None
         except Exception as e:
             if "Credentials" in type(e).__name__ or (isinstance(e, PermissionError) and not _local(files)):
-                raise UserError(f"no access to {uri}: {e} (are the credentials of this store set in the environment?)") from None
+                raise UserError(
+                    f"no access to {uri}: {e} (are the credentials of this store set in the environment?)"
+                ) from None
             if _local(files) or not _passing(e):
                 raise
             if time.monotonic() + pause > ends:
@@ -478,7 +537,10 @@ def _asked(files: Any, uri: str, ask: Callable[[], T]) -> T:
 def _passing(e: Exception) -> bool:
     """Whether an error of a remote store may be gone at the next try."""
     if isinstance(e, OSError):
-        return not isinstance(e, PermissionError | FileExistsError | IsADirectoryError | NotADirectoryError) and e.errno not in LASTING
+        return (
+            not isinstance(e, PermissionError | FileExistsError | IsADirectoryError | NotADirectoryError)
+            and e.errno not in LASTING
+        )
     return isinstance(e, TimeoutError) or any(c.__name__ in PASSING for c in type(e).__mro__)
 
 

@@ -1,7 +1,9 @@
-"""What is read again is compared with what was written: sizes and SHA-256 of every file, and no file that does not belong there.
+"""What is read again is compared with what was written: sizes and SHA-256 of every file,
+and no file that does not belong there.
 
-The one idea: a file whose identity (device, inode, size, mtime and ctime; in an object store entity tag and version) is the one under which it was
-hashed before is not hashed again. What was found is kept in a small file per directory below `PTF_CACHE` (default `~/.cache/ptf`).
+The one idea: a file whose identity (device, inode, size, mtime and ctime; in an object store entity tag and version) is
+the one under which it was hashed before is not hashed again. What was found is kept in a small file per directory below
+`PTF_CACHE` (default `~/.cache/ptf`).
 """
 
 import contextlib
@@ -24,9 +26,10 @@ WAIT_S = 600.0  # for another process that hashes the same directory
 
 
 def verify(directory: str, up_to: float = float("inf"), mend: str = "", without: Sequence[str] = ()) -> dict[str, Any]:
-    """The manifest of a committed directory or URI that holds exactly what it says. Where more than `up_to` bytes had to be hashed, sizes alone are
-    compared, and the console says so. Names that match `without` may be missing. Raises Corrupt naming the file that is missing, other or not of it,
-    with `mend` as the advice; Missing if nothing is there."""
+    """The manifest of a committed directory or URI that holds exactly what it says. Where more than `up_to` bytes had
+    to be hashed, sizes alone are compared, and the console says so. Names that match `without` may be missing. Raises
+    Corrupt naming the file that is missing, other or not of it, with `mend` as the advice;
+    Missing if nothing is there."""
     with _advised(mend):
         manifest = storage.manifest_of(directory)
         compare(directory, {name: entry for name, entry in manifest["files"].items() if not _any(name, without)}, up_to)
@@ -34,8 +37,9 @@ def verify(directory: str, up_to: float = float("inf"), mend: str = "", without:
 
 
 def made(target: Path, said: Mapping[str, Any], make: Callable[[Path], None], up_to: float = float("inf")) -> bool:
-    """Whether `target` was there, with what `make(directory)` wrote and a manifest that says `said`; now it is in any case. It appears when it is
-    complete, whoever else makes it. Raises Corrupt where it is not what was written, or was made for something else."""
+    """Whether `target` was there, with what `make(directory)` wrote and a manifest that says `said`; now it is in any
+    case. It appears when it is complete, whoever else makes it. Raises Corrupt where it is not what was written,
+    or was made for something else."""
     if target.exists():
         return _again(target, said, up_to)
     with scratch.directory(target) as part:
@@ -58,7 +62,8 @@ def _again(target: Path, said: Mapping[str, Any], up_to: float) -> bool:
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """What the manifest of a directory in a run's says, so that neither another run's nor another of this run's is taken for it."""
+    """What the manifest of a directory in a run's says, so that neither another run's nor another of this run's is
+    taken for it."""
     return {"lineage": directory.parent.name, "directory": directory.name}
 
 
@@ -76,7 +81,9 @@ def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"
     if not storage.is_local(uri):
         mend = f"remove {local}: it is copied again"
         entries = storage.record(
-            f"{local}{storage.COPIED}", f"remove {local} and {Path(local).name}{storage.COPIED}: it is copied again", {"copy": Path(local).name}
+            f"{local}{storage.COPIED}",
+            f"remove {local} and {Path(local).name}{storage.COPIED}: it is copied again",
+            {"copy": Path(local).name},
         )
         with _advised(mend):
             compare(local, entries["files"], up_to, manifest=False)
@@ -84,7 +91,8 @@ def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"
 
 
 def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: float, manifest: bool = True) -> None:
-    """Raises Corrupt unless the files below are those of `entries` (name → size and SHA-256), and no others but, with `manifest`, that."""
+    """Raises Corrupt unless the files below are those of `entries` (name → size and SHA-256), and no others but,
+    with `manifest`, that."""
     base = directory.rstrip("/")
     found = storage.marks(base)
     for name in sorted(found.keys() - entries.keys()):
@@ -96,13 +104,19 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
         if found[name][0] != entry["size"]:
             raise Corrupt(f"{base}/{name} has {found[name][0]} bytes, not {entry['size']}")
     with _memory(base) as known:
-        unknown = {name: entry for name, entry in entries.items() if not found[name][1] or known.get(name) != [found[name][1], entry["sha256"]]}
+        unknown = {
+            name: entry
+            for name, entry in entries.items()
+            if not found[name][1] or known.get(name) != [found[name][1], entry["sha256"]]
+        }
         size = sum(entry["size"] for entry in unknown.values())
         if size > up_to:
             print(
-                f"not verified: {base} has {size / 2**30:.3g} GiB to read, more than checkpoint.verify_gib ({up_to / 2**30:.3g}): sizes were compared, "
-                "SHA-256 were not", flush=True,
-            )  # fmt: skip
+                f"not verified: {base} has {size / 2**30:.3g} GiB to read, "
+                f"more than checkpoint.verify_gib ({up_to / 2**30:.3g}): sizes were compared, "
+                "SHA-256 were not",
+                flush=True,
+            )
             return
         for name, entry in sorted(unknown.items()):
             if _sha256(f"{base}/{name}") != entry["sha256"]:
@@ -116,7 +130,8 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
 
 
 def _settled(mark: str, now: int) -> bool:
-    """Whether a later write would show. Marks of files here end with their ctime in nanoseconds; those of object stores are always others."""
+    """Whether a later write would show. Marks of files here end with their ctime in nanoseconds;
+    those of object stores are always others."""
     if not mark.startswith("file "):
         return bool(mark)
     changed = int(mark.rsplit(" ", 1)[1])
@@ -133,8 +148,8 @@ def _sha256(uri: str) -> str:
 
 @contextlib.contextmanager
 def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
-    """Name → identity and SHA-256, of files that were hashed before; what the block adds is kept. One process of this machine at a time, so that of
-    several ranks one reads and the others know."""
+    """Name → identity and SHA-256, of files that were hashed before; what the block adds is kept. One process of this
+    machine at a time, so that of several ranks one reads and the others know."""
     place = os.path.realpath(directory) if storage.is_local(directory) else directory
     root = Path(os.environ.get("PTF_CACHE") or Path.home() / ".cache" / "ptf") / "verified"
     file = root / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json"
@@ -142,7 +157,11 @@ def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
         root.mkdir(parents=True, exist_ok=True)
         handle = os.open(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        print(f"what is verified cannot be remembered in {root} ({error.strerror}): every file is read again; PTF_CACHE names another place", flush=True)
+        print(
+            f"what is verified cannot be remembered in {root} ({error.strerror}): every file is read again; "
+            "PTF_CACHE names another place",
+            flush=True,
+        )
         yield {}
         return
     try:

@@ -1,32 +1,5 @@
-"""What passes from stage to stage: names of things, never the things. Small enough for any orchestrator to store."""
+"""What passes from stage to stage; stored runs of flows name it here."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from ptf.artifact import Artifact
 
-from ptf.config import Job, resolve
-
-
-@dataclass(frozen=True)
-class Artifact:
-    lineage: str  # names the training run; every resume keeps it
-    prepared: str | None = None  # directory that data.prepare wrote
-    models: Mapping[str, str] = field(default_factory=dict)  # path → published version, of models that are `job:`s or directories of versions
-    commits: Mapping[str, str] = field(default_factory=dict)  # key of a source → commit, of datasets of the Hub
-    data: Mapping[str, str] = field(default_factory=dict)  # source → what its files were when they were prepared (ptf.data.sources.stamps)
-    tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
-    run: str | None = None  # directory of the training run: metrics, checkpoints, model
-    model: str | None = None  # Hugging Face directory that training exported
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of training and evaluation, by dotted name
-    published: str | None = None  # URI of the published version
-
-    def resolve(self, job: Job) -> Job:
-        """The job with its `prepare:` and `job:` paths, and its tokenized sources, in place. Raises Corrupt where prepared data are not what was written."""
-        if self.prepared is not None:
-            from ptf.data.prepare import refuse_damaged
-
-            refuse_damaged(self.prepared, job.verify_bytes)
-        return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, commits=self.commits)
-
-    def but(self, **changes: Any) -> "Artifact":
-        return replace(self, **changes)
+__all__ = ["Artifact"]

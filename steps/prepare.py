@@ -7,12 +7,21 @@ from steps.artifact import Artifact
 
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
-    """Idempotent: what is there is reused. Models of other jobs that no one has published yet are trained and published first."""
+    """Make what is not there yet, and reuse what is. Models of other jobs that are not published yet are trained and
+    published first."""
     from ptf import published, storage
-    from ptf.data.sources import stamps
+    from ptf.data.sources.rows import stamps
     from ptf.eval import check
-    from ptf.run import begun, dataset_commits, prepared_directory, published_models, refuse_lineage, remove_leftovers, unpublished
-    from ptf.train.reading import specs
+    from ptf.run import (
+        begun,
+        dataset_commits,
+        prepared_directory,
+        published_models,
+        refuse_lineage,
+        remove_leftovers,
+        unpublished,
+    )
+    from ptf.train.dataloading import specs
 
     refuse_lineage(artifact.lineage)
     check(job)  # what the last steps need, before the first one works
@@ -25,11 +34,14 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
             break
         print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)
         _run_stages(load(waiting[0]), f"{artifact.lineage}-{Path(waiting[0]).stem}")
-    artifact = artifact.but(models=published_models(job) | begun(job, artifact.lineage), commits=dataset_commits(job, artifact.lineage))
+    artifact = artifact.but(
+        models=published_models(job) | begun(job, artifact.lineage), commits=dataset_commits(job, artifact.lineage)
+    )
     return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
 
 
 def _run_stages(job: Job, lineage: str) -> None:
+    """Run all stages of another job."""
     from steps.evaluate import evaluate
     from steps.publish import publish
     from steps.tokenize import tokenize

@@ -1,6 +1,7 @@
 """Retraining: from the version that is published, on data that it was not trained on, published only if it is better.
 
-The one idea: a published version says what its data were. Where they are the same still, or have been trained on from there, there is nothing to do.
+The one idea: a published version says what its data were. Where they are the same still, or have been trained on from
+there, there is nothing to do.
 """
 
 from pathlib import Path
@@ -14,12 +15,14 @@ LAST = "retrained.json"  # beside the pointer: what the last retraining was made
 
 
 def based(job: Job, artifact: Artifact) -> Job:
-    """The job, beginning with the version that its first step found published; as it stands where there was none."""
+    """Return the job beginning with the version that its first step found published; as it stands where there was
+    none."""
     return _on_published(job) if job.versions in artifact.models else job
 
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
-    """As any recipe's; the model is the published one, if there is one. Raises UserError where the config does not say what is better."""
+    """Prepare as any recipe does, with the published model as the start, if there is one. Raises UserError where the
+    config does not say what is better, or where what it publishes is no start."""
     from ptf import published
     from ptf.run import recorded
     from steps.prepare import prepare as prepared
@@ -27,29 +30,50 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     if job.publish.metric is None or job.publish.metric.startswith("train/"):
         raise UserError("publish.metric: retraining publishes only what is better; name a metric of the evaluate stage")
     if not job.evaluate.start:
-        raise UserError("evaluate.start: retraining compares with the published version, which it starts from; leave it true")
+        raise UserError(
+            "evaluate.start: retraining compares with the published version, which it starts from; leave it true"
+        )
+    if job.publish.what == "adapter":
+        raise UserError(
+            "publish.what: retraining starts from the published version, so it must be a whole model; give merged or "
+            "both"
+        )
     if job.data.prepare:
-        print("retrain: data.prepare runs once for its arguments; what it reads may change without being seen", flush=True)
-    begun = recorded(Path(job.output) / artifact.lineage)  # by an earlier attempt, which goes on with what it began with
-    from_version = loads(begun).model.path.startswith(f"{job.versions}/") if begun else published.pointer(job.versions) is not None
+        print(
+            "retrain: data.prepare runs once for its arguments; what it reads may change without being seen", flush=True
+        )
+    # by an earlier attempt, which goes on with what it began with
+    begun = recorded(Path(job.output) / artifact.lineage)
+    from_version = (
+        loads(begun).model.path.startswith(f"{job.versions}/") if begun else published.pointer(job.versions) is not None
+    )
     return prepared(_on_published(job) if from_version else job, artifact)
 
 
 def news(job: Job, artifact: Artifact) -> bool:
-    """Whether there are data that the published version was not trained on, and that nobody has trained on from there. Says what it found."""
+    """Return whether there are data that neither the published version nor a training from it was trained on. Print
+    what there is."""
     from ptf import published
 
     manifest = published.manifest(job.versions)
     if manifest is None:
-        print(f"retrain: nothing is published in {job.versions}; the first version is trained from {job.model.path}", flush=True)
+        print(
+            f"retrain: nothing is published in {job.versions}; the first version is trained from {job.model.path}",
+            flush=True,
+        )
         return True
     then = manifest.get("data") or {}
     if then == artifact.data:
         print(f"retrain: nothing new since {manifest['version']}", flush=True)
         return False
     last = _last(job)
-    if _trial(job, artifact, manifest["version"]).items() <= last.items():  # not better, or published and gone back from
-        print(f"retrain: nothing new since {last['lineage']}, which {last['how']} (remove {job.versions}/{LAST} to do it again)", flush=True)
+    # not better, or published and gone back from
+    if _trial(job, artifact, manifest["version"]).items() <= last.items():
+        print(
+            f"retrain: nothing new since {last['lineage']}, which {last['how']} (remove {job.versions}/{LAST} to do "
+            "it again)",
+            flush=True,
+        )
         return False
     changed = sorted(name for name in {*then, *artifact.data} if then.get(name) != artifact.data.get(name))
     print(f"retrain: {', '.join(changed)} changed since {manifest['version']}", flush=True)
@@ -57,7 +81,8 @@ def news(job: Job, artifact: Artifact) -> bool:
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
-    """As any recipe's, if the model is better than the one that it was trained from; else nothing is published. How it ended is written down."""
+    """Publish as any recipe does, if the model is better than the one that it was trained from; else nothing is
+    published. How it ended is recorded beside the pointer."""
     from ptf import storage
     from ptf.eval import Worse
     from steps.publish import publish as published
@@ -73,17 +98,21 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
         print(f"retrain: {worse}", flush=True)
         how = "was not better"
     how += f": {metric} {'' if before is None else f'{before:.4g} → '}{now:.4g}"
-    storage.write_record(f"{job.versions}/{LAST}", _trial(job, artifact, begun) | {"lineage": artifact.lineage, "how": how})
+    storage.write_record(
+        f"{job.versions}/{LAST}", _trial(job, artifact, begun) | {"lineage": artifact.lineage, "how": how}
+    )
     return artifact
 
 
 def _on_published(job: Job) -> Job:
-    model = job.model.model_copy(update={"path": job.versions, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None})
+    model = job.model.model_copy(
+        update={"path": job.versions, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None}
+    )
     return job.model_copy(update={"model": model})
 
 
 def _trial(job: Job, artifact: Artifact, version: str) -> dict[str, Any]:
-    """What decides how a retraining ends."""
+    """Return what decides how a retraining ends."""
     return {"data": dict(artifact.data), "from": version, "config": fingerprint(_on_published(job))}
 
 
@@ -96,4 +125,7 @@ def _last(job: Job) -> dict[str, Any]:
     try:
         return storage.record(place, "")
     except (storage.Corrupt, IsADirectoryError, PermissionError):
-        raise UserError(f"{place} cannot be read, so it is not known what the last retraining was made of; remove it, and the data count as new") from None
+        raise UserError(
+            f"{place} cannot be read, so it is not known what the last retraining was made of; remove it, "
+            "and the data count as new"
+        ) from None

@@ -10,17 +10,26 @@ from ptf.errors import UserError
 
 
 def ruler(job: Job) -> dict[str, Any]:
-    """By key, all that a trial is measured by, and where it is published."""
+    """Return, by key, all that a trial is measured by, and where it is published."""
     knobs, rollout = job.evaluate.model_dump(), job.rollout
     reward = job.evaluate.reward or (rollout.reward if rollout else None)
     return {
-        "recipe": job.recipe, "output": job.output, "publish": job.publish, "flow": job.flow, "evaluate": knobs, "data.validation": job.data.validation,
-        "data.prepare": job.data.prepare, "data.seq_len": job.data.seq_len, "the reward": reward, "rollout.environment": rollout and rollout.environment,
-    }  # fmt: skip
+        "recipe": job.recipe,
+        "output": job.output,
+        "publish": job.publish,
+        "flow": job.flow,
+        "evaluate": knobs,
+        "data.validation": job.data.validation,
+        "data.prepare": job.data.prepare,
+        "data.seq_len": job.data.seq_len,
+        "the reward": reward,
+        "rollout.environment": rollout and rollout.environment,
+    }
 
 
 def trials(job: Job) -> list[str]:
-    """The jobs of `flow.sweep`, each whole. Raises UserError, before any runs, for one that is no job or that could not be compared with the others."""
+    """Return the jobs of `flow.sweep` as texts, each whole. Raises UserError, before any runs, for one that is no job
+    or that could not be compared with the others."""
     if len(job.flow.sweep) < 2:
         raise UserError("flow.sweep: a sweep has two trials at least, like [{train.lr: 1e-4}, {train.lr: 3e-4}]")
     if not job.publish.metric or job.publish.metric.startswith("train/"):
@@ -33,13 +42,15 @@ def trials(job: Job) -> list[str]:
             raise UserError(f"flow.sweep[{number}]: {error}") from None
         here = ruler(trial)
         if other := [key for key, value in ruler(job).items() if here[key] != value]:
-            raise UserError(f"flow.sweep[{number}]: {', '.join(other)} must be the same in all trials, or they cannot be compared")
+            raise UserError(
+                f"flow.sweep[{number}]: {', '.join(other)} must be the same in all trials, or they cannot be compared"
+            )
         found.append(dump(trial))
     return found
 
 
 def best(job: Job, metrics: Sequence[Mapping[str, float]]) -> int:
-    """Which of the trials it is; prints all. Raises UserError where none has the metric."""
+    """Return the number of the best trial, and print all. Raises UserError where none has the metric."""
     name, sign = str(job.publish.metric), 1 if job.publish.mode == "max" else -1
     values = [trial.get(name, math.nan) for trial in metrics]
     if all(map(math.isnan, values)):

@@ -8,12 +8,13 @@ from steps.artifact import Artifact
 
 
 def tokenize(job: Job, artifact: Artifact) -> Artifact:
-    """Idempotent: what was made from the same files with the same tokenizer and settings is reused. Online recipes render prompts as they
-    go, and so does `data.pretokenize: false`; then there is nothing to do."""
+    """Tokenize what is not tokenized yet; what was made from the same files with the same tokenizer and settings is
+    reused. Online recipes render prompts as they go, and so does `data.pretokenize: false`; then there is nothing to
+    do."""
     from ptf.data.added import tokenizer_of
     from ptf.model.bridge import locate
     from ptf.recipes import registry
-    from ptf.train.rendered import rendered
+    from ptf.train.job_tokenizer import rendered
     from ptf.train.tokenize import SETTINGS
     from ptf.train.tokenize import tokenize as tokenized
 
@@ -22,7 +23,9 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
         return artifact
     resolved = artifact.resolve(job)
     model = resolved.model
-    tokenizer = tokenizer_of(model.tokenizer or str(locate(model.path, model.revision, verify_up_to=job.verify_bytes)), model.tokens)
+    tokenizer = tokenizer_of(
+        model.tokenizer or str(locate(model.path, model.revision, verify_up_to=job.verify_bytes)), model.tokens
+    )
     tokenizer = rendered(resolved, tokenizer, Path(job.output) / artifact.lineage)
     made = tokenized(resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *SETTINGS))
     return artifact.but(tokenized=made)

@@ -1,15 +1,15 @@
-"""Train: hand the job to its gang or its controller."""
+"""The train stage: hand the job to its gang or its controller."""
 
 from ptf.config import Job
 from steps.artifact import Artifact
 
 
 def train(job: Job, artifact: Artifact) -> Artifact:
-    """Continues from the newest checkpoint of the artifact's lineage. The last step's numbers become `train/…` metrics."""
-    from ptf.compute.tracking import read_metrics
+    """Train from the newest checkpoint of the artifact's lineage, or from the start. The last step's numbers become
+    `train/…` metrics."""
     from ptf.run import run
+    from ptf.training_run import last_metrics, record_data
 
     directory = run(artifact.resolve(job), artifact.lineage)
-    last = read_metrics(directory / "metrics.jsonl")[-1]
-    metrics = {f"train/{name}": value for name, value in last.items()}
-    return artifact.but(run=str(directory), model=str(directory / "model"), metrics=metrics)
+    record_data(directory, artifact.data)
+    return artifact.but(run=str(directory), model=str(directory / "model"), metrics=last_metrics(directory))

@@ -1,9 +1,10 @@
-"""How far a result in lower precision may be from the same result in float64: a few times ε · Σ|terms|, where the terms are what was summed.
+"""How far a result in lower precision may be from the same result in float64: a few times ε · Σ|terms|,
+where the terms are what was summed.
 
-A share of the result is no bound: where the terms of a sum cancel, the result is small and its rounding is that of the terms. So every element
-here carries, beside its value, the sum of all magnitudes that were rounded on the way to it (running error analysis: Wilkinson 1986; Higham 2002,
-section 3.3). `Traced` is a float64 tensor that does this below autograd, so that the same lines that compute a loss and its gradients also say
-how large their terms were:
+A share of the result is no bound: where the terms of a sum cancel, the result is small and its rounding is that of the
+terms. So every element here carries, beside its value, the sum of all magnitudes that were rounded on the way to it
+(running error analysis: Wilkinson 1986; Higham 2002, section 3.3). `Traced` is a float64 tensor that does this below
+autograd, so that the same lines that compute a loss and its gradients also say how large their terms were:
 
     x, weight = traced(problem.x), traced(problem.weight)
     grads = torch.autograd.grad(dense(x, weight), [x, weight])
@@ -16,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROUNDINGS = 2  # 1,000 random problems of each of the 11 losses over a vocabulary stay below 0.7, mistakes of 1e-4 in some reach 2.7 to 200
-UNDERFLOW = 1e-17  # of any distance: ptf raises log-probs to −64 (projection.FLOOR), also of tokens that are barred by a logit of −1e9
+# 1,000 random problems of each of the 11 losses over a vocabulary stay below 0.7,
+# mistakes of 1e-4 in some reach 2.7 to 200
+ROUNDINGS = 2
+# of any distance: ptf raises log-probs to −64 (projection.FLOOR), also of tokens that are barred by a logit of −1e9
+UNDERFLOW = 1e-17
 
 aten = torch.ops.aten
 
@@ -30,7 +34,9 @@ class Traced(Tensor):
 
     @staticmethod
     def __new__(cls, value: Tensor, terms: Tensor) -> "Traced":
-        made = Tensor._make_wrapper_subclass(cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
+        )  # type: ignore[attr-defined]
         made.value, made.terms = value, terms
         return made
 
@@ -56,8 +62,8 @@ def traced(exact: Tensor) -> Tensor:
 
 
 def excess(ours: Sequence[Tensor], traced: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> float:
-    """The largest distance of any element, in units of the rounding of `dtype` times the sum of its terms; anything else than 0 where there are none
-    is infinitely far."""
+    """The largest distance of any element, in units of the rounding of `dtype` times the sum of its terms; anything
+    else than 0 where there are none is infinitely far."""
     unit = torch.finfo(dtype).eps / 2
 
     def of(mine: Tensor, exact: Tensor) -> float:
@@ -75,7 +81,9 @@ def values_of(tree: Any) -> Any:
 
 def terms_of(tree: Any) -> Any:
     """Of tensors of whole numbers (indices), themselves; of what is known exactly, 0."""
-    return _map(tree, lambda t: t.terms if isinstance(t, Traced) else torch.zeros_like(t) if t.is_floating_point() else t)
+    return _map(
+        tree, lambda t: t.terms if isinstance(t, Traced) else torch.zeros_like(t) if t.is_floating_point() else t
+    )
 
 
 def _map(tree: Any, of: Callable[[Tensor], Tensor]) -> Any:
@@ -117,8 +125,14 @@ def _div(a: Any, b: Any) -> Traced:
 
 def _mm(a: Any, b: Any) -> Traced:
     (a, of_a), (b, of_b) = _split(a), _split(b)
-    sizes = (a.abs() @ b.abs()) * a.shape[-1] ** 0.5  # n partial sums are rounded, in random directions (Higham and Mary 2019)
-    return Traced(a @ b, sizes + (of_a @ b.abs() if isinstance(of_a, Tensor) else 0.0) + (a.abs() @ of_b if isinstance(of_b, Tensor) else 0.0))
+    # n partial sums are rounded, in random directions (Higham and Mary 2019)
+    sizes = (a.abs() @ b.abs()) * a.shape[-1] ** 0.5
+    return Traced(
+        a @ b,
+        sizes
+        + (of_a @ b.abs() if isinstance(of_a, Tensor) else 0.0)
+        + (a.abs() @ of_b if isinstance(of_b, Tensor) else 0.0),
+    )
 
 
 def _sum(a: Traced, *args: Any, **kwargs: Any) -> Traced:
@@ -132,7 +146,9 @@ def _mean(a: Traced, *args: Any, **kwargs: Any) -> Tensor:
     return total / (a.value.numel() / total.numel())
 
 
-def _through(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Traced], Traced]:
+def _through(
+    function: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Traced], Traced]:
     """Of a function of single elements; `slope` is of its input and its output."""
 
     def rule(a: Traced) -> Traced:
@@ -147,7 +163,8 @@ def _masked_fill(a: Traced, mask: Tensor, fill: Any) -> Traced:
 
 
 def _log_softmax(a: Traced, dim: int, _: bool) -> Traced:
-    """logits − log Σ exp(logits): the rounding of every logit comes back as that of the sum, by its share, and so does one of the sum itself."""
+    """logits − log Σ exp(logits): the rounding of every logit comes back as that of the sum, by its share,
+    and so does one of the sum itself."""
     value = a.value.log_softmax(dim)
     return _rounded(value, a.terms + (value.exp() * a.terms).sum(dim, keepdim=True) + 1)
 
@@ -162,14 +179,42 @@ def _scatter(a: Any, dim: int, index: Tensor, fill: float) -> Traced:
 
 # the result is made of the same elements, and so are its terms
 LINEAR = {
-    aten.view, aten._unsafe_view, aten.t, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.gather, aten.cat, aten.detach,
-    aten.alias, aten.slice_backward, aten.select_backward, aten.index, aten.scatter_add, aten.new_zeros,
-}  # fmt: skip
+    aten.view,
+    aten._unsafe_view,
+    aten.t,
+    aten.expand,
+    aten.slice,
+    aten.select,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.gather,
+    aten.cat,
+    aten.detach,
+    aten.alias,
+    aten.slice_backward,
+    aten.select_backward,
+    aten.index,
+    aten.scatter_add,
+    aten.new_zeros,
+}
 FREE = {aten.ones_like, aten.gt, aten.lt, aten.eq}  # nothing of the result is rounded
 RULES: dict[Any, Callable[..., Tensor]] = {
-    aten.add: _add, aten.sub: lambda a, b, *, alpha=1: _add(a, b, alpha=-alpha), aten.rsub: lambda a, b, alpha=1: _add(b, a, alpha=-alpha),
-    aten.neg: lambda a: Traced(-a.value, a.terms), aten.mul: _mul, aten.div: _div, aten.mm: _mm, aten.mv: _mm, aten.sum: _sum, aten.mean: _mean,
-    aten.exp: _through(torch.exp, lambda _, y: y), aten.log: _through(torch.log, lambda x, _: 1 / x),
-    aten.tanh: _through(torch.tanh, lambda _, y: 1 - y * y), aten.tanh_backward: lambda grad, out: grad * (1 - out * out),
-    aten._log_softmax: _log_softmax, aten._log_softmax_backward_data: _log_softmax_backward, aten.masked_fill: _masked_fill, aten.scatter: _scatter,
-}  # fmt: skip
+    aten.add: _add,
+    aten.sub: lambda a, b, *, alpha=1: _add(a, b, alpha=-alpha),
+    aten.rsub: lambda a, b, alpha=1: _add(b, a, alpha=-alpha),
+    aten.neg: lambda a: Traced(-a.value, a.terms),
+    aten.mul: _mul,
+    aten.div: _div,
+    aten.mm: _mm,
+    aten.mv: _mm,
+    aten.sum: _sum,
+    aten.mean: _mean,
+    aten.exp: _through(torch.exp, lambda _, y: y),
+    aten.log: _through(torch.log, lambda x, _: 1 / x),
+    aten.tanh: _through(torch.tanh, lambda _, y: 1 - y * y),
+    aten.tanh_backward: lambda grad, out: grad * (1 - out * out),
+    aten._log_softmax: _log_softmax,
+    aten._log_softmax_backward_data: _log_softmax_backward,
+    aten.masked_fill: _masked_fill,
+    aten.scatter: _scatter,
+}

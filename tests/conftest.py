@@ -1,5 +1,5 @@
-"""What tests share: one Ray (starting it takes 3-8 s, and every test gives its places back), and the real data, where PTF_DATA has it; and which of
-them go one after the other where there are several processes (`pytest -n 2`)."""
+"""What tests share: one Ray (starting it takes 3-8 s, and every test gives its places back), and the real data, where
+PTF_DATA has it; and which of them go one after the other where there are several processes (`pytest -n 2`)."""
 
 import atexit
 import os
@@ -30,17 +30,22 @@ SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[2] / "shared"
 @cache
 def uses_ray(file: str) -> bool:
     """Whether tests of this file, named from the root, start processes under Ray."""
-    return file.startswith("tests/e2e/") or re.search(r"\bmark\.ray\b|def .*\bray_cluster\b", (ROOT / file).read_text()) is not None
+    return (
+        file.startswith("tests/e2e/")
+        or re.search(r"\bmark\.ray\b|def .*\bray_cluster\b", (ROOT / file).read_text()) is not None
+    )
 
 
 def scope(nodeid: str) -> str:
-    """What shares a process with `pytest -n`: all files that use Ray, so that there is one Ray and one engine at a time; any other test is by itself."""
+    """What shares a process with `pytest -n`: all files that use Ray, so that there is one Ray and one engine at a
+    time; any other test is by itself."""
     return "ray" if uses_ray(nodeid.partition("::")[0]) else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """`--dist loadgroup` would do, but pytest 9.2 does not let xdist 3.8 rename tests, which is how that tells groups: every test was alone."""
+    """`--dist loadgroup` would do, but pytest 9.2 does not let xdist 3.8 rename tests,
+    which is how that tells groups: every test was alone."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

@@ -1,8 +1,10 @@
-"""The suite leaves nothing behind: a session in which a process, a listening port, a file in shared memory or a temporary file outlives the tests fails.
+"""The suite leaves nothing behind: a session in which a process, a listening port, a file in shared memory or a
+temporary file outlives the tests fails.
 
-The one idea: only what descends from this session counts, for others work on the same machine. A process is known by a variable in its environment or
-by having been seen as a descendant; a file in shared memory by the process that had it mapped, or whose number it bears; temporary files by TMPDIR,
-which is the session's own. Also a plugin of pytest: `-p tests.leftovers`.
+The one idea: only what descends from this session counts, for others work on the same machine. A process is known by a
+variable in its environment or by having been seen as a descendant; a file in shared memory by the process that had it
+mapped, or whose number it bears; temporary files by TMPDIR, which is the session's own. Also a plugin of pytest:
+`-p tests.leftovers`.
 """
 
 import os
@@ -22,8 +24,10 @@ MARK = "SUITE_MARK"  # in the environment of all that descends from a session
 SHARED = Path("/dev/shm")
 EVERY_S = 2.0
 GRACE_S = float(os.environ.get("SUITE_GRACE_S", "20"))  # for what was told to end
-CACHES = ("torchinductor_", "pytest-of-", "hsperfdata_", "matplotlib-", "fontconfig")  # which libraries keep for later processes of this user
-LIBRARIES = re.compile(r"vllm_dist_\w+|tmp\w{8}\.json")  # files that vLLM's engines and Metaflow's cards leave, whoever uses them
+# which libraries keep for later processes of this user
+CACHES = ("torchinductor_", "pytest-of-", "hsperfdata_", "matplotlib-", "fontconfig")
+# files that vLLM's engines and Metaflow's cards leave, whoever uses them
+LIBRARIES = re.compile(r"vllm_dist_\w+|tmp\w{8}\.json")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # of this process, with which they end
 
 
@@ -34,7 +38,8 @@ class Session:
         self.mark, self.seen, self.files = uuid.uuid4().hex, dict[int, float](), set[str]()
         self.before = self._shared()
         self.kept = {name: os.environ.get(name) for name in (MARK, "TMPDIR", "PYTEST_DEBUG_TEMPROOT")}
-        os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir()  # where tmp_path stays
+        # where tmp_path stays
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir()
         self.place = Path(tempfile.mkdtemp(prefix="suite-", dir="/tmp"))  # short, for Ray's sockets
         os.environ |= {MARK: self.mark, "TMPDIR": str(self.place)}
         tempfile.tempdir = None
@@ -63,13 +68,19 @@ class Session:
                 if process.ppid() == mine and any(helper in " ".join(process.cmdline()) for helper in HELPERS):
                     continue
                 known = self.seen.get(process.pid) == process.create_time()
-                if process.pid != mine and process.status() != psutil.STATUS_ZOMBIE and (known or process.environ().get(MARK) == self.mark):
+                if (
+                    process.pid != mine
+                    and process.status() != psutil.STATUS_ZOMBIE
+                    and (known or process.environ().get(MARK) == self.mark)
+                ):
                     yield process
             except (psutil.Error, OSError):
                 continue
         for child in psutil.Process().children(recursive=True):  # those whose environment is another, too
             try:
-                if child.status() != psutil.STATUS_ZOMBIE and not any(helper in " ".join(child.cmdline()) for helper in HELPERS):
+                if child.status() != psutil.STATUS_ZOMBIE and not any(
+                    helper in " ".join(child.cmdline()) for helper in HELPERS
+                ):
                     yield child
             except psutil.Error:
                 continue
@@ -98,7 +109,11 @@ class Session:
             if not any(str(SHARED / name) in _maps(process) for process in [psutil.Process()]):
                 lines.append(f"shared memory: {SHARED / name}")
                 (SHARED / name).unlink(missing_ok=True)
-        lines += [f"temporary: {path}" for path in sorted(self.place.iterdir()) if not (path.name.startswith(CACHES) or LIBRARIES.fullmatch(path.name))]
+        lines += [
+            f"temporary: {path}"
+            for path in sorted(self.place.iterdir())
+            if not (path.name.startswith(CACHES) or LIBRARIES.fullmatch(path.name))
+        ]
         shutil.rmtree(self.place, ignore_errors=True)
         for name, value in self.kept.items():
             os.environ.pop(name, None)

@@ -1,5 +1,5 @@
-"""Every property test on random examples, once with each of some fresh seeds: `make test-random`, for the night. (`make test` draws a fixed set of
-examples, so that it says the same every time.)
+"""Every property test on random examples, once with each of some fresh seeds: `make test-random`, for the night. (`make
+test` draws a fixed set of examples, so that it says the same every time.)
 
     python -m tests.random_examples [SEEDS [what pytest is to run …]]
 """

@@ -1,4 +1,5 @@
-"""The bounds that tests of numbers rest on: of sums that cancel, of what is exact, of operators that they do not know."""
+"""The bounds that tests of numbers rest on: of sums that cancel, of what is exact,
+of operators that they do not know."""
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def test_the_terms_of_a_sum_that_cancels_are_its_addends() -> None:
 
 
 def test_backward_goes_through_the_same_rules() -> None:
-    """A likelihood that is all but certain: p − 1 has terms of the size of 1, every other p has terms as small as it is."""
+    """A likelihood that is all but certain: p − 1 has terms of the size of 1,
+    every other p has terms as small as it is."""
 
     def gradient(x: Tensor) -> Tensor:
         return torch.autograd.grad(-(x * 3).log_softmax(0)[0], x)[0]  # 3 (p − 1) of the first, 3 p of the others

@@ -25,12 +25,27 @@ def test_check_prints_the_whole_job(capsys):
     assert cli.main(["check", "a.yaml", "b.yaml", "--set", "seed=3", "--set", "train.warmup=2"]) == 0
     out, err = capsys.readouterr()
     assert loads(out) == load("a.yaml", "b.yaml", overrides=["seed=3", "train.warmup=2"])
-    assert err.startswith("check: data.sources.chat: a.jsonl is not here; `ptf inspect`")  # no data and no network: still a line, at once
+    # no data and no network: still a line, at once
+    assert err.startswith("check: data.sources.chat: a.jsonl is not here; `ptf inspect`")
 
 
 def test_check_prints_every_problem_and_no_traceback(capsys):
     assert (
-        cli.main(["check", "a.yaml", "--set", "trian.lr=1", "--set", "train.steps=0", "--set", "model.path=[bold]", "--set", "track.x" + "x" * 300 + "=1"]) == 2
+        cli.main(
+            [
+                "check",
+                "a.yaml",
+                "--set",
+                "trian.lr=1",
+                "--set",
+                "train.steps=0",
+                "--set",
+                "model.path=[bold]",
+                "--set",
+                "track.x" + "x" * 300 + "=1",
+            ]
+        )
+        == 2
     )
     out, err = capsys.readouterr()
     assert out == ""
@@ -46,19 +61,23 @@ def test_check_prints_every_problem_and_no_traceback(capsys):
 
 def test_train_hands_the_job_over(monkeypatch):
     seen = {}
-    monkeypatch.setitem(sys.modules, "ptf.run", SimpleNamespace(main_train=lambda job, lineage: seen.update(job=job, lineage=lineage) or 5))
-    assert cli.main(["train", "a.yaml", "--set", "train.lr=2e-4", "--lineage", "x1"]) == 5
+    monkeypatch.setitem(
+        sys.modules,
+        "ptf.training_run",
+        SimpleNamespace(train=lambda job, lineage: seen.update(job=job, lineage=lineage)),
+    )
+    assert cli.main(["train", "a.yaml", "--set", "train.lr=2e-4", "--lineage", "x1"]) == 0
     assert seen == {"job": load("a.yaml", overrides=["train.lr=2e-4"]), "lineage": "x1"}
-    assert cli.main(["train", "a.yaml"]) == 5
+    assert cli.main(["train", "a.yaml"]) == 0
     assert seen["lineage"] is None
 
 
 @pytest.mark.parametrize(("error", "status"), [(UserError("[bold] no such [thing]"), 2), (ValueError("our bug"), None)])
 def test_only_user_errors_lose_their_traceback(monkeypatch, capsys, error, status):
-    def main_train(*_):
+    def train(*_):
         raise error
 
-    monkeypatch.setitem(sys.modules, "ptf.run", SimpleNamespace(main_train=main_train))
+    monkeypatch.setitem(sys.modules, "ptf.training_run", SimpleNamespace(train=train))
     if status is None:
         with pytest.raises(ValueError, match="our bug"):
             cli.main(["train", "a.yaml"])
@@ -71,7 +90,17 @@ def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
     assert cli.main(["verify", "llama", "--configs", "2", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "llama: pass"
-    assert all(word in out for word in ("logit error", "gradient error", "worst tensor", "first diverging place", "problems", "model.layers."))
+    assert all(
+        word in out
+        for word in (
+            "logit error",
+            "gradient error",
+            "worst tensor",
+            "first diverging place",
+            "problems",
+            "model.layers.",
+        )
+    )
     assert err == ""
     with next(m for m in MISTAKES if m.name == "gate and up swapped").made():
         assert cli.main(["verify", "llama", "--configs", "1"]) == 1
@@ -114,5 +143,9 @@ def test_a_wrong_command_line_is_status_2(capsys):
 
 
 def test_the_console_script_exits_with_the_status():
-    run = subprocess.run([sys.executable, "-c", "import sys; from ptf.cli import main; sys.exit(main())", "check", "nope.yaml"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", "import sys; from ptf.cli import main; sys.exit(main())", "check", "nope.yaml"],
+        capture_output=True,
+        text=True,
+    )
     assert (run.returncode, run.stdout, run.stderr) == (2, "", "nope.yaml  cannot read the config file: no such file\n")

@@ -1,4 +1,5 @@
-"""Secrets are in no config and in nothing that is written: not in a run's directory, a card, a manifest, Metaflow's data, an argv, or a log."""
+"""Secrets are in no config and in nothing that is written: not in a run's directory, a card, a manifest,
+Metaflow's data, an argv, or a log."""
 
 import gzip
 import os
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from ptf import credentials
-from ptf.config import Plug, dump, loads, plug, shown
+from ptf.config import Plug, dump, loads, plugin, shown
 from ptf.config.load import ConfigError
 from ptf.errors import UserError
 from tests.flows.toy import Toy
@@ -79,11 +80,11 @@ def test_what_is_no_secret_is_taken_and_kept_out_of_what_is_published(tmp_path, 
 
 def test_a_plug_gets_what_a_reference_stands_for(monkeypatch):
     monkeypatch.setenv("PLANTED", SECRET)
-    bound = plug.bind(Plug(use="builtins:dict", args={"api_key": "env:PLANTED", "text": "env:PLANTED"}))
+    bound = plugin.bind(Plug(use="builtins:dict", args={"api_key": "env:PLANTED", "text": "env:PLANTED"}))
     assert bound() == {"api_key": SECRET, "text": "env:PLANTED"}
     monkeypatch.delenv("PLANTED")
     with pytest.raises(UserError, match=r"api_key is env:PLANTED, but the environment variable PLANTED is not set"):
-        plug.bind(Plug(use="builtins:dict", args={"api_key": "env:PLANTED"}))
+        plugin.bind(Plug(use="builtins:dict", args={"api_key": "env:PLANTED"}))
 
 
 def test_texts_are_printed_without_secrets(monkeypatch):
@@ -99,15 +100,26 @@ def test_a_job_leaves_none_of_its_secrets_anywhere(tmp_path):
     raw |= {"flow": {"steps": {"train": {"environment": TRAIN}}}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     (tmp_path / "log").mkdir()
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), "PLANTED": SECRET, "HF_TOKEN": OTHER, "WANDB_API_KEY": TOKEN, "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.getcwd(),
+        "PLANTED": SECRET,
+        "HF_TOKEN": OTHER,
+        "WANDB_API_KEY": TOKEN,
+        "OMP_NUM_THREADS": "1",
+    }
     with (tmp_path / "log" / "train").open("w") as log:
-        for overrides in (["--lineage", "a"], ["--lineage", "b", "--set", f"data.sources.sums.path=http://me:{OTHER}@localhost:9/x"]):
+        for overrides in (
+            ["--lineage", "a"],
+            ["--lineage", "b", "--set", f"data.sources.sums.path=http://me:{OTHER}@localhost:9/x"],
+        ):
             command = [sys.executable, "-m", "ptf.cli", "train", str(tmp_path / "job.yaml"), *overrides]
             status = subprocess.run(command, env=env, stdout=log, stderr=log, check=False).returncode
             assert status == (0 if "a" in overrides else 2)
     assert (tmp_path / "runs" / "a" / "model" / "model.safetensors").exists()
     assert found(tmp_path, SECRET, OTHER, TOKEN) == set()
-    assert found(tmp_path, PLAIN) == {("job.yaml", PLAIN)}  # the control: what is planted is found, and the run's own job.yaml has it not
+    # the control: what is planted is found, and the run's own job.yaml has it not
+    assert found(tmp_path, PLAIN) == {("job.yaml", PLAIN)}
 
 
 LOOK = """

@@ -1,4 +1,5 @@
-"""What a user gets wrong: one clear message, a status that is not 0, no traceback, nothing half-written. Through the console script's entry."""
+"""What a user gets wrong: one clear message, a status that is not 0, no traceback, nothing half-written.
+Through the console script's entry."""
 
 import json
 from pathlib import Path
@@ -23,7 +24,11 @@ def told(raw: dict, tmp_path: Path, capfd) -> str:
     said = capfd.readouterr()
     assert status == 2
     assert "Traceback" not in said.out + said.err
-    left = {p.name for p in Path(raw["output"]).rglob("*") if p.is_file() and p.stat().st_size} if Path(raw["output"]).exists() else set()
+    left = (
+        {p.name for p in Path(raw["output"]).rglob("*") if p.is_file() and p.stat().st_size}
+        if Path(raw["output"]).exists()
+        else set()
+    )
     assert left <= {"job.yaml", "lease.json"}, left  # the latter says that nobody holds the run
     return said.err.strip()
 
@@ -47,7 +52,10 @@ def test_a_malformed_row_is_named_with_file_and_line(raw, tmp_path, capfd):
 
 
 def test_a_row_without_messages_is_named_with_file_and_line(raw, tmp_path, capfd):
-    write_jsonl(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}, {"text": "1+1=2"}])
+    write_jsonl(
+        tmp_path / "train.jsonl",
+        [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}, {"text": "1+1=2"}],
+    )
     message = told(raw, tmp_path, capfd)
     assert "train.jsonl:2" in message
     assert "messages" in message

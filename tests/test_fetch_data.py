@@ -1,4 +1,5 @@
-"""`make data` against a server on loopback: what is whole and right appears, nothing else does, and what broke off is continued."""
+"""`make data` against a server on loopback: what is whole and right appears, nothing else does,
+and what broke off is continued."""
 
 import gzip
 import hashlib
@@ -24,7 +25,8 @@ spec.loader.exec_module(fetch_data)
 
 
 class Upstream(ThreadingHTTPServer):
-    """`files`: name → bytes. `breaks`: names that break off after so many bytes, once. `asked`: name and range of every request."""
+    """`files`: name → bytes. `breaks`: names that break off after so many bytes, once. `asked`:
+    name and range of every request."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -73,8 +75,20 @@ def manifest(upstream: Upstream) -> dict[str, Any]:
     upstream.files = {"a": b"a" * 3_000_000, "b": b"b" * 10, "tau": json.dumps(TRAJECTORIES).encode()}
     url = f"http://127.0.0.1:{upstream.server_port}"
     return {
-        "files": [{"path": f"x/{name}.txt", "url": f"{url}/{name}", "sha256": sha256(upstream.files[name]), "licence": "MIT"} for name in "ab"],
-        "derived": [{"path": "chat/tau.jsonl.gz", "by": "tau_airline", "url": f"{url}/tau", "source_sha256": None, "sha256": sha256(TAU), "licence": "MIT"}],
+        "files": [
+            {"path": f"x/{name}.txt", "url": f"{url}/{name}", "sha256": sha256(upstream.files[name]), "licence": "MIT"}
+            for name in "ab"
+        ],
+        "derived": [
+            {
+                "path": "chat/tau.jsonl.gz",
+                "by": "tau_airline",
+                "url": f"{url}/tau",
+                "source_sha256": None,
+                "sha256": sha256(TAU),
+                "licence": "MIT",
+            }
+        ],
         "written": [{"path": "c.json", "text": "{}", "sha256": sha256(b"{}")}],
         "not_remade": [{"path": "d.gz", "from": "https://example.org", "licence": "CC BY 4.0"}],
     }
@@ -82,13 +96,19 @@ def manifest(upstream: Upstream) -> dict[str, Any]:
 
 def run(manifest: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     (tmp_path / "manifest.yaml").write_text(yaml.safe_dump(manifest))
-    monkeypatch.setattr(sys, "argv", ["fetch_data.py", "--into", str(tmp_path / "into"), "--manifest", str(tmp_path / "manifest.yaml")])
+    monkeypatch.setattr(
+        sys, "argv", ["fetch_data.py", "--into", str(tmp_path / "into"), "--manifest", str(tmp_path / "manifest.yaml")]
+    )
     return fetch_data.main()
 
 
 def there(tmp_path: Path) -> set[str]:
     root = tmp_path / "into"
-    return {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file() and not file.name.startswith(".") and ".sources" not in file.parts}
+    return {
+        str(file.relative_to(root))
+        for file in root.rglob("*")
+        if file.is_file() and not file.name.startswith(".") and ".sources" not in file.parts
+    }
 
 
 ALL = {"x/a.txt", "x/b.txt", "chat/tau.jsonl.gz", "c.json"}
@@ -98,7 +118,9 @@ def test_all_is_fetched_once(upstream, manifest, tmp_path, monkeypatch, capsys):
     assert run(manifest, tmp_path, monkeypatch) == 0
     assert there(tmp_path) == ALL
     assert gzip.decompress((tmp_path / "into/chat/tau.jsonl.gz").read_bytes()) == TAU
-    assert "not remade: d.gz (CC BY 4.0; https://example.org): tests that read it are skipped" in capsys.readouterr().out
+    assert (
+        "not remade: d.gz (CC BY 4.0; https://example.org): tests that read it are skipped" in capsys.readouterr().out
+    )
     upstream.asked.clear()
     assert run(manifest, tmp_path, monkeypatch) == 0
     assert upstream.asked == []
@@ -113,7 +135,10 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_left(upstream, manifest, tmp
     assert run(manifest, tmp_path, monkeypatch) == 1
     assert there(tmp_path) == ALL - {"x/b.txt", "chat/tau.jsonl.gz"}
     said = capsys.readouterr().err
-    assert f"/b has SHA-256 {sha256(b'another')}, the manifest says {sha256(b'b' * 10)}: it was changed upstream, or on the way" in said
+    assert (
+        f"/b has SHA-256 {sha256(b'another')}, the manifest says {sha256(b'b' * 10)}: it was changed upstream, "
+        "or on the way"
+    ) in said
     assert f"chat/tau.jsonl.gz: what was made has SHA-256 {sha256(TAU)}" in said
 
 

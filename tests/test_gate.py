@@ -1,4 +1,5 @@
-"""What is worse than what training started from, on the same held-out rows, is not published; what the rows cannot tell is."""
+"""What is worse than what training started from, on the same held-out rows, is not published;
+what the rows cannot tell is."""
 
 import json
 import math
@@ -60,28 +61,42 @@ def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") ->
         rows = [{"prompt": {"n": n}, "answer": "", "outcome": value} for n, value in enumerate(values)]
         write_jsonl(run / "answers" / f"{prefix}{source}.jsonl", rows)
     gate.commit_rows(run)
-    mean = lambda values: float(np.mean([v for v in values if not isinstance(v, str)]))  # noqa: E731
+
+    def mean(values):
+        return float(np.mean([v for v in values if not isinstance(v, str)]))
+
     both = {"start/": then, "": now}
-    return {f"{p}{source}/{rate}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
-            for p, v in both.items() for rate in ("reward", "pass@1")}  # fmt: skip
+    return {
+        f"{p}{source}/{rate}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
+        for p, v in both.items()
+        for rate in ("reward", "pass@1")
+    }
 
 
 @pytest.fixture
 def raw(tmp_path: Path) -> dict[str, Any]:
     raw = arithmetic(tmp_path)
-    raw["evaluate"] = {"sources": {"test": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "reward": {"use": "ptf.tasks.tiny:always"}}
+    raw["evaluate"] = {
+        "sources": {"test": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
+        "reward": {"use": "ptf.tasks.tiny:always"},
+    }
     return raw
 
 
-@pytest.mark.parametrize(("then", "now", "worse"), [
-    ([1] * 41 + [0] * 471, [1] * 9 + [0] * 503, True),  # .080 → .018 of 512
-    ([1] * 9 + [0] * 503, [1] * 41 + [0] * 471, False),
-    ([1] * 4 + [0] * 46, [1] * 3 + [0] * 47, False),  # of so few it may be chance
-    ([1, 0] * 50, [0, 1] * 50, False),  # other rows, as many
-    ([1, 1, 1, 1], [0, 0, 0, 0], False),  # too few
-    (["timed out"] * 20 + [1] * 20, [1] * 20 + ["timed out"] * 20, False),  # no row has both
-])  # fmt: skip
-def test_what_is_worse_beyond_its_interval_is_named(raw: dict[str, Any], tmp_path: Path, then: list, now: list, worse: bool) -> None:
+@pytest.mark.parametrize(
+    ("then", "now", "worse"),
+    [
+        ([1] * 41 + [0] * 471, [1] * 9 + [0] * 503, True),  # .080 → .018 of 512
+        ([1] * 9 + [0] * 503, [1] * 41 + [0] * 471, False),
+        ([1] * 4 + [0] * 46, [1] * 3 + [0] * 47, False),  # of so few it may be chance
+        ([1, 0] * 50, [0, 1] * 50, False),  # other rows, as many
+        ([1, 1, 1, 1], [0, 0, 0, 0], False),  # too few
+        (["timed out"] * 20 + [1] * 20, [1] * 20 + ["timed out"] * 20, False),  # no row has both
+    ],
+)
+def test_what_is_worse_beyond_its_interval_is_named(
+    raw: dict[str, Any], tmp_path: Path, then: list, now: list, worse: bool
+) -> None:
     job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, then, now)
     found = gate.comparisons(job, tmp_path, metrics)
     assert [one.metric for one in found] == ["test/reward", "test/pass@1"]
@@ -89,7 +104,9 @@ def test_what_is_worse_beyond_its_interval_is_named(raw: dict[str, Any], tmp_pat
     off = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
     if worse:
         with pytest.raises(
-            Worse, match=r"test/pass@1 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ .*512 rows\): worse.*publish\.gate: off"
+            Worse,
+            match=r"test/pass@1 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ .*512 rows\): "
+            r"worse.*publish\.gate: off",
         ):
             gate.refuse_worse(job, found)
     else:
@@ -112,7 +129,9 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@8"}}))  # which is not a mean over rows
     with pytest.raises(Worse, match=r"test/pass@8 0\.5 at the start, 0\.4 now; of no rows"):
-        gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics | {"start/test/pass@8": 0.5, "test/pass@8": 0.4}))
+        gate.refuse_worse(
+            job, gate.comparisons(job, tmp_path, metrics | {"start/test/pass@8": 0.5, "test/pass@8": 0.4})
+        )
 
 
 def test_rows_of_another_evaluation_are_refused(raw: dict[str, Any], tmp_path: Path) -> None:
@@ -131,7 +150,10 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
     raw["model"]["init"] = "pretrained"
     job = loads(yaml.safe_dump(raw))
     for prefix, value in (("start/", 0.8), ("", 0.2)):
-        write_jsonl(tmp_path / "ranked" / f"{prefix}next.jsonl", [{"user": n, "all/ndcg@10": value + n / 100} for n in range(10)])
+        write_jsonl(
+            tmp_path / "ranked" / f"{prefix}next.jsonl",
+            [{"user": n, "all/ndcg@10": value + n / 100} for n in range(10)],
+        )
     gate.commit_rows(tmp_path)
     metrics = {"start/next/all/ndcg@10": 0.845, "next/all/ndcg@10": 0.245}
     with pytest.raises(Worse, match=r"next/all/ndcg@10 0\.845 at the start"):
@@ -180,7 +202,9 @@ def test_a_training_that_made_it_worse_is_not_published(tmp_path: Path, capsys: 
     assert f"Gate: {words}." in (Path(str(artifact.published)) / "README.md").read_text()
 
 
-def test_a_training_that_made_it_better_is_and_says_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_that_made_it_better_is_and_says_by_how_much(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     raw = arithmetic(tmp_path)
     raw["train"] |= {"steps": 30}
     job, artifact = staged(raw)
@@ -204,7 +228,12 @@ def test_where_nothing_is_held_out_it_says_so(tmp_path: Path, capsys: pytest.Cap
 def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any]) -> None:  # noqa: F811
     """GRPO on one reward, judged by its contrary; no metric is named."""
     rl_raw["train"] |= {"steps": 8, "lr": 5e-3, "validate_every": 0}
-    rl_raw["evaluate"] |= {"reward": {"use": "tests.rl.plugs:by_wordiness"}, "samples": 1, "limit": 60, "max_new_tokens": 6}
+    rl_raw["evaluate"] |= {
+        "reward": {"use": "tests.rl.plugs:by_wordiness"},
+        "samples": 1,
+        "limit": 60,
+        "max_new_tokens": 6,
+    }
     job, artifact = staged(rl_raw)
     assert artifact.metrics["dev/reward"] < artifact.metrics["start/dev/reward"]
     with pytest.raises(Worse, match=r"worse than what training started from: dev/reward"):

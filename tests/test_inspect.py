@@ -51,7 +51,9 @@ def test_samples_are_what_is_trained(job, tmp_path, capfd):
     found = inspected(capfd, job(), "--samples", "3")
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     tokenizer = Tokenizer.load(str(tmp_path / "model"))
-    assert [sample["place"] for sample in found["samples"]] == [f"{tmp_path / 'train.jsonl'}:{line}" for line in (1, 2, 3)]
+    assert [sample["place"] for sample in found["samples"]] == [
+        f"{tmp_path / 'train.jsonl'}:{line}" for line in (1, 2, 3)
+    ]
     for row, shown in zip(rows, found["samples"], strict=False):
         (expected,) = chat_samples(row["messages"], tokenizer)
         assert (shown["ids"], shown["weights"]) == (expected.tokens.tolist(), expected.weights.tolist())
@@ -66,7 +68,13 @@ def test_samples_are_what_is_trained(job, tmp_path, capfd):
 def test_the_answers_of_a_preference_share_a_pair(job, tmp_path, capfd):
     asked = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     config = job(
-        recipe="dpo", data={"sources": {"pairs": {"path": str(write_jsonl(tmp_path / "p.jsonl", [asked, {**asked, "prompt": "2+0="}]))}}, "validation": {}}
+        recipe="dpo",
+        data={
+            "sources": {
+                "pairs": {"path": str(write_jsonl(tmp_path / "p.jsonl", [asked, {**asked, "prompt": "2+0="}]))}
+            },
+            "validation": {},
+        },
     )
     found = inspected(capfd, config, "--samples", "2")
     assert [sample["pair"] for sample in found["samples"]] == [0, 0, 1, 1]
@@ -74,8 +82,17 @@ def test_the_answers_of_a_preference_share_a_pair(job, tmp_path, capfd):
 
 
 def test_what_is_left_out_is_counted_by_its_reason(job, tmp_path, capfd):
-    chat = lambda asked, said: {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}  # noqa: E731
-    rows = [chat("1+1=", "2"), chat("1+1=", "2" * 90), {"messages": []}, chat("2+2=", "4"), chat("x", "1"), chat("yy", "1")]
+    def chat(asked, said):
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+
+    rows = [
+        chat("1+1=", "2"),
+        chat("1+1=", "2" * 90),
+        {"messages": []},
+        chat("2+2=", "4"),
+        chat("x", "1"),
+        chat("yy", "1"),
+    ]
     rows[0]["note"] = "nothing reads it"
     path = str(write_jsonl(tmp_path / "bad.jsonl", rows))
     config = job(data={"sources": {"sums": {"path": path, "kind": "chat"}}, "too_long": "drop", "on_bad_row": "skip"})
@@ -99,18 +116,31 @@ def test_bad_rows_that_would_stop_training_are_a_status(job, tmp_path, capfd):
 def test_nothing_else_is_printed(job, tmp_path):
     (tmp_path / "printing.py").write_text(PLUGIN)
     config = job(data={"prepare": {"use": "printing:prepare"}})
-    done = subprocess.run([sys.executable, "-m", "ptf.cli", "inspect", config, "--json"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "ptf.cli", "inspect", config, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
     assert set(json.loads(done.stdout)) >= {"sources", "expansion", "samples"}
     assert "prepare prints" in done.stderr
     assert "a child prints" in done.stderr
 
 
 def test_a_config_that_cannot_be_is_its_errors(job, tmp_path, capfd):
-    config = job(data={"seqlen": 3, "lanes": 0})
+    config = job(data={"seqlen": 3, "partitions": 0})
     found = inspected(capfd, config, status=2)
     assert set(found) == {"errors"}
-    lines = {key: number for number, line in enumerate(Path(config).read_text().splitlines(), 1) for key in ("seqlen", "lanes") if f" {key}:" in line}
-    assert {e["key"]: e["place"] for e in found["errors"]} == {f"data.{key}": f"{config}:{line}" for key, line in lines.items()}
+    lines = {
+        key: number
+        for number, line in enumerate(Path(config).read_text().splitlines(), 1)
+        for key in ("seqlen", "partitions")
+        if f" {key}:" in line
+    }
+    assert {e["key"]: e["place"] for e in found["errors"]} == {
+        f"data.{key}": f"{config}:{line}" for key, line in lines.items()
+    }
     assert all(e["message"] for e in found["errors"])
 
 
@@ -137,7 +167,10 @@ def test_the_page_is_whole_and_fetches_nothing(job, tmp_path, capfd):
     text = page.read_text()
     assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])["messages"]
-    assert f"{first[0]['content']}&lt;|im_end|&gt;&lt;|im_start|&gt;&lt;|assistant|&gt;<mark>{first[1]['content']}&lt;|im_end|&gt;</mark>" in text
+    assert (
+        f"{first[0]['content']}&lt;|im_end|&gt;&lt;|im_start|&gt;&lt;|assistant|&gt;<mark>{first[1]['content']}&"
+        "lt;|im_end|&gt;</mark>"
+    ) in text
     # what a user wrote is text, not markup
     assert "<|" not in text
 
@@ -146,7 +179,10 @@ def test_check_says_passes_and_steps_where_that_is_cheap(job, tmp_path, capfd, m
     config = job()
     found = inspected(capfd, config)
     passes = found["sources"]["sums"]["passes"]
-    checked = lambda: (main(["check", config]), capfd.readouterr().err)  # noqa: E731
+
+    def checked():
+        return (main(["check", config]), capfd.readouterr().err)
+
     assert checked() == (0, f"check: passes over the data: sums {passes:.3g}; steps: {found['steps']}\n")
     monkeypatch.setattr(glance, "FEW_ROWS", 1)
     assert "(estimated)" in checked()[1]
@@ -163,8 +199,14 @@ def test_passes_and_steps_are_those_of_the_run(job, tmp_path, capfd):
     """Sources of 7 and 60 rows, one epoch: each row comes once, and the run has as many steps as said."""
     job()
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    sources = {"few": write_jsonl(tmp_path / "few.jsonl", rows[:7]), "many": write_jsonl(tmp_path / "many.jsonl", rows * 3)}
-    config = job(train={"steps": None, "epochs": 1, "validate_every": 0}, data={"sources": {n: {"path": str(p)} for n, p in sources.items()}, "validation": {}})
+    sources = {
+        "few": write_jsonl(tmp_path / "few.jsonl", rows[:7]),
+        "many": write_jsonl(tmp_path / "many.jsonl", rows * 3),
+    }
+    config = job(
+        train={"steps": None, "epochs": 1, "validate_every": 0},
+        data={"sources": {n: {"path": str(p)} for n, p in sources.items()}, "validation": {}},
+    )
     found = inspected(capfd, config)
     assert {name: source["passes"] for name, source in found["sources"].items()} == {"few": 1.0, "many": 1.0}
     assert {name: source["rows"] for name, source in found["sources"].items()} == {"few": 7, "many": 60}

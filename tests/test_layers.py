@@ -17,7 +17,8 @@ BASE = {"errors", "entry", "scratch", "credentials", "disk"}  # what everybody m
 DATA = BASE | {"config", "storage", "data", "model"}
 TRAIN = DATA | {"verified", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
-    "": {"config", "errors", "run"},
+    "": {"api", "config", "conversation", "errors", "training_run"},  # for type checkers
+    "artifact": BASE | {"config", "data"},
     "errors": set(),
     "entry": set(),
     "scratch": set(),
@@ -31,28 +32,47 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "data": BASE | {"config", "storage", "verified"},
     "model": BASE | {"config", "storage", "published", "verified"},
     "compute": BASE | {"config", "storage"},
-    "tasks": BASE | {"config", "data", "rl"},  # demo plugs: found by name, imported by nobody
+    "events": TRAIN | {"rl"},
+    "tasks": BASE | {"config", "data", "rl", "events"},  # demo plugs: found by name, imported by nobody
     "recipes": DATA,
     "train": TRAIN,
-    "rl": TRAIN | {"train"},
-    "eval": TRAIN | {"train", "rl", "gate"},
+    "rl": TRAIN | {"train", "events"},
+    "eval": TRAIN | {"train", "rl", "gate", "events"},
     "run": TRAIN | {"train", "rl", "eval", "published"},
-    "rehearse": TRAIN | {"train", "run"},
-    "chat": DATA | {"rl"},
+    "dry_run": TRAIN | {"train", "run"},
+    "training_run": TRAIN | {"train", "artifact", "run"},
+    "evaluation": TRAIN | {"published", "gate", "eval", "training_run"},
+    "load_check": TRAIN | {"train"},
+    "model_card": TRAIN | {"artifact"},
+    "publishing": TRAIN | {"published", "gate", "eval", "train", "artifact", "load_check", "model_card"},
+    "conversation": DATA | {"rl"},
     "doctor": set(),
     "inspection": DATA | {"recipes", "train", "run"},
-    "cli": TRAIN | {"train", "rl", "eval", "run", "rehearse", "doctor", "published", "chat", "inspection"},
+    "api": BASE
+    | {"config", "eval", "dry_run", "inspection", "training_run", "evaluation", "publishing", "conversation"},
+    "cli": TRAIN | {"", "api", "train", "rl", "run", "doctor", "published", "inspection", "dry_run"},
 }
-STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors"}
+STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}
 FLOWS = {"config", "errors", "credentials", "disk"}
 
 PACKAGES = {
     "metaflow": ["flows/*"],
-    "ray": ["ptf/compute/gang.py", "ptf/compute/ray_session.py", "ptf/compute/ray_jobs.py", "ptf/compute/ray_authentication.py", "ptf/rl/verl_cluster.py"],
-    "verl": ["ptf/compute/gang.py", "ptf/rl/verl_cluster.py"],
-    "vllm": ["ptf/rl/vllm_engine.py"],
+    "ray": [
+        "ptf/compute/gang.py",
+        "ptf/compute/ray_session.py",
+        "ptf/compute/ray_jobs.py",
+        "ptf/compute/ray_authentication.py",
+        "ptf/rl/ray_cluster.py",
+    ],
+    "verl": ["ptf/compute/gang.py", "ptf/rl/ray_cluster.py"],
+    "vllm": ["ptf/rl/engines/vllm_engine.py"],
     "transformers": ["ptf/data/tokenizer.py", "ptf/model/bridge.py", "ptf/model/verify.py", "ptf/model/hf_backend.py"],
-    "pyarrow": ["ptf/data/blocks.py", "ptf/data/columnar.py", "ptf/data/jsonl.py", "ptf/data/token_file.py"],
+    "pyarrow": [
+        "ptf/data/sources/blocks.py",
+        "ptf/data/sources/columnar.py",
+        "ptf/data/sources/jsonl.py",
+        "ptf/data/token_file.py",
+    ],
     "fsspec": ["ptf/storage.py"],
     "s3fs": ["ptf/storage.py"],
     "pydantic": ["ptf/config/*", "ptf/recipes/on_policy.py", "ptf/recipes/*/knobs.py"],
@@ -84,7 +104,9 @@ def imports(tree: ast.Module, package: str) -> Iterator[Import]:
                 yield Import(f"{base}.{alias.name}", node.lineno, lazy)
         typing_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for child in ast.iter_child_nodes(node):
-            yield from walk(child, lazy or typing_only or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            yield from walk(
+                child, lazy or typing_only or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            )
 
     yield from walk(tree, False)
 
@@ -92,7 +114,10 @@ def imports(tree: ast.Module, package: str) -> Iterator[Import]:
 def broken_rule(file: str, found: Import) -> str | None:
     """The rule that an import in `file` (relative, with slashes) breaks."""
     top, _, rest = found.module.partition(".")
-    is_in = lambda patterns: any(fnmatch(file, pattern) for pattern in patterns)  # noqa: E731
+
+    def is_in(patterns):
+        return any(fnmatch(file, pattern) for pattern in patterns)
+
     if top in PACKAGES and not is_in(PACKAGES[top]):
         return f"{top} may appear only in {', '.join(PACKAGES[top])}"
     if top == "torch" and is_in(TORCH_FREE) and not is_in(TORCH_ANYWAY):
@@ -103,11 +128,21 @@ def broken_rule(file: str, found: Import) -> str | None:
     if top == "flows":
         return None if home == "flows" else "nothing imports flows"
     if top == "steps" and home != "steps":
-        return "ptf may not import steps" if home == "ptf" else None if found.lazy else "steps are imported inside the bodies of @step"
+        return (
+            "ptf may not import steps"
+            if home == "ptf"
+            else None
+            if found.lazy
+            else "steps are imported inside the bodies of @step"
+        )
     if top != "ptf":
         return None
     if home == "steps":
-        return None if found.lazy or part in STEPS_AT_MODULE_LEVEL else f"ptf.{part} may be imported only inside functions in steps"
+        return (
+            None
+            if found.lazy or part in STEPS_AT_MODULE_LEVEL
+            else f"ptf.{part} may be imported only inside functions in steps"
+        )
     if home == "flows":
         return None if part in FLOWS else f"flows may import steps and ptf.config, not ptf.{part}"
     if home == "ptf" and is_in(KNOBS) and not found.lazy:
@@ -140,7 +175,9 @@ def test_layers():
 
 def test_every_part_has_a_place_in_the_layers():
     parts = {
-        path.name.removesuffix(".py").replace("__init__", "") for path in (ROOT / "ptf").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        path.name.removesuffix(".py").replace("__init__", "")
+        for path in (ROOT / "ptf").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert parts <= MAY_IMPORT.keys()
 
@@ -148,25 +185,69 @@ def test_every_part_has_a_place_in_the_layers():
 @pytest.mark.parametrize(
     ("file", "text", "violation"),
     [
-        ("ptf/data/a.py", "import os\nfrom ptf.model.decoder import Decoder", "ptf/data/a.py:2  ptf.model.decoder.Decoder: ptf.data may not import ptf.model"),
+        (
+            "ptf/data/a.py",
+            "import os\nfrom ptf.model.decoder import Decoder",
+            "ptf/data/a.py:2  ptf.model.decoder.Decoder: ptf.data may not import ptf.model",
+        ),
         ("ptf/data/a.py", "from ptf import model", "ptf/data/a.py:1  ptf.model: ptf.data may not import ptf.model"),
-        ("ptf/data/a.py", "from ..compute import world", "ptf/data/a.py:1  ptf.compute.world: ptf.data may not import ptf.compute"),
+        (
+            "ptf/data/a.py",
+            "from ..compute import world",
+            "ptf/data/a.py:1  ptf.compute.world: ptf.data may not import ptf.compute",
+        ),
         ("ptf/data/a.py", "def f():\n    import torch", "ptf/data/a.py:2  torch: torch may not appear here"),
-        ("ptf/recipes/a/knobs.py", "from ptf.config.schema import Job", "ptf/recipes/a/knobs.py:1  ptf.config.schema.Job: knobs know ptf.config.section"),
-        ("ptf/config/a.py", "from ptf.recipes.registry import build", "ptf/config/a.py:1  ptf.recipes.registry.build: ptf.config may not import ptf.recipes"),
-        ("ptf/recipes/a.py", "import ptf.compute.world", "ptf/recipes/a.py:1  ptf.compute.world: ptf.recipes may not import ptf.compute"),
-        ("ptf/train/a.py", "def f():\n    import ptf.rl.fit", "ptf/train/a.py:2  ptf.rl.fit: ptf.train may not import ptf.rl"),
+        (
+            "ptf/recipes/a/knobs.py",
+            "from ptf.config.schema import Job",
+            "ptf/recipes/a/knobs.py:1  ptf.config.schema.Job: knobs know ptf.config.section",
+        ),
+        (
+            "ptf/config/a.py",
+            "from ptf.recipes.registry import build",
+            "ptf/config/a.py:1  ptf.recipes.registry.build: ptf.config may not import ptf.recipes",
+        ),
+        (
+            "ptf/recipes/a.py",
+            "import ptf.compute.world",
+            "ptf/recipes/a.py:1  ptf.compute.world: ptf.recipes may not import ptf.compute",
+        ),
+        (
+            "ptf/train/a.py",
+            "def f():\n    import ptf.rl.assemble",
+            "ptf/train/a.py:2  ptf.rl.assemble: ptf.train may not import ptf.rl",
+        ),
         ("ptf/rl/a.py", "from ptf.tasks import demo", "ptf/rl/a.py:1  ptf.tasks.demo: ptf.rl may not import ptf.tasks"),
-        ("ptf/tasks/a.py", "from ptf import storage", "ptf/tasks/a.py:1  ptf.storage: ptf.tasks may not import ptf.storage"),
+        (
+            "ptf/tasks/a.py",
+            "from ptf import storage",
+            "ptf/tasks/a.py:1  ptf.storage: ptf.tasks may not import ptf.storage",
+        ),
         ("ptf/eval.py", "from ptf.run import run", "ptf/eval.py:1  ptf.run.run: ptf.eval may not import ptf.run"),
         ("ptf/train/a.py", "import ray.util", "ptf/train/a.py:1  ray.util: ray may appear only in "),
-        ("ptf/rl/a.py", "try:\n    from vllm import LLM\nexcept ImportError: ...", "ptf/rl/a.py:2  vllm.LLM: vllm may appear only in ptf/rl/vllm_engine.py"),
+        (
+            "ptf/rl/a.py",
+            "try:\n    from vllm import LLM\nexcept ImportError: ...",
+            "ptf/rl/a.py:2  vllm.LLM: vllm may appear only in ptf/rl/engines/vllm_engine.py",
+        ),
         ("ptf/train/a.py", "import steps.train", "ptf/train/a.py:1  steps.train: ptf may not import steps"),
         ("steps/a.py", "import torch", "steps/a.py:1  torch: torch may not be imported at module level here"),
-        ("steps/a.py", "from ptf.eval import evaluate", "steps/a.py:1  ptf.eval.evaluate: ptf.eval may be imported only inside functions in steps"),
+        (
+            "steps/a.py",
+            "from ptf.eval import evaluate",
+            "steps/a.py:1  ptf.eval.evaluate: ptf.eval may be imported only inside functions in steps",
+        ),
         ("steps/a.py", "import metaflow", "steps/a.py:1  metaflow: metaflow may appear only in flows/*"),
-        ("flows/a.py", "from steps.train import train", "flows/a.py:1  steps.train.train: steps are imported inside the bodies of @step"),
-        ("flows/a.py", "def f():\n    from ptf.run import run", "flows/a.py:2  ptf.run.run: flows may import steps and ptf.config, not ptf.run"),
+        (
+            "flows/a.py",
+            "from steps.train import train",
+            "flows/a.py:1  steps.train.train: steps are imported inside the bodies of @step",
+        ),
+        (
+            "flows/a.py",
+            "def f():\n    from ptf.run import run",
+            "flows/a.py:2  ptf.run.run: flows may import steps and ptf.config, not ptf.run",
+        ),
     ],
 )
 def test_a_planted_violation_is_caught(tmp_path, file, text, violation):
@@ -181,13 +262,28 @@ def test_a_planted_violation_is_caught(tmp_path, file, text, violation):
     ("file", "text"),
     [
         ("ptf/data/batch.py", "import torch"),
-        ("ptf/data/blocks.py", "import pyarrow.parquet\nfrom ptf.storage import open_read\nfrom . import sample\nfrom ptf.errors import UserError"),
+        (
+            "ptf/data/sources/blocks.py",
+            (
+                "import pyarrow.parquet\nfrom ptf.storage import open_read\nfrom . import sample\n"
+                "from ptf.errors import UserError"
+            ),
+        ),
         ("ptf/rl/a.py", "from ptf.train import trainer\nfrom ptf.data.batch import Batch"),
         (
             "steps/a.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import ptf.run, torch\nfrom steps.artifact import Artifact",
+            (
+                "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import ptf.run, "
+                "torch\nfrom steps.artifact import Artifact"
+            ),
         ),
-        ("flows/a.py", "import metaflow\nfrom ptf.config import load\nfrom flows.base import Flow\ndef f():\n    import steps.train"),
+        (
+            "flows/a.py",
+            (
+                "import metaflow\nfrom ptf.config import load\nfrom flows.base import Flow\ndef f():\n"
+                "    import steps.train"
+            ),
+        ),
     ],
 )
 def test_what_is_allowed_is_not_caught(tmp_path, file, text):

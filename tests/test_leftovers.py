@@ -15,9 +15,15 @@ def test_tidy():
         subprocess.run([sys.executable, "-c", "pass"], check=True)
 """
 LEAVES = {
-    "process": ("subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)", "process "),
+    "process": (
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)",
+        "process ",
+    ),
     "orphan without the variable": (
-        "subprocess.Popen([sys.executable, '-c', 'import os, time; os.fork(); time.sleep(600)'], env={}, start_new_session=True); time.sleep(3)",
+        (
+            "subprocess.Popen([sys.executable, '-c', 'import os, time; os.fork(); time.sleep(600)'], env={}, "
+            "start_new_session=True); time.sleep(3)"
+        ),
         "process ",
     ),
     "port": ("left.append(socket.create_server(('127.0.0.1', 0)))", "port of this process: 127.0.0.1:"),
@@ -28,8 +34,27 @@ LEAVES = {
 
 def session(place: Path, text: str) -> tuple[int, str]:
     (place / "test_it.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.leftovers", "--rootdir", str(place), str(place / "test_it.py")]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT), "SUITE_GRACE_S": "1"}, cwd=place, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.leftovers",
+        "--rootdir",
+        str(place),
+        str(place / "test_it.py"),
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SUITE_GRACE_S": "1"},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -41,13 +66,16 @@ def test_a_session_that_tidies_up_passes(tmp_path):
 
 def test_a_session_that_leaves_something_fails_and_names_it(tmp_path):
     body = "\n    ".join(line for line, _ in LEAVES.values())
-    status, said = session(tmp_path, f"import os, socket, subprocess, sys, tempfile, time\nleft = []\ndef test_untidy():\n    {body}\n")
+    status, said = session(
+        tmp_path, f"import os, socket, subprocess, sys, tempfile, time\nleft = []\ndef test_untidy():\n    {body}\n"
+    )
     assert status == 1, said
     for name, (_, line) in LEAVES.items():
         assert line in said, f"{name}: {said}"
     left = [int(word.split()[1].rstrip(":")) for word in said.splitlines() if word.strip().startswith("process ")]
     assert len(left) >= 3
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in left)  # and it is gone now
+    # and it is gone now
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in left)
     assert not list(Path("/dev/shm").glob("suite_*_test"))
 
 

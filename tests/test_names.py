@@ -1,4 +1,5 @@
-"""Names that become parts of paths stay in their directory: of runs, sources, versions, tensors' files, files of a manifest, checkpoints."""
+"""Names that become parts of paths stay in their directory: of runs, sources, versions, tensors' files,
+files of a manifest, checkpoints."""
 
 import json
 import shutil
@@ -28,7 +29,10 @@ def test_a_run_cannot_be_named_so(tmp_path, name, capsys):
     raw = arithmetic(tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     before = sorted(tmp_path.rglob("*"))
-    for start in (lambda: run(loads(yaml.safe_dump(raw)), name), lambda: prepare(loads(yaml.safe_dump(raw)), Artifact(name))):
+    for start in (
+        lambda: run(loads(yaml.safe_dump(raw)), name),
+        lambda: prepare(loads(yaml.safe_dump(raw)), Artifact(name)),
+    ):
         with pytest.raises(UserError, match="is not the name of a training run"):
             start()
     assert cli.main(["train", str(tmp_path / "job.yaml"), f"--lineage={name}"]) == 2
@@ -58,7 +62,9 @@ def test_an_index_of_tensors_names_only_files_beside_it(tmp_path):
     bridge.locate(str(model))  # the control
     TensorFiles(model)
     for name in ("../foreign.safetensors", str(tmp_path / "foreign.safetensors"), "", "..", 3):
-        index.write_text(json.dumps({"weight_map": {**dict.fromkeys(tensors, "part.safetensors"), "lm_head.weight": name}}))
+        index.write_text(
+            json.dumps({"weight_map": {**dict.fromkeys(tensors, "part.safetensors"), "lm_head.weight": name}})
+        )
         for read in (lambda: bridge.locate(str(model)), lambda: TensorFiles(model)):
             with pytest.raises(UserError, match="names a file that does not lie beside it"):
                 read()
@@ -106,6 +112,12 @@ def test_a_stray_directory_beside_checkpoints_is_left_alone_and_said(tmp_path, c
     assert found is not None
     assert found[0] == 2
     said = capsys.readouterr().out
-    assert said.count("is no checkpoint of this run") == 4
+    assert said.count("is not a checkpoint of this run") == 4
     saves.commit(3, {}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002.bak", "step_00000003", "step_00000009 (copy)", "step_3", "step_x"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_00000002.bak",
+        "step_00000003",
+        "step_00000009 (copy)",
+        "step_3",
+        "step_x",
+    ]

@@ -1,4 +1,5 @@
-"""What a user can mend is one sentence and an exit status, never a traceback: disks, files of ours that others wrote into, numbers, markup."""
+"""What a user can mend is one sentence and an exit status, never a traceback: disks,
+files of ours that others wrote into, numbers, markup."""
 
 import os
 import subprocess
@@ -12,7 +13,7 @@ from ptf import cli, disk, published, storage
 from ptf.config import Plug, loads
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
-from ptf.rl.rewards import Rewards
+from ptf.rl.rewards.functions import Rewards
 from ptf.run import run
 from steps.artifact import Artifact
 from steps.retrain import news
@@ -34,7 +35,18 @@ def test_a_full_disk_under_checkpoints_is_named_with_what_is_needed(tmp_path):
     apart = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", SMALL.format(size=400), str(place)]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this kernel lets no user mount a small disk")
-    command = [*apart, sys.executable, "-m", "ptf.cli", "train", str(config), "--lineage", "a", "--set", f"checkpoint.to={place}"]
+    command = [
+        *apart,
+        sys.executable,
+        "-m",
+        "ptf.cli",
+        "train",
+        str(config),
+        "--lineage",
+        "a",
+        "--set",
+        f"checkpoint.to={place}",
+    ]
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
@@ -44,9 +56,14 @@ def test_a_full_disk_under_checkpoints_is_named_with_what_is_needed(tmp_path):
 
 
 def test_a_full_disk_elsewhere_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match=r"no space is left on the disk at .*GiB are free"), disk.plainly(tmp_path), open("/dev/full", "w") as full:
+    with (
+        pytest.raises(UserError, match=r"no space is left on the disk at .*GiB are free"),
+        disk.plainly(tmp_path),
+        open("/dev/full", "w") as full,
+    ):
         full.write("x" * 100_000)
-    with pytest.raises(ZeroDivisionError), disk.plainly(tmp_path):  # the control: what is not the disk's stays what it is
+    # the control: what is not the disk's stays what it is
+    with pytest.raises(ZeroDivisionError), disk.plainly(tmp_path):
         raise ZeroDivisionError
 
 
@@ -72,7 +89,11 @@ def test_a_pointer_that_cannot_be_read_is_one_sentence(tmp_path, content, capsys
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{}", b"[]", b"", None])
 def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, content):
-    job = loads(short(tmp_path, publish={"to": str(tmp_path / "versions"), "metric": "loss/held_out", "mode": "min"}).read_text())
+    job = loads(
+        short(
+            tmp_path, publish={"to": str(tmp_path / "versions"), "metric": "loss/held_out", "mode": "min"}
+        ).read_text()
+    )
     storage.finish(f"{job.versions}/one", {"version": "one", "data": {"sums": "then"}}, {})
     published.point(job.versions, "one", None)
     file = Path(job.versions) / "retrained.json"
@@ -85,7 +106,10 @@ def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, co
         assert news(job, Artifact("a", data={"sums": "now"}))
 
 
-@pytest.mark.parametrize(("option", "value"), [("--mfu", "2"), ("--mfu", "nan"), ("--mfu", "0"), ("--memory", "-1"), ("--memory", "inf"), ("--gpus", "0")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--mfu", "2"), ("--mfu", "nan"), ("--mfu", "0"), ("--memory", "-1"), ("--memory", "inf"), ("--gpus", "0")],
+)
 def test_a_number_that_makes_no_sense_is_refused(tmp_path, capsys, option, value):
     with pytest.raises(SystemExit) as left:
         cli.main(["plan", str(short(tmp_path)), "--gpus", "8", option, value])

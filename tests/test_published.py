@@ -1,5 +1,5 @@
-"""Versions and their pointer: whatever is published and rolled back at the same time, the pointer names a whole version, and nothing is lost of where it
-was."""
+"""Versions and their pointer: whatever is published and rolled back at the same time, the pointer names a whole
+version, and nothing is lost of where it was."""
 
 import json
 import multiprocessing
@@ -127,7 +127,20 @@ def test_what_is_not_whole_is_not_gone_back_to(tmp_path):
     assert pointer(root) == Pointer("b", ("a",))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"a"', "{}", '{"version": 3}', '{"version": ""}', '{"version": "../a"}', '{"version": "a", "before": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '"a"',
+        "{}",
+        '{"version": 3}',
+        '{"version": ""}',
+        '{"version": "../a"}',
+        '{"version": "a", "before": 3}',
+    ],
+)
 def test_a_pointer_that_cannot_be_read_is_named(tmp_path, text):
     root = str(tmp_path / "published")
     version(root, "a", tmp_path)
@@ -167,13 +180,18 @@ def test_of_all_that_publish_at_once_none_is_lost(root, tmp_path):
             several.starmap(publish_all, [(root, each) for each in names])
     found = pointer(root)
     assert found is not None
-    assert sorted([*found.before, found.version]) == sorted(name for each in names for name in each), "each was seen by the one after it"
+    assert sorted([*found.before, found.version]) == sorted(name for each in names for name in each), (
+        "each was seen by the one after it"
+    )
     for each in names:
         at = [[*found.before, found.version].index(name) for name in each]
         assert at == sorted(at)
 
 
-MOVES = "import sys; from tests.test_published import publish_all\nprint(flush=True)\nwhile True: publish_all(sys.argv[1], ['a', 'b'])"
+MOVES = (
+    "import sys; from tests.test_published import publish_all\nprint(flush=True)\nwhile True: "
+    "publish_all(sys.argv[1], ['a', 'b'])"
+)
 
 
 def test_a_kill_at_any_instant_leaves_a_pointer_and_no_lock(tmp_path):
@@ -191,7 +209,9 @@ def test_a_kill_at_any_instant_leaves_a_pointer_and_no_lock(tmp_path):
         found = pointer(root)
         assert found is not None
         assert found.version in ("a", "b")
-    assert point(root, "a", Pointer("b", found.before)) or point(root, "b", Pointer("a", found.before)), "the lock went with its holder"
+    assert point(root, "a", Pointer("b", found.before)) or point(root, "b", Pointer("a", found.before)), (
+        "the lock went with its holder"
+    )
 
 
 def test_the_command_lists_and_goes_back(tmp_path, capsys):

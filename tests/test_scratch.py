@@ -1,4 +1,5 @@
-"""What is half-made lies under names of ours, locked by who makes it: it is removed by the next run if that one was killed, and never while it works."""
+"""What is half-made lies under names of ours, locked by who makes it: it is removed by the next run if that one was
+killed, and never while it works."""
 
 import signal
 import subprocess

@@ -53,7 +53,10 @@ def test_any_text_comes_back(text):
 def test_listing_of_a_file_a_directory_and_a_glob(place):
     for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "d.txt"):
         storage.write_text(f"{place}/{name}", name)
-    names = lambda uri: [found.partition("/place/")[2] for found in storage.listing(uri)]  # noqa: E731
+
+    def names(uri):
+        return [found.partition("/place/")[2] for found in storage.listing(uri)]
+
     assert names(place) == names(place + "/") == ["a.jsonl", "b.jsonl", "d.txt", "sub/c.jsonl"]
     assert names(f"{place}/*.jsonl") == ["a.jsonl", "b.jsonl"]
     assert names(f"{place}/**/*.jsonl")[-1] == "sub/c.jsonl"
@@ -69,7 +72,13 @@ def test_a_name_with_glob_characters_is_a_name_first(tmp_path):
 
 
 def test_what_is_missing_is_named(place):
-    for call in (storage.listing, storage.read_text, storage.open_read, storage.verify, lambda uri: storage.localize(uri, "unused")):
+    for call in (
+        storage.listing,
+        storage.read_text,
+        storage.open_read,
+        storage.verify,
+        lambda uri: storage.localize(uri, "unused"),
+    ):
         with pytest.raises(FileNotFoundError) as missing:
             call(f"{place}/nothing")
         assert f"{place}/nothing" in str(missing.value)
@@ -98,7 +107,9 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     file, texts = str(tmp_path / "x"), {letter * 200_000 for letter in "ab"}
     storage.write_text(file, "a" * 200_000)
     seen: set[str] = set()
-    writer = threading.Thread(target=lambda: [storage.write_text(file, text) for _ in range(20) for text in sorted(texts)])
+    writer = threading.Thread(
+        target=lambda: [storage.write_text(file, text) for _ in range(20) for text in sorted(texts)]
+    )
     writer.start()
     while writer.is_alive():
         seen.add(storage.read_text(file))
@@ -108,7 +119,11 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
 def test_commit_and_verify(made):
     manifest = storage.verify(str(made))
     assert manifest["step"] == 7
-    assert {name: entry["size"] for name, entry in manifest["files"].items()} == {"a.bin": 1_280_000, "sub/b.txt": 1, "zero": 0}
+    assert {name: entry["size"] for name, entry in manifest["files"].items()} == {
+        "a.bin": 1_280_000,
+        "sub/b.txt": 1,
+        "zero": 0,
+    }
     assert manifest == json.loads((made / "manifest.json").read_text()) == storage.commit(made, {"step": 7})
 
 

@@ -1,4 +1,5 @@
-"""Hosted workflows name what exists: targets of the Makefile, scripts of the checkout. And what runs at night is what `make test-all` runs by hand."""
+"""Hosted workflows name what exists: targets of the Makefile, scripts of the checkout.
+And what runs at night is what `make test-all` runs by hand."""
 
 import re
 from pathlib import Path
@@ -33,7 +34,9 @@ def unknown(workflow: dict[str, Any], known: set[str]) -> list[str]:
     words = [command.split() for line in commands(workflow) for command in line.split("&&")]
     made = [word for line in words if line[0] == "make" for word in line[1:] if "=" not in word]
     scripts = [line[0] for line in words if "/" in line[0]]
-    return [target for target in made if target not in known] + [script for script in scripts if not (ROOT / script).is_file()]
+    return [target for target in made if target not in known] + [
+        script for script in scripts if not (ROOT / script).is_file()
+    ]
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
@@ -42,7 +45,8 @@ def test_a_workflow_names_what_exists(file: Path) -> None:
     known = targets((ROOT / "Makefile").read_text())
     assert commands(workflow)
     assert unknown(workflow, known) == []
-    lost = yaml.safe_load(file.read_text().replace("make setup", "make nothing").replace(".ci/run", ".ci/walk"))  # negative control
+    # negative control
+    lost = yaml.safe_load(file.read_text().replace("make setup", "make nothing").replace(".ci/run", ".ci/walk"))
     assert unknown(lost, known) in (["nothing"], [".ci/walk"])
 
 
@@ -55,7 +59,8 @@ def test_test_all_is_the_night() -> None:
 
 
 def test_what_a_test_run_leaves_out_runs_at_night() -> None:
-    """Each marker that plain `pytest` deselects has a target of the Makefile that selects it, and that target is in ALL."""
+    """Each marker that plain `pytest` deselects has a target of the Makefile that selects it,
+    and that target is in ALL."""
     makefile, settings = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
     left_out = re.findall(r"not (\w+)", next(line for line in settings.splitlines() if line.startswith("addopts")))
     assert left_out

@@ -10,9 +10,17 @@ from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "intermediate_size": 96, "max_position_embeddings": 256, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def checkpoint(directory: Path, *, tied: bool = True, seed: int = 0, **changes: object) -> Path:
@@ -36,7 +44,9 @@ def sample(length: int, seed: int, vocab: int = SIZES["vocab_size"], trained: fl
 
 def packed(rows: list[list[int]], width: int, seed: int = 0) -> Batch:
     """A batch of rows of documents of these lengths."""
-    return Batch.of([[(sample(n, seed * 1000 + 10 * r + i),) for i, n in enumerate(row)] for r, row in enumerate(rows)], width)
+    return Batch.of(
+        [[(sample(n, seed * 1000 + 10 * r + i),) for i, n in enumerate(row)] for r, row in enumerate(rows)], width
+    )
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
@@ -51,24 +61,49 @@ def arithmetic(directory: Path, *, rows: int = 200) -> dict:
 
     tokenizer = character_tokenizer("0123456789+-=", directory / "model")
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES, "vocab_size": tokenizer.vocab_size, "tie_word_embeddings": True,
-        "torch_dtype": "float32", "pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.stop_ids[0], "hidden_act": "silu",
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **SIZES,
+        "vocab_size": tokenizer.vocab_size,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "pad_token_id": tokenizer.pad_id,
+        "eos_token_id": tokenizer.stop_ids[0],
+        "hidden_act": "silu",
+    }
     (directory / "model" / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
     pairs = rng.integers(1, 30, (rows + 20, 2)).tolist()
     asked = [[{"role": "user", "content": f"{a}+{b}="}] for a, b in pairs]
-    chats = [{"messages": [*m, {"role": "assistant", "content": str(a + b)}]} for m, (a, b) in zip(asked, pairs, strict=True)]
+    chats = [
+        {"messages": [*m, {"role": "assistant", "content": str(a + b)}]} for m, (a, b) in zip(asked, pairs, strict=True)
+    ]
     prompts = [{"messages": m, "answer": str(a + b)} for m, (a, b) in zip(asked, pairs, strict=True)]
     write_jsonl(directory / "train.jsonl", chats[:rows])
     write_jsonl(directory / "held_out.jsonl", chats[rows:])
     write_jsonl(directory / "prompts.jsonl", prompts)
     return {
-        "recipe": "sft", "output": str(directory / "runs"), "seed": 1,
+        "recipe": "sft",
+        "output": str(directory / "runs"),
+        "seed": 1,
         "model": {"path": str(directory / "model"), "init": "random"},
-        "data": {"sources": {"sums": {"path": str(directory / "train.jsonl")}}, "validation": {"held_out": {"path": str(directory / "held_out.jsonl")}},
-                 "lanes": 4, "seq_len": 64, "shuffle": 16, "lookahead": 8},
-        "train": {"steps": 12, "lr": 1e-3, "rows": 4, "micro_rows": 2, "precision": "fp32", "validate_every": 4},
+        "data": {
+            "sources": {"sums": {"path": str(directory / "train.jsonl")}},
+            "validation": {"held_out": {"path": str(directory / "held_out.jsonl")}},
+            "partitions": 4,
+            "seq_len": 64,
+            "shuffle": 16,
+            "lookahead": 8,
+        },
+        "train": {
+            "steps": 12,
+            "lr": 1e-3,
+            "sequences": 4,
+            "micro_sequences": 2,
+            "precision": "fp32",
+            "validate_every": 4,
+        },
         "compute": {"launcher": "local", "device": "cpu", "threads": 1},
-        "checkpoint": {"every": 5}, "track": {"tensorboard": False},
-    }  # fmt: skip
+        "checkpoint": {"every": 5},
+        "track": {"tensorboard": False},
+    }

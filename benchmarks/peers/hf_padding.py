@@ -1,4 +1,5 @@
-"""A padded training loop over transformers, as one writes it by hand: `torchrun --nproc-per-node N hf_padding.py JSON`; rank 0 prints one JSON line."""
+"""A padded training loop over transformers, as one writes it by hand: `torchrun --nproc-per-node N hf_padding.py JSON`;
+rank 0 prints one JSON line."""
 
 import json
 import resource
@@ -31,7 +32,10 @@ for step in range(given["steps"]):
     ids, mask = torch.zeros(batch, width, dtype=torch.int64), torch.zeros(batch, width, dtype=torch.int64)
     labels = torch.full((batch, width), -100)
     for row, i in enumerate(mine):
-        document, trained = torch.from_numpy(stored["tokens"][starts[i] : ends[i]].astype(np.int64)), stored["weights"][starts[i] : ends[i]] > 0
+        document, trained = (
+            torch.from_numpy(stored["tokens"][starts[i] : ends[i]].astype(np.int64)),
+            stored["weights"][starts[i] : ends[i]] > 0,
+        )
         ids[row, : len(document)], mask[row, : len(document)] = document, 1
         labels[row, : len(document)] = torch.where(torch.from_numpy(trained), document, -100)
     began = time.process_time(), time.perf_counter()
@@ -51,5 +55,7 @@ for step in range(given["steps"]):
     slots.append(int(counts[2]))
 if rank == 0:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"cpu_s": cpu, "wall_s": wall, "tokens": tokens, "slots": slots, "losses": losses, "peak_mib": peak}))
+    print(
+        json.dumps({"cpu_s": cpu, "wall_s": wall, "tokens": tokens, "slots": slots, "losses": losses, "peak_mib": peak})
+    )
 dist.destroy_process_group()

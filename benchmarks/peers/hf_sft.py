@@ -1,7 +1,9 @@
-"""The SFT step as a loop over plain transformers, timed: a peer of benchmarks/train_step.py, run by the Python of requirements-peers.txt.
+"""The SFT step as a loop over plain transformers, timed: a peer of benchmarks/train_step.py,
+run by the Python of requirements-peers.txt.
 
-Reads one JSON object from the command line (see trl_sft.py) and prints one JSON line. The model makes the logits of all positions; the loss is its own.
-A pass is so many packed rows, whose documents transformers tells apart by their positions (a dense mask in each row), or one document, without a mask.
+Reads one JSON object from the command line (see trl_sft.py) and prints one JSON line. The model makes the logits of all
+positions; the loss is its own. A pass is so many packed rows, whose documents transformers tells apart by their
+positions (a dense mask in each row), or one document, without a mask.
 """
 
 import json
@@ -27,7 +29,9 @@ def main() -> None:
         if given["packed"]:
             passes = [packed(mine[i : i + given["pass"]], documents) for i in range(0, len(mine), given["pass"])]
         else:
-            passes = [{"input_ids": documents[i][None], "labels": labels_of(documents[i])[None]} for row in mine for i in row]
+            passes = [
+                {"input_ids": documents[i][None], "labels": labels_of(documents[i])[None]} for row in mine for i in row
+            ]
         began = time.process_time()
         trained = sum(int((one["labels"] != -100).sum()) for one in passes)
         loss = 0.0

@@ -1,5 +1,5 @@
-"""Tokenizing chats as SFT trainers do it, `Dataset.map` over `apply_chat_template`: `python hf_tokenize.py ROWS.jsonl TOKENIZER PROCESSES SCRATCH` prints one
-JSON line."""
+"""Tokenizing chats as SFT trainers do it, `Dataset.map` over `apply_chat_template`: `python hf_tokenize.py ROWS.jsonl
+TOKENIZER PROCESSES SCRATCH` prints one JSON line."""
 
 import json
 import os
@@ -21,7 +21,12 @@ def main() -> None:
     rows = load_dataset("json", data_files=path, split="train", cache_dir=scratch)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     began, cpu = time.perf_counter(), sum(os.times()[:4])
-    done = rows.map(encode, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names, num_proc=processes if processes > 1 else None)
+    done = rows.map(
+        encode,
+        fn_kwargs={"tokenizer": tokenizer},
+        remove_columns=rows.column_names,
+        num_proc=processes if processes > 1 else None,
+    )
     spent, cpu = time.perf_counter() - began, sum(os.times()[:4]) - cpu
     print(json.dumps({"rows": len(done), "tokens": sum(map(len, done["input_ids"])), "cpu_s": cpu, "wall_s": spent}))
 

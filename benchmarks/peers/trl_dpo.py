@@ -1,7 +1,8 @@
-"""TRL's DPO step, timed: the peer of benchmarks/dpo_step.py, run by the Python of an environment of its own (requirements-peers.txt).
+"""TRL's DPO step, timed: the peer of benchmarks/dpo_step.py, run by the Python of an environment of its own
+(requirements-peers.txt).
 
-Reads one JSON object from the command line: model directory, pairs (.npz), pairs a pass and a step, steps, warm-up, dtype, learning rate, beta; prints one JSON
-line. Pairs are token ids already and are taken in their order.
+Reads one JSON object from the command line: model directory, pairs (.npz), pairs a pass and a step, steps, warm-up,
+dtype, learning rate, beta; prints one JSON line. Pairs are token ids already and are taken in their order.
 """
 
 import json
@@ -49,7 +50,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers.models import WordLevel
 
     words = {str(i): i for i in range(64)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", eos_token="1", unk_token="0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", eos_token="1", unk_token="0"
+    )
 
 
 def main() -> None:
@@ -59,17 +62,43 @@ def main() -> None:
     stored = np.load(given["documents"])
     cuts = [part.tolist() for part in np.split(stored["tokens"], np.cumsum(stored["lengths"].reshape(-1))[:-1])]
     data = Dataset.from_dict({"prompt_ids": cuts[::3], "chosen_ids": cuts[1::3], "rejected_ids": cuts[2::3]})
-    model, reference = (AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32, attn_implementation="sdpa") for _ in range(2))
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32, attn_implementation="sdpa")
+        for _ in range(2)
+    )
     clock = Clock(given["warmup"])
     with tempfile.TemporaryDirectory() as out:
         args = DPOConfig(
-            output_dir=out, max_steps=given["steps"] + given["warmup"], per_device_train_batch_size=given["pairs"],
-            gradient_accumulation_steps=given["accumulated"] // given["pairs"], max_length=given["width"],
-            bf16=given["dtype"] == "bf16", fp16=False, use_cpu=True, learning_rate=given["lr"], beta=given["beta"], report_to=[], save_strategy="no",
-            logging_steps=1, logging_first_step=True, disable_tqdm=True, gradient_checkpointing=False, lr_scheduler_type="constant",
-            optim="adamw_torch_fused", weight_decay=0.0, max_grad_norm=1.0, remove_unused_columns=False,
-        )  # fmt: skip
-        trainer = Given(model=model, ref_model=reference, args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[clock])
+            output_dir=out,
+            max_steps=given["steps"] + given["warmup"],
+            per_device_train_batch_size=given["pairs"],
+            gradient_accumulation_steps=given["accumulated"] // given["pairs"],
+            max_length=given["width"],
+            bf16=given["dtype"] == "bf16",
+            fp16=False,
+            use_cpu=True,
+            learning_rate=given["lr"],
+            beta=given["beta"],
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            logging_first_step=True,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            remove_unused_columns=False,
+        )
+        trainer = Given(
+            model=model,
+            ref_model=reference,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer(),
+            callbacks=[clock],
+        )
         real: list[int] = []
         inner = trainer.training_step
 

@@ -1,7 +1,9 @@
-"""TRL's GRPO step, timed: the peer of benchmarks/grpo_step.py, run by the Python of an environment of its own (requirements-peers.txt).
+"""TRL's GRPO step, timed: the peer of benchmarks/grpo_step.py, run by the Python of an environment of its own
+(requirements-peers.txt).
 
-Reads one JSON object from the command line: model directory (with its tokenizer), prompts, group, new tokens, steps, warm-up, dtype, learning rate; prints one
-JSON line. No answer ends early, so that every step has as many tokens as the other's.
+Reads one JSON object from the command line: model directory (with its tokenizer), prompts, group, new tokens, steps,
+warm-up, dtype, learning rate; prints one JSON line. No answer ends early,
+so that every step has as many tokens as the other's.
 """
 
 import json
@@ -44,17 +46,38 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as out:
         args = GRPOConfig(
-            output_dir=out, max_steps=given["steps"] + given["warmup"], per_device_train_batch_size=given["answers"],
-            gradient_accumulation_steps=answers // given["answers"], num_generations=given["group"],
-            max_completion_length=given["tokens"], generation_kwargs={"min_new_tokens": given["tokens"]}, beta=0.0, temperature=1.0,
-            bf16=given["dtype"] == "bf16", fp16=False, use_cpu=True, learning_rate=given["lr"], report_to=[], save_strategy="no", logging_steps=1,
-            disable_tqdm=True, gradient_checkpointing=False, lr_scheduler_type="constant", optim="adamw_torch_fused", weight_decay=0.0,
-            max_grad_norm=1.0, shuffle_dataset=False,
-        )  # fmt: skip
+            output_dir=out,
+            max_steps=given["steps"] + given["warmup"],
+            per_device_train_batch_size=given["answers"],
+            gradient_accumulation_steps=answers // given["answers"],
+            num_generations=given["group"],
+            max_completion_length=given["tokens"],
+            generation_kwargs={"min_new_tokens": given["tokens"]},
+            beta=0.0,
+            temperature=1.0,
+            bf16=given["dtype"] == "bf16",
+            fp16=False,
+            use_cpu=True,
+            learning_rate=given["lr"],
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            shuffle_dataset=False,
+        )
         trainer = GRPOTrainer(
-            model=model, reward_funcs=reward, args=args, train_dataset=Dataset.from_dict({"prompt": given["texts"]}),
-            processing_class=AutoTokenizer.from_pretrained(given["model"]), callbacks=[clock],
-        )  # fmt: skip
+            model=model,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": given["texts"]}),
+            processing_class=AutoTokenizer.from_pretrained(given["model"]),
+            callbacks=[clock],
+        )
         trainer.train()
     steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)][-given["steps"] :]
     print(json.dumps({"cpu_s": steps, "tokens": [sum(one) for one in seen][-given["steps"] :]}))

@@ -1,4 +1,5 @@
-"""TRL's packing of documents of given lengths, as SFTTrainer calls it: `python trl_packing.py LENGTHS.npy WIDTH` prints one JSON line."""
+"""TRL's packing of documents of given lengths, as SFTTrainer calls it: `python trl_packing.py LENGTHS.npy WIDTH` prints
+one JSON line."""
 
 import json
 import sys

@@ -1,0 +1,1 @@
+"""Where and how training runs: processes and clusters, checkpoints, leases, heartbeats and tracking."""

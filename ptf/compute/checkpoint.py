@@ -1,7 +1,8 @@
-"""Checkpoints from which training continues exactly: `step_N/` holds tensors (torch DCP, sharded), host state, and a manifest.
+"""Checkpoints from which training continues exactly: `step_N/` holds tensors (torch DCP, sharded), host state, and a
+manifest.
 
-The one idea: the manifest, with the SHA-256 of every file, is written last. Without it a checkpoint is absent; with it, it is whole. A
-reader takes the newest that verifies and says which it passed over.
+The one idea: the manifest, with the SHA-256 of every file, is written last. Without it a checkpoint is absent; with it,
+it is whole. A reader takes the newest that verifies and names those that it skipped.
 """
 
 import io
@@ -34,27 +35,42 @@ STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What training changes: weights that are frozen, under any of their names, are where it started from. What the optimizer was made with is in the
-    config. Raises UserError for a component that keeps anything but tensors: to read that back, code of the file's would have to run."""
+    """Return what training changes: weights that train, and the optimizer's state.
+
+    Frozen weights, under any of their names, are left out, because the starting model has them; the optimizer's
+    settings are in the config. Raises UserError for a component with state that is not a tensor, because reading it
+    back would run code of the file.
+    """
     return _tensors(model, *get_state_dict(model, optimizer))
 
 
 def _tensors(model: nn.Module, weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    kept = {name: w for name, w in weights.items() if name not in frozen}
-    if others := [name for name, w in kept.items() if not isinstance(w, torch.Tensor)]:
-        raise UserError(f"{others[0]} is not a tensor, so it cannot be kept in a checkpoint: register it as a buffer, or make it anew from the arguments")
-    return {"model": kept, "optimizer": {"state": optimizer["state"]}}
+    trained = {name: w for name, w in weights.items() if name not in frozen}
+    if others := [name for name, w in trained.items() if not isinstance(w, torch.Tensor)]:
+        raise UserError(
+            f"{others[0]} is not a tensor, so a checkpoint cannot hold it: register it as a buffer, "
+            "or build it again from the arguments"
+        )
+    return {"model": trained, "optimizer": {"state": optimizer["state"]}}
 
 
 def copied(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same, on the host, so that training may go on."""
+    """Copy the tensors to the host, so that training may continue."""
     return tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), tensors)
 
 
-def write(directory: str, tensors: dict[str, Any], host: Mapping[str, dict], world: World, group: dist.ProcessGroup | None = None) -> Entries:
-    """Every rank writes its shards, and its host state by file name. Collective, over `group`. Returns all ranks' entries. Raises RuntimeError on
-    every rank where one of them fails."""
+def write(
+    directory: str,
+    tensors: dict[str, Any],
+    host: Mapping[str, dict],
+    world: World,
+    group: dist.ProcessGroup | None = None,
+) -> Entries:
+    """Write this rank's shards, and its host state by file name; all ranks of `group` call it.
+
+    Returns all ranks' entries. Raises RuntimeError on every rank if one of them fails.
+    """
     writer, files = dcp_files.writer(f"{directory}/{TENSORS}")
     error = None
     try:
@@ -64,34 +80,38 @@ def write(directory: str, tensors: dict[str, Any], host: Mapping[str, dict], wor
         entries = {uri.removeprefix(f"{directory}/"): entry for uri, entry in files.entries.items()}
         for name, state in host.items():
             entries[name] = save_host(f"{directory}/{name}", state)
-    except (Exception, CheckpointException) as e:  # it belongs to all ranks
+    except (Exception, CheckpointException) as e:  # reported to all ranks below
         error, entries = e, {}
-    found: list[Any] = [(entries, error and f"rank {world.rank}: {_first(error)}")]
+    own = (entries, error and f"rank {world.rank}: {_first(error)}")
+    of_all: list[Any] = [own]
     if world.size > 1:
-        found = [None] * world.size
-        dist.all_gather_object(found, (entries, error and f"rank {world.rank}: {_first(error)}"), group=group)
-    if errors := [text for _, text in found if text]:
+        of_all = [None] * world.size
+        dist.all_gather_object(of_all, own, group=group)
+    if errors := [text for _, text in of_all if text]:
         raise RuntimeError("; ".join(errors)) from error
-    return {name: entry for each, _ in found for name, entry in each.items()}
+    return {name: entry for each, _ in of_all for name, entry in each.items()}
 
 
 def _first(error: BaseException) -> str:
-    """What went wrong, out of DCP's collection of what went wrong where."""
+    """Return the first error of a CheckpointException, which collects the errors of all ranks."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}"
 
 
 def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """The reverse, into a model of any number of ranks."""
+    """Load what `write` wrote into a model on any number of ranks."""
     weights, moments = get_state_dict(model, optimizer)
     state = _tensors(model, weights, moments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=dcp_files.Reader(f"{directory}/{TENSORS}"), no_dist=world.mesh is None)
-        options = StateDictOptions(strict=False)  # frozen weights are not there; dcp.load has raised for anything else
+        # frozen weights are absent; dcp.load has raised for anything else that is missing
+        options = StateDictOptions(strict=False)
         optimizer_state = {**moments, **state["optimizer"]}
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options
+        )
 
 
 def _to_tensors(value: Any) -> Any:
@@ -113,68 +133,97 @@ def _to_arrays(value: Any) -> Any:
 
 
 def save_host(uri: str, state: dict) -> dict[str, Any]:
-    """Plain values and numpy arrays, readable without running any code of the file's. Returns the file's size and SHA-256."""
-    text = io.BytesIO()
-    torch.save(_to_tensors(state), text)
+    """Write plain values and numpy arrays in a format that is read without running code; return the file's size and
+    SHA-256."""
+    buffer = io.BytesIO()
+    torch.save(_to_tensors(state), buffer)
     with storage.create(uri) as stream:
-        stream.write(text.getbuffer())
+        stream.write(buffer.getbuffer())
     return stream.entry
 
 
 def load_host(uri: str) -> dict:
+    """Read what `save_host` wrote."""
     with storage.open_read(uri) as stream:
         return _to_arrays(torch.load(io.BytesIO(stream.read()), weights_only=True))
 
 
 class Checkpoints:
-    """The checkpoints of one lineage, on disk or in an object store. `begin` and `commit` are called by one process; in between every rank writes
-    into the directory. `best`: the metric, and whether `min` or `max` of it, by which one more is kept."""
+    """The checkpoints of one lineage, on disk or in an object store.
+
+    `begin` and `commit` are called by one process; between them every rank writes into the directory. `best`: the
+    metric, and whether `min` or `max` of it, by which one more checkpoint is kept.
+    """
 
     def __init__(
-        self, root: str, *, every: int, keep: int, steps: int, best: tuple[str, str] | None = None, whole_up_to: float = float("inf"),
+        self,
+        root: str,
+        *,
+        every: int,
+        keep: int,
+        steps: int,
+        best: tuple[str, str] | None = None,
+        whole_up_to: float = float("inf"),
         lease: Lease = UNSHARED,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lease = lease
-        self.root, self.every, self.keep, self.steps, self.best, self.whole_up_to = root.rstrip("/"), every, keep, steps, best, whole_up_to
+        self.root = root.rstrip("/")
+        self.every, self.keep, self.steps = every, keep, steps
+        self.best = best
+        self.whole_up_to = whole_up_to
 
     @classmethod
     def of(cls, job: Job, run: Path, lease: Lease = UNSHARED) -> "Checkpoints":
-        """Of the run in this directory; `lease` is checked whenever one is begun or committed."""
+        """Build the checkpoints of the run in this directory; `lease` is checked whenever one is begun or committed."""
         knobs = job.checkpoint
         best = (knobs.best.metric, knobs.best.mode) if knobs.best else None
         root = f"{knobs.to.rstrip('/')}/{run.name}" if knobs.to else str(run / "checkpoints")
-        return cls(root, every=knobs.every, keep=knobs.keep, steps=job.train.steps or 0, best=best, whole_up_to=knobs.verify_gib * 2**30, lease=lease)
+        return cls(
+            root,
+            every=knobs.every,
+            keep=knobs.keep,
+            steps=job.train.steps or 0,
+            best=best,
+            whole_up_to=knobs.verify_gib * 2**30,
+            lease=lease,
+        )
 
     def due(self, step: int) -> bool:
+        """Return whether a checkpoint is due at this step."""
         return step % self.every == 0 or step == self.steps
 
     def path(self, step: int) -> str:
+        """Return the directory or URI of a step's checkpoint."""
         return f"{self.root}/step_{step:08}"
 
     def begin(self, step: int) -> str:
-        """A place in which nothing is; what an earlier attempt left half-written goes. Raises LeaseLost."""
+        """Return an empty directory for the step; files of an attempt that was not finished are removed. Raises
+        LeaseLost."""
         self.lease.check()
         storage.remove(self.path(step))
         return self.path(step)
 
     def commit(self, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest, then prune. Raises LeaseLost, and writes nothing."""
+        """Write the manifest, then prune. Raises LeaseLost, and writes nothing then."""
         with self.lease.commit():
             storage.finish(self.path(step), {"step": step, **manifest}, entries)
         self.prune(step)
 
     def prune(self, step: int) -> None:
-        """Drop what is older than the newest `keep` whole ones up to `step` and not the best, and what is left of those that were being dropped when a
-        process was killed. Raises LeaseLost."""
-        done = [other for other in self._steps() if other <= step]  # what is newer is damaged, and will be written again
-        kept = {*done[: self.keep], *self.ranked()[:1]}
-        there = {int(name.removeprefix("step_")) for name in storage.children(self.root) if STEP.fullmatch(name)}
-        for old in sorted(other for other in there - kept if other <= step):
+        """Remove what is older than the newest `keep` whole checkpoints up to `step`, except the best.
+
+        Files of checkpoints whose removal was interrupted are removed too. Raises LeaseLost.
+        """
+        # newer checkpoints are damaged, and will be written again
+        done = [other for other in self._steps() if other <= step]
+        keep = {*done[: self.keep], *self.ranked()[:1]}
+        present = {int(name.removeprefix("step_")) for name in storage.children(self.root) if STEP.fullmatch(name)}
+        for old in sorted(other for other in present - keep if other <= step):
             self.lease.check()
             storage.remove(self.path(old))
 
     def best_whole(self) -> int | None:
-        """The best checkpoint that verifies; None without `best`, or where none has the metric."""
+        """Return the best checkpoint that verifies; None without `best`, or if none has the metric."""
         for step in self.ranked():
             try:
                 storage.verify(self.path(step), self.whole_up_to)
@@ -184,7 +233,7 @@ class Checkpoints:
         return None
 
     def ranked(self) -> list[int]:
-        """The checkpoints that have the metric of `best`, the best first, the earlier of equal ones."""
+        """Return the checkpoints that have the metric of `best`, the best first; of equal ones, the earlier first."""
         if self.best is None:
             return []
         name, mode = self.best
@@ -194,16 +243,16 @@ class Checkpoints:
                 value = float(storage.manifest_of(self.path(step))["metrics"][name])
                 if math.isfinite(value):
                     values[step] = value if mode == "min" else -value
-            except (storage.Corrupt, KeyError):  # damaged, or written before the first time that it was measured
+            except (storage.Corrupt, KeyError):  # damaged, or written before the metric was first measured
                 continue
         return sorted(values, key=lambda step: (values[step], step))
 
     def _steps(self) -> list[int]:
-        """Steps that have a manifest, newest first."""
+        """Return the steps that have a manifest, newest first."""
         return sorted((int(name.removeprefix("step_")) for name in self._names() if STEP.fullmatch(name)), reverse=True)
 
     def _unfinished(self, finished: Sequence[int]) -> list[int]:
-        """Steps of which there are files, but no manifest."""
+        """Return the steps that have files but no manifest."""
         try:
             names = {uri.split("/")[-2] for uri in storage.listing(f"{self.root}/step_*/*")}
         except storage.Missing:
@@ -211,29 +260,37 @@ class Checkpoints:
         return sorted({int(name.removeprefix("step_")) for name in names if STEP.fullmatch(name)} - set(finished))
 
     def _names(self) -> list[str]:
-        """Of all that looks like a checkpoint."""
+        """Return the names of all directories that look like checkpoints."""
         try:
             return [uri.split("/")[-2] for uri in storage.listing(f"{self.root}/step_*/{storage.MANIFEST}")]
         except storage.Missing:
             return []
 
     def latest(self) -> tuple[int, str, dict[str, Any]] | None:
-        """(step, place, manifest) of the newest checkpoint that verifies; None if there is none at all.
-        Raises UserError if there are some but all are damaged."""
+        """Return (step, path, manifest) of the newest checkpoint that verifies; None if there is none at all.
+
+        Raises UserError if there are checkpoints but all are damaged.
+        """
         for name in self._names():
             if not STEP.fullmatch(name):
-                print(f"{self.root}/{name} is no checkpoint of this run (step_ and 8 digits); it is left alone", flush=True)
+                print(
+                    f"{self.root}/{name} is not a checkpoint of this run (step_ and 8 digits); it is ignored",
+                    flush=True,
+                )
         steps = self._steps()
         for step in self._unfinished(steps):
-            print(f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it counts for nothing", flush=True)
+            print(
+                f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it is ignored",
+                flush=True,
+            )
         for step in steps:
             try:
                 manifest = storage.verify(self.path(step), self.whole_up_to)
                 if manifest["step"] != step:
-                    raise storage.Corrupt(f"it is step {manifest['step']}'s")
+                    raise storage.Corrupt(f"its manifest is of step {manifest['step']}")
                 return step, self.path(step), manifest
             except storage.Corrupt as error:
                 print(f"checkpoint {self.path(step)} is damaged ({error}); trying the one before it", flush=True)
         if steps:
-            raise UserError(f"every checkpoint under {self.root} is damaged; remove them to start again")
+            raise UserError(f"every checkpoint under {self.root} is damaged; remove them to start from the beginning")
         return None

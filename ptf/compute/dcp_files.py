@@ -1,8 +1,9 @@
 """Torch's distributed checkpoints over ptf.storage: on disk or in an object store, and hashed while they are written.
 
-The one idea: DCP asks a small file system for its streams. This one notes the SHA-256 of what passes through, so nothing is read again to
-write a manifest. Reading runs no code of the files': DCP's index is a pickle, of which only the names below are resolved, and entries that are not
-tensors, which DCP would unpickle, are never read.
+The one idea: DCP opens its files through a small file-system interface. This implementation computes the SHA-256 of
+what passes through, so nothing is read again to write a manifest. Reading runs no code of the files: DCP's index is a
+pickle, of which only the names below are resolved, and entries that are not tensors, which DCP would unpickle, are
+never read.
 """
 
 import os
@@ -23,11 +24,14 @@ from ptf import storage
 
 
 class Files(FileSystemBase):
+    """DCP's file-system interface over ptf.storage."""
+
     def __init__(self) -> None:
-        self.entries: dict[str, dict[str, Any]] = {}  # of what was written here, by URI
+        self.entries: dict[str, dict[str, Any]] = {}  # size and SHA-256 of each file written here, by URI
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file for reading or writing; the hash of a written file is recorded."""
         if mode == "rb":
             with storage.open_read(str(path)) as stream:
                 yield stream
@@ -38,42 +42,54 @@ class Files(FileSystemBase):
         self.entries[str(path)] = stream.entry
 
     def concat_path(self, path: Any, suffix: str) -> str:
+        """Join a directory and a name."""
         return f"{path}/{suffix}"
 
     def init_path(self, path: Any) -> Any:
+        """Return the path as a string."""
         return str(path)
 
     def rename(self, path: Any, new_path: Any) -> None:
+        """Move a file and its entry."""
         storage.move(str(path), str(new_path))
         self.entries[str(new_path)] = self.entries.pop(str(path))
 
     def mkdir(self, path: Any) -> None:
+        """Create a directory on disk; object stores need none."""
         if storage.is_local(str(path)):
             Path(path).mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept every path."""
         return True
 
     def exists(self, path: Any) -> bool:
+        """Return whether the file exists."""
         return storage.exists(str(path))
 
     def rm_file(self, path: Any) -> None:
+        """Remove a file."""
         storage.remove(str(path))
 
     def ls(self, path: Any) -> list[str]:
+        """List a directory."""
         return storage.listing(str(path))
 
 
 def writer(uri: str) -> tuple[FileSystemWriter, Files]:
-    """What dcp.save writes with, and where the hashes of this rank's files will be."""
-    made, files = FileSystemWriter(uri, sync_files=False), Files()  # our streams are flushed to disk when they are closed
-    made.fs, made.path = files, uri  # type: ignore[assignment]  # DCP asks for no more than a FileSystemBase
-    return made, files
+    """Return the writer for dcp.save, and the files whose entries will hold this rank's hashes."""
+    # our streams are flushed to disk when they are closed
+    dcp_writer, files = FileSystemWriter(uri, sync_files=False), Files()
+    dcp_writer.fs, dcp_writer.path = files, uri  # type: ignore[assignment]  # DCP needs only a FileSystemBase
+    return dcp_writer, files
 
 
 class Reader(FileSystemReader):
-    """Tensors alone, from files of the checkpoint's own directory. Raises Corrupt for an index that names anything else."""
+    """A reader of tensors, from files of the checkpoint's own directory.
+
+    Raises Corrupt for an index that names anything else.
+    """
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
@@ -82,11 +98,13 @@ class Reader(FileSystemReader):
             self._index = index_of(stream, f"{uri}/{INDEX}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index."""
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the planned tensors. Raises Corrupt for anything but tensors."""
         if others := [item.storage_index.fqn for item in plan.items if item.type is not LoadItemType.TENSOR]:
-            raise storage.Corrupt(f"{self.path}: {others[0]} is not a tensor, and nothing else is read from a checkpoint's tensors")
+            raise storage.Corrupt(f"{self.path}: {others[0]} is not a tensor; only tensors are read from a checkpoint")
         return super().read_data(plan, planner)
 
 
@@ -97,7 +115,8 @@ NAMES = {
     ("torch.distributed.checkpoint.metadata", "StorageMeta"),
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),  # of entries that are not tensors, which older checkpoints have; never read
+    # entries that are not tensors: older checkpoints have them; they are never read
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "TensorProperties"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
@@ -107,28 +126,44 @@ NAMES = {
     ("torch", "float32"),
     ("torch", "bfloat16"),
     ("torch", "float16"),
-    *(("torch", name) for name in ("float64", "int64", "int32", "int16", "int8", "uint8", "bool")),  # of components of the user's own
+    # tensor types of the user's own components
+    *(("torch", name) for name in ("float64", "int64", "int32", "int16", "int8", "uint8", "bool")),
 }
 
 
 class Unpickler(pickle.Unpickler):
+    """An unpickler that resolves only the names of DCP's index."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """Resolve a name of the list, or raise UnpicklingError."""
         if (module, name) not in NAMES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
         return super().find_class(module, name)
 
 
 def index_of(stream: IO[bytes], name: str) -> Metadata:
-    """What DCP wrote of its files, where it is that and nothing more. Raises Corrupt."""
+    """Read DCP's index. Raises Corrupt if it names anything but tensors in files of the checkpoint."""
     try:
-        found = Unpickler(stream).load()
+        index = Unpickler(stream).load()
     except Exception as error:  # a damaged pickle raises nearly anything
         raise storage.Corrupt(f"{name} is not an index of tensors: {type(error).__name__}: {error}") from None
-    if type(found) is not Metadata or not isinstance(found.storage_data, dict) or not isinstance(found.state_dict_metadata, dict):
+    if (
+        type(index) is not Metadata
+        or not isinstance(index.storage_data, dict)
+        or not isinstance(index.state_dict_metadata, dict)
+    ):
         raise storage.Corrupt(f"{name} is not an index of tensors")
-    for where in found.storage_data.values():
-        if type(where) is not _StorageInfo or not isinstance(where.relative_path, str) or not FILE.fullmatch(where.relative_path):
-            raise storage.Corrupt(f"{name} names a file that is none of this checkpoint's: {getattr(where, 'relative_path', where)!r}")
-        if where.transform_descriptors:
-            raise storage.Corrupt(f"{name} asks for transformations of its files ({where.transform_descriptors[0]!r}); ptf writes none")
-    return found
+    for info in index.storage_data.values():
+        if (
+            type(info) is not _StorageInfo
+            or not isinstance(info.relative_path, str)
+            or not FILE.fullmatch(info.relative_path)
+        ):
+            raise storage.Corrupt(
+                f"{name} names a file that is not of this checkpoint: {getattr(info, 'relative_path', info)!r}"
+            )
+        if info.transform_descriptors:
+            raise storage.Corrupt(
+                f"{name} needs transformations of its files ({info.transform_descriptors[0]!r}); ptf writes none"
+            )
+    return index

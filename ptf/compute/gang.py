@@ -1,7 +1,9 @@
-"""A gang: N processes on Ray that form one process group. verl's worker groups place and start them; each runs the functions it is sent.
+"""A gang: N processes on Ray that form one process group. verl's worker groups place and start them; each runs the
+functions that it is sent.
 
-The one idea: whatever goes wrong in one rank is said by the driver at once, with a name. The error of a function is raised here as it was
-raised there; a process that died, or a deadline that passed, becomes a RuntimeError with rank, pid and what was being done.
+The one idea: the driver reports any failure of a rank at once, with the rank's name. The exception of a function is
+raised here as it was raised there; a process that died, or a deadline that passed, becomes a RuntimeError with rank,
+pid and the task.
 """
 
 # ruff: noqa: E402  environment variables come before the imports that read them
@@ -18,7 +20,9 @@ from typing import Any
 import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when it is imported
 
 # "nvidia" names the GPU resource; without it verl warns about CPUs
-os.environ.update({"VERL_LOGGING_LEVEL": "ERROR", "VERL_PLATFORM": "nvidia", "VERL_USE_EXTERNAL_PLUGINS": "none", **os.environ})
+os.environ.update(
+    {"VERL_LOGGING_LEVEL": "ERROR", "VERL_PLATFORM": "nvidia", "VERL_USE_EXTERNAL_PLUGINS": "none", **os.environ}
+)
 _handlers = list(logging.root.handlers)
 
 import ray
@@ -34,13 +38,17 @@ from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
 
-ECHO_S = 2.0  # after the first failure: one rank's error makes the collectives of the others fail, so wait for the one that speaks plainly
-GRACE_S = 10.0  # beyond the deadline of a generator, which has it too
+# after the first failure: one rank's error makes the collectives of the others fail, so wait for the error that
+# explains them
+ECHO_S = 2.0
+GRACE_S = 10.0  # beyond the deadline of a generator, which has the same one
 FETCH_S = 600.0  # to copy one finished result to the driver
 
 
 @dataclass(frozen=True)
 class Member:
+    """One process of a gang: rank, actor, pid and node."""
+
     rank: int
     actor: str
     pid: int
@@ -51,51 +59,75 @@ class Member:
 
 
 class Rank(Worker):
-    """One process of a gang. verl's Worker sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* for `ptf.compute.world.joined`."""
+    """One process of a gang.
+
+    verl's Worker sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* for `ptf.compute.world.joined`.
+    """
 
     def __init__(self, label: str) -> None:
         super().__init__()
         self.label = label
-        end_with_parent()  # by itself it may stay for a minute after its raylet is gone, which was there when this process registered
+        # without this the process may stay for a minute after its raylet has ended
+        end_with_parent()
 
     def __repr__(self) -> str:  # Ray puts it before every line that this process prints
         return f"{self.label} {self.rank}"
 
     def member(self) -> Member:
+        """Return this process's rank, actor, pid and node."""
         context = ray.get_runtime_context()
         return Member(self.rank, context.get_actor_id() or "", os.getpid(), ray.util.get_node_ip_address())
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
-        """What a method that is a generator gives, one by one."""
+        """Yield what a generator method yields, one by one."""
         yield from getattr(self, method)(*args)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call a function."""
         return fn(*args)
 
 
 class Gang:
-    """`workers` processes, started and introduced. `env` is added to the environment of each. Every wait ends after `timeout_s`, or when nothing was
-    heard of a process for `silent_s`: Lost."""
+    """`workers` processes that were started and know each other; `env` is added to the environment of each.
+
+    Every wait raises Lost after `timeout_s`, or if a process sent no heartbeat for `silent_s`.
+    """
 
     def __init__(
-        self, label: str, *, workers: int, timeout_s: float, use_gpu: bool = False, threads: int | None = None, env: Mapping[str, str] | None = None,
-        pool: RayResourcePool | None = None, worker: type[Rank] = Rank, silent_s: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        label: str,
+        *,
+        workers: int,
+        timeout_s: float,
+        use_gpu: bool = False,
+        threads: int | None = None,
+        env: Mapping[str, str] | None = None,
+        pool: RayResourcePool | None = None,
+        worker: type[Rank] = Rank,
+        silent_s: float | None = None,
+    ) -> None:
         self.label, self.timeout_s, self.silent_s = label, timeout_s, silent_s or timeout_s
         self.members: list[Member] = []
         self._owned = pool is None
         self._group: RayWorkerGroup | None = None
         threads = threads or max(1, (os.cpu_count() or 1) // workers)
-        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}  # spinning is 25 times slower on a busy CPU
+        # active waiting is 25 times slower on a busy CPU
+        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
         self._monitor = Monitor(label, ray.util.get_node_ip_address())
         environment[ADDRESS] = self._monitor.address
         self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
         try:
             address, port = _rendezvous(_groups(self._pool)[0], timeout_s)
             self._group = RayWorkerGroup(
-                resource_pool=self._pool, ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker), label), worker_env=environment,
-                bin_pack=True, use_gpu=use_gpu, device_name="cuda" if use_gpu else "cpu", master_addr=address, master_port=port,
-            )  # fmt: skip
+                resource_pool=self._pool,
+                ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker), label),
+                worker_env=environment,
+                bin_pack=True,
+                use_gpu=use_gpu,
+                device_name="cuda" if use_gpu else "cpu",
+                master_addr=address,
+                master_port=port,
+            )
             self.members = self.invoke("member", [()] * workers, doing="starting")
         except BaseException:
             self.close()
@@ -103,37 +135,48 @@ class Gang:
         for member in self.members:
             print(f"{label}: {member}", flush=True)
 
-    def execute(self, fn: Callable[..., Any], per_rank_args: Sequence[Sequence[Any]], timeout_s: float | None = None) -> list[Any]:
-        """`fn(*per_rank_args[rank])` on every rank; results in rank order."""
-        return self.invoke("run", [(fn, *args) for args in per_rank_args], doing=getattr(fn, "__qualname__", str(fn)), timeout_s=timeout_s)
+    def execute(
+        self, fn: Callable[..., Any], per_rank_args: Sequence[Sequence[Any]], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call `fn(*per_rank_args[rank])` on every rank; return the results in rank order."""
+        return self.invoke(
+            "run",
+            [(fn, *args) for args in per_rank_args],
+            doing=getattr(fn, "__qualname__", str(fn)),
+            timeout_s=timeout_s,
+        )
 
-    def invoke(self, method: str, per_rank_args: Sequence[Sequence[Any]], *, doing: str, timeout_s: float | None = None) -> list[Any]:
-        """A method of the workers, like `execute`. An argument that is an ObjectRef arrives as its value."""
+    def invoke(
+        self, method: str, per_rank_args: Sequence[Sequence[Any]], *, doing: str, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call a method of the workers, like `execute`. An argument that is an ObjectRef arrives as its value."""
         assert self._group is not None, f"{self.label} is closed"
-        columns = [list(column) for column in zip(*per_rank_args, strict=True)]  # verl deals lists of this length out, one element a rank
+        # verl distributes lists of this length, one element to each rank
+        columns = [list(column) for column in zip(*per_rank_args, strict=True)]
         refs = self._group.execute_all_async(method, *columns)
         return self._gather(refs, doing, self.timeout_s if timeout_s is None else timeout_s)
 
     def ask(self, method: str, args: Sequence[Any], *, doing: str) -> Any:
-        """A method of the first worker alone; else as `invoke`."""
+        """Call a method of the first worker only; otherwise like `invoke`."""
         assert self._group is not None, f"{self.label} is closed"
         return self._gather([getattr(self._group.workers[0], method).remote(*args)], doing, self.timeout_s)[0]
 
     def stream(self, method: str, args: Sequence[Any], *, doing: str) -> Iterator[Any]:
-        """What a generator method of the first worker gives, as it comes; else as `invoke`."""
+        """Yield what a generator method of the first worker yields, as it arrives; otherwise like `invoke`."""
         assert self._group is not None, f"{self.label} is closed"
-        deadline = time.monotonic() + self.timeout_s + GRACE_S  # who knows of the deadline says more than that it passed
-        coming = self._group.workers[0].stream.options(num_returns="streaming").remote(method, *args)
+        # the generator has the same deadline, and its error says more than that it passed
+        deadline = time.monotonic() + self.timeout_s + GRACE_S
+        items = self._group.workers[0].stream.options(num_returns="streaming").remote(method, *args)
         while True:
-            for news in self._monitor.look([0]):
-                print(news, flush=True)
+            for message in self._monitor.poll([0]):
+                print(message, flush=True)
             self._refuse_silent([0], doing, self.silent_s)
             if time.monotonic() > deadline:
                 raise Lost(f"{self.label} {self._name(0)}: not done with {doing} after {self.timeout_s:g} s")
-            if not ray.wait([coming], timeout=1.0)[0]:
+            if not ray.wait([items], timeout=1.0)[0]:
                 continue
             try:
-                yield ray.get(next(coming), timeout=FETCH_S)
+                yield ray.get(next(items), timeout=FETCH_S)
             except StopIteration:
                 return
             except (RayTaskError, RayActorError) as error:
@@ -146,8 +189,8 @@ class Gang:
         failures: dict[int, RayTaskError | RayActorError] = {}
         while ranks:
             left = deadline - time.monotonic()
-            for news in self._monitor.look(list(ranks.values())):
-                print(news, flush=True)
+            for message in self._monitor.poll(list(ranks.values())):
+                print(message, flush=True)
             self._refuse_silent(ranks.values(), doing, self.silent_s)
             if left <= 0:
                 if failures:
@@ -168,22 +211,34 @@ class Gang:
 
     def _refuse_silent(self, ranks: Iterable[int], doing: str, limit_s: float) -> None:
         for rank in ranks:
-            if (silent_s := self._monitor.silence(rank)) > limit_s:
-                about = self._monitor.about(rank)
-                raise Lost(f"{self.label} {self._name(rank)} was not heard of for {silent_s:.0f} s while doing {doing}{about}")
+            if (silent_s := self._monitor.silent_seconds(rank)) > limit_s:
+                about = self._monitor.describe(rank)
+                raise Lost(
+                    f"{self.label} {self._name(rank)} was not heard of for {silent_s:.0f} s while doing {doing}{about}"
+                )
 
-    def _verdict(self, failures: Mapping[int, RayTaskError | RayActorError], doing: str, late: Iterable[int] = ()) -> BaseException:
-        """The failure that explains the others: a death, then anything but a RuntimeError (a broken collective is one), then the first.
-        `late`: ranks that have neither failed nor finished."""
-        rank, error = min(failures.items(), key=lambda item: (not isinstance(item[1], RayActorError), isinstance(_cause(item[1]), RuntimeError)))
+    def _verdict(
+        self, failures: Mapping[int, RayTaskError | RayActorError], doing: str, late: Iterable[int] = ()
+    ) -> BaseException:
+        """Return the failure that explains the others: a death, then anything but a RuntimeError (a broken collective
+        is one), then the first.
+
+        `late`: ranks that have neither failed nor finished.
+        """
+        rank, error = min(
+            failures.items(),
+            key=lambda item: (not isinstance(item[1], RayActorError), isinstance(_cause(item[1]), RuntimeError)),
+        )
         if isinstance(error, RayActorError):
-            reason = " ".join(str(error).split())
-            failed = Lost(f"{self.label} {self._name(rank)} died while doing {doing}: {reason[:400]}{self._monitor.about(rank)}")
+            reason = " ".join(str(error).split())[:400]
+            failed = Lost(
+                f"{self.label} {self._name(rank)} died while doing {doing}: {reason}{self._monitor.describe(rank)}"
+            )
         else:
             failed = _cause(error)
             failed.add_note(f"raised in {self.label} {self._name(rank)} while doing {doing}")
             if late and isinstance(failed, RuntimeError):
-                failed.add_note(f"what it waited for may be {self._names(late)}")
+                failed.add_note(f"it may have waited for {self._names(late)}")
         failed.__cause__ = error if failed is not error else None  # its text is the traceback of the worker
         return failed
 
@@ -191,10 +246,10 @@ class Gang:
         return str(self.members[rank]) if self.members else f"rank {rank}"
 
     def _names(self, ranks: Iterable[int]) -> str:
-        return ", ".join(self._name(rank) + self._monitor.about(rank) for rank in ranks)
+        return ", ".join(self._name(rank) + self._monitor.describe(rank) for rank in ranks)
 
     def close(self) -> None:
-        """Kill the processes and give their places back."""
+        """Kill the processes and release their places."""
         for worker in self._group.workers if self._group else []:
             ray.kill(worker)
         if self._owned:
@@ -210,11 +265,20 @@ class Gang:
 
 
 def run_gang(
-    fn: Callable[..., Any], args: Sequence[Any] = (), *, workers: int, timeout_s: float, use_gpu: bool = False, threads: int | None = None,
-    env: Mapping[str, str] | None = None, label: str = "gang",
-) -> Any:  # fmt: skip
-    """`fn(*args)` on every rank until all are done, however long that takes; returns rank 0's result. `timeout_s` bounds the start alone:
-    a rank that dies is noticed when it dies."""
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    workers: int,
+    timeout_s: float,
+    use_gpu: bool = False,
+    threads: int | None = None,
+    env: Mapping[str, str] | None = None,
+    label: str = "gang",
+) -> Any:
+    """Call `fn(*args)` on every rank and wait until all are done, however long that takes; return rank 0's result.
+
+    `timeout_s` bounds only the start: a rank that dies is noticed when it dies.
+    """
     with Gang(label, workers=workers, timeout_s=timeout_s, use_gpu=use_gpu, threads=threads, env=env) as gang:
         return gang.execute(fn, [tuple(args)] * workers, timeout_s=float("inf"))[0]
 
@@ -225,41 +289,56 @@ def _cause(error: RayTaskError | RayActorError) -> BaseException:
 
 
 def layout(workers: int, slots: Sequence[int]) -> list[int]:
-    """Workers on each node, equally many: on as few nodes as can hold them. Raises RuntimeError if they do not fit."""
+    """Return the number of workers on each node, the same on each, on as few nodes as can hold them. Raises
+    RuntimeError if they do not fit."""
     for nodes in range(1, workers + 1):
         if workers % nodes == 0 and sum(free >= workers // nodes for free in slots) >= nodes:
             return [workers // nodes] * nodes
-    raise RuntimeError(f"{workers} workers do not fit: the nodes have room for {sorted(slots, reverse=True)}; lower compute.workers or join a larger cluster")
+    raise RuntimeError(
+        f"{workers} workers do not fit: the nodes have room for {sorted(slots, reverse=True)}; "
+        "lower compute.workers or join a larger cluster"
+    )
 
 
 def make_pool(processes: Sequence[int], *, use_gpu: bool, timeout_s: float) -> RayResourcePool:
-    """Reserved places, each for so many `processes`: one GPU, which they share, or as many CPU slots. Raises RuntimeError if they are not free in
-    time."""
+    """Reserve places, each for that many `processes`: one GPU, which they share, or as many CPU slots.
+
+    Raises RuntimeError if they are not free in time.
+    """
     resource, most, workers = ("GPU" if use_gpu else "CPU"), max(processes), len(processes)
     free = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
     together = not use_gpu and max(free, default=0) >= sum(processes)
     nodes = [workers] if together else layout(workers, free if use_gpu else [slots // most for slots in free])
     pool = RayResourcePool(process_on_nodes=nodes, use_gpu=use_gpu, max_colocate_count=most)
     left = iter(processes)
-    places = [[{"CPU": float(next(left)), **({"GPU": 1.0} if use_gpu else {})} for _ in range(count)] for count in nodes]
-    pool.pgs = [placement_group(bundles, strategy="STRICT_PACK") for bundles in places]  # verl would wait for them without a deadline
+    places = [
+        [{"CPU": float(next(left)), **({"GPU": 1.0} if use_gpu else {})} for _ in range(count)] for count in nodes
+    ]
+    # verl itself would wait for them without a deadline
+    pool.pgs = [placement_group(bundles, strategy="STRICT_PACK") for bundles in places]
     try:
         ray.get([group.ready() for group in pool.pgs], timeout=timeout_s)
     except GetTimeoutError:
         release(pool)
         free = ray.available_resources().get(resource, 0)
-        raise RuntimeError(f"no room for {workers} workers after {timeout_s:g} s: {free:g} {resource} slots are free in the cluster") from None
+        raise RuntimeError(
+            f"no room for {workers} workers after {timeout_s:g} s: {free:g} {resource} slots are free in the cluster"
+        ) from None
     return pool
 
 
 def part_of(pool: RayResourcePool, workers: int, start: int = 0) -> RayResourcePool:
-    """`workers` places of a pool, from one on."""
+    """Return `workers` places of a pool, from `start` on."""
     if workers == pool.world_size:
         return pool
     return SubRayResourcePool(
-        placement_groups=_groups(pool), start_bundle_index=start, subgroup_world_size=workers,
-        process_on_nodes=pool.store, use_gpu=pool.use_gpu, max_colocate_count=pool.max_colocate_count,
-    )  # fmt: skip
+        placement_groups=_groups(pool),
+        start_bundle_index=start,
+        subgroup_world_size=workers,
+        process_on_nodes=pool.store,
+        use_gpu=pool.use_gpu,
+        max_colocate_count=pool.max_colocate_count,
+    )
 
 
 def _groups(pool: RayResourcePool) -> list[PlacementGroup]:
@@ -268,22 +347,26 @@ def _groups(pool: RayResourcePool) -> list[PlacementGroup]:
 
 
 def release(pool: RayResourcePool) -> None:
+    """Remove the pool's reservations."""
     for group in _groups(pool):
         remove_placement_group(group)
 
 
 def gpus() -> int:
-    """GPUs of the cluster that this process is connected to."""
+    """Return the number of GPUs of the cluster that this process is connected to."""
     return int(ray.cluster_resources().get("GPU", 0))
 
 
 def share(value: object) -> ray.ObjectRef:
-    """Put a value where all workers can read it, once; an argument that arrives as itself."""
+    """Store a value once where all workers can read it; an argument that is the reference arrives as the value."""
     return ray.put(value)
 
 
 def _rendezvous(group: PlacementGroup, timeout_s: float) -> tuple[str, str]:
-    """Address and a free port on rank 0's node. (verl asks without a deadline, in a process that first imports verl.)"""
+    """Return the address and a free port of rank 0's node.
+
+    verl asks for them without a deadline, in a process that first imports verl.
+    """
 
     def here() -> tuple[str, str]:
         with contextlib.closing(socket.socket()) as probe:

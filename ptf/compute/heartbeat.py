@@ -1,7 +1,9 @@
-"""Which rank is alive, and what it is doing: said once a second by the ranks, heard by who started them.
+"""Heartbeats: the ranks report once a second what they are doing, and the launcher finds those that are silent or
+stuck.
 
-The one idea: a thread of each rank writes a small record into a store that the launcher serves (a `TCPStore`, found through the
-environment), so a rank that was stopped is known by its silence and one that hangs by its work not moving, whatever its main thread is in.
+The one idea: a thread of each rank writes a small record into a store that the launcher serves (a `TCPStore`, found
+through the environment), so a rank that was stopped is recognised by its silence and one that hangs by its phase not
+ending, whatever its main thread waits for.
 """
 
 import contextlib
@@ -20,29 +22,30 @@ from typing import Any, TextIO
 
 ADDRESS = "PTF_HEARTBEAT"  # host:port of the launcher's store, in a rank's environment
 BEAT_S = 1.0
-SILENT_S = 7.0  # with a beat and a look once a second, a stopped rank is named within 10 s
-STEADY = 3  # times that a rank has been through a phase, after which it is known how long that takes
-SLOWER = 3.0  # times the longest of those, the first left out (it may compile)
+SILENT_S = 7.0  # with a heartbeat and a check once a second, a stopped rank is reported within 10 s
+STEADY = 3  # runs of a phase after which its usual time is known
+SLOWER = 3.0  # multiple of the longest of those, without the first (it may compile)
 CONNECT_S = 10.0  # to the launcher
-PAUSE_S = 3.0  # between two looks; what is more was a launcher that was stopped itself
-LINES, LONG = 5, 300  # that are kept of what a rank prints, and characters of each
+PAUSE_S = 3.0  # between two checks; a longer gap means that the launcher itself was stopped
+LINES, LONG = 5, 300  # how many last lines of a rank are kept, and characters of each
 BETWEEN = "between phases"
-OURS = str(Path(__file__).parents[1])  # which may be installed among the libraries
+OURS = str(Path(__file__).parents[1])  # ptf may be installed among the libraries
 ELSEWHERE = (*(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<frozen")
 
 
 class Clock:
-    """What a process is doing, and the seconds that each thing took."""
+    """The phase that a process is in, and the seconds that each phase took."""
 
     def __init__(self) -> None:
         self.now, self.since, self.step = BETWEEN, time.monotonic(), 0
-        self.times: dict[str, int] = {}  # that each phase was ended
-        self.longest: dict[str, float] = {}  # seconds; the first time does not count
+        self.times: dict[str, int] = {}  # how often each phase ended
+        self.longest: dict[str, float] = {}  # seconds, without the first time
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """For as long as the block takes. Phases may stand inside others; each one's seconds are its own."""
+        """Name the phase for as long as the block runs. Phases may be nested; the seconds of an inner one do not count
+        for the outer."""
         outer = self._enter(name)
         try:
             yield
@@ -60,10 +63,11 @@ class Clock:
         return before
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, for a row of metrics; `seconds/other` is the time in none."""
+        """Return the seconds by phase since the last call, for a row of metrics; `seconds/other` is the time in no
+        phase."""
         self._enter(self.now)
-        taken, self._seconds = self._seconds, {}
-        return {"seconds/" + ("other" if name == BETWEEN else name): spent for name, spent in taken.items()}
+        seconds, self._seconds = self._seconds, {}
+        return {"seconds/" + ("other" if name == BETWEEN else name): spent for name, spent in seconds.items()}
 
 
 class Tail:
@@ -73,8 +77,9 @@ class Tail:
         self._stream, self._lines, self._open = stream, lines, ""
 
     def write(self, text: str) -> int:
-        *whole, last = (self._open + text).replace("\r", "\n").split("\n")
-        self._lines.extend(line[:LONG] for line in whole if line.strip())
+        """Write the text and remember its last lines."""
+        *complete, last = (self._open + text).replace("\r", "\n").split("\n")
+        self._lines.extend(line[:LONG] for line in complete if line.strip())
         self._open = last[:LONG]
         return self._stream.write(text)
 
@@ -84,18 +89,24 @@ class Tail:
 
 @contextlib.contextmanager
 def beating(clock: Clock, rank: int) -> Iterator[None]:
-    """Say once a second what this process is doing, where a launcher listens. Called by the main thread, whose place is said too."""
+    """Report once a second what this process is doing, if a launcher listens.
+
+    The main thread calls it, and its place in the code is reported too.
+    """
     address = os.environ.get(ADDRESS)
     if address is None:
         yield
         return
-    from torch.distributed import TCPStore  # here, because processes without torch import who imports this
+    from torch.distributed import TCPStore  # here, because processes without torch import this module indirectly
 
     host, _, port = address.rpartition(":")
     try:
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
     except RuntimeError as error:
-        print(f"rank {rank} cannot reach {address}, where its launcher listens for what it is doing; it works unheard ({error})", flush=True)
+        print(
+            f"rank {rank} cannot reach its launcher at {address}, so it works without heartbeats ({error})",
+            flush=True,
+        )
         yield
         return
     lines: deque[str] = deque(maxlen=LINES)
@@ -109,10 +120,17 @@ def beating(clock: Clock, rank: int) -> Iterator[None]:
             last = ended.wait(BEAT_S if number else 0.0)
             number += 1
             record = {
-                "number": number, "ended": last, "step": clock.step, "phase": (now := clock.now), "for_s": time.monotonic() - clock.since,
-                "times": clock.times.get(now, 0), "longest_s": clock.longest.get(now, 0.0), "where": place(worker), "lines": list(lines),
-            }  # fmt: skip
-            with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process soon after
+                "number": number,
+                "ended": last,
+                "step": clock.step,
+                "phase": (now := clock.now),
+                "for_s": time.monotonic() - clock.since,
+                "times": clock.times.get(now, 0),
+                "longest_s": clock.longest.get(now, 0.0),
+                "where": code_location(worker),
+                "lines": list(lines),
+            }
+            with contextlib.suppress(RuntimeError):  # the launcher has ended, and this process will soon
                 store.set(str(rank), json.dumps(record))
 
     thread = threading.Thread(target=beat, name="ptf-heartbeat", daemon=True)
@@ -125,16 +143,20 @@ def beating(clock: Clock, rank: int) -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
-def place(thread: int) -> str:
-    """file:line and function of our or the user's code that a thread is in, or waits for."""
+def code_location(thread: int) -> str:
+    """Return file:line and function, in ptf's or the user's code, where a thread is or waits."""
     frame = sys._current_frames().get(thread)
     while frame is not None and not (file := frame.f_code.co_filename).startswith(OURS) and file.startswith(ELSEWHERE):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "nowhere of its own"
+    return (
+        f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if frame
+        else "no code of ptf or of the user"
+    )
 
 
 class Monitor:
-    """The launcher's side. `name` is what all ranks together are called."""
+    """The launcher's side of the heartbeats. `name` stands for all ranks in messages."""
 
     def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         from torch.distributed import TCPStore
@@ -143,56 +165,80 @@ class Monitor:
         port = listening.getsockname()[1]
         self.name, self.address = name, f"{host}:{port}"
         self._store: TCPStore | None = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), timeout=timedelta(seconds=30)
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+            timeout=timedelta(seconds=30),
         )
-        self._heard: dict[int, tuple[int, float]] = {}  # the number of the last beat, and when it was first heard
+        self._heard: dict[int, tuple[int, float]] = {}  # number of the last heartbeat, and when it first arrived
         self._last: dict[int, dict[str, Any]] = {}
-        self._told: dict[int, str] = {}  # what is said of a rank now
-        self._looked, self._watched = time.monotonic(), 0.0  # seconds in which this process could hear
+        self._state: dict[int, str] = {}  # what was last reported of a rank
+        self._looked = time.monotonic()
+        self._watched = 0.0  # seconds in which this process could receive
 
-    def look(self, ranks: Sequence[int]) -> list[str]:
-        """What there is to say about ranks that should be working, once for each time that it happens: gone silent, back again, or not moving."""
+    def poll(self, ranks: Sequence[int]) -> list[str]:
+        """Return messages about ranks that should be working: silent, answering again, or stuck.
+
+        Each event is reported once.
+        """
         if self._store is None:
             return []
-        news, still, now = [], [], time.monotonic()
+        messages, stuck, now = [], [], time.monotonic()
         self._watched += min(now - self._looked, PAUSE_S)
         self._looked = now
         for rank in ranks:
             if not self._store.check([str(rank)]):
-                continue  # it has not begun
+                continue  # it has sent no heartbeat yet
             beat = self._last[rank] = json.loads(self._store.get(str(rank)))
             if rank not in self._heard or self._heard[rank][0] != beat["number"]:
                 self._heard[rank] = (beat["number"], self._watched)
             if beat["ended"]:
                 continue
-            said = self._told.get(rank)
-            if self.silence(rank) > SILENT_S:
-                if said != "silent":
-                    news.append(f"{self.name} rank {rank} has not answered for {self.silence(rank):.0f} s (stopped, or its machine is){self.about(rank)}")
-                    self._told[rank] = "silent"
-            elif beat["phase"] != BETWEEN and beat["times"] >= STEADY and beat["for_s"] > max(SILENT_S, SLOWER * beat["longest_s"]):
-                if said != "still":
-                    still.append(rank)
-                    self._told[rank] = "still"
-            elif said:
-                news.append(f"{self.name} rank {rank} goes on")
-                del self._told[rank]
-        if still:
-            news.append(f"{self.name}: not moving, longer than ever before (a rank that waits for another hangs with it)")
-            news += [f"  rank {rank}{self.about(rank)}" for rank in still[:8]]
-        return news
+            state = self._state.get(rank)
+            if self.silent_seconds(rank) > SILENT_S:
+                if state != "silent":
+                    messages.append(
+                        f"{self.name} rank {rank} has not answered for {self.silent_seconds(rank):.0f} s (stopped, "
+                        f"or its machine is){self.describe(rank)}"
+                    )
+                    self._state[rank] = "silent"
+            elif (
+                beat["phase"] != BETWEEN
+                and beat["times"] >= STEADY
+                and beat["for_s"] > max(SILENT_S, SLOWER * beat["longest_s"])
+            ):
+                if state != "stuck":
+                    stuck.append(rank)
+                    self._state[rank] = "stuck"
+            elif state:
+                messages.append(f"{self.name} rank {rank} goes on")
+                del self._state[rank]
+        if stuck:
+            messages.append(
+                f"{self.name}: not moving, longer than ever before (a rank that waits for another hangs with it)"
+            )
+            messages += [f"  rank {rank}{self.describe(rank)}" for rank in stuck[:8]]
+        return messages
 
     def close(self) -> None:
-        """Listen no longer. A store that is left to the garbage collector may be collected in a process that was forked, where its thread is not."""
+        """Stop listening.
+
+        A store that is left to the garbage collector may be collected in a forked process, which has no copy of its
+        thread.
+        """
         self._store = None
 
-    def silence(self, rank: int) -> float:
-        """Seconds since a rank was last heard of; 0 before its first beat and after its last."""
+    def silent_seconds(self, rank: int) -> float:
+        """Return the seconds since a rank's last heartbeat; 0 before its first and after its last."""
         return self._watched - self._heard[rank][1] if rank in self._heard and not self._last[rank]["ended"] else 0.0
 
-    def about(self, rank: int) -> str:
-        """What a rank was doing when last heard of, and its last lines; empty before its first beat."""
+    def describe(self, rank: int) -> str:
+        """Return what a rank was doing at its last heartbeat, and its last lines; empty before its first."""
         if not (beat := self._last.get(rank)):
             return ""
         lines = "".join(f"\n    | {line}" for line in beat["lines"])
-        return f": step {beat['step']}, {beat['phase']} for {beat['for_s']:.0f} s, at {beat['where']}" + (f"; its last lines:{lines}" if lines else "")
+        return f": step {beat['step']}, {beat['phase']} for {beat['for_s']:.0f} s, at {beat['where']}" + (
+            f"; its last lines:{lines}" if lines else ""
+        )

@@ -1,6 +1,7 @@
 """Running one function on every worker: in this process, under torchrun, or as a gang on Ray.
 
-The one idea: the function is `module:name` with plain arguments and finds its rank in the environment, so it does not know who started it.
+The one idea: the function is `module:name` with plain arguments and finds its rank in the environment, so it does not
+depend on the launcher.
 """
 
 import os
@@ -17,31 +18,44 @@ from ptf.entry import PARENT, end_with_parent  # noqa: F401  the latter is impor
 from ptf.errors import Retryable
 
 ENTRY = "ptf.entry"
-LAUNCHED = "PTF_LAUNCHED"  # set for a process that trains for another of ptf's, which has the run in hand
+LAUNCHED = "PTF_LAUNCHED"  # set for a process that another process of ptf started, which holds the run's lease
 
 
 def default_threads(workers: int) -> int:
+    """Return this machine's cores divided by the number of workers, at least 1."""
     return max(1, (os.cpu_count() or 1) // workers)
 
 
 def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: float, workdir: Path) -> None:
-    """`torchrun … -m ptf.run ARGUMENTS` on this machine. Raises Retryable with its exit status if it fails (its output says why), or if a rank
-    is not heard of for `timeout_s`. What the agent keeps while it runs lies below `workdir`."""
+    """Run `torchrun … -m ptf.run ARGUMENTS` on this machine.
+
+    Raises Retryable with its exit status if it fails (its output gives the reason), or if a rank sends no heartbeat for
+    `timeout_s`. The agent's temporary files lie below `workdir`.
+    """
     monitor = Monitor("train")
     with scratch.directory(workdir / "torchrun") as logs:
         _torchrun(
-            monitor, ["--log-dir", str(logs), "--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run", *arguments], workers, threads, timeout_s
+            monitor,
+            ["--log-dir", str(logs), "--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run", *arguments],
+            workers,
+            threads,
+            timeout_s,
         )
 
 
 def _torchrun(monitor: Monitor, arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
-    agent = start("torch.distributed.run", arguments, {"OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address})
+    agent = start(
+        "torch.distributed.run", arguments, {"OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address}
+    )
     try:
         while (status := _ended(agent)) is None:
-            for news in monitor.look(range(workers)):
-                print(news, flush=True)
-            if silent := [rank for rank in range(workers) if monitor.silence(rank) > timeout_s]:
-                raise Retryable(f"not heard of for {timeout_s:g} s: " + ", ".join(f"rank {rank}{monitor.about(rank)}" for rank in silent))
+            for message in monitor.poll(range(workers)):
+                print(message, flush=True)
+            if silent := [rank for rank in range(workers) if monitor.silent_seconds(rank) > timeout_s]:
+                raise Retryable(
+                    f"no heartbeat for {timeout_s:g} s: "
+                    + ", ".join(f"rank {rank}{monitor.describe(rank)}" for rank in silent)
+                )
     except BaseException:
         agent.terminate()  # it passes the signal on to its ranks
         try:
@@ -51,11 +65,11 @@ def _torchrun(monitor: Monitor, arguments: Sequence[str], workers: int, threads:
             agent.wait()
         raise
     if status:
-        raise Retryable(f"torchrun ended with status {status}; its lines above say why")
+        raise Retryable(f"torchrun ended with status {status}; its lines above give the reason")
 
 
 def _ended(process: subprocess.Popen) -> int | None:
-    """Its status; None if it is there a second later."""
+    """Return the process's status; None if it still runs a second later."""
     try:
         return process.wait(1.0)
     except subprocess.TimeoutExpired:
@@ -63,25 +77,44 @@ def _ended(process: subprocess.Popen) -> int | None:
 
 
 def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
-    """A process that runs a module of Python's, and dies with the thread that called this, even while it still imports (ptf.entry). No code
-    of ours runs between fork and exec, where other threads' locks are held."""
+    """Start a process that runs a Python module and ends with the thread that called this, even while it still imports
+    (ptf.entry).
+
+    No code of ptf runs between fork and exec, where other threads' locks are held.
+    """
     command = [sys.executable, "-m", ENTRY, module, *arguments]
     return subprocess.Popen(command, env={**os.environ, **environment, PARENT: str(os.getpid())}, **options)
 
 
 def needs_ray(compute: ComputeConfig) -> bool:
-    """Whether the workers of an offline recipe are a gang on Ray. One worker on this machine needs no other process: it is this one."""
+    """Return whether the workers of an offline recipe are a gang on Ray. One worker on this machine is this process."""
     return compute.launcher == "ray" and (compute.workers > 1 or compute.address is not None)
 
 
 def on_ray(
-    function: Callable[..., object], arguments: Sequence[object], *, workers: int, device: str, threads: int | None, address: str | None,
-    workdir: Path, timeout_s: float, label: str = "train",
-) -> None:  # fmt: skip
-    """A verl worker group runs the function on every rank; `label` is what the console and errors call it."""
+    function: Callable[..., object],
+    arguments: Sequence[object],
+    *,
+    workers: int,
+    device: str,
+    threads: int | None,
+    address: str | None,
+    workdir: Path,
+    timeout_s: float,
+    label: str = "train",
+) -> None:
+    """Run the function on every rank of a verl worker group; `label` is its name on the console and in errors."""
     from ptf.compute.gang import gpus, run_gang
     from ptf.compute.ray_session import ray_session
 
     with ray_session(address=address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
         gpu = device == "cuda" or (device == "auto" and gpus() > 0)
-        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads or default_threads(workers), timeout_s=timeout_s, label=label)
+        run_gang(
+            function,
+            arguments,
+            workers=workers,
+            use_gpu=gpu,
+            threads=threads or default_threads(workers),
+            timeout_s=timeout_s,
+            label=label,
+        )

@@ -1,7 +1,9 @@
-"""One writer a lineage: a lease that whoever trains, evaluates or publishes a run holds, and that every commit checks.
+"""One writer per lineage: a lease that the process which trains, evaluates or publishes a run holds, and that every
+commit checks.
 
-The one idea: the lease is a small file beside what it protects, replaced only by compare-and-swap (a lock of the file system; a conditional PUT in an
-object store). Each change of the holder raises its token; a process whose token is no longer in the file has lost the lease and writes nothing more.
+The one idea: the lease is a small file beside what it protects, replaced only by compare-and-swap (a lock of the file
+system; a conditional PUT in an object store). Each change of the holder raises its token; a process whose token is no
+longer in the file has lost the lease and writes nothing more.
 """
 
 import contextlib
@@ -22,21 +24,24 @@ from ptf.errors import UserError
 
 FILE = "lease.json"
 BEAT_S = 5.0  # between heartbeats
-SILENT_S = 30.0  # without a heartbeat, after which a holder is succeeded
-POLL_S = 1.0  # between two looks at the lease of another machine
+SILENT_S = 30.0  # without a heartbeat, after which the lease may be taken over
+POLL_S = 1.0  # between two reads of a lease that another machine holds
 
 
 class Held(UserError):
-    """Another process holds the lease; the text says which one, since when, and how to take over."""
+    """Another process holds the lease; the message names it, since when, and how to take over."""
 
 
 class LeaseLost(UserError):
-    """Another process has taken the lease over, or somebody has removed it; this one must not write any more."""
+    """Another process has taken the lease over, or somebody removed it; this process must not write any more."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Who holds a lease. Two processes are on one machine where boot id and PID namespace are the same (containers share the former)."""
+    """The holder of a lease.
+
+    Two processes are on one machine if boot id and PID namespace are the same (containers share the former).
+    """
 
     id: str
     host: str
@@ -47,16 +52,18 @@ class Process:
 
     @staticmethod
     def this() -> "Process":
+        """Return this process, with a new id."""
         pid = os.getpid()
         return Process(uuid.uuid4().hex, socket.gethostname(), pid, _started(pid) or 0, *_machine())
 
     @property
     def is_here(self) -> bool:
+        """Whether the process is on this machine."""
         return bool(self.boot) and (self.boot, self.namespace) == _machine()
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known to have ended, which it can be on its own machine alone."""
+        """Whether the process is known to have ended, which only its own machine knows."""
         return self.is_here and _started(self.pid) != self.started
 
 
@@ -68,7 +75,7 @@ def _machine() -> tuple[str, str]:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks after the boot; None where there is none, or only what is left of one that has ended."""
+    """Return when a process began, in clock ticks after the boot; None if it does not exist or has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -79,7 +86,10 @@ def _started(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Record:
-    """What the file says. `beat` is CLOCK_MONOTONIC, which processes of one machine share; elsewhere it only tells that it has changed."""
+    """The content of the lease file.
+
+    `beat` is CLOCK_MONOTONIC, which processes of one machine share; on other machines only its changes count.
+    """
 
     token: int
     holder: Process
@@ -89,102 +99,124 @@ class Record:
 
     @property
     def text(self) -> str:
+        """The record as JSON."""
         return json.dumps({**vars(self), "holder": vars(self.holder)}, indent=1)
 
     @staticmethod
-    def read(text: str, place: str) -> "Record":
+    def read(text: str, uri: str) -> "Record":
+        """Parse the file's text. Raises UserError if it is not a lease."""
         try:
-            found = json.loads(text)
-            return Record(**{**found, "holder": Process(**found["holder"])})
+            fields = json.loads(text)
+            return Record(**{**fields, "holder": Process(**fields["holder"])})
         except (ValueError, TypeError, KeyError):
-            raise _no_lease(place) from None
+            raise _no_lease(uri) from None
 
-    def said(self) -> str:
+    def holder_text(self) -> str:
+        """Return the holder and the time since when, for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.since))
         return f"process {self.holder.pid} on {self.holder.host}, since {since}"
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to write; without places, of a directory that nobody else knows. Any process that is told of it may check it; the holder renews it."""
+    """The right to write a run; without places, of a directory that no other process knows.
+
+    Any process of the run that has its text may check it; the holder renews it.
+    """
 
     id: str = ""
-    tokens: Mapping[str, int] = field(default_factory=dict)  # by place: URI of the file
+    tokens: Mapping[str, int] = field(default_factory=dict)  # by URI of the lease file
 
     @property
     def text(self) -> str:
-        """For another process of the same run."""
+        """The lease as JSON, for another process of the same run."""
         return json.dumps(vars(self))
 
     @staticmethod
     def told(text: str) -> "Lease":
+        """Parse the text of a lease."""
         return Lease(**json.loads(text))
 
     def check(self) -> None:
-        """Raises LeaseLost unless it is held. Where the place is remote it is renewed, so that it is held for `SILENT_S` from now."""
-        for place in self.tokens:
-            if storage.is_local(place):
-                self._read(place)
+        """Raise LeaseLost unless the lease is held.
+
+        In an object store it is renewed, so that it is held for `SILENT_S` from now.
+        """
+        for uri in self.tokens:
+            if storage.is_local(uri):
+                self._read(uri)
             else:
-                self._renew(place)
+                self._renew(uri)
 
     @contextlib.contextmanager
     def commit(self, local: bool = False) -> Iterator[None]:
-        """Raises LeaseLost unless it is held; while the block runs, nobody can take over what is on this file system. `local`: ask for nothing else,
-        which is fast enough for every step."""
+        """Raise LeaseLost unless the lease is held; while the block runs, nobody can take over what is on this file
+        system.
+
+        With `local`, object stores are not asked, which is fast enough for every step.
+        """
         with contextlib.ExitStack() as locks:
-            for place in self.tokens:
-                if storage.is_local(place):
-                    locks.enter_context(_locked(place))
-                    self._read(place)
+            for uri in self.tokens:
+                if storage.is_local(uri):
+                    locks.enter_context(_locked(uri))
+                    self._read(uri)
                 elif not local:
-                    self._renew(place)
+                    self._renew(uri)
             yield
 
     def renew(self) -> None:
-        """A heartbeat. Raises LeaseLost."""
-        for place in self.tokens:
-            self._renew(place)
+        """Write a heartbeat. Raises LeaseLost."""
+        for uri in self.tokens:
+            self._renew(uri)
 
     def release(self) -> None:
-        """So that the next one need not look whether this one lives."""
-        for place in self.tokens:
+        """Mark the lease as free, so that the next holder need not wait for a missing heartbeat."""
+        for uri in self.tokens:
             try:
-                self._renew(place, released=True)
+                self._renew(uri, released=True)
             except LeaseLost:
-                pass  # it is another's
-            except Exception as error:  # it is then known by this process' end, or by its silence
-                print(f"the lease {place} could not be released: {type(error).__name__}: {error}", flush=True)
+                pass  # another process holds it
+            except Exception as error:  # the next holder then waits for this process's end, or for missing heartbeats
+                print(f"the lease {uri} could not be released: {type(error).__name__}: {error}", flush=True)
 
-    def _renew(self, place: str, released: bool = False) -> None:
+    def _renew(self, uri: str, released: bool = False) -> None:
         while True:
-            text, found = self._read(place)
-            if _swap(place, Record(found.token, found.holder, found.since, time.monotonic(), released).text, text):
+            text, record = self._read(uri)
+            renewed = Record(record.token, record.holder, record.since, time.monotonic(), released)
+            if _swap(uri, renewed.text, text):
                 return
 
-    def _read(self, place: str) -> tuple[str, Record]:
-        text = _text(place)
+    def _read(self, uri: str) -> tuple[str, Record]:
+        text = _text(uri)
         if text is None:
-            raise LeaseLost(f"the lease {place} was removed: another process may take this run over, and this one ends without another write")
-        found = Record.read(text, place)
-        if (found.holder.id, found.token, found.released) != (self.id, self.tokens[place], False):
-            raise LeaseLost(f"this run was taken over by {found.said()} ({place}); this process ends without another write")
-        return text, found
+            raise LeaseLost(
+                f"the lease {uri} was removed: another process may take this run over, "
+                "and this one ends without another write"
+            )
+        record = Record.read(text, uri)
+        if (record.holder.id, record.token, record.released) != (self.id, self.tokens[uri], False):
+            raise LeaseLost(
+                f"this run was taken over by {record.holder_text()} ({uri}); this process ends without another write"
+            )
+        return text, record
 
 
 UNSHARED = Lease()  # of a directory that no other process knows
 
 
 @contextlib.contextmanager
-def leased(job: Job, run: Path) -> Iterator[Lease]:
-    """Hold the lease of the lineage whose directory this is, and of its checkpoints where those are elsewhere. Raises Held."""
-    places = [f"{run}/{FILE}", *([f"{job.checkpoint.to.rstrip('/')}/{run.name}/{FILE}"] if job.checkpoint.to else [])]
-    me, tokens = Process.this(), dict[str, int]()
+def hold_lease(job: Job, run: Path) -> Iterator[Lease]:
+    """Hold the lease of the run in this directory, and of its checkpoints if those are elsewhere.
+
+    Raises Held if another process holds it.
+    """
+    uris = [f"{run}/{FILE}", *([f"{job.checkpoint.to.rstrip('/')}/{run.name}/{FILE}"] if job.checkpoint.to else [])]
+    process, tokens = Process.this(), dict[str, int]()
     done = threading.Event()
     try:
-        for place in places:
-            tokens[place] = _take(place, me)
-        lease = Lease(me.id, tokens)
+        for uri in uris:
+            tokens[uri] = _take(uri, process)
+        lease = Lease(process.id, tokens)
         thread = threading.Thread(target=_beat, args=(lease, done), name="ptf-lease", daemon=True)
         thread.start()
         try:
@@ -193,7 +225,7 @@ def leased(job: Job, run: Path) -> Iterator[Lease]:
             done.set()
             thread.join(BEAT_S)
     finally:
-        Lease(me.id, tokens).release()
+        Lease(process.id, tokens).release()
 
 
 def _beat(lease: Lease, done: threading.Event) -> None:
@@ -203,73 +235,86 @@ def _beat(lease: Lease, done: threading.Event) -> None:
             lease.renew()
             failed = ""
         except LeaseLost:
-            return  # the next commit says so
-        except Exception as error:  # a full disk, a store that is gone: whoever commits will see it too
+            return  # the next commit raises it
+        except Exception as error:  # a full disk, an unreachable store: the next commit will fail too
             if str(error) != failed:
                 failed = str(error)
                 print(f"no heartbeat of the lease could be written: {type(error).__name__}: {error}", flush=True)
 
 
-def _take(place: str, me: Process) -> int:
-    """The token with which it is now held. Raises Held where another process holds it and lives."""
+def _take(uri: str, process: Process) -> int:
+    """Take the lease and return its token. Raises Held if another process holds it and is alive."""
     watched, ends = None, 0.0
     while True:
-        text = _text(place)
-        before = None if text is None else Record.read(text, place)
-        wanted = Record(before.token + 1 if before else 1, me, time.time(), time.monotonic())
+        text = _text(uri)
+        before = None if text is None else Record.read(text, uri)
+        record = Record(before.token + 1 if before else 1, process, time.time(), time.monotonic())
         if before is None or before.released or before.holder.is_gone:
-            if _swap(place, wanted.text, text):
-                return wanted.token
-            continue  # another was first
+            if _swap(uri, record.text, text):
+                return record.token
+            continue  # another process was first
         if before.holder.is_here:
             silent = time.monotonic() - before.beat > SILENT_S
         else:
             silent = text == watched and time.monotonic() > ends
         if silent:
-            if _swap(place, wanted.text, text):
-                print(f"taken over from {before.said()}, which gave no heartbeat for {SILENT_S:g} s ({place})", flush=True)
-                return wanted.token
+            if _swap(uri, record.text, text):
+                print(
+                    f"taken over from {before.holder_text()}, which gave no heartbeat for {SILENT_S:g} s ({uri})",
+                    flush=True,
+                )
+                return record.token
             continue
         if before.holder.is_here or watched not in (None, text):
             raise Held(
-                f"{place.rsplit('/', 1)[0]} is being written by {before.said()}. Wait for it, or end it (kill {before.holder.pid} on "
-                f"{before.holder.host}) and run this again: it takes over at once there, and after {SILENT_S:g} s without a heartbeat elsewhere. "
-                f"If that process cannot be reached, remove {place}: it then ends without another write"
+                f"{uri.rsplit('/', 1)[0]} is being written by {before.holder_text()}. Wait for it, "
+                f"or end it (kill {before.holder.pid} on "
+                f"{before.holder.host}) and run this again: it takes over at once there, "
+                f"and after {SILENT_S:g} s without a heartbeat elsewhere. "
+                f"If that process cannot be reached, remove {uri}: it then ends without another write"
             )
         if watched is None:
-            print(f"{place} is held by {before.said()}, another machine or container: waiting up to {SILENT_S:g} s for its next heartbeat", flush=True)
+            print(
+                f"{uri} is held by {before.holder_text()}, another machine or container: "
+                f"waiting up to {SILENT_S:g} s for its next heartbeat",
+                flush=True,
+            )
             watched, ends = text, time.monotonic() + SILENT_S
         time.sleep(POLL_S)
 
 
-def _text(place: str) -> str | None:
+def _text(uri: str) -> str | None:
     try:
-        return storage.read_text(place)
+        return storage.read_text(uri)
     except storage.Missing:
         return None
     except UnicodeDecodeError:
-        raise _no_lease(place) from None
+        raise _no_lease(uri) from None
 
 
-def _no_lease(place: str) -> UserError:
-    return UserError(f"{place} is not a lease: remove it, if no other process is training this lineage")
+def _no_lease(uri: str) -> UserError:
+    return UserError(f"{uri} is not a lease: remove it, if no other process is training this lineage")
 
 
-def _swap(place: str, text: str, expected: str | None) -> bool:
-    """Write if the file still holds `expected`; whether it was written."""
-    if not storage.is_local(place):
-        return storage.swap_text(place, text, expected) or _text(place) == text  # the answer to our own write may have been lost
-    with _locked(place):
-        same = _text(place) == expected
-        if same:
-            storage.write_text(place, text)
-    return same
+def _swap(uri: str, text: str, expected: str | None) -> bool:
+    """Write the text if the file still holds `expected`; return whether it was written."""
+    if not storage.is_local(uri):
+        # the response to this process's own write may have been lost
+        return storage.swap_text(uri, text, expected) or _text(uri) == text
+    with _locked(uri):
+        is_expected = _text(uri) == expected
+        if is_expected:
+            storage.write_text(uri, text)
+    return is_expected
 
 
 @contextlib.contextmanager
-def _locked(place: str) -> Iterator[None]:
-    """One process at a time; the lock ends with whoever holds it. Raises Held where one keeps it for longer than any commit takes."""
-    file = storage.local_path(place)
+def _locked(uri: str) -> Iterator[None]:
+    """Hold the file's lock, one process at a time; it ends with its holder.
+
+    Raises Held if another process keeps it for longer than any commit takes.
+    """
+    file = storage.local_path(uri)
     file.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(file.with_name(f".{file.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     ends = time.monotonic() + SILENT_S
@@ -280,12 +325,15 @@ def _locked(place: str) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > ends:
-                    found = _text(place)
-                    who = Record.read(found, place).said() if found else "another process"
-                    raise Held(f"{place} is locked by {who}, in the middle of a write for {SILENT_S:g} s: if it is stopped, end it") from None
+                    text = _text(uri)
+                    holder = Record.read(text, uri).holder_text() if text else "another process"
+                    raise Held(
+                        f"{uri} is locked by {holder}, in the middle of a write for {SILENT_S:g} s: if it is stopped, "
+                        "end it"
+                    ) from None
                 time.sleep(0.01)
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # for a process that was forked meanwhile has the file open, too
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
         os.close(handle)

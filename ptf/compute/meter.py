@@ -6,11 +6,17 @@ import time
 import torch
 
 # dense bf16 / fp32(tf32) TFLOP/s from the vendors' data sheets
-PEAKS = {"H200": (989.0, 494.0), "H100": (989.0, 494.0), "A100": (312.0, 156.0), "L4": (121.0, 60.0), "B200": (2250.0, 1125.0)}
+PEAKS = {
+    "H200": (989.0, 494.0),
+    "H100": (989.0, 494.0),
+    "A100": (312.0, 156.0),
+    "L4": (121.0, 60.0),
+    "B200": (2250.0, 1125.0),
+}
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """FLOP/s that the device can do: from the table for a known GPU, else measured by a matrix product (best of 5)."""
+    """Return the device's FLOP/s: from the table for a known GPU, else measured by a matrix product (best of 5)."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -30,7 +36,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most that this process held on the GPU since it was asked last; resident now where there is none."""
+    """Return the peak GPU memory of this process since the last call; without a GPU, its resident memory now."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,6 +1,7 @@
-"""Bytes between the ranks of a small group, on the CPU, beside whatever the GPUs are doing.
+"""Exchange of bytes between the ranks of a small group, on the CPU, in parallel with the GPUs.
 
-The one idea: a process group of gloo's own, used from one thread only, so that what is sent here never gets between a step's collectives.
+The one idea: a separate gloo process group, used from one thread only, so that this traffic never mixes with a step's
+collectives.
 """
 
 from collections.abc import Sequence
@@ -19,33 +20,35 @@ class ProcessPeers:
         self._group, self.rank, self.size = group, group.rank(), group.size()
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Everyone's value, in the order of the ranks; all are equally long."""
-        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._group)
-        return [one.numpy().tobytes() for one in found]
+        """Return every rank's value, in the order of the ranks; all have the same length."""
+        own = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        result = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(result, own, group=self._group)
+        return [one.numpy().tobytes() for one in result]
 
     def scatter(self, values: Sequence[bytes]) -> list[bytes]:
-        """Value i goes to rank i; what each sent here, in the order of the ranks."""
+        """Send value i to rank i; return what each rank sent here, in the order of the ranks."""
         sizes = torch.tensor([len(value) for value in values])
-        coming = torch.empty(self.size, dtype=torch.int64)
-        dist.all_to_all_single(coming, sizes, group=self._group)
-        going = torch.frombuffer(bytearray().join(values) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
-        arrived = torch.empty(int(coming.sum()), dtype=torch.uint8)
-        dist.all_to_all_single(arrived, going, coming.tolist(), sizes.tolist(), group=self._group)
-        return [part.numpy().tobytes() for part in arrived.split(coming.tolist())]
+        incoming = torch.empty(self.size, dtype=torch.int64)
+        dist.all_to_all_single(incoming, sizes, group=self._group)
+        outgoing = torch.frombuffer(bytearray().join(values) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+        received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, outgoing, incoming.tolist(), sizes.tolist(), group=self._group)
+        return [part.numpy().tobytes() for part in received.split(incoming.tolist())]
 
 
 def peers(world: World, size: int, timeout_s: float) -> ProcessPeers | None:
-    """This rank's group of `size` data-parallel ranks, neighbours of each other; None alone. All ranks call it together. Of ranks that see the same
-    data, each is in a group of its own kind."""
+    """Return this rank's group of `size` neighbouring data-parallel ranks; None if there is only one rank.
+
+    All ranks call it together. Ranks of one tensor group, which see the same data, are in different groups.
+    """
     if world.mesh is None or world.data_size == 1 or size == 1:
         return None
-    found = None
+    result = None
     for tensor in range(world.tensor):
         for first in range(0, world.data_size, size):
             ranks = [data * world.tensor + tensor for data in range(first, first + size)]
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
             if world.rank in ranks:
-                found = ProcessPeers(group)  # type: ignore[arg-type]
-    return found
+                result = ProcessPeers(group)  # type: ignore[arg-type]
+    return result

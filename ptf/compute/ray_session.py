@@ -1,9 +1,9 @@
-"""Ray for the length of a run: one of its own, or a running cluster joined by address.
+"""Ray for the duration of a run: its own, or a running cluster joined by address.
 
-The one idea: a run leaves nothing behind. Its own Ray lives in a temporary directory, token included (nothing goes under the home
-directory), and on exit every process that it started is gone, after a grace period by force, also if the run itself is killed.
-A Ray that this process is already connected to is used as it is and left running. What does not start, or does not answer, is tried again
-until `compute.timeout_s` has passed.
+The one idea: a run leaves nothing behind. Its own Ray lives in a temporary directory, token included (nothing is
+written under the home directory), and on exit every process that it started has ended, after a grace period by force,
+also if the run itself is killed. A Ray that this process is already connected to is used and left running. A start that
+fails, or a cluster that does not answer, is tried again until `compute.timeout_s` has passed.
 """
 
 import contextlib
@@ -22,7 +22,15 @@ from pathlib import Path
 
 # Ray reads these when it is imported: import this module before ray or verl.
 # Niceness: with Ray's default of 15, training was 2-20 times slower beside any other work on the machine.
-os.environ.update({"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", **os.environ})
+os.environ.update(
+    {
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_COLOR_PREFIX": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        **os.environ,
+    }
+)
 
 import ray
 from ray._private import ray_constants, services
@@ -32,25 +40,33 @@ from ptf.compute import ray_authentication
 from ptf.compute.reaper import OWNER, PREFIX, end, end_abandoned, family
 from ptf.errors import Retryable, UserError
 
-NO_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name for it: the systems where 0 is the default
+NO_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0, its default on those systems, means no cluster
 GRACE_S = 10.0  # for Ray's processes to end by themselves; they take 1-2 s on an idle 2-core machine
-KEPT = "ray-logs"  # in the run's directory, of a Ray that failed
+LOGS = "ray-logs"  # in the run's directory, of a Ray that failed
 DRAIN_S = 0.6  # the last lines that workers print take up to 0.5 s to reach the driver
-START_S = 120  # for the first server of a Ray of one's own, before it is started again; it takes 2-5 s on an idle machine
+# for the first server of a Ray of one's own, before it is started again; it takes 2-5 s on an idle machine
+START_S = 120
 EVERY_S = 1.0
-AT_ONCE = 3  # starts that fail sooner than that are no matter of time, after so many of them
-SOON_S = 20.0
+QUICK_FAILURES = 3  # after that many starts that failed within QUICK_S, trying again does not help
+QUICK_S = 20.0
 
 
 @contextlib.contextmanager
 def ray_session(
-    *, address: str | None = None, workdir: Path | None = None, cpus: int | None = None, gpus: int | None = None, timeout_s: float = 120.0
+    *,
+    address: str | None = None,
+    workdir: Path | None = None,
+    cpus: int | None = None,
+    gpus: int | None = None,
+    timeout_s: float = 120.0,
 ) -> Iterator[None]:
-    """Connect this process to Ray. `address` joins a running cluster (`auto`: the one in RAY_ADDRESS, as in a submitted job); None starts one here.
+    """Connect this process to Ray: `address` joins a running cluster (`auto`: the one in RAY_ADDRESS, as in a submitted
+    job); None starts one here.
 
-    `cpus` is how many slots for processes the run needs: a slot places a process and does not limit what it uses, so there may be more slots
-    than cores. `gpus` None: those Ray finds. If the run fails, the logs of its own Ray are kept in `workdir`/ray-logs. `timeout_s` bounds the start,
-    which is tried again until then. Raises Retryable if Ray did not start or answer, UserError if the cluster wants another token or has none.
+    `cpus` is the number of slots for processes that the run needs: a slot places a process and does not limit what it
+    uses, so there may be more slots than cores. `gpus` None: those that Ray finds. If the run fails, the logs of its
+    own Ray are kept in `workdir`/ray-logs. `timeout_s` bounds the start, which is tried again until then. Raises
+    Retryable if Ray did not start or answer, UserError if the cluster needs another token or has none.
     """
     if ray.is_initialized():
         yield
@@ -61,24 +77,33 @@ def ray_session(
 
 @contextlib.contextmanager
 def _joined(address: str, timeout_s: float) -> Iterator[None]:
-    where, deadline, said = _resolved(address), time.monotonic() + timeout_s, False
+    resolved = _resolved(address)
+    deadline, is_reported = time.monotonic() + timeout_s, False
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(ray_authentication.of_cluster(where))
+                stack.enter_context(ray_authentication.of_cluster(resolved))
                 with _sigterm_kept():
-                    ray.init(address=where, logging_level=logging.WARNING, log_to_driver=True)
+                    ray.init(address=resolved, logging_level=logging.WARNING, log_to_driver=True)
                 break
             except (ConnectionError, RuntimeError) as error:
                 stack.close()
                 ray.shutdown()
                 if "ersion mismatch" in str(error):
-                    raise UserError(f"compute.address: the Ray cluster at {where} is of another version: {_line(error)}") from error
+                    raise UserError(
+                        f"compute.address: the Ray cluster at {resolved} has another version: {_line(error)}"
+                    ) from error
                 if time.monotonic() > deadline:
-                    raise Retryable(f"no Ray cluster answers at {where} after {timeout_s:.0f} s: {_line(error)}; check compute.address") from error
-                if not said:
-                    print(f"no Ray cluster answers at {where} ({_line(error)}); it is asked again for {timeout_s:.0f} s", flush=True)
-                said = True
+                    raise Retryable(
+                        f"no Ray cluster answers at {resolved} after {timeout_s:.0f} s: {_line(error)}; "
+                        "check compute.address"
+                    ) from error
+                if not is_reported:
+                    print(
+                        f"no Ray cluster answers at {resolved} ({_line(error)}); trying again for {timeout_s:.0f} s",
+                        flush=True,
+                    )
+                is_reported = True
             time.sleep(EVERY_S)
         try:
             yield
@@ -88,20 +113,22 @@ def _joined(address: str, timeout_s: float) -> Iterator[None]:
 
 
 def _resolved(address: str) -> str:
-    """host:port. Raises UserError for what is not an address."""
+    """Return the address as host:port. Raises UserError if it is not an address."""
     if address == "auto":
         try:
             address = services.canonicalize_bootstrap_address_or_die("auto")
         except ConnectionError as error:
             raise UserError(f"compute.address is auto, but RAY_ADDRESS names no cluster: {_line(error)}") from None
     if not address.rpartition(":")[2].isdigit():
-        raise UserError(f"compute.address is {address!r}; write host:port, or auto for the cluster named by RAY_ADDRESS")
+        raise UserError(
+            f"compute.address is {address!r}; write host:port, or auto for the cluster named by RAY_ADDRESS"
+        )
     return address
 
 
 @contextlib.contextmanager
 def _own(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: float) -> Iterator[None]:
-    first, at_once = time.monotonic(), 0
+    first, quick_failures = time.monotonic(), 0
     while True:
         begun = time.monotonic()
         with contextlib.ExitStack() as stack:
@@ -109,11 +136,13 @@ def _own(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: fl
                 stack.enter_context(_started(workdir, cpus, gpus, timeout_s))
             except (UserError, ValueError, TypeError):
                 raise
-            except Exception as error:  # Ray raises its plainest kind when a server is not there in time
-                at_once += time.monotonic() - begun < SOON_S
-                if time.monotonic() > first + timeout_s or at_once == AT_ONCE:
-                    logs = f" (its logs are in {workdir / KEPT})" if workdir else ""
-                    raise Retryable(f"Ray did not start on this machine in {time.monotonic() - first:.0f} s: {_line(error)}{logs}") from error
+            except Exception as error:  # Ray raises a bare Exception if a server does not start in time
+                quick_failures += time.monotonic() - begun < QUICK_S
+                if time.monotonic() > first + timeout_s or quick_failures == QUICK_FAILURES:
+                    logs = f" (its logs are in {workdir / LOGS})" if workdir else ""
+                    raise Retryable(
+                        f"Ray did not start on this machine in {time.monotonic() - first:.0f} s: {_line(error)}{logs}"
+                    ) from error
                 print(f"Ray did not start ({_line(error)}); starting it again", flush=True)
                 time.sleep(EVERY_S)
                 continue
@@ -123,30 +152,38 @@ def _own(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: fl
 
 @contextlib.contextmanager
 def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: float) -> Iterator[None]:
-    """One try at a Ray of this process's own."""
+    """Start a Ray of this process's own, once."""
     base = tempfile.gettempdir()  # Ray's socket paths, 62 characters longer than its directory, must fit in 107
     base = base if len(base) <= 26 else "/tmp"
     end_abandoned(Path(base))
-    home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # which only this user may enter; Ray opens its own directory, below, to everybody
+    # only this user may enter it; Ray opens its own directory, below, to everybody
+    home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     (home / OWNER).touch()
     owner = scratch.hold(home / OWNER)
     watch = [sys.executable, "-m", "ptf.compute.reaper", str(os.getpid()), str(home)]
-    reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)  # no signal to our group reaches it
+    # in a session of its own, so that no signal to this process's group reaches it
+    reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)
     own = contextlib.ExitStack()
     try:
         own.enter_context(ray_authentication.own(_token(home / "auth_token")))
-        os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112  Ray's spelling
+        # the variable is in lower case in Ray
+        os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112
         with _sigterm_kept(), _loopback():
             slots = max(os.cpu_count() or 1, cpus or 1)
             ray.init(
-                address="local", _temp_dir=str(home / "r"), include_dashboard=False, num_cpus=slots, num_gpus=gpus, logging_level=logging.WARNING,
+                address="local",
+                _temp_dir=str(home / "r"),
+                include_dashboard=False,
+                num_cpus=slots,
+                num_gpus=gpus,
+                logging_level=logging.WARNING,
                 log_to_driver=True,
-            )  # fmt: skip
+            )
         yield
     except BaseException:
         logs = home / "r" / "session_latest" / "logs"
         if workdir is not None and logs.exists():
-            shutil.copytree(logs, workdir / KEPT, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            shutil.copytree(logs, workdir / LOGS, dirs_exist_ok=True, ignore_dangling_symlinks=True)
         raise
     finally:
         time.sleep(DRAIN_S)
@@ -161,10 +198,11 @@ def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s
 
 
 def _token(path: Path) -> Path:
-    """A fresh secret that only this user reads."""
+    """Write a new secret that only this user can read."""
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)  # a notice that the mode was unset
+    # it warns that the mode was unset
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     return path
 
 
@@ -174,8 +212,11 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
-    """All that is started meanwhile, and what that starts, listens on 127.0.0.1 alone. Ray replaces that address by the machine's own wherever it is given
-    one, except where it believes that it cannot be a cluster; it reads the variable when it is imported, so this process is told otherwise."""
+    """Make Ray listen on 127.0.0.1 only, for everything that is started in the block.
+
+    Ray replaces that address by the machine's own unless it believes that the system cannot form a cluster; it reads
+    the variable at import, so the constant in this process is changed too.
+    """
     before = os.environ.get(NO_CLUSTER), ray_constants.ENABLE_RAY_CLUSTER
     os.environ[NO_CLUSTER], ray_constants.ENABLE_RAY_CLUSTER = "0", False
     try:
@@ -189,7 +230,7 @@ def _loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Ray replaces the SIGTERM handler: put back one that the program had set."""
+    """Restore the program's SIGTERM handler, which Ray replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if callable(handler) and threading.current_thread() is threading.main_thread():

@@ -1,7 +1,9 @@
-"""Ends what a run's own Ray left behind. Also a process of its own, beside the run, for when the run is killed: `-m ptf.compute.reaper PID HOME`.
+"""Ends what a run's own Ray left behind. It is also a process of its own beside the run, for when the run is killed:
+`-m ptf.compute.reaper PID HOME`.
 
-The one idea: all of Ray is known by the run's directory, which is in its command lines or among its open files. When a run is killed, Ray's
-servers and workers end by themselves within seconds, but two helpers were still there after a minute, and the directory stays.
+The one idea: all processes of Ray are recognised by the run's directory, which is in their command lines or among their
+open files. When a run is killed, Ray's servers and workers end by themselves within seconds, but two helpers still ran
+after a minute, and the directory stays.
 """
 
 import contextlib
@@ -16,21 +18,21 @@ import psutil
 
 from ptf import scratch
 
-PREFIX = "ptf-ray-"  # of the directories that runs' own Rays live in
+PREFIX = "ptf-ray-"  # of the directories of runs' own Rays
 OWNER = "owner"  # a file there, locked by the run as long as it lives
 ROUNDS = 10
-KILLED_S = 10.0  # in which a process that was killed is gone
+KILLED_S = 10.0  # within which a killed process has ended
 
 
 def family(home: Path) -> list[psutil.Process]:
-    """Every process of the Ray that lives in `home`, and what they started."""
-    found: dict[int, psutil.Process] = {}
+    """Return every process of the Ray that lives in `home`, and what they started."""
+    by_pid: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if _belongs(process, str(home)):
-                found[process.pid] = process
-                found |= {child.pid: child for child in process.children(recursive=True)}
-    return list(found.values())
+                by_pid[process.pid] = process
+                by_pid |= {child.pid: child for child in process.children(recursive=True)}
+    return list(by_pid.values())
 
 
 def _belongs(process: psutil.Process, home: str) -> bool:
@@ -38,11 +40,14 @@ def _belongs(process: psutil.Process, home: str) -> bool:
     if "ptf.compute.reaper" in command or not command:
         return False
     renamed = command[0].startswith("ray::")  # helpers and workers hide their command line, but log into the directory
-    return any(home in part for part in command) or (renamed and any(home in file.path for file in process.open_files()))
+    return any(home in part for part in command) or (
+        renamed and any(home in file.path for file in process.open_files())
+    )
 
 
 def end(home: Path, grace_s: float, processes: Sequence[psutil.Process] = ()) -> None:
-    """Wait for the processes to end by themselves, kill those that do not, and those that these have started meanwhile; remove the directory."""
+    """Wait for the processes to end, kill those that do not and those that they started meanwhile, and remove the
+    directory."""
     left = list(processes) or family(home)
     for _ in range(ROUNDS):
         _, alive = psutil.wait_procs(left, timeout=grace_s)
@@ -57,17 +62,18 @@ def end(home: Path, grace_s: float, processes: Sequence[psutil.Process] = ()) ->
 
 
 def end_abandoned(base: Path) -> None:
-    """What is left of runs that were killed together with the process that should have tidied up after them."""
+    """Remove what is left of runs that were killed together with their reaper."""
     for home in base.glob(f"{PREFIX}*"):
         owner = home / OWNER
         if owner.is_file() and owner.stat().st_uid == os.getuid():
-            with scratch.abandoned(owner) as free:
-                if free:
+            with scratch.abandoned(owner) as is_abandoned:
+                if is_abandoned:
                     print(f"ray: removing what a killed run left in {home}", flush=True)
                     end(home, 0.0)
 
 
 def main(driver: int, home: Path) -> None:
+    """Wait until the driver ends, then end its Ray."""
     while os.getppid() == driver:
         time.sleep(0.2)
     end(home, grace_s=3.0)

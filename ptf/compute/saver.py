@@ -1,7 +1,8 @@
-"""Checkpoints written while training goes on.
+"""Checkpoints written while training continues.
 
-The one idea: a step waits until its state is copied to the host; a thread then writes the copy, over a process group of its own, and the leading
-rank's ends with the manifest. One save is on its way at a time, and a failed one is an error at the next chance to say so.
+The one idea: a step waits until its state is copied to the host; a thread then writes the copy, over a process group of
+its own, and the leading rank's thread ends with the manifest. One checkpoint is written at a time, and a failure is
+raised by the next call.
 """
 
 import threading
@@ -23,37 +24,45 @@ from ptf.errors import UserError
 
 
 def host_file(rank: int) -> str:
+    """Return the file name of a rank's host state."""
     return f"host_{rank:05}.pt"
 
 
 class Saver:
-    """Made, and its methods called, by all ranks together."""
+    """Writes checkpoints in a thread; all ranks construct it and call its methods together."""
 
     def __init__(self, saves: Checkpoints, world: World, timeout_s: float) -> None:
         self._saves, self._world, self._timeout_s = saves, world, timeout_s
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None
+        self._group: Any = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None
+        )
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._step = self._bytes = 0  # of what is being written, on this rank
+        self._step = self._bytes = 0  # of the checkpoint being written, on this rank
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, host: dict, manifest: Mapping[str, Any]) -> float:
-        """Begin to write step `step`; `host` is this rank's own state and must not change any more. Seconds for which training waited."""
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, host: dict, manifest: Mapping[str, Any]
+    ) -> float:
+        """Begin to write a checkpoint; return the seconds for which training waited.
+
+        `host` is this rank's own state and must not change any more.
+        """
         began = time.perf_counter()
         self.wait()
         world = self._world
-        place = str(world.share(self._saves.begin(step) if world.leads else None))
+        path = str(world.share(self._saves.begin(step) if world.leads else None))
         tensors = copied(tensors_of(model, optimizer))
         self._bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
 
         def work() -> None:
             try:
                 if world.device.type == "cuda":
-                    torch.cuda.set_device(world.device)  # a thread begins with the first one
+                    torch.cuda.set_device(world.device)  # a new thread uses the first device
                 self._saves.lease.check()  # on every rank, before it writes its part
-                entries = write(place, tensors, {host_file(world.rank): host}, world, self._group)
+                entries = write(path, tensors, {host_file(world.rank): host}, world, self._group)
                 if world.leads:
                     self._saves.commit(step, entries, manifest)
-            except BaseException as e:  # whatever it is, it belongs to who trains
+            except BaseException as e:  # raised by `wait`, in the thread that trains
                 self._error = e
 
         self._step = step
@@ -62,7 +71,10 @@ class Saver:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Until what was begun is written, on all ranks. Raises UserError, on all ranks, where it could not be (LeaseLost, where another has taken over)."""
+        """Wait until the checkpoint is written, on all ranks.
+
+        Raises UserError on all ranks if it could not be written, LeaseLost if another process has taken the run over.
+        """
         if self._thread is None:
             return
         self._thread.join(self._timeout_s)
@@ -72,12 +84,17 @@ class Saver:
         if self._world.max(float(failed is not None)):
             if isinstance(failed, LeaseLost):
                 raise failed
-            why = str(failed or "see the other ranks' lines")
-            if storage.is_local(root := self._saves.root) and ("No space left" in why or "quota exceeded" in why or disk.room(root) < self._bytes):
+            why = str(failed or "see the lines of the other ranks")
+            if storage.is_local(root := self._saves.root) and (
+                "No space left" in why or "quota exceeded" in why or disk.room(root) < self._bytes
+            ):
                 why = disk.full(root, needed=self._bytes)
-            raise UserError(f"the checkpoint of step {self._step} could not be written to {self._saves.path(self._step)}: {why}; the one before it is whole")
+            raise UserError(
+                f"the checkpoint of step {self._step} could not be written to {self._saves.path(self._step)}: {why}; "
+                "the one before it is whole"
+            )
 
     def close(self, grace_s: float = 60.0) -> None:
-        """After an error: let what was begun be written, if it can be."""
+        """After an error, wait up to `grace_s` for a checkpoint that is being written."""
         if self._thread is not None:
             self._thread.join(grace_s)

@@ -1,7 +1,7 @@
-"""Where a run's numbers go: metrics.jsonl, one aligned line on the console, and sinks (TensorBoard, Weights & Biases).
+"""A run's metrics: metrics.jsonl, one aligned line on the console, and sinks (TensorBoard, Weights & Biases).
 
-The one idea: a row belongs to a step, so resuming drops the rows of steps that will be made again, and the file reads as if the run had
-never stopped. Fields that a clock or a memory gauge made are named in `is_clock`; all others repeat bit for bit.
+The one idea: a row belongs to a step, so a resume drops the rows of steps that will be made again, and the file reads
+as if the run had never stopped. `is_clock` names the fields that measure time or memory; all others repeat bit for bit.
 """
 
 import hashlib
@@ -20,12 +20,15 @@ CLOCKS = ("tok_s", "mfu", "mem_gib", "time")
 
 
 def is_clock(name: str) -> bool:
-    """True for fields that differ between two equal runs."""
+    """Return whether the field differs between two equal runs."""
     return name in CLOCKS or name.endswith("_s") or name.startswith(("seconds/", "mem/"))
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out. Raises UserError naming another that is not one of ours."""
+    """Read the rows of a metrics.jsonl; a last line that was cut short is left out.
+
+    Raises UserError naming any other line that is not a row of metrics.
+    """
     rows = []
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
@@ -36,28 +39,40 @@ def read_metrics(path: Path) -> list[dict]:
         except (ValueError, KeyError):  # of JSON, or of UTF-8
             if number == len(lines):
                 break
-            raise UserError(f"{path}:{number} is not a row of metrics: the file was damaged; restore it, or remove it to go on without it") from None
+            raise UserError(
+                f"{path}:{number} is not a row of metrics: the file was damaged; restore it, "
+                "or remove it to continue without it"
+            ) from None
         rows.append(row)
     return rows
 
 
 class Rows:
-    """A file of JSON lines, each with its `step`; those of steps that will be made again are dropped when it is opened. `add` is durable when it returns.
-    Both raise LeaseLost, and write nothing, where another process has taken the run over. `said`: what `state` was when the checkpoint was written that is
-    resumed from; UserError where the rows are not those."""
+    """A file of JSON lines, each with its `step`; opening it drops the rows of steps that will be made again.
 
-    def __init__(self, path: Path, resumed: int, lease: Lease = UNSHARED, said: Mapping[str, Any] | None = None) -> None:
+    `add` is durable when it returns. Both raise LeaseLost, and write nothing, if another process has taken the run
+    over. `said`: the value of `state` at the checkpoint that is resumed from; raises UserError if the rows do not match
+    it.
+    """
+
+    def __init__(
+        self, path: Path, resumed: int, lease: Lease = UNSHARED, said: Mapping[str, Any] | None = None
+    ) -> None:
         self._lease, self._digest, self._count = lease, hashlib.sha256(), 0
-        there = path.is_file()
-        kept = [row for row in read_metrics(path) if row["step"] <= resumed]
-        text = self._counted(kept)
+        exists = path.is_file()
+        rows = [row for row in read_metrics(path) if row["step"] <= resumed]
+        text = self._encode(rows)
         if said and self.state != said:
-            if there:
+            if exists:
                 raise UserError(
-                    f"{path} does not hold the {said['rows']} rows that were there at step {resumed}, as they were: the file was damaged; restore it, or "
-                    "remove it to go on without it"
+                    f"{path} does not hold the {said['rows']} rows of step {resumed} unchanged: the file was damaged; "
+                    "restore it, or remove it to continue without it"
                 )
-            print(f"{path} is missing: its {said['rows']} rows up to step {resumed} are lost, and this run goes on without them", flush=True)
+            print(
+                f"{path} is missing: its {said['rows']} rows up to step {resumed} are lost, "
+                "and this run continues without them",
+                flush=True,
+            )
         temporary = path.with_suffix(".tmp")
         with lease.commit(local=True):
             temporary.write_text(text)
@@ -65,12 +80,14 @@ class Rows:
             self.file = path.open("a")
 
     def add(self, *rows: Mapping[str, Any]) -> None:
+        """Append rows and flush them to disk."""
         with self._lease.commit(local=True):
-            self.file.write(self._counted(rows))
+            self.file.write(self._encode(rows))
             self.file.flush()
             os.fsync(self.file.fileno())
 
-    def _counted(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def _encode(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return the rows as lines, and add them to the count and the digest."""
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         self._digest.update(text.encode())
         self._count += len(rows)
@@ -78,56 +95,77 @@ class Rows:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Of the rows so far, for the manifest of a checkpoint: how many, and SHA-256."""
+        """The number of rows and their SHA-256, for the manifest of a checkpoint."""
         return {"rows": self._count, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
+        """Close the file."""
         self.file.close()
 
 
 class Sink(Protocol):
-    """Where else a run's numbers go."""
+    """Another destination of a run's metrics."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close."""
+        ...
 
 
 class TensorBoard:
+    """Event files for TensorBoard, in the run's directory."""
+
     def __init__(self, directory: Path, resumed: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Flush and close."""
         self._writer.close()
 
 
 class WandB:
-    """Weights & Biases, under the lineage's name: a run that resumes goes on in the same one."""
+    """Weights & Biases, under the lineage's name; a run that resumes continues there."""
 
     def __init__(self, directory: Path, project: str) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise UserError("track.wandb: the package wandb is not installed (pip install wandb)") from None
-        self._run = wandb.init(project=project, id=directory.name, name=directory.name, dir=str(directory), resume="allow")
+        self._run = wandb.init(
+            project=project, id=directory.name, name=directory.name, dir=str(directory), resume="allow"
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
+        """Finish the run."""
         self._run.finish()
 
 
 class Tracker:
-    """Written by one process. `log` is durable when it returns. `said`: see Rows."""
+    """A run's metrics, written by one process. `log` is durable when it returns. `said`: see Rows."""
 
     def __init__(
-        self, directory: Path, knobs: TrackConfig, *, resumed: int, steps: int, lease: Lease = UNSHARED, said: Mapping[str, Any] | None = None
+        self,
+        directory: Path,
+        knobs: TrackConfig,
+        *,
+        resumed: int,
+        steps: int,
+        lease: Lease = UNSHARED,
+        said: Mapping[str, Any] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
@@ -139,7 +177,7 @@ class Tracker:
             self.sinks.append(WandB(directory, knobs.wandb))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Numbers of the step that made `step` in all."""
+        """Write the metrics of an optimizer step; `step` counts from 1."""
         self.rows.add({"step": step, **metrics, "time": time.time()})
         for sink in self.sinks:
             sink.log(step, metrics)
@@ -147,13 +185,19 @@ class Tracker:
             print(self.line(step, metrics), flush=True)
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Return the console line of a step."""
         rate = (time.perf_counter() - self.begun) / (step - self.resumed)
         left = int(rate * (self.steps - step))
         width = len(str(self.steps))
-        shown = " ".join(f"{name} {value:<9.4g}" for name, value in metrics.items() if not name.startswith(("seconds/", "mem/", "units")))
+        shown = " ".join(
+            f"{name} {value:<9.4g}"
+            for name, value in metrics.items()
+            if not name.startswith(("seconds/", "mem/", "units"))
+        )
         return f"step {step:>{width}}/{self.steps} {shown} left {left // 60}:{left % 60:02}"
 
     def close(self) -> None:
+        """Close the file and the sinks."""
         self.rows.close()
         for sink in self.sinks:
             sink.close()

@@ -1,7 +1,8 @@
-"""Where a process stands among its peers: rank, size, device and mesh, passed in and never looked up.
+"""A process among its peers: rank, size, device and mesh, passed as an argument and never looked up.
 
-The one idea: `World.sum` is the only reduction that losses and metrics need, and it is exact to add to (float64). Ranks of one tensor group
-hold one model together and see the same data, so data is dealt to, and sums are taken over, the data-parallel ranks.
+The one idea: `World.sum` is the only reduction that losses and metrics need, and it is exact to add to (float64). Ranks
+of one tensor group hold one model together and see the same data, so data is distributed, and sums are taken, over the
+data-parallel ranks.
 """
 
 import contextlib
@@ -25,106 +26,130 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class World:
+    """The rank of a process, the number of ranks, its device and its mesh."""
+
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
     mesh: DeviceMesh | None = None  # ("replicate", "shard", "tensor"); None: one process without collectives
-    clock: Clock = field(default_factory=Clock, compare=False)  # what this process is doing
+    clock: Clock = field(default_factory=Clock, compare=False)  # the phase that this process is in
 
     @property
     def leads(self) -> bool:
-        """True on the one rank that writes what only one may write."""
+        """Whether this is the one rank that writes shared files."""
         return self.rank == 0
 
     @property
     def tensor(self) -> int:
-        """How many ranks see the same data."""
+        """Number of ranks that see the same data."""
         return 1 if self.mesh is None else self.mesh["tensor"].size()
 
     @property
     def data_size(self) -> int:
-        """How many ranks see different data."""
+        """Number of ranks that see different data."""
         return self.size // self.tensor
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_size` shares of the data is this rank's."""
+        """Index of this rank's share among the `data_size` shares of the data."""
         return self.rank // self.tensor
 
     def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
-        """Sum over the data-parallel ranks, as float64 on the CPU; a scalar or a vector. Ranks of one tensor group bring the same value."""
-        total = torch.as_tensor(value, dtype=torch.float64).detach().to(self.device if self.device.type == "cuda" else "cpu")
+        """Sum over the data-parallel ranks, as float64 on the CPU; a scalar or a vector.
+
+        Ranks of one tensor group pass the same value.
+        """
+        total = (
+            torch.as_tensor(value, dtype=torch.float64)
+            .detach()
+            .to(self.device if self.device.type == "cuda" else "cpu")
+        )
         if self.mesh is not None and self.size > 1:
             total = total.clone()
             dist.all_reduce(total, group=None if self.tensor == 1 else data_ranks(self.mesh).get_group())
         return total.cpu()
 
     def max(self, value: float) -> float:
-        """Largest over all ranks."""
-        most = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        """Return the largest value over all ranks."""
+        largest = torch.tensor(float(value), dtype=torch.float64, device=self.device)
         if self.mesh is not None and self.size > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-        return float(most)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
 
     def barrier(self) -> None:
+        """Wait until all ranks have arrived."""
         self.max(0.0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in their order, on every rank."""
-        found = [value] * self.size
+        """Return every rank's value, in their order, on every rank."""
+        values = [value] * self.size
         if self.mesh is not None and self.size > 1:
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(values, value)
+        return values
 
     def share(self, value: object) -> object:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         box = [value]
         if self.mesh is not None and self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def seed(self, *key: int) -> None:
-        """Torch's own generators in this process, by a key and by the data that this rank sees. ptf draws from generators that it makes; recipes and
-        components of a user may draw from torch's (dropout does), and repeat what they drew where the key is that of a step."""
+        """Seed torch's global generator in this process, by a key and by the data that this rank sees.
+
+        ptf draws from generators that it creates; recipes and components of a user may draw from torch's (dropout
+        does), and repeat what they drew if the key is that of a step.
+        """
         torch.manual_seed(int(np.random.SeedSequence([*key, self.data_rank]).generate_state(1, np.uint64)[0]))
 
 
 def alone(world: World) -> World:
-    """As if this rank were the only one."""
+    """Return a world of this rank only."""
     return World(device=world.device, clock=world.clock)
 
 
-def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """`auto` is the GPU where there is one. Raises UserError if `cuda` is asked for and absent."""
-    if wanted == "cuda" and not torch.cuda.is_available():
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """Return the device; `auto` is the GPU if there is one. Raises UserError if `cuda` is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
         raise UserError("compute.device is cuda, but torch sees no GPU on this machine; use cpu or auto")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def make_mesh(device: str, size: int, replicate: int, tensor: int) -> DeviceMesh:
-    """replicate × shard × tensor. Neighbours form a tensor group: they share a machine, and its fast links. Raises UserError unless
-    replicate × tensor divides the ranks."""
+    """Build a mesh replicate × shard × tensor.
+
+    Neighbours form a tensor group: they share a machine and its fast links. Raises UserError unless replicate × tensor
+    divides the ranks.
+    """
     if size % (replicate * tensor):
         raise UserError(f"compute.mesh: replicate ({replicate}) × tensor ({tensor}) must divide the {size} workers")
-    mesh = init_device_mesh(device, (replicate, size // (replicate * tensor), tensor), mesh_dim_names=("replicate", "shard", "tensor"))
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how to save microseconds at an export, 4 lines each
+    mesh = init_device_mesh(
+        device, (replicate, size // (replicate * tensor), tensor), mesh_dim_names=("replicate", "shard", "tensor")
+    )
+    # it logs hints about microseconds at an export, 4 lines each
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if tensor > 1:
-        data_ranks(mesh)  # it makes a process group, which all ranks must do together
+        data_ranks(mesh)  # creates a process group, which all ranks must do together
     return mesh
 
 
 def data_ranks(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that see different data, as a mesh of one dimension; made once."""
+    """Return the ranks that see different data, as a mesh of one dimension; it is built once."""
     return mesh["replicate", "shard"]._flatten("data")
 
 
 @contextlib.contextmanager
-def joined(device: str, timeout_s: float, replicate: int = 1, threads: int | None = None, tensor: int = 1) -> Iterator[World]:
-    """This process's World, from the rank variables that torchrun and the Ray gang set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*);
-    without them, or alone, a world of one with a process group of its own. Leaves the group on exit. Raises UserError for a mesh that does
-    not divide the ranks."""
+def joined(
+    device: str, timeout_s: float, replicate: int = 1, threads: int | None = None, tensor: int = 1
+) -> Iterator[World]:
+    """Join the process group and yield this process's World; leave the group on exit.
+
+    The rank comes from the variables that torchrun and the Ray gang set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*);
+    without them it is a world of one with its own process group. Raises UserError for a mesh that does not divide the
+    ranks.
+    """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     where = pick_device(device, int(os.environ.get("LOCAL_RANK", rank)))
     if threads:
@@ -141,7 +166,8 @@ def joined(device: str, timeout_s: float, replicate: int = 1, threads: int | Non
     try:
         world = World(rank, size, where, make_mesh(where.type, size, replicate, tensor))
         with beating(world.clock, rank):
-            world.barrier()  # a rank that fails at once would leave others in the making of their groups, until the deadline
+            # without it, a rank that fails at once leaves the others waiting for their groups until the deadline
+            world.barrier()
             yield world
     finally:
         dist.destroy_process_group()

@@ -1,7 +1,31 @@
 """Configs: one typed tree (`schema`), read from YAML (`load`). No torch, and the only place with pydantic."""
 
-from ptf.config.load import ConfigError, dump, fingerprint, frozen_differences, load, loads, model_paths, resolve, shown, sources_of
+from ptf.config.load import (
+    ConfigError,
+    dump,
+    fingerprint,
+    frozen_differences,
+    load,
+    loads,
+    model_paths,
+    resolve,
+    shown,
+    sources_of,
+)
 from ptf.config.schema import Job
 from ptf.config.section import Plug
 
-__all__ = ["ConfigError", "Job", "Plug", "dump", "fingerprint", "frozen_differences", "load", "loads", "model_paths", "resolve", "shown", "sources_of"]
+__all__ = [
+    "ConfigError",
+    "Job",
+    "Plug",
+    "dump",
+    "fingerprint",
+    "frozen_differences",
+    "load",
+    "loads",
+    "model_paths",
+    "resolve",
+    "shown",
+    "sources_of",
+]

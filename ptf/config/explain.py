@@ -1,7 +1,7 @@
 """What pydantic found, in plain words, at the line to mend.
 
-The one idea: an error's path leads twice — through the tree of nodes to a file and line, and through the schema's annotations to the
-names that would have been right.
+The one idea: an error's path leads twice — through the tree of nodes to a file and line, and through the schema's
+annotations to the names that would have been right.
 """
 
 import re
@@ -42,11 +42,20 @@ LIMITS = {
 
 LONG = 200  # characters of a value that a message shows
 WORD_OR_PLUG = ("engine",)  # keys whose value is one of some words, or a plug
-PARALLELISM = {"pipeline": "pipeline parallelism", "pp": "pipeline parallelism", "context": "context parallelism", "cp": "context parallelism"}
-NOT_HERE = {  # what one may well look for, by the first word of the key or value that would ask for it; parallelism only below `compute`
+PARALLELISM = {
+    "pipeline": "pipeline parallelism",
+    "pp": "pipeline parallelism",
+    "context": "context parallelism",
+    "cp": "context parallelism",
+}
+# what one may well look for, by the first word of the key or value that would ask for it;
+# parallelism only below `compute`
+NOT_HERE = {
     **PARALLELISM,
     **dict.fromkeys(("fp8", "float8", "mxfp8", "fp4", "nvfp4"), "training in fewer bits than bf16 (FP8, FP4)"),
-    **dict.fromkeys(("image", "images", "vision", "audio", "video", "multimodal"), "multimodal training; only text is trained"),
+    **dict.fromkeys(
+        ("image", "images", "vision", "audio", "video", "multimodal"), "multimodal training; only text is trained"
+    ),
 }
 
 
@@ -93,9 +102,14 @@ def given(value: Any) -> str:
 def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem]:
     """The problems behind one pydantic error."""
     loc = error["loc"]
-    members = [step for before, step in pairwise(("", *loc)) if before in WORD_OR_PLUG]  # pydantic names the member of a union that it tried
+    # pydantic names the member of a union that it tried
+    members = [step for before, step in pairwise(("", *loc)) if before in WORD_OR_PLUG]
     path = tuple(step for step in loc if step != "[key]" and step not in members)
-    if members and (members[0] == "Plug") == isinstance(error["input"], str) and error["type"] in ("model_type", "literal_error"):
+    if (
+        members
+        and (members[0] == "Plug") == isinstance(error["input"], str)
+        and error["type"] in ("model_type", "literal_error")
+    ):
         return  # of the member that was not meant
     name, kind, value, context = str(path[-1]) if path else "", error["type"], error["input"], error.get("ctx", {})
     if kind == "value_error":  # a validator of ours: one problem a line, each begins with its key
@@ -109,7 +123,9 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
         what = _unknown(name, path[:-1], job)
     elif kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        what = f"expected one of {', '.join(choices)}, got {given(value)}" + (_not_here(str(value), path) or near(str(value), choices))
+        what = f"expected one of {', '.join(choices)}, got {given(value)}" + (
+            _not_here(str(value), path) or near(str(value), choices)
+        )
         what = what.replace(", got", ", or `use: module:name` for your own, got", 1) if members else what
     elif kind == "none_required":
         what = f"recipe {root.value['recipe'].value} does not take this section"
@@ -138,6 +154,8 @@ def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
     names = list(section.model_fields) if section else []
     elsewhere = [key for key, _ in keys(job) if key.rpartition(".")[2] == name]
     where = f"in {'.'.join(map(str, path))}" if path else "at the top"
-    known = f"  (did you mean {elsewhere[0]}?)" if elsewhere else foreign_names.hint(name, {key for key, _ in keys(job)})
+    known = (
+        f"  (did you mean {elsewhere[0]}?)" if elsewhere else foreign_names.hint(name, {key for key, _ in keys(job)})
+    )
     hint = _not_here(name, path) or known or near(name, names)
     return f"unknown key {where}" + (hint or (f"; known: {', '.join(names)}" if names else "; it has no keys"))

@@ -1,4 +1,5 @@
-"""Names of settings that people bring from other frameworks (TRL, transformers, verl, axolotl, LLaMA-Factory), and the keys that do the same here.
+"""Names of settings that people bring from other frameworks (TRL, transformers, verl, axolotl, LLaMA-Factory),
+and the keys that do the same here.
 
 Of several keys the first that the job has is quoted. The text behind them says what is different.
 """
@@ -18,16 +19,16 @@ def at(*keys: str, note: str = "") -> Here:
     return Here(keys, note)
 
 
-BATCH = at("rollout.prompts", "train.rows", note="of a whole step, over all workers")
-PASS = at("train.micro_rows", note="packed rows of data.seq_len tokens in one pass of a worker")
+BATCH = at("rollout.prompts", "train.sequences", note="of a whole step, over all workers")
+PASS = at("train.micro_sequences", note="packed, of data.seq_len tokens, in one pass of a worker")
 PARTS = at("algo.minibatches", note="how many optimizer steps a pass over the rollouts has")
-LENGTH = at("data.seq_len", note="tokens of a packed row; prompt and answer together")
+LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and answer together")
 PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
 TRAINED = at("data.train_on", note="by default what the assistant says is trained, and nothing else")
 SOURCES = at("data.sources", note="a section by name, each with a `path`")
 HELD_OUT = at("data.validation", "evaluate.sources", note="a section by name, each with a `path`")
 ANSWER = at("rollout.max_new_tokens", "evaluate.max_new_tokens")
-GROUP = at("rollout.group")
+GROUP = at("rollout.group_size")
 KL = at("algo.kl", "algo.beta")
 KL_IN = at("algo.kl_in", note="loss or reward")
 ADAPTERS = at("model.lora", note="a section: rank, alpha, targets")
@@ -42,15 +43,17 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("max_steps", "total_training_steps", "num_training_steps", "train_steps"), at("train.steps")),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "total_epochs"), at("train.epochs", "train.steps")),
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps"), at("train.warmup")),
-    **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), at("train.warmup", note="below 1 it is a share of the run")),
+    **dict.fromkeys(
+        ("warmup_ratio", "lr_warmup_steps_ratio"), at("train.warmup", note="below 1 it is a share of the run")
+    ),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule"), at("train.schedule")),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), at("train.clip")),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), at("train.betas", note="both in one list")),
     "adam_epsilon": at("train.eps"),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), at("train.precision")),
     **dict.fromkeys(
-        ("gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing"),
-        at("train.checkpointing", note="none, block or selective"),
+        ("gradient_checkpointing", "enable_gradient_checkpointing"),
+        at("train.activation_checkpointing", note="none, block or selective"),
     ),
     "torch_compile": at("train.compile"),
     # batches
@@ -59,7 +62,9 @@ FOREIGN: dict[str, Here] = {
         ("per_device_train_batch_size", "micro_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"),
         PASS,
     ),
-    "gradient_accumulation_steps": at("train.micro_rows", note="passes follow from train.rows and train.micro_rows"),
+    "gradient_accumulation_steps": at(
+        "train.micro_sequences", note="passes follow from train.sequences and train.micro_sequences"
+    ),
     **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size", "num_mini_batches"), PARTS),
     **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), at("algo.epochs")),
     # data
@@ -87,7 +92,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("reward_funcs", "reward_function", "custom_reward_function"), at("rollout.reward")),
     "reward_model_path": at("rollout.reward_model.path"),
     **dict.fromkeys(("use_vllm", "vllm_mode", "rollout_backend"), at("rollout.engine", "evaluate.engine")),
-    **dict.fromkeys(("gpu_memory_utilization", "vllm_gpu_memory_utilization"), at("rollout.gpu_share")),
+    "vllm_gpu_memory_utilization": at("rollout.gpu_memory_utilization"),
     **dict.fromkeys(("tensor_model_parallel_size", "vllm_tensor_parallel_size"), at("rollout.tensor")),
     # algorithms
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_coeff"), KL),
@@ -114,7 +119,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("save_steps", "save_freq", "save_interval"), at("checkpoint.every")),
     "save_total_limit": at("checkpoint.keep"),
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), at("checkpoint.best", "evaluate.metrics")),
-    "early_stopping_patience": at("train.stop.patience"),
+    "early_stopping_patience": at("train.early_stopping.patience"),
     **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), at("train.validate_every")),
     "logging_steps": at("track.print_every"),
     **dict.fromkeys(("report_to", "wandb_project", "project_name"), LOGGED),

@@ -1,7 +1,7 @@
 """YAML files to a `Job`, and a `Job` to YAML, to a fingerprint, to what may not change on resume.
 
-The one idea: a config is right as a whole or it is refused as a whole. Every problem in every file is found and reported in one error,
-each with the line to mend.
+The one idea: a config is right as a whole or it is refused as a whole. Every problem in every file is found and
+reported in one error, each with the line to mend.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ptf.config.explain import explain, given
+from ptf.config.renames import first_key, with_first_names
 from ptf.config.schema import Job, Source, job_class, jobs
 from ptf.config.section import Knobs, Section
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
@@ -41,14 +42,15 @@ class Problems(ConfigError):
 
 
 def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
-    """Merge files left to right, then overrides `a.b=value`, and check. Raises ConfigError with all problems at once."""
+    """Merge files left to right, then overrides `a.b=value`, and check.
+    Raises ConfigError with all problems at once."""
     on_path(files)
     return checked(merge(*files, overrides=overrides))
 
 
 def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
-    """Let plugins be found in the current directory and in the directories of these configs, here and in child processes. They come last, so that
-    no file of theirs hides a package."""
+    """Let plugins be found in the current directory and in the directories of these configs, here and in child
+    processes. They come last, so that no file of theirs hides a package."""
     for directory in dict.fromkeys([os.getcwd(), *(str(Path(file).resolve().parent) for file in files)]):
         if directory not in sys.path:
             sys.path.append(directory)
@@ -58,7 +60,8 @@ def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def loads(text: str, overrides: Sequence[str] = ()) -> Job:
-    """The job in one YAML or JSON text, with overrides `a.b=value`; `loads(dump(job)) == job`."""
+    """The job in one YAML or JSON text that ptf wrote, with overrides `a.b=value`; `loads(dump(job)) == job`.
+    Names of an older version of ptf are translated."""
     return checked(parse(text, overrides=overrides))
 
 
@@ -68,7 +71,8 @@ def dump(job: Job) -> str:
 
 
 def shown(job: Job) -> Job:
-    """The job as it is kept and published: without the values of environment variables, which nothing that reads it again needs."""
+    """The job as it is kept and published: without the values of environment variables,
+    which nothing that reads it again needs."""
     steps = {}
     for name, step in job.flow.steps.items():
         hidden = {key: value if REFERENCE.fullmatch(value) else HIDDEN for key, value in step.environment.items()}
@@ -77,9 +81,10 @@ def shown(job: Job) -> Job:
 
 
 def fingerprint(job: Job, *sections: str) -> str:
-    """16 hex digits of SHA-256 over the named sections (dotted; all when none): what a stage's output depends on."""
-    whole = job.model_dump()
-    chosen = {section: _at(whole, section) for section in sections} if sections else whole
+    """16 hex digits of SHA-256 over the named sections (dotted; all when none): what a stage's output depends on.
+    Keys and plugins count by the names that they had first, so that a rename makes no other fingerprint."""
+    whole = with_first_names(job.model_dump())
+    chosen = {section: _at(whole, section) for section in map(first_key, sections)} if sections else whole
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -95,7 +100,11 @@ def model_paths(job: Job) -> dict[str, str]:
 
 def sources_of(job: Job) -> dict[str, Source]:
     """Key → every source of the job: what it trains on, validates on, and answers held-out prompts of."""
-    sections = {"data.sources": job.data.sources, "data.validation": job.data.validation, "evaluate.sources": job.evaluate.sources}
+    sections = {
+        "data.sources": job.data.sources,
+        "data.validation": job.data.validation,
+        "evaluate.sources": job.evaluate.sources,
+    }
     return {f"{section}.{name}": source for section, sources in sections.items() for name, source in sources.items()}
 
 
@@ -107,15 +116,19 @@ def resolve(
     tokenized: Mapping[str, str] = {},
     commits: Mapping[str, str] = {},
 ) -> Job:
-    """The job with what earlier stages made in place of `prepare:NAME`, of paths of models (those in `models`) and of the sources that were
-    tokenized, and with the commits (by the source's key) of datasets of the Hub."""
+    """The job with what earlier stages made in place of `prepare:NAME`, of paths of models (those in `models`) and of
+    the sources that were tokenized, and with the commits (by the source's key) of datasets of the Hub."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: placed(inner) for key, inner in value.items()}
         if isinstance(value, list):
             return [placed(inner) for inner in value]
-        return f"{prepared}/{value.removeprefix('prepare:')}" if isinstance(value, str) and value.startswith("prepare:") else value
+        return (
+            f"{prepared}/{value.removeprefix('prepare:')}"
+            if isinstance(value, str) and value.startswith("prepare:")
+            else value
+        )
 
     values = job.model_dump()
     if prepared is not None:
@@ -129,7 +142,8 @@ def resolve(
         values[section][part][name]["revision"] = commit
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
-            read = dict.fromkeys(("config", "split", "revision", "limit", "rows"))  # what said which rows are meant: those are in the files now
+            # what said which rows are meant: those are in the files now
+            read = dict.fromkeys(("config", "split", "revision", "limit", "rows"))
             sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, **read}
     return type(job).model_validate_json(json.dumps(values), strict=True)
 
@@ -182,7 +196,10 @@ def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
                 problems += explain(error, known or Job, tree.root)
     if known is None and "recipe" in values:
         recipe = values["recipe"]
-        what = f"no such recipe: {given(recipe)}; there are {', '.join(jobs())}, or `use: module:name` for your own{near(str(recipe), jobs())}"
+        what = (
+            f"no such recipe: {given(recipe)}; there are {', '.join(jobs())}, or `use: "
+            f"module:name` for your own{near(str(recipe), jobs())}"
+        )
         problems.append(Problem(tree.root.nearest(["recipe"]), "recipe", what))
     if job is None or problems:
         raise Problems(problems)
@@ -190,6 +207,7 @@ def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
 
 
 def _counts(error: ErrorDetails, known: bool, unread: bool) -> bool:
-    """Not so: a key that may be in the text that could not be read, and what pydantic has to say of an unknown recipe."""
+    """Not so: a key that may be in the text that could not be read, and what pydantic has to say of an unknown
+    recipe."""
     missing = error["type"] == "missing"
     return not (missing and unread) and (known or missing or error["loc"][0] != "recipe")

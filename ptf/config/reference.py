@@ -1,4 +1,5 @@
-"""docs/config.md and configs/schema.json, written from the schema. Run `python -m ptf.config.reference` in the repository root.
+"""docs/config.md and configs/schema.json, written from the schema.
+Run `python -m ptf.config.reference` in the repository root.
 
 The one idea: the schema's annotations and attribute docstrings are the documentation; nothing is typed twice.
 """
@@ -22,11 +23,15 @@ INTRO = """# Config
 
 Written from `ptf/config/schema.py` by `python -m ptf.config.reference`; do not edit.
 
-* A config is one YAML file or several, merged left to right: `ptf train what.yaml where.yaml --set train.lr=1e-5`. Sections merge key by
-  key, everything else replaces; a plug that names another `use` replaces the whole plug.
-* `extends: other.yaml` (or a list) at the top of a file puts the file over others; the path is relative to the file that says it.
+* A config is one YAML file or several, merged left to right: `ptf train what.yaml where.yaml --set train.lr=1e-5`.
+  Sections merge key by key, everything else replaces; a plug that names another `use` replaces the whole plug.
+* `extends: other.yaml` (or a list) at the top of a file puts the file over others;
+  the path is relative to the file that says it.
 * Numbers may be written `1e-4`. Only `true` and `false` are booleans. There is no interpolation.
 * `ptf check CONFIG...` reports every problem at once with its file and line, or prints the config with all defaults.
+* A key or a plugin that had another name in an earlier version of ptf is refused with the name of today;
+  `ptf upgrade CONFIG...` rewrites the files and keeps their comments.
+  What runs have stored is translated when it is read.
 * *Frozen* keys must be the same when a run continues from a checkpoint; *free* keys may change.
 """
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "null"}
@@ -49,12 +54,14 @@ def json_schema() -> dict[str, Any]:
         definition.pop("required", None)
     for job in kinds:
         properties = schema["$defs"][job.__name__]["properties"]
-        properties["extends"] = TypeAdapter(str | list[str]).json_schema() | {"description": "Files that this one is put over."}
+        properties["extends"] = TypeAdapter(str | list[str]).json_schema() | {
+            "description": "Files that this one is put over."
+        }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ptf config",
         "anyOf": [references[job, "validation"] for job in kinds],
-        "$defs": schema["$defs"],
+        "$defs": _on_one_line(schema["$defs"]),
     }
 
 
@@ -80,7 +87,7 @@ def _sections(section: type[Section], above: str, free: bool) -> Iterator[tuple[
 
 
 def _table(title: str, section: type[Section], free: bool) -> str:
-    head = f"## {title}\n\n{(section.__doc__ or '').strip()}\n"
+    head = f"## {title}\n\n{_line(section.__doc__)}\n"
     if not section.model_fields:
         return head
     rows = []
@@ -88,9 +95,28 @@ def _table(title: str, section: type[Section], free: bool) -> str:
         inner = section_at(field.annotation, [])
         inner = None if inner is Plug else inner
         resume = "" if inner or section is Plug else "free" if free or _free(field) else "frozen"
-        about = " ".join((field.description or (inner and inner.__doc__) or "").split()).replace("|", "\\|")
-        rows.append(f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |")
+        about = _line(field.description or (inner and inner.__doc__)).replace("|", "\\|")
+        rows.append(
+            f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |"
+        )
     return "\n".join([head, "| key | type | default | on resume | |", "|---|---|---|---|---|", *rows, ""])
+
+
+def _line(text: str | None) -> str:
+    """A docstring without the line breaks that it has in the source."""
+    return " ".join((text or "").split())
+
+
+def _on_one_line(schema: Any) -> Any:
+    """A JSON schema whose descriptions have no line breaks."""
+    if isinstance(schema, list):
+        return [_on_one_line(value) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _line(value) if key == "description" and isinstance(value, str) else _on_one_line(value)
+        for key, value in schema.items()
+    }
 
 
 def _word(annotation: Any, limits: Any = ()) -> str:
@@ -110,7 +136,9 @@ def _word(annotation: Any, limits: Any = ()) -> str:
         return " or ".join(dict.fromkeys(_word(choice) for choice in inner))
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "plug" if annotation is Plug else "section"
-    bounds = [f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in SIGNS.items() if hasattr(limit, name)]
+    bounds = [
+        f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in SIGNS.items() if hasattr(limit, name)
+    ]
     return " ".join([WORDS[annotation], " and ".join(bounds)]).strip()
 
 

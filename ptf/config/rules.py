@@ -1,4 +1,5 @@
-"""Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to change."""
+"""Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to
+change."""
 
 import re
 from collections.abc import Iterator
@@ -14,13 +15,24 @@ CRON_NAMES = ((), (), (), MONTHS, ("sun", "mon", "tue", "wed", "thu", "fri", "sa
 
 
 def schedule(text: str) -> bool:
-    """Whether this is five fields of numbers, ranges, steps and lists, each within its bounds; months and days of the week may be names."""
+    """Whether this is five fields of numbers, ranges, steps and lists, each within its bounds;
+    months and days of the week may be names."""
     fields, ranges = text.split(), ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
-    return len(fields) == len(ranges) and all(_times(field, *bounds, names) for field, bounds, names in zip(fields, ranges, CRON_NAMES, strict=True))
+    return len(fields) == len(ranges) and all(
+        _times(field, *bounds, names) for field, bounds, names in zip(fields, ranges, CRON_NAMES, strict=True)
+    )
 
 
 def _times(field: str, low: int, high: int, names: tuple[str, ...]) -> bool:
-    number = lambda word: names.index(word.lower()) + low if word.lower() in names else int(word) if word.isascii() and word.isdigit() else -1  # noqa: E731
+    def number(word):
+        return (
+            names.index(word.lower()) + low
+            if word.lower() in names
+            else int(word)
+            if word.isascii() and word.isdigit()
+            else -1
+        )
+
     for part in field.split(","):
         span, slash, step = part.partition("/")
         first, dash, last = span.partition("-")
@@ -36,16 +48,25 @@ NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
 
 def names(job: Job) -> list[str]:
     """What becomes part of a path must stay in its directory."""
-    by_key = {"data.sources": job.data.sources, "data.validation": job.data.validation, "evaluate.sources": job.evaluate.sources}
+    by_key = {
+        "data.sources": job.data.sources,
+        "data.validation": job.data.validation,
+        "evaluate.sources": job.evaluate.sources,
+    }
     if job.evaluate.ranking:
         by_key["evaluate.ranking.sources"] = job.evaluate.ranking.sources
     said = "is no name of a source: it begins with a letter or a digit, has no slash and at most 100 characters"
-    return [f"{key}: {name!r} {said}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)]
+    return [
+        f"{key}: {name!r} {said}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)
+    ]
 
 
 def secrets(job: Job) -> list[str]:
     """None is written into a config, which is stored, shown and published."""
-    said = "is a secret, and a config is stored, shown and published; write env:NAME, the variable that holds it where it is needed"
+    said = (
+        "is a secret, and a config is stored, shown and published; write env:NAME, "
+        "the variable that holds it where it is needed"
+    )
     return [f"{key}: {said}" for key in _secrets(job.model_dump(), "")]
 
 
@@ -60,18 +81,24 @@ def _secrets(value: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def broken(job: Job) -> list[str]:
+def broken(job: Job) -> list[str]:  # noqa: C901  one condition for each rule
     """One line for each rule that is broken, beginning with the key to change."""
     workers = job.compute.workers
     mesh = job.compute.mesh
-    data_ranks, of = (workers // mesh.tensor or 1), f"compute.workers ({workers})" + (f" / compute.mesh.tensor ({mesh.tensor})" if mesh.tensor > 1 else "")
-    dealt = {} if job.rollout else {"data.lanes": job.data.lanes, "train.rows": job.train.rows}
+    data_ranks, of = (
+        (workers // mesh.tensor or 1),
+        f"compute.workers ({workers})" + (f" / compute.mesh.tensor ({mesh.tensor})" if mesh.tensor > 1 else ""),
+    )
+    dealt = {} if job.rollout else {"data.partitions": job.data.partitions, "train.sequences": job.train.sequences}
     faults = [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
     faults += names(job) + secrets(job)
     if "://" in job.output:
         faults.append("output must be a directory on this machine; publish.to may be a URI")
     if workers % (mesh.replicate * mesh.tensor):
-        faults.append(f"compute.mesh: replicate ({mesh.replicate}) × tensor ({mesh.tensor}) must divide compute.workers ({workers})")
+        faults.append(
+            f"compute.mesh: replicate ({mesh.replicate}) × tensor ({mesh.tensor}) "
+            f"must divide compute.workers ({workers})"
+        )
     if job.compute.launcher == "local" and workers > 1:
         faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
     faults += length(job)
@@ -79,7 +106,7 @@ def broken(job: Job) -> list[str]:
     faults += schedule_of(job)
     if job.train.deterministic:
         faults += deterministic(job)
-    if job.train.stop or job.checkpoint.best:
+    if job.train.early_stopping or job.checkpoint.best:
         faults += watched(job)
     faults += own_components(job)
     faults += job.algo.faults(job) if isinstance(job.algo, Knobs) else []
@@ -90,10 +117,23 @@ def broken(job: Job) -> list[str]:
     if job.evaluate.metrics and not job.evaluate.sources:
         faults.append("evaluate.metrics needs evaluate.sources: they are found from the answers to held-out prompts")
     taken = {"pass@1", f"pass@{job.evaluate.samples}", "reward", "no_result"}
-    faults += [f"evaluate.metrics.{name}: that name is taken; give it another" for name in job.evaluate.metrics if name in taken or "/" in name]
-    faults += [f"data.validation.{name} has the name of one of data.sources" for name in job.data.validation if name in job.data.sources]
+    faults += [
+        f"evaluate.metrics.{name}: that name is taken; give it another"
+        for name in job.evaluate.metrics
+        if name in taken or "/" in name
+    ]
+    faults += [
+        f"data.validation.{name} has the name of one of data.sources"
+        for name in job.data.validation
+        if name in job.data.sources
+    ]
     if job.flow.cron is not None and not schedule(job.flow.cron):
-        faults.append(f"flow.cron: {job.flow.cron!r} is no schedule: minute, hour, day of the month, month and day of the week, like '0 3 * * 1'")
+        faults.append(
+            f"flow.cron: {job.flow.cron!r} is no schedule: minute, hour, day of the month, month and day of the week, "
+            "like '0 3 * * 1'"
+        )
+    if job.publish.what != "merged" and job.model.lora is None:
+        faults.append(f"publish.what: {job.publish.what} needs model.lora, which trains the adapter")
     if job.publish.mode == "max" and (job.publish.metric or "").startswith(SMALLER):
         faults.append(f"publish.mode: {job.publish.metric} is better the smaller it is; give min")
     wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
@@ -107,9 +147,14 @@ def broken(job: Job) -> list[str]:
         if job.data.too_long in ("truncate", "split"):
             faults.append("data.too_long: a prompt cannot be cut; use error or drop")
         if job.rollout.top_p < 1 and mesh.tensor > 1:
-            faults.append("rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, where no process has the whole distribution")
+            faults.append(
+                "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, "
+                "where no process has the whole distribution"
+            )
         if job.rollout.allowed and job.rollout.allowed.distinct and job.rollout.allowed.repeat == 1:
-            faults.append("rollout.allowed.distinct: with repeat 1 there is nothing that could be there twice; give repeat")
+            faults.append(
+                "rollout.allowed.distinct: with repeat 1 there is nothing that could be there twice; give repeat"
+            )
         if job.rollout.lora == "adapter" and job.model.lora is None:
             faults.append("rollout.lora: adapter needs model.lora")
         if job.rollout.lora == "adapter" and job.rollout.engine not in ("native", "vllm"):
@@ -122,17 +167,31 @@ def broken(job: Job) -> list[str]:
         if job.compute.launcher == "torchrun":
             faults.append("compute.launcher: torchrun has no rollouts; use ray, or local with rollout.engine: native")
         if job.rollout.max_new_tokens >= job.data.seq_len:
-            faults.append(f"rollout.max_new_tokens ({job.rollout.max_new_tokens}) leaves no room for a prompt in data.seq_len ({job.data.seq_len})")
+            faults.append(
+                f"rollout.max_new_tokens ({job.rollout.max_new_tokens}) leaves no room for a prompt in data.seq_len "
+                f"({job.data.seq_len})"
+            )
     elif isinstance(job.recipe, str):
-        faults += [f"data.sources.{n}.kind: prompt is for recipes with rollouts" for n, s in job.data.sources.items() if s.kind == "prompt"]
-    faults += [f"{key}.kind must be prompt, not {s.kind}" for key, s in wants_prompts.items() if s.kind not in ("auto", "prompt")]
+        faults += [
+            f"data.sources.{n}.kind: prompt is for recipes with rollouts"
+            for n, s in job.data.sources.items()
+            if s.kind == "prompt"
+        ]
+    faults += [
+        f"{key}.kind must be prompt, not {s.kind}"
+        for key, s in wants_prompts.items()
+        if s.kind not in ("auto", "prompt")
+    ]
     if job.compute.launcher != "ray":
         engines = {
             "rollout.engine": job.rollout.engine if job.rollout and job.compute.launcher == "local" else None,
             "evaluate.engine": job.evaluate.engine,
         }
         faults += [
-            f"{key}: vllm needs a process of its own, which compute.launcher: {job.compute.launcher} does not give; use native"
+            (
+                f"{key}: vllm needs a process of its own, which compute.launcher: "
+                f"{job.compute.launcher} does not give; use native"
+            )
             for key, e in engines.items()
             if e == "vllm"
         ]
@@ -146,27 +205,40 @@ def schedule_of(job: Job) -> list[str]:
     steps = sum(part for part in parts if isinstance(part, int))
     shares = sum(part for part in parts if isinstance(part, float))
     if shares > 1 or (train.steps and steps + shares * train.steps > train.steps):
-        faults.append("train.warmup and train.decay together are longer than the run; shares of it (0.1) fit any number of steps")
+        faults.append(
+            "train.warmup and train.decay together are longer than the run; shares of it (0.1) fit any number of steps"
+        )
     if train.decay == 0:
         faults.append("train.decay must be greater than 0; without it all steps after the warm-up decay")
-    if train.decay_at and not (train.decay and train.validate_every and job.data.validation):
-        faults.append("train.decay_at needs train.decay, train.validate_every and data.validation")
-    if train.decay_at and train.epochs and isinstance(train.decay, float):
-        faults.append("train.decay_at needs train.decay as a number of steps where train.epochs says how long the run is")
+    if train.decay_at_loss and not (train.decay and train.validate_every and job.data.validation):
+        faults.append("train.decay_at_loss needs train.decay, train.validate_every and data.validation")
+    if train.decay_at_loss and train.epochs and isinstance(train.decay, float):
+        faults.append(
+            "train.decay_at_loss needs train.decay as a number of steps where train.epochs says how long the run is"
+        )
     return faults
 
 
 def places(job: Job) -> list[str]:
-    """What goes with the path of a source. (Whether it is a dataset of the Hub, where a directory may have its name, is known when it is read.)"""
-    sections = {"data.sources": job.data.sources, "data.validation": job.data.validation, "evaluate.sources": job.evaluate.sources}
+    """What goes with the path of a source. (Whether it is a dataset of the Hub, where a directory may have its name,
+    is known when it is read.)"""
+    sections = {
+        "data.sources": job.data.sources,
+        "data.validation": job.data.validation,
+        "evaluate.sources": job.evaluate.sources,
+    }
     faults = []
-    for key, source in ((f"{section}.{name}", source) for section, sources in sections.items() for name, source in sources.items()):
+    for key, source in (
+        (f"{section}.{name}", source) for section, sources in sections.items() for name, source in sources.items()
+    ):
         chosen = [name for name in ("config", "split", "revision") if getattr(source, name) is not None]
         if source.kind == "tokenized" and chosen:
             faults.append(f"{key}.{chosen[0]} is of data that are not tokenized yet; remove it")
         elsewhere = "://" in source.path and not source.path.startswith("hf://")
         if source.revision is not None and (elsewhere or source.path.startswith(("/", ".", "~", "prepare:"))):
-            faults.append(f"{key}.revision is for a dataset of the Hugging Face Hub, which {source.path} is not; remove it")
+            faults.append(
+                f"{key}.revision is for a dataset of the Hugging Face Hub, which {source.path} is not; remove it"
+            )
     return faults
 
 
@@ -176,13 +248,16 @@ def streamed(job: Job) -> list[str]:
     how = job.rollout.transport
     if how not in ("ipc", "nccl"):
         return []
-    shared = not job.compute.pools or any({"policy", "rollout"} <= set(pool.roles) for pool in job.compute.pools.values())
+    shared = not job.compute.pools or any(
+        {"policy", "rollout"} <= set(pool.roles) for pool in job.compute.pools.values()
+    )
     wrong = {
         "policy and rollout need processes of their own: compute.launcher: ray": job.compute.launcher != "ray",
         "rollout.engine must be native or vllm": job.rollout.engine not in ("native", "vllm"),
         "an adapter alone is small; give object_store or path": job.rollout.lora == "adapter",
         "model.backend: hf has no names to announce; give object_store or path": job.model.backend == "hf",
-        "policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as compute.workers": how == "ipc"
+        "policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as compute.workers": how
+        == "ipc"
         and (not shared or job.rollout.workers * job.rollout.tensor != job.compute.workers),
         "policy and rollout must be in different compute.pools": how == "nccl" and shared,
     }
@@ -199,7 +274,12 @@ def rewarded(job: Job) -> list[str]:
     if of_answers and knobs.environment:
         return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
     if knobs.reward_model and not knobs.reward and job.evaluate.sources and not job.evaluate.reward:
-        return ["evaluate.sources needs evaluate.reward: held-out answers are not scored by rollout.reward_model, which they may have learned to please"]
+        return [
+            (
+                "evaluate.sources needs evaluate.reward: held-out answers are not scored by rollout.reward_model, "
+                "which they may have learned to please"
+            )
+        ]
     return []
 
 
@@ -207,16 +287,28 @@ def length(job: Job) -> list[str]:
     """When the run ends, and what its data must be for that."""
     faults = []
     if (job.train.steps is None) == (job.train.epochs is None):
-        faults.append("train.steps or train.epochs says how long to train: " + ("give one" if job.train.steps is None else "not both"))
+        faults.append(
+            "train.steps or train.epochs says how long to train: "
+            + ("give one" if job.train.steps is None else "not both")
+        )
     if job.rollout:
-        faults += [f"{key} is for recipes without rollouts; use train.steps" for key, there in {
-            "train.epochs": job.train.epochs, "data.on_bad_row": job.data.on_bad_row != "error", "data.mix.by": job.data.mix.by != "samples",
-            **{f"data.sources.{n}.epochs": s.epochs for n, s in job.data.sources.items()}}.items() if there]  # fmt: skip
+        faults += [
+            f"{key} is for recipes without rollouts; use train.steps"
+            for key, there in {
+                "train.epochs": job.train.epochs,
+                "data.on_bad_row": job.data.on_bad_row != "error",
+                "data.mix.by": job.data.mix.by != "samples",
+                **{f"data.sources.{n}.epochs": s.epochs for n, s in job.data.sources.items()},
+            }.items()
+            if there
+        ]
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
     if len(job.data.sources) > 1 and all(source.weight is None for source in job.data.sources.values()):
-        without = "without a `weight` of some source every row comes once an epoch, and each source ends when it is done"
+        without = (
+            "without a `weight` of some source every row comes once an epoch, and each source ends when it is done"
+        )
         if job.data.mix.exhausted == "stop":
             faults.append(f"data.mix.exhausted: stop needs weights: {without}")
         if job.data.mix.by == "tokens":
@@ -232,12 +324,16 @@ def pools(job: Job) -> list[str]:
     if not job.rollout:
         return ["compute.pools is for recipes with rollouts; others have one gang, of compute.workers"]
     seats = [role for pool in given.values() for role in set(pool.roles)]
-    faults = [f"compute.pools: role {role} is in more than one" for role in sorted({role for role in seats if seats.count(role) > 1})]
+    faults = [
+        f"compute.pools: role {role} is in more than one"
+        for role in sorted({role for role in seats if seats.count(role) > 1})
+    ]
     faults += [f"compute.pools: no pool has the role {role}" for role in ("policy", "rollout") if role not in seats]
     faults += [
-        f"compute.pools.{name}.park: vllm does not park on disk; give rollout a pool of its own, or the pool park: auto"
+        f"compute.pools.{name}.offload: vllm cannot be offloaded to disk; give rollout a pool of "
+        "its own, or the pool offload: auto"
         for name, pool in given.items()
-        if pool.park == "disk" and "rollout" in pool.roles and job.rollout.engine == "vllm"
+        if pool.offload == "disk" and "rollout" in pool.roles and job.rollout.engine == "vllm"
     ]
     return faults
 
@@ -259,10 +355,12 @@ def foreign_model(job: Job) -> list[str]:
 
 
 def deterministic(job: Job) -> list[str]:
+    on_cpu = job.compute.device == "cpu"
     rules = {
         "train.deterministic needs train.precision: fp32": job.train.precision == "fp32",
-        "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": job.compute.device == "cpu",
-        "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout is None or job.rollout.engine != "vllm",
+        "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": on_cpu,
+        "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout is None
+        or job.rollout.engine != "vllm",
         "train.deterministic needs compute.threads: 1 in every role": job.rollout is None or job.compute.threads == 1,
         "train.deterministic needs a whole model on every worker: compute.mesh.tensor: 1": job.compute.mesh.tensor == 1,
     }
@@ -270,16 +368,23 @@ def deterministic(job: Job) -> list[str]:
 
 
 def watched(job: Job) -> list[str]:
-    """What train.stop and checkpoint.best look at has to be measured."""
+    """What train.early_stopping and checkpoint.best look at has to be measured."""
     if job.rollout:
-        return ["train.stop and checkpoint.best are for recipes without rollouts"]
+        return ["train.early_stopping and checkpoint.best are for recipes without rollouts"]
     faults, known = [], [f"loss/{name}" for name in job.data.validation]
     if not (job.train.validate_every and known):
-        faults.append("train.stop and checkpoint.best need data.validation and train.validate_every")
-    asked = {"train.stop.metric": job.train.stop, "checkpoint.best.metric": job.checkpoint.best}
-    faults += [f"{key} is {of.metric}, but what is measured is {', '.join(known)}" for key, of in asked.items() if of and known and of.metric not in known]
+        faults.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
+    asked = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
+    faults += [
+        f"{key} is {of.metric}, but what is measured is {', '.join(known)}"
+        for key, of in asked.items()
+        if of and known and of.metric not in known
+    ]
     if job.checkpoint.best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:
-        faults.append("checkpoint.every must be a multiple of train.validate_every, so that every checkpoint has the metric of checkpoint.best")
+        faults.append(
+            "checkpoint.every must be a multiple of train.validate_every, "
+            "so that every checkpoint has the metric of checkpoint.best"
+        )
     return faults
 
 
@@ -293,14 +398,24 @@ def own_components(job: Job) -> list[str]:
     if tokens and tokens.init == "description" and not tokens.file:
         faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
     shares = isinstance(job.algo, Knobs) and job.algo.may_share_beginnings and model.backend == "ptf"
-    if job.data.share_beginnings and (model.replace or not shares):
-        faults.append("data.share_beginnings is for recipe sft with model.backend: ptf and without model.replace")
+    if job.data.share_prefixes and (model.replace or not shares):
+        faults.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
     declared = model.head or "head" in model.replace
     if declared and job.rollout:
-        faults.append("model.head: rollouts are sampled from logits over the vocabulary; a declared head trains with offline recipes")
+        faults.append(
+            "model.head: rollouts are sampled from logits over the vocabulary; "
+            "a declared head trains with offline recipes"
+        )
     if declared and job.evaluate.sources:
         faults.append("model.head: evaluate.sources needs a model that generates text")
-    engines = {"rollout.engine": job.rollout.engine if job.rollout else None, "evaluate.engine": job.evaluate.engine if job.evaluate.sources else None}
+    engines = {
+        "rollout.engine": job.rollout.engine if job.rollout else None,
+        "evaluate.engine": job.evaluate.engine if job.evaluate.sources else None,
+    }
     if model.replace:
-        faults += [f"{key}: vllm does not know the components of model.replace; use native" for key, engine in engines.items() if engine == "vllm"]
+        faults += [
+            f"{key}: vllm does not know the components of model.replace; use native"
+            for key, engine in engines.items()
+            if engine == "vllm"
+        ]
     return faults

@@ -1,4 +1,5 @@
-"""Sections of a config: their base classes and the types that their keys have. Algorithms' own keys depend on this file alone."""
+"""Sections of a config: their base classes and the types that their keys have.
+Algorithms' own keys depend on this file alone."""
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -39,8 +40,11 @@ def _steps(value: Any) -> int | float:
     return _countable(value) if isinstance(value, int) else value
 
 
-WHOLE_OR_SHARE = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]}
-Steps = Annotated[int | float, PlainValidator(_steps), WithJsonSchema(WHOLE_OR_SHARE)]  # a number, or a share of a run's
+WHOLE_OR_SHARE = {
+    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]
+}
+# a number, or a share of a run's
+Steps = Annotated[int | float, PlainValidator(_steps), WithJsonSchema(WHOLE_OR_SHARE)]
 Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
 Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
 
@@ -48,7 +52,9 @@ Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
 class Section(BaseModel):
     """Base of every section of a config: immutable, without unknown keys; docstrings below fields document them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class Plug(Section):
@@ -57,18 +63,20 @@ class Plug(Section):
     use: str = Field(pattern=r"^[\w.]+:\w+$")
     """Where it is: importable module, colon, name."""
     args: dict[str, Any] = {}
-    """Keyword arguments. A secret (`api_key`, `password`, …) is written as `env:NAME`, the environment variable that holds it."""
+    """Keyword arguments. A secret (`api_key`, `password`, …) is written as `env:NAME`,
+    the environment variable that holds it."""
 
 
 class Knobs(Section):
-    """Base of the keys of one algorithm, the section `algo`. What other parts must know of an algorithm before torch is imported stands here."""
+    """Base of the keys of one algorithm, the section `algo`. What other parts must know of an algorithm before torch is
+    imported stands here."""
 
     on_policy: ClassVar[bool] = False
     """Whether it trains on what it generates, and so needs the section `rollout`."""
     held_out_metric: ClassVar[str] = "loss"
     """Name of its held-out loss, as in `loss/NAME`; the publication gate compares it."""
     may_share_beginnings: ClassVar[bool] = False
-    """Whether `data.share_beginnings` is implemented for it."""
+    """Whether `data.share_prefixes` is implemented for it."""
 
     def model_paths(self) -> dict[str, str]:
         """Key (dotted, below `algo`) → value of each key that names a model to load."""

@@ -1,10 +1,12 @@
-"""YAML files as one tree of nodes that know where they were written. No schema here: reading, `extends`, merging, `a.b=value`.
+"""YAML files as one tree of nodes that know where they were written. No schema here: reading, `extends`,
+merging, `a.b=value`.
 
-The one idea: every value keeps its `Place` (file:line, or the override it came from) through every merge, so whatever is found wrong
-later can name the line to mend. Nothing raises: problems are collected in the tree, for the loader to report all at once.
+The one idea: every value keeps its `Place` (file:line, or the override it came from) through every merge, so whatever
+is found wrong later can name the line to mend. Nothing raises: problems are collected in the tree,
+for the loader to report all at once.
 
-The dialect is YAML 1.2's core: `1e-4` is a number, only true and false are booleans, a date is text, keys are always text, a key
-written twice is a problem.
+The dialect is YAML 1.2's core: `1e-4` is a number, only true and false are booleans, a date is text, keys are always
+text, a key written twice is a problem.
 """
 
 import difflib
@@ -12,18 +14,24 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import yaml
 
+from ptf.config.renames import SEAL, outdated
 from ptf.credentials import HIDDEN, is_secret
 
 RESOLVERS = [  # (tag, what matches, first characters)
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
 ]
 TAG = "tag:yaml.org,2002:"
 
@@ -44,7 +52,9 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
         if self.depth > DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"sections and lists are more than {DEEPEST} deep", problem_mark=self.peek_event().start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"sections and lists are more than {DEEPEST} deep", problem_mark=self.peek_event().start_mark
+            )
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -116,7 +126,11 @@ class Node:
         node = self
         for step in path:
             held = node.value
-            inside = step in held if isinstance(held, dict) else isinstance(held, list) and isinstance(step, int) and step < len(held)
+            inside = (
+                step in held
+                if isinstance(held, dict)
+                else isinstance(held, list) and isinstance(step, int) and step < len(held)
+            )
             if not inside:
                 break
             node = held[step]
@@ -142,11 +156,19 @@ def merge(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree
 
 
 def parse(text: str, source: str = "<text>", overrides: Sequence[str] = ()) -> Tree:
-    """One YAML or JSON text, and overrides as above; `extends` in it is relative to the working directory."""
+    """One YAML or JSON text that ptf wrote (names of an older version are translated), and overrides as above;
+    `extends` in it is relative to the working directory."""
     tree = Tree(Node({}, Place(source, 1)))
-    tree.root = _top(text, source, (), tree)
+    tree.root = _top(text, source, (), True, tree)
     for override in overrides:
         tree.root = _over(tree.root, _override(override, tree))
+    return tree
+
+
+def read(text: str, source: str) -> Tree:
+    """One YAML or JSON text as it stands: nothing is translated, and `extends` is a key like others."""
+    tree = Tree(Node({}, Place(source, 1)))
+    tree.root = _read(text, Place(source, 1), tree) or tree.root
     return tree
 
 
@@ -157,7 +179,8 @@ def near(name: str, names: Iterable[str]) -> str:
 
 
 def _over(low: Node, high: Node) -> Node:
-    """`high` over `low`: sections merge key by key, everything else replaces, and so does a plug that names another `use`."""
+    """`high` over `low`: sections merge key by key, everything else replaces,
+    and so does a plug that names another `use`."""
     place = low.place if high.passing else high.place
     if not (isinstance(low.value, dict) and isinstance(high.value, dict)):
         return high
@@ -172,7 +195,9 @@ def _file(file: str, asked: Place, above: tuple[str, ...], tree: Tree) -> Node:
     """One file with all that it extends. `asked` is who named it, `above` the files that led here."""
     key = "extends" if asked.line else ""
     if os.path.realpath(file) in map(os.path.realpath, above):
-        tree.problems.append(Problem(asked, key, f"the files extend each other in a circle: {' → '.join((*above, file))}"))
+        tree.problems.append(
+            Problem(asked, key, f"the files extend each other in a circle: {' → '.join((*above, file))}")
+        )
         return Node({}, asked)
     if len(above) >= DEEPEST:
         tree.problems.append(Problem(asked, key, f"more than {DEEPEST} files extend each other"))
@@ -181,15 +206,24 @@ def _file(file: str, asked: Place, above: tuple[str, ...], tree: Tree) -> Node:
         with open(file, encoding="utf-8-sig") as stream:
             text = stream.read()
     except (OSError, UnicodeDecodeError) as exc:
-        why = "no such file" if isinstance(exc, FileNotFoundError) else getattr(exc, "strerror", None) or "not UTF-8 text"
-        tree.problems.append(Problem(asked, key, f"cannot read the config file {file}: {why}" if key else f"cannot read the config file: {why}"))
+        why = (
+            "no such file" if isinstance(exc, FileNotFoundError) else getattr(exc, "strerror", None) or "not UTF-8 text"
+        )
+        tree.problems.append(
+            Problem(
+                asked,
+                key,
+                f"cannot read the config file {file}: {why}" if key else f"cannot read the config file: {why}",
+            )
+        )
         tree.unread = True
         return Node({}, asked)
-    return _top(text, file, (*above, file), tree)
+    stored = text.rstrip().rpartition("\n")[2].startswith(SEAL)
+    return _top(text, file, (*above, file), stored, tree)
 
 
-def _top(text: str, source: str, above: tuple[str, ...], tree: Tree) -> Node:
-    """The root of one text, over the files that it extends."""
+def _top(text: str, source: str, above: tuple[str, ...], stored: bool, tree: Tree) -> Node:
+    """The root of one text, over the files that it extends. `stored`: ptf wrote it, perhaps an older version."""
     root = _read(text, Place(source, 1), tree)
     if root is None or root.value is None:
         return Node({}, Place(source, 1))
@@ -197,6 +231,7 @@ def _top(text: str, source: str, above: tuple[str, ...], tree: Tree) -> Node:
         tree.problems.append(Problem(root.place, "", "expected keys and values at the top of the file"))
         tree.unread = True
         return Node({}, root.place)
+    _translate(root, stored, tree)
     extends = root.value.get("extends")
     if extends is None:
         return root
@@ -229,11 +264,34 @@ def _override(text: str, tree: Tree) -> Node:
         return Node({}, place, passing=True)
     for step in reversed(path):
         node = Node({step: node}, place, passing=True)
+    _translate(node, False, tree)
     return node
 
 
+def _translate(root: Node, stored: bool, tree: Tree) -> None:
+    """Give keys and addresses the names that they have today. Each that had another is a problem,
+    but not in what was stored."""
+    for rename in reversed(outdated(root.plain())):
+        section = reduce(lambda node, step: node.value[step], rename.path[:-1], root).value
+        name = rename.path[-1]
+        place = section[name].place
+        if rename.of_key and rename.text in section:
+            section.pop(name)
+            tree.problems.append(Problem(place, rename.key, f"is now {rename.new}, which is there too; remove one"))
+            continue
+        if rename.of_key:
+            section[rename.text] = section.pop(name)
+        else:
+            section[name] = replace(section[name], value=rename.text)
+        if not stored:
+            what = f"is now {rename.new}" if rename.of_key else f"{rename.old} is now {rename.new}"
+            upgrade = f"; `ptf upgrade {place.source}` rewrites it" if place.line else ""
+            tree.problems.append(Problem(place, rename.key, what + upgrade))
+
+
 def _read(text: str, start: Place, tree: Tree) -> Node | None:
-    """One YAML text; None where it is not valid. With a line in `start` every node gets its own line, without one all get `start`."""
+    """One YAML text; None where it is not valid. With a line in `start` every node gets its own line,
+    without one all get `start`."""
     try:
         node = yaml.compose(_json_as_yaml(text), Loader)
     except yaml.YAMLError as exc:
@@ -247,7 +305,11 @@ def _read(text: str, start: Place, tree: Tree) -> Node | None:
     try:
         return Node(None, start) if node is None else _build(node, (), start, (), tree)
     except TooMuch:
-        tree.problems.append(Problem(start, "", f"more than {MANY:,} values, those behind an alias counted each time that it stands there"))
+        tree.problems.append(
+            Problem(
+                start, "", f"more than {MANY:,} values, those behind an alias counted each time that it stands there"
+            )
+        )
         tree.unread = True
         return None
 
@@ -257,7 +319,10 @@ def _build(node: yaml.Node, path: tuple[str, ...], place: Place, above: tuple[ya
     tree.values += 1
     if tree.values > MANY:
         raise TooMuch
-    at = lambda inner: Place(place.source, inner.start_mark.line + 1) if place.line else place  # noqa: E731
+
+    def at(inner):
+        return Place(place.source, inner.start_mark.line + 1) if place.line else place
+
     if any(node is outer for outer in above):
         tree.problems.append(Problem(place, ".".join(path), "an alias that contains itself"))
         return Node(None, place)
@@ -266,12 +331,16 @@ def _build(node: yaml.Node, path: tuple[str, ...], place: Place, above: tuple[ya
         for key, value in node.value:
             name = _joined(key.value) if isinstance(key, yaml.ScalarNode) else "?"
             if name in section:
-                tree.problems.append(Problem(at(key), ".".join((*path, name)), f"written twice; first at {section[name].place}"))
+                tree.problems.append(
+                    Problem(at(key), ".".join((*path, name)), f"written twice; first at {section[name].place}")
+                )
             else:
                 section[name] = _build(value, (*path, name), at(key), (*above, node), tree)
         return Node(section, place)
     if isinstance(node, yaml.SequenceNode):
-        return Node([_build(item, (*path, str(i)), at(item), (*above, node), tree) for i, item in enumerate(node.value)], place)
+        return Node(
+            [_build(item, (*path, str(i)), at(item), (*above, node), tree) for i, item in enumerate(node.value)], place
+        )
     return Node(_scalar(node, path, place, tree), place)
 
 
@@ -281,7 +350,11 @@ def _scalar(node: yaml.Node, path: tuple[str, ...], place: Place, tree: Tree) ->
         if kind in READ:
             return READ[kind](text)
     except ValueError:
-        what = f"{text!r} is not of the type {kind}" if len(text) <= LONGEST else f"{text[:LONGEST]!r}… has {len(text)} characters, too many for {kind}"
+        what = (
+            f"{text!r} is not of the type {kind}"
+            if len(text) <= LONGEST
+            else f"{text[:LONGEST]!r}… has {len(text)} characters, too many for {kind}"
+        )
         tree.problems.append(Problem(place, ".".join(path), what))
     if kind not in READ and kind != "str":
         tree.problems.append(Problem(place, ".".join(path), f"the tag {node.tag} means nothing here"))
@@ -289,7 +362,8 @@ def _scalar(node: yaml.Node, path: tuple[str, ...], place: Place, tree: Tree) ->
 
 
 def _json_as_yaml(text: str) -> str:
-    """JSON is YAML, but for tabs and for characters that YAML folds or refuses: escape those. Lines stay what they are."""
+    """JSON is YAML, but for tabs and for characters that YAML folds or refuses: escape those.
+    Lines stay what they are."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

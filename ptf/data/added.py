@@ -1,6 +1,8 @@
-"""Tokens that a job adds to a tokenizer: special ones, and semantic ids (TIGER, Rajput et al. 2023: an item as one code on each level).
+"""Tokens that a job adds to a tokenizer: special tokens, and semantic ids (TIGER, Rajput et al. 2023: an item is one
+code on each level).
 
-The one idea: they are a function of the config and the tokenizer alone, so every stage that reads the config makes the same ids.
+The one idea: the added tokens are a function of the config and the tokenizer alone, so every stage that reads the
+config gets the same ids.
 """
 
 import json
@@ -16,60 +18,82 @@ from ptf.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Tokens that a tokenizer did not have, by id, and what describes each."""
+    """Tokens that a tokenizer did not have, by id, and the description of each."""
 
     ids: tuple[int, ...]  # ascending, without gaps
-    known: int  # ids in use before
+    known: int  # number of ids in use before
     descriptions: tuple[str, ...]  # "" where there is none
 
 
 def semantic_ids(levels: Sequence[int]) -> list[str]:
-    """<a_0> … <a_{n-1}>, <b_0> …: one letter a level. Raises UserError for more than 26 levels."""
+    """Return the tokens <a_0> … <a_{n-1}>, <b_0> …: one letter per level.
+
+    Raises UserError for more than 26 levels.
+    """
     if len(levels) > len(string.ascii_lowercase):
         raise UserError(f"model.tokens.semantic_ids: {len(levels)} levels; at most 26 can be named by a letter")
-    return [f"<{letter}_{code}>" for letter, codes in zip(string.ascii_lowercase, levels, strict=False) for code in range(codes)]
+    return [
+        f"<{letter}_{code}>"
+        for letter, codes in zip(string.ascii_lowercase, levels, strict=False)
+        for code in range(codes)
+    ]
 
 
 def wanted(spec: TokensConfig) -> dict[str, str]:
-    """Token → description, in the order of `added`, `file`, `semantic_ids`. Raises UserError naming the line of the file that is wrong, or a token
-    that is there twice."""
-    found: dict[str, str] = {}
+    """Return token → description, in the order of `added`, `file`, `semantic_ids`.
+
+    Raises UserError that names the line of the file that is wrong, or a token that occurs twice.
+    """
+    descriptions: dict[str, str] = {}
     from_file = _rows(spec.file) if spec.file else []
-    for token, description in [*((t, "") for t in spec.added), *from_file, *((t, "") for t in semantic_ids(spec.semantic_ids))]:
-        if token in found or not token:
-            raise UserError(f"model.tokens: the token {token!r} is {'there twice' if token else 'empty'}")
-        found[token] = description
-    if spec.init == "description" and (bare := [t for t, d in found.items() if not d]):
+    for token, description in [
+        *((t, "") for t in spec.added),
+        *from_file,
+        *((t, "") for t in semantic_ids(spec.semantic_ids)),
+    ]:
+        if token in descriptions or not token:
+            raise UserError(f"model.tokens: the token {token!r} is {'listed twice' if token else 'empty'}")
+        descriptions[token] = description
+    if spec.init == "description" and (bare := [t for t, d in descriptions.items() if not d]):
         raise UserError(f"model.tokens.init: description, but {len(bare)} tokens have none: {', '.join(bare[:5])}")
-    return found
+    return descriptions
 
 
 def _rows(file: str) -> list[tuple[str, str]]:
+    """Return the (token, description) pairs of a jsonl file. Raises UserError that names an invalid line."""
     rows = []
     for number, line in enumerate(storage.read_text(file).splitlines(), 1):
         try:
             row = json.loads(line)
             rows.append((str(row["token"]), str(row.get("description", ""))))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"model.tokens.file: {file}:{number} is not a JSON object with a token: {line[:80]!r}") from None
+            raise UserError(
+                f"model.tokens.file: {file}:{number} is not a JSON object with a token: {line[:80]!r}"
+            ) from None
     return rows
 
 
 def add(tokenizer: Tokenizer, spec: TokensConfig) -> Added:
-    """Add them to the tokenizer, in place; one that is in its vocabulary stays what it is. Raises UserError for a tokenizer whose ids have gaps."""
-    described = wanted(spec)
+    """Add the tokens to the tokenizer, in place; one that is in its vocabulary already is left unchanged.
+
+    Raises UserError for a tokenizer whose ids have gaps.
+    """
+    descriptions = wanted(spec)
     known, vocabulary = tokenizer.vocab_size, tokenizer.hf.get_vocab()
     first = max(vocabulary.values()) + 1
-    new = [token for token in described if token not in vocabulary]
+    new = [token for token in descriptions if token not in vocabulary]
     tokenizer.add(new, special=spec.special)
     ids = tuple(tokenizer.hf.convert_tokens_to_ids(new))
     if ids != tuple(range(first, first + len(new))):
-        raise UserError(f"model.tokens: the tokenizer's ids have gaps: it gave {ids[:3]} … to new tokens, which should begin at {first}; save it without")
-    return Added(ids, known, tuple(described[token] for token in new))
+        raise UserError(
+            f"model.tokens: the tokenizer's ids have gaps: new tokens got {ids[:3]} …, "
+            f"and should begin at {first}; save the tokenizer without gaps"
+        )
+    return Added(ids, known, tuple(descriptions[token] for token in new))
 
 
 def tokenizer_of(path: str, tokens: TokensConfig | None) -> Tokenizer:
-    """The tokenizer that a job trains with: the one at `path` with its added tokens."""
+    """Return the tokenizer that a job trains with: the one at `path` with its added tokens."""
     tokenizer = Tokenizer.load(path)
     if tokens is not None:
         add(tokenizer, tokens)

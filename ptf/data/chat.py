@@ -1,9 +1,9 @@
-"""A conversation as samples: ids, and which of them the assistant said.
+"""A conversation as samples: token ids, and which of them belong to the assistant's turns.
 
-The one idea: the served text is the training text. The span of a turn runs from the end of its generation prompt to its end-of-turn token, both
-found by rendering the conversation up to there as a server would. Turns share a sample as long as each render begins with the one before;
-where a template rewrites what was said (drops old thinking, say) a new sample starts. What cannot be verified, of the answer or of its context, is an
-error, never a guess.
+The one idea: the served text is the training text. The span of a turn runs from the end of its generation prompt to its
+end-of-turn token, and both are found by rendering the conversation up to there as a server would. Turns share a sample
+as long as each render begins with the one before; where a template rewrites earlier turns (it drops old thinking, say),
+a new sample starts. A span or a context that cannot be verified is an error, never a guess.
 """
 
 import json
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data.completion import completed
+from ptf.data.completion import complete_answer
 from ptf.data.context import refuse_unseen
-from ptf.data.growing import encode_growing
+from ptf.data.incremental_encode import encode_incrementally
 from ptf.data.messages import LARGEST
 from ptf.data.rendering import WAYS_OUT
 from ptf.data.sample import Sample
@@ -25,12 +25,12 @@ from ptf.errors import UserError
 
 TrainOn = str  # "assistant", "last", "all", or "field:NAME"
 FIELD = "field:"
-WEIGHT = "weight"  # of a message: how much its turn counts
+WEIGHT = "weight"  # key of a message that says how much its turn counts
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer as served: everything up to its end-of-turn token, of which the ids from `start` on are its own."""
+    """One answer as served: the ids up to its end-of-turn token; those from `start` on are the answer's own."""
 
     ids: list[int]
     start: int
@@ -38,11 +38,19 @@ class Turn:
 
 
 def chat_samples(
-    messages: Any, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant", tools: Any = None, arguments: Mapping[str, Any] | None = None
+    messages: Any,
+    tokenizer: Tokenizer,
+    source: str = "",
+    train_on: TrainOn = "assistant",
+    tools: Any = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
-    """The samples of one conversation; each turn that `train_on` names is trained exactly once. "assistant": all of the assistant's; "last": the
-    last of them; "field:NAME": each of them counts as much as its key NAME says; "all": every token up to the end of the last, but the first.
-    `arguments`: of the chat template, the row's own."""
+    """Return the samples of one conversation, in which each turn that `train_on` names is trained exactly once.
+
+    "assistant": all turns of the assistant. "last": the last of them. "field:NAME": each of them counts as much as its
+    key NAME. "all": every token up to the end of the last turn, except the first token. `arguments` are the row's own
+    arguments of the chat template.
+    """
     messages, counted = trained_turns(clean(messages), train_on)
     documents = served_turns(messages, counted, tokenizer, tools, arguments)
     if train_on == "all":
@@ -51,25 +59,43 @@ def chat_samples(
 
 
 def served_turns(
-    messages: Sequence[Mapping[str, Any]], counted: Mapping[int, float], tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any] | None = None
+    messages: Sequence[Mapping[str, Any]],
+    counted: Mapping[int, float],
+    tokenizer: Tokenizer,
+    tools: Any,
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[tuple[list[int], list[Turn]]]:
-    """The turns whose weights are given by their index, in order, in as few documents as can show them all: each its ids and its turns. Raises
-    UserError for a turn that cannot be shown as it would be served, or whose context is not shown."""
+    """Return the given turns in as few documents as can show them all: for each document its ids and its turns.
+
+    `counted` maps a turn's message index to its weight, in order. Raises UserError for a turn that cannot be rendered
+    as it would be served, or whose context is not shown.
+    """
     tools = json.loads(tools) if isinstance(tools, str) else tools or None
     documents: list[tuple[list[int], list[Turn]]] = []
     served: list[tuple[str, str]] = []
-    refused, verified = None, 0  # messages whose text the prompt of the turn before shows
+    refused = None  # the first error; it is raised after the errors of the turns before it
+    verified = 0  # number of messages whose text the prompt of the previous turn shows
     for i in counted:
         try:
             turn = served_turn(messages, i, tokenizer, tools, arguments)
-            going_on = bool(served) and turn[0].startswith(served[-1][0])
-            refuse_unseen(messages[:i], turn[0], tokenizer, tools, arguments, since=verified if going_on else 0, where=f", turn {i}")
-        except UserError as error:  # it is said after what is wrong with the turns before
+            extends_previous = bool(served) and turn[0].startswith(served[-1][0])
+            refuse_unseen(
+                messages[:i],
+                turn[0],
+                tokenizer,
+                tools,
+                arguments,
+                since=verified if extends_previous else 0,
+                where=f", turn {i}",
+            )
+        except UserError as error:
             refused = error
             break
         served.append(turn)
         verified = i
-    encoded = iter(encode_growing([text for prompt, answer in served for text in (prompt, prompt + answer)], tokenizer))
+    encoded = iter(
+        encode_incrementally([text for prompt, answer in served for text in (prompt, prompt + answer)], tokenizer)
+    )
     for (i, weight), (_, answer), context, through in zip(counted.items(), served, encoded, encoded, strict=False):
         turn = _turn(i, answer, context, through, weight, tokenizer, bool(messages[i].get("tool_calls")))
         if documents and len(documents[-1][0]) <= turn.start and turn.ids[: len(documents[-1][0])] == documents[-1][0]:
@@ -82,12 +108,16 @@ def served_turns(
 
 
 def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[list[dict[str, Any]], dict[int, float]]:
-    """The messages as the template shall see them, and the assistant's turns that count, with their weights: a message's own `weight`, times what
-    `train_on` says. Raises UserError where none does."""
+    """Return the messages as the template receives them, and the weights of the assistant's turns that count, by index.
+
+    A weight is the message's own `weight` times that of `train_on`. Raises UserError where no turn counts.
+    """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise UserError("the conversation has no assistant turn: nothing to train on")
-    messages, own = _marked(messages, WEIGHT, turns, 1.0) if train_on != FIELD + WEIGHT else (messages, dict.fromkeys(turns, 1.0))
+    messages, own = (
+        _marked(messages, WEIGHT, turns, 1.0) if train_on != FIELD + WEIGHT else (messages, dict.fromkeys(turns, 1.0))
+    )
     if train_on.startswith(FIELD):
         messages, marks = _marked(messages, train_on.removeprefix(FIELD), turns)
     elif train_on == "all" and any(weight != 1 for weight in own.values()):
@@ -96,27 +126,43 @@ def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[li
         marks = dict.fromkeys(turns[-1:] if train_on == "last" else turns, 1.0)
     counted = {i: mark * own[i] for i, mark in marks.items() if mark * own[i]}
     if any(weight > LARGEST for weight in counted.values()):
-        raise UserError("the weights of a message are too large when they are multiplied")
+        raise UserError("the product of a message's weights is too large; lower `weight` or the field")
     if not counted:
-        what = f"`{train_on.removeprefix(FIELD)}`" if train_on.startswith(FIELD) and any(own.values()) else f"`{WEIGHT}`"
+        what = (
+            f"`{train_on.removeprefix(FIELD)}`" if train_on.startswith(FIELD) and any(own.values()) else f"`{WEIGHT}`"
+        )
         raise UserError(f"no turn of the conversation counts: {what} is 0 or false on every one")
     return messages, counted
 
 
-def _marked(messages: list[dict[str, Any]], name: str, turns: Sequence[int], default: float | None = None) -> tuple[list[dict[str, Any]], dict[int, float]]:
-    """The messages without their key `name`, and what it says of each of the assistant's turns; `default` where it is not there."""
+def _marked(
+    messages: list[dict[str, Any]], name: str, turns: Sequence[int], default: float | None = None
+) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """Return the messages without their key `name`, and the number that it holds for each of the assistant's turns.
+
+    `default` stands for a missing key.
+    """
     if default is not None and not any(name in message for message in messages):
         return messages, dict.fromkeys(turns, default)
     marks = {i: message.get(name, default if i in turns else None) for i, message in enumerate(messages)}
     for i, mark in marks.items():
         if i in turns and not (isinstance(mark, bool | int | float) and 0 <= mark <= LARGEST):
-            raise UserError(f"message {i} (assistant): `{name}`, which says how much it counts, must be true, false or a number from 0, not {repr(mark)[:60]}")
+            raise UserError(
+                f"message {i} (assistant): `{name}`, which says how much it counts, must be true, "
+                f"false or a number from 0, not {repr(mark)[:60]}"
+            )
         if i not in turns and mark:
-            raise UserError(f"message {i} ({messages[i]['role']}): only what the assistant says can be trained, yet its `{name}` is {repr(mark)[:60]}")
-    return [{key: value for key, value in message.items() if key != name} for message in messages], {i: float(marks[i]) for i in turns}  # type: ignore[arg-type]
+            raise UserError(
+                f"message {i} ({messages[i]['role']}): only what the assistant says can be trained, "
+                f"yet its `{name}` is {repr(mark)[:60]}"
+            )
+    return [{key: value for key, value in message.items() if key != name} for message in messages], {
+        i: float(marks[i]) for i in turns
+    }  # type: ignore[arg-type]
 
 
 def _sample(ids: list[int], spans: Sequence[Turn], source: str) -> Sample:
+    """Return one document as a sample in which the given turns are trained."""
     weights = np.zeros(len(ids), np.float32)
     for turn in spans:
         weights[turn.start : len(turn.ids)] = turn.weight
@@ -124,51 +170,72 @@ def _sample(ids: list[int], spans: Sequence[Turn], source: str) -> Sample:
 
 
 def _all_of(samples: Sequence[list[int]], source: str) -> list[Sample]:
-    """Every token once: of a sample that begins as the one before it does, what comes after that."""
-    found, before = [], samples[0][:1]
+    """Return samples in which every token is trained once.
+
+    The tokens that a sample shares with the start of the one before it have weight 0.
+    """
+    result, before = [], samples[0][:1]
     for ids in samples:
         weights = np.ones(len(ids), np.float32)
-        weights[: next((k for k, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids)))] = 0.0
-        found.append(Sample(np.array(ids, np.int32), weights, source))
+        pairs = enumerate(zip(before, ids, strict=False))
+        common = next((k for k, (a, b) in pairs if a != b), min(len(before), len(ids)))
+        weights[:common] = 0.0
+        result.append(Sample(np.array(ids, np.int32), weights, source))
         before = ids
-    return found
+    return result
 
 
 class Refused(UserError):
-    """Of a turn that is named already."""
+    """An error whose message names the turn already."""
 
 
 def _refusal(i: int, tokenizer: Tokenizer, what: str) -> UserError:
+    """Return the error for turn i."""
     return Refused(f"chat template {tokenizer.template_name}, turn {i}: {what}")
 
 
 def served_turn(
-    messages: Sequence[Mapping[str, Any]], i: int, tokenizer: Tokenizer, tools: Any = None, arguments: Mapping[str, Any] | None = None
+    messages: Sequence[Mapping[str, Any]],
+    i: int,
+    tokenizer: Tokenizer,
+    tools: Any = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> tuple[str, str]:
-    """Of message i, an assistant's: all that a server would have shown the model before it, and the answer as the template writes it; or, with
-    `data.render: served`, where it does not show the answer behind that, as ptf.data.completion puts it together."""
+    """Return the text that a server shows the model before message i (an assistant's), and the answer's text.
+
+    The answer is as the template writes it. With `data.render: served`, where the template does not show the answer
+    after the prompt, it is assembled by ptf.data.completion. Raises UserError for a turn that is not shown as it would
+    be served.
+    """
 
     def fail(what: str) -> UserError:
         return _refusal(i, tokenizer, what)
 
     if i == 0:
-        raise fail("the assistant speaks first, so there is no prompt to answer; put a system or user message before it")
+        raise fail(
+            "the assistant speaks first, so there is no prompt to answer; put a system or user message before it"
+        )
     closing = tokenizer.closing(bool(messages[i].get("tool_calls")))
     try:
         prompt = tokenizer.render_text(messages[:i], True, tools, arguments)
         through = tokenizer.render_text(messages[: i + 1], False, tools, arguments)
         try:
             if not through.startswith(prompt):
-                at = next(k for k, (a, b) in enumerate(zip(prompt, through + "\0", strict=False)) if a != b)
-                ends, written = prompt[at:][:60], through[at:][:60]
-                raise fail(f"the generation prompt ends in {ends!r}, the turn is rendered as {written!r}: that is never served; {WAYS_OUT}")
+                start = next(k for k, (a, b) in enumerate(zip(prompt, through + "\0", strict=False)) if a != b)
+                ends, written = prompt[start:][:60], through[start:][:60]
+                raise fail(
+                    f"the generation prompt ends in {ends!r}, the turn is rendered as {written!r}: "
+                    f"that is never served; {WAYS_OUT}"
+                )
             answer = through[len(prompt) :]
             _verify(messages[:i], messages[i], answer, through, tokenizer, tools, arguments, fail)
             return prompt, answer + closing
         except UserError:
             if not tokenizer.rendering.served:
                 raise
-        thinking, answer, shows = completed(messages[:i], messages[i], prompt, tokenizer, tools, arguments or {}, fail)
+        thinking, answer, shows = complete_answer(
+            messages[:i], messages[i], prompt, tokenizer, tools, arguments or {}, fail
+        )
         if shows is not None:
             _verify(messages[:i], shows, answer, None, tokenizer, tools, arguments, fail)
         return prompt, thinking + answer + closing
@@ -179,54 +246,81 @@ def served_turn(
 
 
 def _verify(
-    before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], answer: str, through: str | None, tokenizer: Tokenizer, tools: Any,
-    arguments: Mapping[str, Any] | None, fail: Any,
-) -> None:  # fmt: skip
-    """Raises what `fail` makes unless the answer shows all that the message says."""
+    before: Sequence[Mapping[str, Any]],
+    message: Mapping[str, Any],
+    answer: str,
+    through: str | None,
+    tokenizer: Tokenizer,
+    tools: Any,
+    arguments: Mapping[str, Any] | None,
+    fail: Any,
+) -> None:
+    """Raise the error that `fail` makes unless the answer shows all parts of the message."""
     parts = _parts(message)
     if through is None and any(rest for _, rest in parts):
         through = tokenizer.render_text([*before, message], False, tools, arguments)
-    for said, rest in parts:
-        if said not in answer or (rest and _renders_as(str(through), [*before, rest], tokenizer, tools, arguments)):
-            raise fail(f"the template leaves out {said[:60]!r}; {WAYS_OUT}")
+    for text, rest in parts:
+        if text not in answer or (rest and _renders_as(str(through), [*before, rest], tokenizer, tools, arguments)):
+            raise fail(f"the template leaves out {text[:60]!r}; {WAYS_OUT}")
 
 
-def _turn(i: int, answer: str, context: list[int], ids: list[int], weight: float, tokenizer: Tokenizer, calls: bool) -> Turn:
-    """Turn i up to where a server would stop, from the ids of its prompt and of prompt and answer."""
+def _turn(
+    i: int, answer: str, context: list[int], ids: list[int], weight: float, tokenizer: Tokenizer, calls: bool
+) -> Turn:
+    """Return turn i up to where a server would stop, from the ids of its prompt and of prompt and answer."""
 
     def fail(what: str) -> UserError:
         return _refusal(i, tokenizer, what)
 
     if not context:
         raise fail("nothing comes before the answer, so all of the sample would be trained")
-    if ids[: len(context)] != context:  # a token spans the end of the prompt; a server never sees that one: it continues the prompt's ids
+    # Where a token spans the end of the prompt, a server never sees that token: it continues the prompt's ids.
+    if ids[: len(context)] != context:
         ids = context + tokenizer.encode(answer)
     stops = set(tokenizer.stop_ids)
     end = next((k for k in range(len(context), len(ids)) if ids[k] in stops), None)
     if end is None:
         raise fail(f"no end-of-turn token; known ones are {[tokenizer.decode([k]) for k in tokenizer.stop_ids]}")
     rest = tokenizer.decode(ids[end + 1 :]).strip() if any(k not in stops for k in ids[end + 1 :]) else ""
-    if rest != tokenizer.follows(calls).strip() and tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip():
+    if (
+        rest != tokenizer.follows(calls).strip()
+        and tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip()
+    ):
         raise fail(f"the end-of-turn token {tokenizer.decode([ids[end]])!r} stands inside the answer")
     return Turn(ids[: end + 1], len(context), weight)
 
 
 def _parts(message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:
-    """What was said, part by part, each with the message that would be left without it (None where there is nothing else that it could be found in).
+    """Return the parts of a message's text, each with the message without it.
 
-    White space around a part is the template's, and it may lay out anew what stands between the tags of thinking inside the content.
+    That message is None where the part can only be in the content. White space around a part belongs to the template,
+    which may also format the text between the tags of thinking inside the content.
     """
     pieces, calls = re.split("(</?think>)", message["content"]), message.get("tool_calls") or []
-    parts = [(message.get(key) or "", {k: v for k, v in message.items() if k != key}) for key in ("reasoning_content", "thinking")]
-    parts += [(pieces[k], {**message, "content": "".join(pieces[:k] + pieces[k + 1 :])}) for k in range(0, len(pieces), 2)]
+    parts = [
+        (message.get(key) or "", {k: v for k, v in message.items() if k != key})
+        for key in ("reasoning_content", "thinking")
+    ]
+    parts += [
+        (pieces[k], {**message, "content": "".join(pieces[:k] + pieces[k + 1 :])}) for k in range(0, len(pieces), 2)
+    ]
     for k, call in enumerate(calls):
         others = {"tool_calls": calls[:k] + calls[k + 1 :]} if len(calls) > 1 else {}
-        parts.append((call.get("function", call)["name"], {key: v for key, v in message.items() if key != "tool_calls"} | others))
-    found = [(said.strip(), rest) for said, rest in parts if said.strip()]
-    return [(found[0][0], None)] if len(found) == len(pieces) == 1 and message["content"].strip() else list(found)
+        parts.append(
+            (call.get("function", call)["name"], {key: v for key, v in message.items() if key != "tool_calls"} | others)
+        )
+    result = [(text.strip(), rest) for text, rest in parts if text.strip()]
+    return [(result[0][0], None)] if len(result) == len(pieces) == 1 and message["content"].strip() else list(result)
 
 
-def _renders_as(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any] | None) -> bool:
+def _renders_as(
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    tools: Any,
+    arguments: Mapping[str, Any] | None,
+) -> bool:
+    """Return whether the template renders the messages as exactly this text."""
     try:
         return tokenizer.render_text(messages, False, tools, arguments) == text
     except UserError:
@@ -234,25 +328,34 @@ def _renders_as(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tok
 
 
 def clean(messages: Any) -> list[dict[str, Any]]:
-    """Messages as servers hand them to a template: no null keys (parquet makes them), no null content, tool calls as objects of type function with
-    arguments that are objects."""
+    """Return messages as servers pass them to a template.
+
+    They have no null keys (parquet writes them) and no null content; tool calls are objects of type function whose
+    arguments are objects.
+    """
     if not isinstance(messages, list) or not messages:
         raise UserError("`messages` must be a list of messages, and not empty")
     return [_clean(i, message) for i, message in enumerate(messages)]
 
 
 def _clean(i: int, message: Any) -> dict[str, Any]:
+    """Return message i as servers pass it to a template. Raises UserError for an invalid message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"message {i} must be an object with a `role`")
-    if not isinstance(message.get("content"), str | None) or (message.get("content") is None and not message.get("tool_calls")):
+    if not isinstance(message.get("content"), str | None) or (
+        message.get("content") is None and not message.get("tool_calls")
+    ):
         raise UserError(f"message {i} ({message['role']}): `content` must be a string; ptf trains text only")
-    message = {key: value for key, value in message.items() if value is not None} | {"content": message.get("content") or ""}
+    message = {key: value for key, value in message.items() if value is not None} | {
+        "content": message.get("content") or ""
+    }
     if message.get("tool_calls"):
         message["tool_calls"] = [_clean_call(i, call) for call in message["tool_calls"]]
     return message
 
 
 def _clean_call(i: int, call: Any) -> dict[str, Any]:
+    """Return a tool call of message i with its arguments as an object. Raises UserError for an invalid call."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"message {i}: a tool call must be an object with a function's `name` and `arguments`")
@@ -261,6 +364,8 @@ def _clean_call(i: int, call: Any) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            raise UserError(f"message {i}: the arguments of {function['name']} are not JSON: {arguments[:80]!r}") from None
+            raise UserError(
+                f"message {i}: the arguments of {function['name']} are not JSON: {arguments[:80]!r}"
+            ) from None
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else {"type": "function", "function": function}

@@ -1,15 +1,16 @@
-"""What the model shall say behind a served prompt, where its chat template would not show it: `data.render: served`.
+"""Answers that a chat template would not show after the served prompt (`data.render: served`).
 
-The one idea: a server gives the model a prompt and trusts what comes back, and no template rewrites that. Some templates open the thinking in the prompt
-and then drop it from the turn (R1-distill, QwQ), or show no thinking at all. So the turn is put together: the thinking of the row, between the tags that
-the prompt began or the template knows, and behind it the answer without thinking as the template writes it.
+The one idea: a server gives the model a prompt and takes what comes back, and no template rewrites that. Some templates
+open the thinking in the prompt and then drop it from the turn (R1-distill, QwQ), or show no thinking at all. So the
+turn is assembled: the row's thinking between the tags that the prompt opened or the template has, and after it the
+answer without thinking as the template writes it.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ptf.data.growing import common_length
+from ptf.data.incremental_encode import common_prefix_length
 from ptf.data.tokenizer import Tokenizer
 
 OPENED = re.compile(r"<think>(\s*)\Z")
@@ -20,7 +21,7 @@ THOUGHTS = ("reasoning_content", "thinking")
 
 
 def without_thinking(message: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What the turn thinks, stripped, and the turn without."""
+    """Return the thinking of a turn, stripped, and the turn without it."""
     bare = {key: value for key, value in message.items() if key not in THOUGHTS}
     apart = next((message[key].strip() for key in THOUGHTS if str(message.get(key) or "").strip()), "")
     inside = INSIDE.fullmatch(message["content"])
@@ -29,18 +30,32 @@ def without_thinking(message: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return inside[1].strip(), bare | {"content": inside[2]}
 
 
-def completed(
-    before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], prompt: str, tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any],
+def complete_answer(
+    before: Sequence[Mapping[str, Any]],
+    message: Mapping[str, Any],
+    prompt: str,
+    tokenizer: Tokenizer,
+    tools: Any,
+    arguments: Mapping[str, Any],
     fail: Callable[[str], Exception],
-) -> tuple[str, str, dict[str, Any] | None]:  # fmt: skip
-    """All that follows the prompt: the thinking with its tags, and the answer; and the turn that the answer must show, None where it is the content as it
-    stands, since the template would not show that. Raises what `fail` makes of a reason."""
+) -> tuple[str, str, dict[str, Any] | None]:
+    """Return the text that follows the prompt, in two parts: the thinking with its tags, and the answer.
+
+    The third value is the message that the answer must show; it is None where the answer is the content as it stands,
+    because the template would not show it. Raises the error that `fail` makes of a reason.
+    """
     thought, bare = without_thinking(message)
     opened = OPENED.search(prompt)
     if thought and CLOSED.search(prompt):
-        raise fail(f"the generation prompt ends the thinking before it begins, yet the turn thinks {thought[:60]!r}; model.template_args can open it")
+        raise fail(
+            f"the generation prompt ends the thinking before it begins, yet the turn thinks {thought[:60]!r}; "
+            "model.template_args can open it"
+        )
     if thought and not opened and "<think>" not in str(tokenizer.hf.chat_template):
-        raise fail("it has no tags for thinking; write the thinking into `content` as the model shall say it, its tags included")
+        raise fail(
+            "it has no tags for thinking; write the thinking into `content` as the model shall say it, "
+            "its tags included"
+        )
     head, start, end = _frame([*before], prompt[: opened.start()] if opened else prompt, tokenizer, tools, arguments)
     answer, shows = "", bare
     if head is not None:
@@ -49,7 +64,10 @@ def completed(
         answer = answer[len(empty[0]) :] if (empty := EMPTY.match(answer)) else answer
     if bare.get("tool_calls"):
         if not answer:
-            raise fail("what it writes before a tool call is never served, so the call cannot be put behind the served prompt; give model.chat_template")
+            raise fail(
+                "what it writes before a tool call is never served, so the call cannot be put after the served "
+                "prompt; give model.chat_template"
+            )
     elif bare["content"].strip() not in answer or not answer:
         answer, shows = start + bare["content"] + end, None
     if opened:
@@ -57,17 +75,24 @@ def completed(
     return f"<think>\n{thought}\n</think>\n\n" if thought else "", answer, shows
 
 
-def _frame(before: list[Any], prompt: str, tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any]) -> tuple[str | None, str, str]:
-    """How far `prompt`, up to thinking that it opens, is how the template begins the turn (None where it shows what came before otherwise), and what it writes
-    around an answer."""
+def _frame(
+    before: list[Any], prompt: str, tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any]
+) -> tuple[str | None, str, str]:
+    """Return the part of `prompt` that begins the turn, and the text that the template writes around an answer.
+
+    `prompt` ends before thinking that it opens. The first value is None where the template shows the earlier messages
+    differently; the text around the answer then comes from a conversation of one message.
+    """
     word = "QX0XQ"
     shown = tokenizer.render_text(before, False, tools, arguments)
-    told = tokenizer.render_text([*before, {"role": "assistant", "content": word}], False, tools, arguments)
-    common = prompt[: common_length(prompt, told)]
+    answered = tokenizer.render_text([*before, {"role": "assistant", "content": word}], False, tools, arguments)
+    common = prompt[: common_prefix_length(prompt, answered)]
     if prompt.startswith(shown) and len(common) >= len(shown):
-        start, _, end = told[len(common) :].partition(word)
+        start, _, end = answered[len(common) :].partition(word)
         return common, start[len(empty[0]) :] if (empty := EMPTY.match(start)) else start, end
-    asked = [{"role": "user", "content": "1"}]  # how it writes an answer where it does not
-    prompt = tokenizer.render_text(asked, True, None, arguments)
-    start, _, end = tokenizer.render_text([*asked, {"role": "assistant", "content": word}], False, None, arguments).partition(word)
-    return None, start[common_length(prompt, start) :], end
+    question = [{"role": "user", "content": "1"}]
+    prompt = tokenizer.render_text(question, True, None, arguments)
+    start, _, end = tokenizer.render_text(
+        [*question, {"role": "assistant", "content": word}], False, None, arguments
+    ).partition(word)
+    return None, start[common_prefix_length(prompt, start) :], end

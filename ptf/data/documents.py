@@ -1,4 +1,4 @@
-"""Packed rows as columns, one entry a document: what laying them out needs, however they came."""
+"""Packed sequences as columns with one entry per document: what laying them out needs, wherever they came from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,28 +6,34 @@ from itertools import chain
 
 import numpy as np
 
-from ptf.data.sample import Atom, Sample
+from ptf.data.sample import PackUnit, Sample
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Documents:
-    """The documents of rows, one row after the other."""
+    """The documents of packed sequences, one sequence after the other."""
 
-    rows: Sequence[int]  # documents of each row
-    atoms: Sequence[int]  # atoms of each row
-    owned: Sequence[int]  # documents of each atom
+    rows: Sequence[int]  # documents of each sequence
+    atoms: Sequence[int]  # pack units of each sequence
+    owned: Sequence[int]  # documents of each pack unit
     tokens: Sequence[np.ndarray]
-    weights: np.ndarray  # [tokens of all] float32
+    weights: np.ndarray  # [tokens of all documents] float32
     sources: Sequence[str]
     begins: Sequence[int]
-    streams: Sequence[Mapping[str, np.ndarray]]  # nothing where no document has any
+    streams: Sequence[Mapping[str, np.ndarray]]  # per-token values; empty where no document has any
 
     @staticmethod
-    def of(rows: Sequence[Sequence[Atom]]) -> "Documents":
+    def of(rows: Sequence[Sequence[PackUnit]]) -> "Documents":
+        """Return the columns of sequences that are given as pack units."""
         samples: list[Sample] = list(chain.from_iterable(chain.from_iterable(rows)))
         streams = [sample.streams for sample in samples]
         return Documents(
-            [sum(map(len, row)) for row in rows], [*map(len, rows)], [*map(len, chain.from_iterable(rows))], [sample.tokens for sample in samples],
-            np.concatenate([sample.weights for sample in samples] or [np.zeros(0, np.float32)]), [sample.source for sample in samples],
-            [sample.begins for sample in samples], streams if any(streams) else (),
-        )  # fmt: skip
+            [sum(map(len, row)) for row in rows],
+            [*map(len, rows)],
+            [*map(len, chain.from_iterable(rows))],
+            [sample.tokens for sample in samples],
+            np.concatenate([sample.weights for sample in samples] or [np.zeros(0, np.float32)]),
+            [sample.source for sample in samples],
+            [sample.begins for sample in samples],
+            streams if any(streams) else (),
+        )

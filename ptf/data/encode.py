@@ -1,7 +1,7 @@
-"""One row of data as atoms to train on, or as a prompt to answer.
+"""Rows of data as pack units to train on, or as prompts to answer.
 
-The one idea: encoders are pure functions of a row, and a row says by its columns what it is. Which file it came from, what its columns are called
-there, and what happens to a sample that is too long, is the affair of `Encoder`, the same for every recipe.
+The one idea: encoders are pure functions of a row, and a row's columns say what it is. `Encoder` does the rest in the
+same way for every recipe: the row's file, the names of its columns there, and samples that are too long.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ptf.data.answers import as_history, conversation, differ, history_of, is_conversation
+from ptf.data.answers import as_history, differ, history_of, is_conversation, join_answer
 from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, served_turns, trained_turns
 from ptf.data.context import refuse_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
@@ -18,152 +18,236 @@ from ptf.data.messages import finite
 from ptf.data.prefixes import families
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
 from ptf.data.rendering import row_arguments
-from ptf.data.sample import Atom, Sample, length
-from ptf.data.sources import Place
+from ptf.data.sample import PackUnit, Sample, length
+from ptf.data.sources.rows import Place
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 
 TooLong = Literal["error", "drop", "truncate", "split"]
 Row = Mapping[str, Any]
-Encode = Callable[[dict[str, Any], str], list[Atom]]  # (row, source name); an empty list skips the row
-SetAside = Callable[[BadRow, Mapping[str, int]], None]  # with the counts so far; raises UserError when they are too many
-COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated", "bad", "left_out")  # the last: rows without a sample
-VALUE = "value/"  # begins the streams of `values` of events
-FORM = 4  # of what encoders make of a row: another one is tokenized anew
+Encode = Callable[[dict[str, Any], str], list[PackUnit]]  # (row, source name); an empty list skips the row
+# Called with the counts so far; raises UserError when there are too many bad rows.
+SetAside = Callable[[BadRow, Mapping[str, int]], None]
+# The last one counts rows without a sample.
+COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated", "bad", "left_out")
+VALUE = "value/"  # prefix of the per-token values of `values` of events
+FORM = 4  # version of what encoders make of a row; data of another version are tokenized again
 
 
-def encode_document(row: Row, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant") -> list[Atom]:
-    """A row with `messages` (and `tools`), `prompt` and `completion`, `text`, or `events`: one atom, or several where a template cannot show all
-    turns of a conversation at once. Raises UserError for any other."""
+def encode_document(
+    row: Row, tokenizer: Tokenizer, source: str = "", train_on: TrainOn = "assistant"
+) -> list[PackUnit]:
+    """Encode a row with `messages` (and `tools`), `prompt` and `completion`, `text`, or `events`.
+
+    It becomes one pack unit, or several where a template cannot show all turns of a conversation at once. Raises
+    UserError for any other row.
+    """
     if "messages" in row or "completion" in row:
         refuse_unwanted(row)
     if "messages" in row:
-        return [(sample,) for sample in chat_samples(row["messages"], tokenizer, source, train_on, row.get("tools"), row_arguments(row))]
+        return [
+            (sample,)
+            for sample in chat_samples(
+                row["messages"], tokenizer, source, train_on, row.get("tools"), row_arguments(row)
+            )
+        ]
     if "prompt" in row and "completion" in row:
-        return [(answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row)),)]
+        return [
+            (
+                answered(
+                    row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row)
+                ),
+            )
+        ]
     if "text" in row:
         return encode_text(row, tokenizer, source)
     if "events" in row:
         return encode_events(row, tokenizer, source)
-    raise UserError(f"a row to train on needs `messages`, `prompt` and `completion`, `text`, or `events`; this one has {sorted(row)} ({advice(row)})")
+    raise UserError(
+        "a row to train on needs `messages`, `prompt` and `completion`, `text`, or `events`; "
+        f"this one has {sorted(row)} ({advice(row)})"
+    )
 
 
-def encode_text(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
-    """A row with `text`: every token of it is trained, and the end-of-text token that follows."""
+def encode_text(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
+    """Encode a row with `text`: every token of it is trained, and the end-of-text token that follows."""
     if not isinstance(row["text"], str) or not row["text"]:
         raise UserError("`text` must be a string, and not empty")
-    return [(_trained_behind(0, tokenizer.begin(row["text"]), tokenizer, source),)]
+    return [(_trained_from(0, tokenizer.begin(row["text"]), tokenizer, source),)]
 
 
-def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
-    """A row with `events`, a sequence of strings (tokens of the vocabulary, or texts that several make up) and of baskets, lists of such strings whose
-    order means nothing. The first `context` (default 1) are given, the others are trained, each after all before it; nothing follows the last, for a
-    history has no end. What comes first in a basket counts `opening` (default 1) times. Rows with baskets carry the stream `baskets` [n, 2]: which one
-    a token is in, from 1, and which of its events it belongs to, from 0; elsewhere it is 0 (ptf/data/baskets.py). `values`: {name: a number or null for
-    each entry}, which is the stream `value/name` [n, 2] of all its tokens: the number, and 1 where there is one."""
+def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
+    """Encode a row with `events`, a list of strings and of baskets.
+
+    A string is a token of the vocabulary, or a text of several tokens. A basket is a list of such strings whose order
+    has no meaning. The first `context` entries (default 1) are context; each of the others is trained, after all before
+    it. No end token follows the last, because a history has no end. The first event of a basket counts `opening`
+    (default 1) times. Rows with baskets have the per-token values `baskets` [n, 2]: the number of the token's basket,
+    from 1, and of its event in the basket, from 0; both are 0 elsewhere (ptf/data/baskets.py). `values` is {name: a
+    number or null for each entry}; it becomes `value/name` [n, 2] of all tokens of the entry: the number, and 1 where
+    there is one.
+    """
     events, context, opening = row["events"], row.get("context", 1), row.get("opening", 1.0)
-    flat: list[Any] = [event for entry in events for event in (entry if isinstance(entry, list) else [entry])] if isinstance(events, list) else [None]
+    flat: list[Any] = (
+        [event for entry in events for event in (entry if isinstance(entry, list) else [entry])]
+        if isinstance(events, list)
+        else [None]
+    )
     if not all(isinstance(event, str) and event for event in flat) or not all(entry for entry in events):
         raise UserError("`events` must be a list of strings and of lists of strings, none of them empty")
     if not isinstance(context, int) or not 0 <= context < len(events):
-        raise UserError(f"`context` must be a number of events below {len(events)}, all there are, not {context!r}")
+        raise UserError(
+            f"`context` must be a number of events below {len(events)} (those in `events`), not {context!r}"
+        )
     if not finite(opening) or opening <= 0:
         raise UserError(f"`opening` must be a number above 0, not {str(opening)[:60]!r}")
     values = row.get("values") or {}
-    if not isinstance(values, dict) or not all(isinstance(v, list) and len(v) == len(events) and all(_number(x) for x in v) for v in values.values()):
-        raise UserError(f"`values` must be {{name: [a number or null for each of the {len(events)} events]}}, not {str(values)[:80]}")
+    if not isinstance(values, dict) or not all(
+        isinstance(v, list) and len(v) == len(events) and all(_is_number_or_none(x) for x in v) for v in values.values()
+    ):
+        raise UserError(
+            f"`values` must be {{name: [a number or null for each of the {len(events)} events]}}, "
+            f"not {str(values)[:80]}"
+        )
     ids = iter(tokenizer.encode_all(flat))
     tokens, weights, baskets, sizes = list[int](), list[float](), list[tuple[int, int]](), list[int]()
     basket = 0
-    for place, entry in enumerate(events):
-        basket, before = basket + isinstance(entry, list), len(tokens)
+    for index, entry in enumerate(events):
+        basket, start = basket + isinstance(entry, list), len(tokens)
         for number in range(len(entry)) if isinstance(entry, list) else (-1,):
             event = next(ids)
             tokens += event
-            weights += [0.0 if place < context else opening if number == 0 else 1.0] * len(event)
+            weights += [0.0 if index < context else opening if number == 0 else 1.0] * len(event)
             baskets += [(basket, number) if number >= 0 else (0, 0)] * len(event)
-        sizes.append(len(tokens) - before)
+        sizes.append(len(tokens) - start)
     weights[0] = 0.0
     if not any(weights):
         raise UserError("a sequence of one token has nothing to train")
     streams = {"baskets": np.array(baskets, np.int32)} if basket else {}
-    streams |= {VALUE + name: np.repeat(np.array([(x or 0.0, x is not None) for x in v], np.float32), sizes, 0) for name, v in values.items()}
+    streams |= {
+        VALUE + name: np.repeat(np.array([(x or 0.0, x is not None) for x in v], np.float32), sizes, 0)
+        for name, v in values.items()
+    }
     return [(Sample(np.array(tokens, np.int32), np.array(weights, np.float32), source, streams),)]
 
 
-def _number(x: Any) -> bool:
+def _is_number_or_none(x: Any) -> bool:
+    """Return whether a value is null or a finite number."""
     return x is None or finite(x)
 
 
-def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
-    """A row with `chosen` and `rejected`: answers (a string, a message, or messages) to `prompt` or `messages`, or whole conversations. One atom,
-    (chosen, rejected); only the last answer of each is trained."""
+def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
+    """Encode a row with `chosen` and `rejected` as one pack unit, (chosen, rejected).
+
+    They are answers (a string, a message, or messages) to `prompt` or `messages`, or whole conversations. Only the last
+    answer of each is trained.
+    """
     names = KINDS["preference"]
     if any(name not in row for name in names):
         raise UserError(f"a preference needs `chosen` and `rejected`, this row has {sorted(row)} ({advice(row)})")
     for name in names:
-        if _says_nothing(row[name]):
+        if _is_empty(row[name]):
             raise UserError(f"`{name}` is empty")
     history = history_of(row)
     if history is None and not all(is_conversation(row[name]) for name in names):
         raise UserError(
-            f"without a `prompt`, `chosen` and `rejected` must be whole conversations; this row has {sorted(row)} ({advice({**row, 'rejected': None})})"
+            "without a `prompt`, `chosen` and `rejected` must be whole conversations; "
+            f"this row has {sorted(row)} ({advice({**row, 'rejected': None})})"
         )
-    if any(is_conversation(row[name]) for name in names) and differ(*(conversation(history, row[name], name) for name in names)):
+    if any(is_conversation(row[name]) for name in names) and differ(
+        *(join_answer(history, row[name], name) for name in names)
+    ):
         raise UserError("`chosen` and `rejected` answer different prompts")
     for name in names:
-        last = row[name][-1] if isinstance(row[name], list) else row[name]
-        if isinstance(last, dict) and last.get(WEIGHT) not in (None, 1):
-            raise UserError(f"the last message of `{name}` has a `weight`, but a pair counts as a whole: give the row a `weight`")
-    chosen, rejected = (answered(history, row[name], tokenizer, source, row.get("tools"), name, row_arguments(row)) for name in names)
+        final = row[name][-1] if isinstance(row[name], list) else row[name]
+        if isinstance(final, dict) and final.get(WEIGHT) not in (None, 1):
+            raise UserError(
+                f"the last message of `{name}` has a `weight`, but a pair counts as a whole: give the row a `weight`"
+            )
+    chosen, rejected = (
+        answered(history, row[name], tokenizer, source, row.get("tools"), name, row_arguments(row)) for name in names
+    )
     if np.array_equal(chosen.tokens, rejected.tokens):
         raise UserError("`chosen` and `rejected` are the same")
     return [(chosen, rejected)]
 
 
-def _says_nothing(answer: Any) -> bool:
-    last = answer[-1] if isinstance(answer, list) and answer else answer
-    return not last or (isinstance(last, dict) and not (last.get("content") or last.get("tool_calls")))
+def _is_empty(answer: Any) -> bool:
+    """Return whether an answer has no text and no tool calls in its last message."""
+    final = answer[-1] if isinstance(answer, list) and answer else answer
+    return not final or (isinstance(final, dict) and not (final.get("content") or final.get("tool_calls")))
 
 
-def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Atom]:
-    """A row with `prompt`, `completion` and a number `reward`, or with `messages` of which the assistant's have a number `reward` where they were
-    judged. What is trained is the score that is read at the last token of each judged answer: only that one counts, and there the streams `score` and
-    `answer_length` [n] have the reward and the answer's number of tokens; elsewhere they are 0. One atom, or several where a template cannot show all
-    turns of a conversation at once."""
+def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
+    """Encode a row with `prompt`, `completion` and a number `reward`, or with `messages` that have rewards.
+
+    In `messages`, those of the assistant have a number `reward` where they were judged. The score is read at the last
+    token of each judged answer: only that token counts, and there the per-token values `score` and `answer_length` [n]
+    hold the reward and the answer's number of tokens; elsewhere they are 0. The row becomes one pack unit, or several
+    where a template cannot show all turns of a conversation at once.
+    """
     if row.get("messages") is not None:
         messages = clean(row["messages"])
-        rewards = {i: _reward(m["reward"], f"message {i}: `reward`") for i, m in enumerate(messages) if m.get("reward") is not None}
+        rewards = {
+            i: _reward(m["reward"], f"message {i}: `reward`")
+            for i, m in enumerate(messages)
+            if m.get("reward") is not None
+        }
         for i in rewards:
             if messages[i]["role"] != "assistant":
-                raise UserError(f"message {i} ({messages[i]['role']}) has a `reward`, but only what the assistant says is scored")
+                raise UserError(
+                    f"message {i} ({messages[i]['role']}) has a `reward`, but only what the assistant says is scored"
+                )
         if not rewards:
             raise UserError("no message of the assistant's has a `reward`: nothing to learn scores from")
-        said, counted = trained_turns([{key: value for key, value in m.items() if key != "reward"} for m in messages], "assistant")
+        plain_messages, counted = trained_turns(
+            [{key: value for key, value in m.items() if key != "reward"} for m in messages], "assistant"
+        )
         counted = {i: weight for i, weight in counted.items() if i in rewards}
         if not counted:
             raise UserError("every answer that has a `reward` has a `weight` of 0: nothing to learn scores from")
-        judged = iter([rewards[i] for i in counted])
-        documents = served_turns(said, counted, tokenizer, row.get("tools"), row_arguments(row))
-        return [(_scored(ids, [(turn.start, len(turn.ids), next(judged), turn.weight) for turn in turns], source),) for ids, turns in documents]
+        rewards_in_order = iter([rewards[i] for i in counted])
+        documents = served_turns(plain_messages, counted, tokenizer, row.get("tools"), row_arguments(row))
+        return [
+            (
+                _scored(
+                    ids, [(turn.start, len(turn.ids), next(rewards_in_order), turn.weight) for turn in turns], source
+                ),
+            )
+            for ids, turns in documents
+        ]
     if any(row.get(name) is None for name in KINDS["scored"]):
-        there = sorted(name for name in row if row[name] is not None)
-        raise UserError(f"a scored row needs `prompt`, `completion` and `reward`, or `messages` with rewards; this row has {there} ({advice(row)})")
+        present = sorted(name for name in row if row[name] is not None)
+        raise UserError(
+            "a scored row needs `prompt`, `completion` and `reward`, or `messages` with rewards; "
+            f"this row has {present} ({advice(row)})"
+        )
     reward = _reward(row["reward"], "`reward`")
-    sample = answered(row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row))
+    sample = answered(
+        row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row)
+    )
     trained = np.flatnonzero(sample.weights)
-    return [(_scored(sample.tokens, [(int(trained[0]), int(trained[-1]) + 1, reward, float(sample.weights[trained[-1]]))], source),)]
+    return [
+        (
+            _scored(
+                sample.tokens,
+                [(int(trained[0]), int(trained[-1]) + 1, reward, float(sample.weights[trained[-1]]))],
+                source,
+            ),
+        )
+    ]
 
 
 def _reward(value: Any, name: str) -> float:
+    """Return a reward as a number. Raises UserError where it is not finite."""
     if not finite(value):
         raise UserError(f"{name} must be a finite number, not {repr(value)[:60]}")
     return float(value)
 
 
 def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, float, float]], source: str) -> Sample:
-    """Of answers that run from a token to before another, what they got, and how much they count."""
+    """Return a sample of scored answers, each given as (start, end, reward, weight) with its token range."""
     weights, scores, lengths = np.zeros((3, len(ids)), np.float32)
     for start, end, reward, weight in answers:
         weights[end - 1], scores[end - 1], lengths[end - 1] = weight, reward, end - start
@@ -171,23 +255,36 @@ def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, f
 
 
 def answered(
-    history: Any, answer: Any, tokenizer: Tokenizer, source: str, tools: Any = None, name: str = "completion", arguments: Mapping[str, Any] | None = None
+    history: Any,
+    answer: Any,
+    tokenizer: Tokenizer,
+    source: str,
+    tools: Any = None,
+    name: str = "completion",
+    arguments: Mapping[str, Any] | None = None,
 ) -> Sample:
-    """An answer to a prompt, of which only the answer is trained, its last message. A string prompt is one user message, as it will be in a chat; with
-    a tokenizer that has no chat template, prompt and answer are plain text, and end-of-text follows. `arguments`: of the chat template, the row's own."""
+    """Return the sample of an answer to a prompt, in which only the answer, its last message, is trained.
+
+    A string prompt is one user message, as it will be in a chat. With a tokenizer that has no chat template, prompt and
+    answer are plain text, and the end-of-text token follows. `arguments` are the row's own arguments of the chat
+    template.
+    """
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
         if not (history and answer):
             raise UserError(f"`{'completion' if history else 'prompt'}` is empty")
         context, ids = tokenizer.begin(history), tokenizer.begin(history + answer)
-        if ids[: len(context)] != context:  # a token spans the two; a prompt is served by itself
+        if ids[: len(context)] != context:  # a token spans the two; a server encodes the prompt by itself
             ids = context + tokenizer.encode(answer)
-        return _trained_behind(len(context), ids, tokenizer, source)
-    (sample,) = chat_samples(conversation(history, answer, name), tokenizer, source, "last", tools, arguments)
+        return _trained_from(len(context), ids, tokenizer, source)
+    (sample,) = chat_samples(join_answer(history, answer, name), tokenizer, source, "last", tools, arguments)
     return sample
 
 
-def _trained_behind(start: int, ids: list[int], tokenizer: Tokenizer, source: str) -> Sample:
-    """Ids, of which those from `start` on are trained (never the first: nothing predicts it), and the end of the text."""
+def _trained_from(start: int, ids: list[int], tokenizer: Tokenizer, source: str) -> Sample:
+    """Return ids of which those from `start` on are trained, and the end-of-text token.
+
+    The first token is never trained, because nothing predicts it.
+    """
     eos = tokenizer.hf.eos_token_id
     if eos is None:
         raise UserError("the tokenizer has no end-of-text token, so a text could not end")
@@ -199,12 +296,18 @@ def _trained_behind(start: int, ids: list[int], tokenizer: Tokenizer, source: st
 
 
 def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Prompt:
-    """A row with `messages` that end before the answer, or with `prompt`, which is such messages or one user message. The whole row goes to the reward."""
+    """Encode a row with `messages` that end before the answer, or with `prompt`, as a prompt.
+
+    A `prompt` is such messages, or one user message. The whole row goes to the reward. Raises UserError for any other
+    row.
+    """
     history = history_of(row)
     if history is None and row.get("messages") is not None:
         raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
     if not isinstance(history, str | list):
-        raise UserError(f"a prompt row needs `messages` or a string `prompt`, this one has {sorted(row)} ({advice(row)})")
+        raise UserError(
+            f"a prompt row needs `messages` or a string `prompt`, this one has {sorted(row)} ({advice(row)})"
+        )
     messages = clean(as_history(history))
     if messages[-1]["role"] == "assistant":
         raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
@@ -214,40 +317,52 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Pr
     return Prompt(np.array(tokenizer.encode(text), np.int32), dict(row), source, index, row_weight(row))
 
 
-def fit(atom: Atom, seq_len: int, too_long: TooLong) -> list[Atom]:
-    """The atom so that it fits a row: whole, cut, or in pieces of which each is a document; nothing where it is dropped, or of what trains nothing."""
+def fit(atom: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUnit]:
+    """Return the pack unit so that it fits a sequence: whole, cut, or in pieces of which each is a document.
+
+    The list is empty where the unit is dropped, or where the remaining tokens train nothing.
+    """
     if length(atom) <= seq_len:
         return [atom]
     if too_long == "error":
-        raise UserError(f"{length(atom)} tokens do not fit data.seq_len {seq_len}: raise it, or set data.too_long to drop, truncate or split")
+        raise UserError(
+            f"{length(atom)} tokens do not fit data.seq_len {seq_len}: raise it, or set data.too_long to drop, "
+            "truncate or split"
+        )
     if too_long == "drop":
-        return [whole] if (whole := _scored_within(atom, seq_len)) else []
+        return [cut_unit] if (cut_unit := _scored_within(atom, seq_len)) else []
     if too_long == "split":
         if len(atom) > 1:
-            raise UserError(f"{length(atom)} tokens of {len(atom)} samples that belong together cannot be split: use data.too_long drop or truncate")
-        pieces = [_cut(whole, start, end) for whole in atom for start, end in _ends(whole, seq_len)]
+            raise UserError(
+                f"{length(atom)} tokens of {len(atom)} samples that belong together cannot be split: "
+                "use data.too_long drop or truncate"
+            )
+        pieces = [_cut(sample, start, end) for sample in atom for start, end in _ends(sample, seq_len)]
         return [(piece,) for piece in pieces if piece.weights[1:].any()]
     room = seq_len // len(atom)
     cut = tuple(_cut(s, *next(_ends(s, room))) for s in atom)
     return [cut] if all(s.weights[1:].any() for s in cut) else []
 
 
-def _scored_within(atom: Atom, seq_len: int) -> Atom | None:
-    """Of a conversation whose answers were scored, up to the last of them that fits; None of anything else."""
+def _scored_within(atom: PackUnit, seq_len: int) -> PackUnit | None:
+    """Return a scored conversation up to the last judged answer that fits; None for anything else."""
     first, *others = atom
-    inside = np.flatnonzero(first.weights[:seq_len])
-    if others or "answer_length" not in first.streams or not len(inside):
+    judged = np.flatnonzero(first.weights[:seq_len])
+    if others or "answer_length" not in first.streams or not len(judged):
         return None
-    return (_cut(first, 0, int(inside[-1]) + 1),)
+    return (_cut(first, 0, int(judged[-1]) + 1),)
 
 
 def _ends(s: Sample, most: int) -> Iterator[tuple[int, int]]:
-    """Where its pieces begin and end, each of at most so many tokens; an event of a basket that fits one is not cut."""
-    where, start = s.streams.get("baskets"), 0
+    """Yield where the pieces of a sample begin and end, each of at most `most` tokens.
+
+    An event of a basket that fits a piece is not cut.
+    """
+    baskets, start = s.streams.get("baskets"), 0
     while start < len(s):
         end = min(start + most, len(s))
-        if where is not None and end < len(s):
-            while end > start and where[end, 0] and (where[end] == where[end - 1]).all():
+        if baskets is not None and end < len(s):
+            while end > start and baskets[end, 0] and (baskets[end] == baskets[end - 1]).all():
                 end -= 1
             end = end if end > start else start + most
         yield start, end
@@ -255,77 +370,100 @@ def _ends(s: Sample, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(s: Sample, start: int, end: int) -> Sample:
+    """Return the tokens of a sample from `start` to before `end`."""
     return Sample(s.tokens[start:end], s.weights[start:end], s.source, {k: v[start:end] for k, v in s.streams.items()})
 
 
-def weighed(atom: Atom, row: Row) -> Atom:
-    """The atom, counting as much as the row's `weight` says, where it has one."""
+def apply_row_weight(atom: PackUnit, row: Row) -> PackUnit:
+    """Return the pack unit with its weights multiplied by the row's `weight`, where it has one."""
     weight = row_weight(row)
     if weight == 1:
         return atom
-    found = tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.streams) for s in atom)
-    if not all(np.isfinite(s.weights).all() for s in found):
+    weighted = tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.streams) for s in atom)
+    if not all(np.isfinite(s.weights).all() for s in weighted):
         raise UserError(f"the row's `weight` {weight:g} is too large for those of its messages")
-    return found
+    return weighted
 
 
 def row_weight(row: Row) -> float:
-    """The row's own `weight`; 1 where it has none."""
+    """Return the row's own `weight`; 1 where it has none."""
     weight = row.get("weight")
     if weight is None:
         return 1.0
     if not finite(weight) or not np.float32(weight) > 0:
-        raise UserError(f"the row's `weight` must be a number above 0, not {repr(weight)[:60]}; {COLUMNS}: {{weight: null}} if it says something else")
+        raise UserError(
+            f"the row's `weight` must be a number above 0, not {repr(weight)[:60]}; {COLUMNS}: {{weight: "
+            "null} if it says something else"
+        )
     return float(weight)
 
 
 class Encoder:
-    """Turns a row into atoms that fit, and counts. `whole` are the tokens of each row's longest atom: tokens / whole is what splitting conversations
-    costs. A bad row is an error, unless there is somewhere to set it aside."""
+    """Encodes rows as pack units that fit a sequence, and counts them.
+
+    `counts["whole"]` is the sum over the rows of the tokens of the row's longest pack unit: tokens / whole is what
+    splitting conversations costs. A bad row is an error unless `set_aside` is given.
+    """
 
     def __init__(
-        self, encode: Encode, name: str, seq_len: int, too_long: TooLong, *, columns: Columns | None = None, kind: str = "auto",
-        set_aside: SetAside | None = None, share: bool = False,
-    ):  # fmt: skip
-        """`share`: what the samples of a row begin with alike is read once, and those that share are one atom (ptf.data.prefixes.families)."""
+        self,
+        encode: Encode,
+        name: str,
+        seq_len: int,
+        too_long: TooLong,
+        *,
+        columns: Columns | None = None,
+        kind: str = "auto",
+        set_aside: SetAside | None = None,
+        share: bool = False,
+    ):
+        """Create an encoder for the rows of one source.
+
+        `share`: samples of a row are encoded with their common beginning only once, and samples that share one are one
+        pack unit (ptf.data.prefixes.families).
+        """
         self._encode, self._name, self._seq_len, self._share = encode, name, seq_len, share
         self._too_long: TooLong = too_long
         self._columns, self._kind, self._set_aside = columns or {}, kind, set_aside
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
-    def __call__(self, place: Place) -> list[Atom]:
+    def __call__(self, place: Place) -> list[PackUnit]:
         row: Row = {}
         try:
             row = place.read()
             row = shaped(row, self._columns, self._kind, place.columnar)
-            whole = [weighed(atom, row) for atom in self._encode(row, self._name)]
-            kept = [fit(atom, self._seq_len, self._too_long) for atom in whole]
+            units = [apply_row_weight(atom, row) for atom in self._encode(row, self._name)]
+            fitted = [fit(atom, self._seq_len, self._too_long) for atom in units]
         except FAULTS as e:
             reason = reason_of(e, row)
             if self._set_aside is None:
-                raise UserError(f"{place.where} (source {self._name}): {reason}") from (None if isinstance(e, UserError) else e)
+                raise UserError(f"{place.where} (source {self._name}): {reason}") from (
+                    None if isinstance(e, UserError) else e
+                )
             self.counts["rows"] += 1
             self.counts["bad"] += 1
             self.counts["left_out"] += 1
             self._set_aside(BadRow(place.where, reason), self.counts)
             return []
-        self.count(whole, kept)
-        atoms = [atom for atoms in kept for atom in atoms]
+        self.count(units, fitted)
+        atoms = [atom for atoms in fitted for atom in atoms]
         if not self._share or len(atoms) < 2 or any(len(atom) > 1 for atom in atoms):
             return atoms
         shared = families([sample for (sample,) in atoms], self._seq_len)
         self.counts["tokens"] -= sum(map(length, atoms)) - sum(map(length, shared))
         return shared
 
-    def count(self, whole: Sequence[Atom], kept: Sequence[Sequence[Atom]]) -> None:
-        """A row's atoms, and what was kept of each."""
-        flat = [atom for atoms in kept for atom in atoms]
-        tokens = [sum(length(atom) for atom in atoms) for atoms in kept]
+    def count(self, units: Sequence[PackUnit], fitted: Sequence[Sequence[PackUnit]]) -> None:
+        """Count a row: its pack units, and what is left of each."""
+        flat = [atom for atoms in fitted for atom in atoms]
+        tokens = [sum(length(atom) for atom in atoms) for atoms in fitted]
         self.counts["rows"] += 1
         self.counts["samples"] += len(flat)
         self.counts["tokens"] += sum(tokens)
         self.counts["trained"] += sum(int((s.weights != 0).sum()) for atom in flat for s in atom)
         self.counts["whole"] += max(tokens, default=0)
-        self.counts["dropped"] += sum(not atoms for atoms in kept)
+        self.counts["dropped"] += sum(not atoms for atoms in fitted)
         self.counts["left_out"] += not flat
-        self.counts["truncated"] += sum(bool(atoms) and atoms[0] is not atom for atoms, atom in zip(kept, whole, strict=True))
+        self.counts["truncated"] += sum(
+            bool(atoms) and atoms[0] is not atom for atoms, atom in zip(fitted, units, strict=True)
+        )

@@ -1,8 +1,9 @@
-"""From lanes to global steps: packs ahead in a background thread, and its state is what was *consumed*.
+"""From lanes to global steps: the loader packs ahead in a background thread, and its state is what was *consumed*.
 
-The one idea: global row g comes from lane g % lanes whoever trains it, and rank r of W owns the lanes ≡ r mod W. As W divides lanes and rows,
-those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a run may resume on another W. A rank makes the rows of its own
-lanes only; which rank of a group then trains a row is decided by the work of attention (ptf/data/exchange.py).
+The one idea: global row g comes from lane g % lanes whichever rank trains it, and rank r of W serves the lanes ≡ r mod
+W. As W divides lanes and rows, those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a
+run may resume on another W. A rank makes the rows of its own lanes only; which rank of a group then trains a row is
+decided by the work of attention (ptf/data/exchange.py).
 """
 
 import contextlib
@@ -15,50 +16,59 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ptf.data.batch import Batch, Memory, laid_out
+from ptf.data.batch import Batch, Memory, lay_out
 from ptf.data.documents import Documents
-from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchanged
+from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_rows
 from ptf.data.items import Item, atoms_of, documents_of, items_of
 from ptf.data.packing import idle
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream, settle
 from ptf.errors import UserError
 
 
-class Counted(Stream[list[Atom]], Protocol):
+class PackedLane(Stream[list[PackUnit]], Protocol):
     """A lane: packed rows, and running totals of what went into them."""
 
     def row(self) -> list[Item]:
-        """The next, in place of `__next__`."""
+        """Return the next row as items; used instead of `__next__`."""
         ...
 
-    def counts(self) -> Mapping[str, int]: ...
+    def counts(self) -> Mapping[str, int]:
+        """Return the running totals."""
+        ...
 
 
 class LaneFactory(Protocol):
-    def __call__(self, lane: int) -> Counted: ...
+    """Makes the lanes of a run by their numbers."""
+
+    def __call__(self, lane: int) -> PackedLane:
+        """Return the lane of this number, from its beginning."""
+        ...
 
     @property
     def endless(self) -> bool:
-        """Whether its lanes are."""
+        """Whether the lanes never end."""
         ...
 
 
-def _rest(stream: Stream[Any]) -> Iterator[Any]:
+def _remaining(stream: Stream[Any]) -> Iterator[Any]:
+    """Iterate over what is left of a stream."""
     with contextlib.suppress(StopIteration):
         while True:
             yield next(stream)
 
 
-_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # of each lane, behind a step; and what was counted
+_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # the state of each lane behind a step, and the counts
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    """The part of one global step that this rank trains."""
+
     batches: list[Batch]
-    numbers: list[int]  # of their rows in the global step
+    numbers: list[int]  # numbers of their rows in the global step
     fill: float
-    states: dict[int, dict[str, Any]]  # of each lane, behind this step
+    states: dict[int, dict[str, Any]]  # the state of each lane behind this step
     counts: dict[str, int]
 
 
@@ -66,108 +76,139 @@ class Loader:
     """Stream[list[Batch]]: this rank's rows of one global step, in micro-batches."""
 
     def __init__(
-        self, lane_factory: LaneFactory, *, lanes: int, rows: int, rank: int = 0, world_size: int = 1, micro_rows: int,
-        seq_len: int, prefetch: int = 2, timeout_s: float = 1800.0, peers: Peers | None = None,
-    ):  # fmt: skip
-        """`peers` are the ranks with which rows are exchanged, a group of neighbours; without them a rank trains what it made."""
+        self,
+        lane_factory: LaneFactory,
+        *,
+        lanes: int,
+        rows: int,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_rows: int,
+        seq_len: int,
+        prefetch: int = 2,
+        timeout_s: float = 1800.0,
+        peers: Peers | None = None,
+    ):
+        """Make a loader for one rank.
+
+        `peers` are the ranks with which rows are exchanged, a group of neighbours; without them a rank trains the rows
+        that it made.
+        """
         if lanes % world_size or rows % world_size:
-            raise UserError(f"the number of workers ({world_size}) must divide data.lanes ({lanes}) and train.rows ({rows})")
-        self._factory, self._lanes, self._rows, self._rank, self._world = lane_factory, lanes, rows, rank, world_size
+            raise UserError(
+                f"the number of workers ({world_size}) must divide data.partitions ({lanes}) "
+                f"and train.sequences ({rows})"
+            )
+        self._factory, self._lanes, self._rows = lane_factory, lanes, rows
+        self._rank, self._world = rank, world_size
         self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
         self._peers = peers if peers is not None and peers.size > 1 else None
         self._memory = Memory()
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
-        self._seen: Atom | None = None
-        self.step = 0  # the next to be yielded
-        self.waited_s = 0.0  # how long the last step kept the consumer waiting
-        self.numbers: list[int] = []  # of this rank's rows in the last global step
+        self._template: PackUnit | None = None
+        self.step = 0  # the number of the next step
+        self.waited_s = 0.0  # seconds that the consumer waited for the last step
+        self.numbers: list[int] = []  # numbers of this rank's rows in the last global step
         self.fill = 0.0  # share of the last step's slots that hold tokens
         self._open()
 
     def _open(self) -> None:
         self._served = {lane: self._factory(lane) for lane in self.served}
-        self._settle_on()
+        self._record_states()
 
-    def _settle_on(self) -> None:
+    def _record_states(self) -> None:
         self._states, self.counts = self._snapshot()
 
     def _snapshot(self) -> _States:
         each = [stream.counts() for stream in self._served.values()]
-        return {lane: stream.state_dict() for lane, stream in self._served.items()}, {key: sum(c[key] for c in each) for key in each[0]}
+        return {lane: stream.state_dict() for lane, stream in self._served.items()}, {
+            key: sum(c[key] for c in each) for key in each[0]
+        }
 
     def _pack(self, step: int) -> _Step:
-        """A step of this rank alone."""
-        return self._laid_out(self._own, documents_of(self._items(step)), self._snapshot())
+        """Make a step of this rank alone."""
+        return self._lay_out_step(self._row_numbers, documents_of(self._items(step)), self._snapshot())
 
     @property
-    def _own(self) -> list[int]:
+    def _row_numbers(self) -> list[int]:
         """Numbers of the rows that this rank makes in a step."""
         return list(range(self._rank, self._rows, self._world))
 
     def _items(self, step: int) -> list[list[Item]]:
-        """This rank's rows of a step."""
-        rows = [self._row((step * self._rows + j) % self._lanes) for j in self._own]
-        if not all(rows):  # of a lane that has ended: a row that trains nothing
-            nothing = items_of([idle([[self._like(rows)]])], "", 0, (0, 0), 0, 0)
+        """Return the items of this rank's rows of a step."""
+        rows = [self._row((step * self._rows + j) % self._lanes) for j in self._row_numbers]
+        if not all(rows):  # a lane that has ended gives rows that train nothing
+            nothing = items_of([idle([[self._template_unit(rows)]])], "", 0, (0, 0), 0, 0)
             rows = [row or nothing for row in rows]
         return rows
 
-    def _laid_out(self, numbers: list[int], documents: Documents, states: _States) -> _Step:
-        batches = laid_out(documents, self._seq_len, self._micro_rows, self._memory)
+    def _lay_out_step(self, numbers: list[int], documents: Documents, states: _States) -> _Step:
+        batches = lay_out(documents, self._seq_len, self._micro_rows, self._memory)
         fill = len(documents.weights) / (len(documents.rows) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
 
     def _steps(self, step: int, stop: threading.Event) -> Iterator[_Step]:
-        """From `step` on, until `stop`."""
+        """Yield the steps from `step` on, until `stop` is set."""
         if self._peers is None:
             while not stop.is_set():
                 yield self._pack(step)
                 step += 1
         else:
-            yield from self._exchanged(step, stop, self._peers)
+            yield from self._exchanged_steps(step, stop, self._peers)
 
-    def _exchanged(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Step]:
-        """Steps are made and exchanged several at a time: a single one at first, so that training begins soon, then twice as many each time. While some
-        are made, those before are laid out and yielded, so that making them keeps nobody waiting."""
-        ready: deque[tuple[list[int], Documents, _States]] = deque()  # steps that were exchanged, and not yielded
+    def _exchanged_steps(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Step]:
+        """Make and exchange several steps at a time: one at first, so that training begins soon, then twice as many
+        each time.
+
+        While steps are made, the ones before are laid out and yielded, so that the consumer need not wait for them.
+        """
+        ready: deque[tuple[list[int], Documents, _States]] = deque()  # steps that are exchanged and not yet yielded
         together, error, ended = 1, None, None
         while not ended:
-            made: list[tuple[list[list[Atom]], _States]] = []
+            made: list[tuple[list[list[PackUnit]], _States]] = []
             while len(made) < together and not error:
                 if ready:
-                    yield self._laid_out(*ready.popleft())
+                    yield self._lay_out_step(*ready.popleft())
                 if stop.is_set():
-                    exchanged([], self._own, peers, STOPS)
+                    exchange_rows([], self._row_numbers, peers, STOPS)
                     return
                 try:
                     made.append((atoms_of(self._items(step + len(made))), self._snapshot()))
-                except BaseException as e:  # those who wait for this rank's rows hear of it first, and train what was made before
+                except BaseException as e:
+                    # the ranks that wait for this rank's rows are told first, and train what was made before
                     error = e
-            found, ended = exchanged([rows for rows, _ in made], self._own, peers, FAILED if error else GOES_ON)
-            ready += [(numbers, Documents.of(rows), states) for (rows, numbers), (_, states) in zip(found, made, strict=False)]
+            exchanged, ended = exchange_rows(
+                [rows for rows, _ in made], self._row_numbers, peers, FAILED if error else GOES_ON
+            )
+            ready += [
+                (numbers, Documents.of(rows), states)
+                for (rows, numbers), (_, states) in zip(exchanged, made, strict=False)
+            ]
             step, together = step + len(made), min(2 * together, STEPS)
-        for one in ready:
-            yield self._laid_out(*one)
+        for step_data in ready:
+            yield self._lay_out_step(*step_data)
         raise error or ended
 
     def _row(self, lane: int) -> list[Item]:
-        """A lane's next; nothing where it has ended."""
+        """Return a lane's next row; [] where the lane has ended."""
         try:
             return self._served[lane].row()
         except StopIteration:
             return []
 
-    def _like(self, rows: list[list[Item]]) -> Atom:
-        """An atom that carries the streams that all do, though this rank may have none left."""
-        seen = self._seen or next((atoms_of([row[:1]])[0][0] for row in rows if row), None)
-        if seen is None:
-            lanes = (row for lane in range(self._lanes) for row in itertools.islice(_rest(self._factory(lane)), 1))  # of some lane: others may have none
-            seen = next(lanes)[0]
-        self._seen = seen
-        return seen
+    def _template_unit(self, rows: list[list[Item]]) -> PackUnit:
+        """Return a unit that carries the columns of all samples, even if this rank has no rows left."""
+        template = self._template or next((atoms_of([row[:1]])[0][0] for row in rows if row), None)
+        if template is None:
+            # from any lane that has rows
+            lanes = (row for lane in range(self._lanes) for row in itertools.islice(_remaining(self._factory(lane)), 1))
+            template = next(lanes)[0]
+        self._template = template
+        return template
 
     def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
+        """Put steps into the queue, and the error that ends them; runs in the thread."""
         steps = self._steps(step, stop)
         while True:
             item: _Step | BaseException
@@ -175,7 +216,7 @@ class Loader:
                 item = next(steps)
             except StopIteration:
                 return
-            except BaseException as e:  # whatever it is, it belongs to the consumer
+            except BaseException as e:  # whatever it is, the consumer raises it
                 item = e
             while not stop.is_set():
                 try:
@@ -193,16 +234,20 @@ class Loader:
         if self._thread is None:
             self._queue: queue.Queue = queue.Queue(maxsize=self._prefetch)
             self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._work, args=(self.step, self._queue, self._stop), name="ptf-loader", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, args=(self.step, self._queue, self._stop), name="ptf-loader", daemon=True
+            )
             self._thread.start()
         start = time.perf_counter()
         try:
             item = self._queue.get(timeout=self._timeout_s)
         except queue.Empty:
-            raise TimeoutError(f"no data for step {self.step} within {self._timeout_s:g} s: a read of the data hangs") from None
+            raise TimeoutError(
+                f"no data for step {self.step} within {self._timeout_s:g} s: a read of the data hangs"
+            ) from None
         self.waited_s = time.perf_counter() - start
         if isinstance(item, BaseException):
-            self._queue.put(item)  # and again, should one ask again
+            self._queue.put(item)  # so that the next call raises it, too
             raise item
         self.step += 1
         self.fill, self.numbers, self._states, self.counts = item.fill, item.numbers, item.states, item.counts
@@ -210,6 +255,7 @@ class Loader:
 
     @property
     def endless(self) -> bool:
+        """Whether the data never end."""
         return self._factory.endless
 
     @property
@@ -218,27 +264,28 @@ class Loader:
         return range(self._rank, self._lanes, self._world)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state behind the last step that was yielded, of the lanes that this rank serves."""
+        """Return the state behind the last step that was yielded, of the lanes that this rank serves."""
         return {"step": self.step, "lanes": {str(lane): settle(state) for lane, state in self._states.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the states of any ranks' loaders together, as long as this rank's lanes are among them."""
+        """Continue from the states of any ranks' loaders together; this rank's lanes must be among them."""
         self.close()
         missing = [lane for lane in self._served if str(lane) not in state["lanes"]]
         if missing:
-            raise UserError(f"the checkpoint has no state of lanes {missing}: data.lanes cannot change on resume")
+            raise UserError(f"the checkpoint has no state of lanes {missing}: data.partitions cannot change on resume")
         self._open()
         self.step = int(state["step"])
         for lane, stream in self._served.items():
             stream.load_state_dict(state["lanes"][str(lane)])
-        self._settle_on()
+        self._record_states()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Stop packing. What was packed ahead is gone from this loader; its state is not."""
+        """Stop packing. What was packed ahead is dropped; the state is not changed."""
         if self._thread is None:
             return
         self._stop.set()
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and self._peers is None:  # else it waits for peers that are gone, and ends with the process
+        # with peers it may wait for ranks that are gone, and ends with the process
+        if self._thread.is_alive() and self._peers is None:
             raise TimeoutError(f"the loader's thread did not stop within {timeout_s} s: a read of the data hangs")
         self._thread = None

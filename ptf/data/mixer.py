@@ -1,7 +1,7 @@
 """A mixture of streams by shares.
 
-The one idea: no randomness. The next sample comes from the stream that is furthest behind its share, so at any time each stream has given its share
-to within a sample, and the counts are the whole state.
+The one idea: there is no randomness. The next sample comes from the stream that is furthest behind its share, so at any
+time each stream has given its share to within a sample, and the counts are the whole state.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,61 +10,79 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from ptf.data.stream import Stream
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class Passing(Stream[T_co], Protocol[T_co]):
-    """An endless stream that knows when it begins anew."""
+class EpochStream(Stream[T], Protocol[T]):
+    """An endless stream that counts its epochs."""
 
     @property
-    def sure(self) -> int:
-        """How many items may be taken before `passes` can be another."""
+    def ready(self) -> list[T]:
+        """Items that come next, the very next one last, before `passes` can change.
+
+        Whoever takes an item pops it off this list.
+        """
         ...
 
     def passes(self) -> int | None:
-        """How often everything in it has been yielded; None if nothing will ever come again."""
+        """Return how often every item has been yielded; None if no item will ever come again."""
         ...
 
 
 class Mixer(Generic[T]):
-    """Stream[T]. Shares are of samples or of whatever `size` measures. When a stream has had its `epochs`, `drop` goes on with the others, in their
-    proportions, until all have; `stop` ends the mixture; `repeat` goes on with it too, until all have. A stream that has nothing more is left out."""
+    """Stream[T]: a mixture of streams by shares, counted in samples or in what `size` measures.
+
+    When a stream has had its `epochs`: `drop` continues with the others, in their proportions, until all have; `stop`
+    ends the mixture; `repeat` continues with it too, until all have. A stream that has no more items is left out.
+    """
 
     def __init__(
-        self, streams: Mapping[str, Passing[T]], shares: Mapping[str, float], *, size: Callable[[T], float] | None = None,
-        exhausted: Literal["repeat", "drop", "stop"] = "repeat", epochs: Mapping[str, int | None] | None = None, ahead: Mapping[str, float] | None = None,
-    ):  # fmt: skip
-        """`epochs`: passes over each stream, None (or no such name) being endless. `ahead`: how far each is behind its share at the start, below 1:
-        mixtures that are read side by side then do not all come to a rare stream at the same time."""
-        self._streams, self._size, self._exhausted, self._epochs = dict(streams), size, exhausted, epochs or {}
-        self._shares = {name: shares[name] for name in streams}
-        self._ahead = ahead or dict.fromkeys(streams, 0.0)
-        self._ended: set[str] = set()  # had their epochs
-        self._empty: set[str] = set()  # have nothing more
-        self.taken: dict[str, float] = dict.fromkeys(streams, 0)
-        self._begin()
+        self,
+        streams: Mapping[str, EpochStream[T]],
+        shares: Mapping[str, float],
+        *,
+        size: Callable[[T], float] | None = None,
+        exhausted: Literal["repeat", "drop", "stop"] = "repeat",
+        epochs: Mapping[str, int | None] | None = None,
+        initial_deficits: Mapping[str, float] | None = None,
+    ):
+        """Make a mixture.
 
-    def _begin(self) -> None:
+        `epochs` is the number of passes over each stream; None (or no such name) is endless. `initial_deficits` is how
+        far each stream is behind its share at the start, below 1: mixtures that are read side by side then do not all
+        take from a rare stream at the same time.
+        """
+        self._streams, self._size = dict(streams), size
+        self._exhausted, self._epochs = exhausted, epochs or {}
+        self._shares = {name: shares[name] for name in streams}
+        self._deficits = initial_deficits or dict.fromkeys(streams, 0.0)
+        self._ended: set[str] = set()  # streams that had their epochs
+        self._empty: set[str] = set()  # streams that have no more items
+        self.taken: dict[str, float] = dict.fromkeys(streams, 0)
+        self._reset()
+
+    def _reset(self) -> None:
         self._left = self._open()
-        self._moved = list(self._streams)  # since it was looked at how often they have passed
-        self._sure = 0  # items that may be taken without a look, of the only stream that is left
+        self._changed = list(self._streams)  # streams of which an item was taken since the last `_update`
+        self._ready: list[T] = []  # items of the only stream that is left, which need no `_update`
 
     def __next__(self) -> T:
-        if self._sure:
-            self._sure -= 1
-            return self._take(self._left[0])
-        self._look()
+        if self._ready:
+            item = self._ready.pop()
+            self.taken[self._left[0]] += 1 if self._size is None else self._size(item)
+            return item
+        self._update()
         left = self._left
         if len(left) == 1:
             item = self._take(left[0])
-            self._moved, self._sure = left, self._streams[left[0]].sure
+            self._changed, self._ready = left, self._streams[left[0]].ready
             return item
         if left:
             shares, n = sum(self._shares[name] for name in left), sum(self.taken[name] for name in left) + 1
-            name = max(left, key=lambda name: self._shares[name] / shares * n + self._ahead[name] - self.taken[name])  # ties: the first declared
+            # in a tie the stream that was declared first wins
+            name = max(left, key=lambda name: self._shares[name] / shares * n + self._deficits[name] - self.taken[name])
         else:
             raise StopIteration
-        self._moved = [name]
+        self._changed = [name]
         return self._take(name)
 
     def _take(self, name: str) -> T:
@@ -72,9 +90,9 @@ class Mixer(Generic[T]):
         self.taken[name] += 1 if self._size is None else self._size(item)
         return item
 
-    def _look(self) -> None:
-        """Whether a stream of which something was taken has had its epochs, or has nothing more; and which are left to take from."""
-        for name in self._moved:
+    def _update(self) -> None:
+        """Find which streams have had their epochs or have no more items, and which are left to take from."""
+        for name in self._changed:
             if name not in self._empty:
                 passes, epochs = self._streams[name].passes(), self._epochs.get(name)
                 if passes is None or (epochs is not None and passes >= epochs):
@@ -82,22 +100,29 @@ class Mixer(Generic[T]):
                     if passes is None:
                         self._empty.add(name)
                     self._left = self._open()
-        self._moved = []
+        self._changed = []
 
     def _open(self) -> list[str]:
-        """The streams that may be taken from; none where the mixture has ended."""
+        """Return the streams that may be taken from; none where the mixture has ended."""
         left = [name for name in self._streams if name not in self._ended]
         if not left or (self._exhausted == "stop" and self._ended - self._empty):
             return []
         return [name for name in self._streams if name not in self._empty] if self._exhausted == "repeat" else left
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state behind the last item; `settle` finishes it."""
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
-        return {"taken": dict(self.taken), "ended": sorted(self._ended), "empty": sorted(self._empty), "streams": streams}
+        return {
+            "taken": dict(self.taken),
+            "ended": sorted(self._ended),
+            "empty": sorted(self._empty),
+            "streams": streams,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
         self.taken = {name: float(state["taken"][name]) for name in self._streams}
         self._ended, self._empty = set(state["ended"]), set(state["empty"])
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])
-        self._begin()
+        self._reset()

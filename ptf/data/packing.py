@@ -1,8 +1,9 @@
-"""The packer: atoms in, rows of at most `seq_len` tokens out. Nothing is cut, and a row keeps an atom's samples together.
+"""The packer: pack units in, packed rows of at most `seq_len` tokens out. Nothing is cut, and the samples of a unit
+stay together.
 
-The one idea: the lengths in the look-ahead window are the bits of one integer. The longest atom that fits is then a mask and a
-`bit_length`, and "do two of them fill the row exactly?" is one AND of that integer with its mirror image. The oldest atom always
-starts the next row, so none waits longer than `lookahead` rows.
+The one idea: the lengths in the look-ahead window are the bits of one integer. Finding the longest unit that fits is
+then a mask and a `bit_length`, and "do two of them fill the row exactly?" is one AND of that integer with its mirror
+image. The oldest unit always starts the next row, so none waits longer than `lookahead` rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,33 +11,45 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ptf.data.sample import Atom, Sample, length
-from ptf.data.stream import Later, Stream
+from ptf.data.sample import PackUnit, Sample, length
+from ptf.data.stream import Deferred, Stream
 from ptf.errors import UserError
 
 T = TypeVar("T")
 
 
 class Packer(Generic[T]):
-    """Stream[list[T]]: rows of atoms, or of whatever holds one. Over a finite iterator it ends when every atom has left in a row."""
+    """Stream[list[T]]: packed rows of units, or of objects that hold one.
+
+    Over a finite iterator it ends when every unit is in a row.
+    """
 
     def __init__(
-        self, atoms: Stream[T] | Iterator[T], seq_len: int, lookahead: int = 64, size: Callable[[T], int] = length,  # type: ignore[assignment]
-        dump: Callable[[Sequence[T]], Any] = tuple, load: Callable[[Any], Sequence[T]] = tuple,
-    ):  # fmt: skip
-        """`size` are the tokens of what comes; `dump` and `load` write what waits in the look-ahead window."""
-        self._atoms, self._seq_len, self._lookahead, self._size, self._dump, self._load = atoms, seq_len, lookahead, size, dump, load
+        self,
+        atoms: Stream[T] | Iterator[T],
+        seq_len: int,
+        lookahead: int = 64,
+        size: Callable[[T], int] = length,  # type: ignore[assignment]
+        dump: Callable[[Sequence[T]], Any] = tuple,
+        load: Callable[[Any], Sequence[T]] = tuple,
+    ):
+        """Make a packer of `atoms`.
+
+        `size` returns the tokens of one; `dump` and `load` convert the units of the look-ahead window for a state.
+        """
+        self._atoms, self._seq_len, self._lookahead = atoms, seq_len, lookahead
+        self._size, self._dump, self._load = size, dump, load
         self._clear()
 
     def _clear(self) -> None:
-        self._window: dict[int, tuple[T, int]] = {}  # by number of arrival, oldest first, with its length
+        self._window: dict[int, tuple[T, int]] = {}  # number of arrival → unit and its length, oldest first
         self._arrivals = 0
-        self._ages: dict[int, list[int]] = {}  # by length, of those that are there; oldest first
-        self._bits = 0  # bit n: an atom of n tokens is there
-        self._mirror = 0  # bit seq_len - n: the same, read backwards
+        self._ages: dict[int, list[int]] = {}  # length → numbers of arrival of the units of that length, oldest first
+        self._bits = 0  # bit n: the window has a unit of n tokens
+        self._mirror = 0  # bit seq_len - n: the same, mirrored
 
     def _admit(self, atoms: Iterator[T] | Stream[T], most: int) -> None:
-        """Until so many are there."""
+        """Fill the window up to `most` units. Raise UserError for one that is longer than a row."""
         window, ages, size, seq_len = self._window, self._ages, self._size, self._seq_len
         while len(window) < most:
             try:
@@ -56,7 +69,7 @@ class Packer(Generic[T]):
             self._arrivals = number + 1
 
     def _take(self, n: int) -> T:
-        """The oldest atom of n tokens."""
+        """Remove and return the oldest unit of n tokens."""
         ages = self._ages[n]
         if len(ages) > 1:
             return self._window.pop(ages.pop(0))[0]
@@ -66,14 +79,14 @@ class Packer(Generic[T]):
         return self._window.pop(ages[0])[0]
 
     def _choose(self, room: int) -> int:
-        """Length of the next atom of a row with `room` tokens left; -1 where none fits."""
+        """Return the length of the next unit of a row with `room` tokens left; -1 where none fits."""
         if room in self._ages:
             return room
         fits = self._bits & ((1 << room) - 1)
         best = fits.bit_length() - 1
         if best < 0:
             return -1
-        pairs = fits & (self._mirror >> (self._seq_len - room))  # n is there, and so is room - n
+        pairs = fits & (self._mirror >> (self._seq_len - room))  # lengths n for which room - n is there, too
         half = room >> 1
         if pairs and room == 2 * half and pairs >> half & 1 and len(self._ages[half]) < 2:
             pairs ^= 1 << half
@@ -97,29 +110,35 @@ class Packer(Generic[T]):
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window": Later(tuple(self._window.values()), self._dump_window), "atoms": self._atoms.state_dict()}  # type: ignore[union-attr]
+        """Return the state behind the last item; `settle` finishes it."""
+        atoms = self._atoms.state_dict()  # type: ignore[union-attr]
+        return {"window": Deferred(tuple(self._window.values()), self._dump_window), "atoms": atoms}
 
     def _dump_window(self, window: Sequence[tuple[T, int]]) -> Any:
         return self._dump([atom for atom, _ in window])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
         self._clear()
         self._atoms.load_state_dict(state["atoms"])  # type: ignore[union-attr]
-        held = self._load(state["window"])
-        self._admit(iter(held), len(held))
+        window = self._load(state["window"])
+        self._admit(iter(window), len(window))
 
 
-def idle(rows: Sequence[Sequence[Atom]]) -> Atom:
-    """One token that trains nothing, with the streams that the other samples have."""
+def idle(rows: Sequence[Sequence[PackUnit]]) -> PackUnit:
+    """Return a unit of one token that trains nothing, with the columns that the other samples have."""
     like = rows[0][0][0].streams if rows and rows[0] else {}
     streams = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
     return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", streams),)
 
 
 def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:
-    """Deal things of given work to ranks, equally many to each (the first ones may have one more), so that the sums are nearly alike: the heaviest
-    first, each to the rank that has least and still room (Graham's rule); then pairs are swapped between the most and the least loaded rank for as
-    long as that brings the two nearer. Returns the indices of each rank's, ascending."""
+    """Distribute things of given work to ranks, equally many to each, so that the sums are nearly equal.
+
+    The first ranks may get one more. The heaviest thing goes first, each to the rank that has the least work and still
+    has room (Graham's rule); then pairs are swapped between the most and the least loaded rank for as long as that
+    brings the two nearer. Return the indices of each rank's things, ascending.
+    """
     order = sorted(range(len(work)), key=lambda i: (-work[i], i))
     shares: list[list[int]] = [[] for _ in range(ranks)]
     sums = [0.0] * ranks
@@ -129,18 +148,24 @@ def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:
         shares[rank].append(i)
         sums[rank] += work[i]
     for _ in range(len(work)):
-        most, least = max(range(ranks), key=lambda r: (sums[r], -r)), min(range(ranks), key=lambda r: (sums[r], r))
+        most = max(range(ranks), key=lambda r: (sums[r], -r))
+        least = min(range(ranks), key=lambda r: (sums[r], r))
         gap = sums[most] - sums[least]
-        moved = [(abs(gap - 2 * (work[a] - work[b])), a, b) for a in shares[most] for b in shares[least] if 0 < work[a] - work[b] < gap]
-        if not moved:
+        swaps = [
+            (abs(gap - 2 * (work[a] - work[b])), a, b)
+            for a in shares[most]
+            for b in shares[least]
+            if 0 < work[a] - work[b] < gap
+        ]
+        if not swaps:
             break
-        _, a, b = min(moved)
+        _, a, b = min(swaps)
         shares[most][shares[most].index(a)], shares[least][shares[least].index(b)] = b, a
         sums[most] += work[b] - work[a]
         sums[least] += work[a] - work[b]
     return [sorted(share) for share in shares]
 
 
-def pack_all(atoms: Iterable[Atom], seq_len: int, lookahead: int = 1024) -> list[list[Atom]]:
-    """A finite number of atoms as rows, by the same packer."""
+def pack_all(atoms: Iterable[PackUnit], seq_len: int, lookahead: int = 1024) -> list[list[PackUnit]]:
+    """Pack a finite number of units into rows, by the same packer."""
     return list(Packer(iter(atoms), seq_len, lookahead))

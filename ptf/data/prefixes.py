@@ -1,8 +1,10 @@
-"""Rows in which what several samples begin with is read once: the answers to one prompt share the prompt.
+"""Shared prefixes: packed rows in which the tokens that several samples begin with are computed once, such as the
+prompt of several answers.
 
-The one idea: the first sample of a family is laid out whole, and right behind it each other that begins alike from where they part; its `begins` says
-how far on that is. The last token of what is shared is each sample's own, for each has another target there. What is shared is never trained and has
-nothing in its streams, so every gradient is the same, but for rounding, as if each sample were a row's only one.
+The one idea: the first sample of a family is laid out whole, and right behind it come the others from where they
+differ; their `begins` is the length of the prefix. The last token of the prefix belongs to each sample, because each
+has another target there. The prefix is never trained and has zeros in its columns, so every gradient is the same, but
+for rounding, as if each sample were alone in a row.
 """
 
 from collections.abc import Sequence
@@ -10,37 +12,48 @@ from dataclasses import replace
 
 import numpy as np
 
-from ptf.data.sample import Atom, Sample, length
+from ptf.data.sample import PackUnit, Sample, length
 from ptf.errors import UserError
 
 
-def beginning(sample: Sample) -> bytes:
-    """What comes before the first token that has a weight or anything in a stream; nothing where there is none, or not two before it."""
-    said = sample.weights != 0
+def untrained_prefix(sample: Sample) -> bytes:
+    """Return the tokens before the first that has a weight or a non-zero column, as bytes; b"" for fewer than two."""
+    used = sample.weights != 0
     for values in sample.streams.values():
-        said = said | (values != 0).reshape(len(values), -1).any(1)
-    first = np.flatnonzero(said)
+        used = used | (values != 0).reshape(len(values), -1).any(1)
+    first = np.flatnonzero(used)
     return sample.tokens[: first[0]].tobytes() if len(first) and first[0] > 1 else b""
 
 
-def parted(sample: Sample, n: int) -> Sample:
-    """It, from its token n on."""
-    return replace(sample, tokens=sample.tokens[n:], weights=sample.weights[n:], streams={name: v[n:] for name, v in sample.streams.items()}, begins=n)
+def without_prefix(sample: Sample, n: int) -> Sample:
+    """Return the sample from its token n on."""
+    return replace(
+        sample,
+        tokens=sample.tokens[n:],
+        weights=sample.weights[n:],
+        streams={name: v[n:] for name, v in sample.streams.items()},
+        begins=n,
+    )
 
 
-def families(samples: Sequence[Sample], seq_len: int) -> list[Atom]:
-    """The samples of one row of data as atoms of at most `seq_len` tokens, in which what samples begin with alike is read once: a family's longest
-    sample is whole, and behind it lies each other from where the two part. A conversation of which every turn had to become a sample of its own, for
-    the template shows earlier turns otherwise than they were served, costs little more than once its length."""
+def families(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
+    """Group the samples of one row of data into units of at most `seq_len` tokens that share prefixes.
+
+    A family's longest sample is whole, and the others follow it from where they differ. So a conversation of which
+    every turn is a sample of its own, because the template shows earlier turns otherwise than they were served, costs
+    little more than its length.
+    """
     left = sorted(samples, key=len, reverse=True)
-    atoms: list[Atom] = []
+    atoms: list[PackUnit] = []
     while left:
         head, *others = left
         atom, room, left = [head], seq_len - len(head), []
         for sample in others:
-            n = min(_alike(head.tokens, sample.tokens), len(beginning(sample)) // sample.tokens.itemsize - 1)
+            n = min(
+                _common_prefix(head.tokens, sample.tokens), len(untrained_prefix(sample)) // sample.tokens.itemsize - 1
+            )
             if n > 0 and len(sample) - n <= room:
-                atom.append(parted(sample, n))
+                atom.append(without_prefix(sample, n))
                 room -= len(sample) - n
             else:
                 left.append(sample)
@@ -48,46 +61,51 @@ def families(samples: Sequence[Sample], seq_len: int) -> list[Atom]:
     return atoms
 
 
-def apart(atom: Atom) -> list[Sample]:
-    """The samples of a family, each whole again."""
+def separate(atom: PackUnit) -> list[Sample]:
+    """Return the samples of a family, each whole."""
     head = atom[0]
-    return [head, *(joined(head, sample) for sample in atom[1:])]
+    return [head, *(with_prefix(head, sample) for sample in atom[1:])]
 
 
-def joined(head: Sample, sample: Sample) -> Sample:
-    """A sample that goes on from another's beginning, with that before it; what is shared has no weight and nothing in its streams."""
+def with_prefix(head: Sample, sample: Sample) -> Sample:
+    """Return a sample with the prefix that it shares with `head`; the prefix has no weight and zeros in the columns."""
     n = sample.begins
     streams = {name: np.concatenate([np.zeros((n, *v.shape[1:]), v.dtype), v]) for name, v in sample.streams.items()}
     weights = np.concatenate([np.zeros(n, np.float32), sample.weights])
-    return replace(sample, tokens=np.concatenate([head.tokens[:n], sample.tokens]), weights=weights, streams=streams, begins=0)
+    return replace(
+        sample, tokens=np.concatenate([head.tokens[:n], sample.tokens]), weights=weights, streams=streams, begins=0
+    )
 
 
-def _alike(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two samples begin with alike."""
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many tokens two samples share at their beginnings."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
 
 
-def pack_shared(atoms: Sequence[Atom], seq_len: int) -> list[list[Atom]]:
-    """As `pack_all`, of atoms of which those of one sample may share what they begin with; who does is side by side. The largest families go first,
-    their longest members first, each into the first row that has room (first-fit decreasing), its family's rows before others."""
-    families: dict[bytes | int, list[Atom]] = {}
+def pack_shared(atoms: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]:
+    """Pack units as `pack_all` does, sharing prefixes between units of one sample that lie side by side.
+
+    The largest families go first, their longest members first, each into the first row that has room (first-fit
+    decreasing), the rows that have its family before others.
+    """
+    families: dict[bytes | int, list[PackUnit]] = {}
     for i, atom in enumerate(atoms):
-        families.setdefault((len(atom) == 1 and beginning(atom[0])) or i, []).append(atom)
+        families.setdefault((len(atom) == 1 and untrained_prefix(atom[0])) or i, []).append(atom)
     members = sorted(families.items(), key=lambda family: -sum(map(length, family[1])))
-    rows: list[list[Atom]] = []
+    rows: list[list[PackUnit]] = []
     room = np.zeros(max(1, len(atoms)), np.int64)
     for key, family in members:
         shared = len(key) // family[0][0].tokens.itemsize - 1 if isinstance(key, bytes) else 0
-        homes: dict[int, list[Atom]] = {}  # row → this family's atoms there
+        homes: dict[int, list[PackUnit]] = {}  # row → this family's units there
         for atom in sorted(family, key=length, reverse=True):
             n = length(atom)
             if n > seq_len:
                 raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {seq_len}")
             home = next((row for row in homes if room[row] >= n - shared), None) if shared else None
             if home is not None:
-                homes[home].append((parted(atom[0], shared),))
+                homes[home].append((without_prefix(atom[0], shared),))
                 room[home] -= n - shared
                 continue
             home = int(np.argmax(room[: len(rows)] >= n)) if rows else 0
@@ -96,7 +114,7 @@ def pack_shared(atoms: Sequence[Atom], seq_len: int) -> list[list[Atom]]:
                 rows.append([])
                 room[home] = seq_len
             room[home] -= n
-            homes[home] = [atom]  # in a row that has its family, there was less room than that
+            homes[home] = [atom]  # a row that has its family has less room than that
         for row, together in homes.items():
             rows[row] += together
     return rows

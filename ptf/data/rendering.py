@@ -1,7 +1,8 @@
-"""How conversations are rendered, beyond the words of a tokenizer's chat template.
+"""Settings of how conversations are rendered, beyond the text of a tokenizer's chat template.
 
-The one idea: everything that changes a render belongs to the tokenizer. Arguments are written into its template, as defaults that a caller can still
-override, so they hold wherever the tokenizer is loaded, on a server too. The rest (`Rendering`) lies beside the tokenizer in a run's directory.
+The one idea: everything that changes a render belongs to the tokenizer. Arguments are written into its template as
+defaults that a caller can override, so they hold wherever the tokenizer is loaded, on a server too. The other settings
+(`Rendering`) are stored beside the tokenizer in a run's directory.
 """
 
 import datetime
@@ -14,22 +15,41 @@ from typing import Any
 
 from ptf.errors import UserError
 
-FILE = "rendering.json"  # beside a tokenizer of a run; never exported (ptf.model.bridge.save_hf)
-ROW_KEYS = ("template_args", "chat_template_kwargs")  # columns of a row that hold arguments of its own
+FILE = "rendering.json"  # stored beside a tokenizer of a run; never exported (ptf.model.bridge.save_hf)
+ROW_KEYS = ("template_args", "chat_template_kwargs")  # columns that hold a row's own template arguments
 RESERVED = {
-    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
-    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception",
-}  # fmt: skip
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "strftime_now",
+    "raise_exception",
+}
 WAYS_OUT = (
-    "give model.chat_template a template that does, the template's own arguments in model.template_args (enable_thinking, …), "
-    "or set data.render: served, which trains what the model shall say behind the served prompt"
+    "give model.chat_template a template that does, the template's own arguments in model.template_args "
+    "(enable_thinking, …), "
+    "or set data.render: served, which trains the answer after the served prompt"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Settings of a run. `date` (ISO) is the day that `strftime_now` gives to a template, today without; `served` and `allow_unseen` are
-    `data.render: served` and `data.unseen_context: allow`."""
+    """Rendering settings of a run.
+
+    `date` (ISO) is the day that `strftime_now` returns to a template, None for today; `served` and `allow_unseen` are
+    `data.render: served` and `data.unseen_context: allow`.
+    """
 
     date: str | None = None
     served: bool = False
@@ -37,12 +57,12 @@ class Rendering:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Those that are not the default: what a fingerprint has to know."""
+        """Return the settings that are not the default, which are part of a fingerprint."""
         return {name: value for name, value in asdict(self).items() if value}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the template is handed."""
+        """Return the arguments that these settings add to a template."""
         if self.date is None:
             return {}
         day = datetime.datetime.fromisoformat(self.date)
@@ -50,41 +70,53 @@ class Rendering:
 
     @classmethod
     def read(cls, directory: str | Path) -> "Rendering":
+        """Read the settings beside a tokenizer; the defaults where there are none."""
         file = Path(directory) / FILE
         return cls(**json.loads(file.read_text())) if file.is_file() else cls()
 
     def write(self, directory: str | Path) -> None:
+        """Write the settings beside a tokenizer, where they are not the defaults."""
         if self.facts:
             (Path(directory) / FILE).write_text(json.dumps(self.facts))
 
 
 def renders_date(template: object) -> bool:
-    """Whether a chat template (or a dictionary of them) asks for today's date."""
+    """Return whether a chat template (or a dictionary of them) uses today's date."""
     return "strftime_now" in str(template)
 
 
 def with_arguments(template: str, arguments: Mapping[str, Any]) -> str:
-    """The template with defaults for some of its variables. Raises UserError for a name that no argument can have."""
-    return "".join(f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n" for name, value in _checked(arguments)) + template
+    """Return the template with defaults for some of its variables. Raises UserError for an invalid name."""
+    return (
+        "".join(
+            f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
+            for name, value in _valid_items(arguments)
+        )
+        + template
+    )
 
 
 def row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The template arguments that a row has of its own; nulls, which columns make, are none. Raises UserError for what is not an object."""
-    given = {key: row[key] for key in ROW_KEYS if row.get(key)}
-    if len(given) > 1:
+    """Return the template arguments in the row's own columns, without nulls, which columns make.
+
+    Raises UserError for a value that is not an object.
+    """
+    columns = {key: row[key] for key in ROW_KEYS if row.get(key)}
+    if len(columns) > 1:
         raise UserError(f"the row has both `{ROW_KEYS[0]}` and `{ROW_KEYS[1]}`, which mean the same; keep one")
-    for key, value in given.items():
+    for key, value in columns.items():
         try:
-            found = json.loads(value) if isinstance(value, str) else value
+            parsed = json.loads(value) if isinstance(value, str) else value
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            parsed = None
+        if not isinstance(parsed, dict):
             raise UserError(f"`{key}` must be an object of the template's arguments, not {str(value)[:60]!r}")
-        return dict(_checked({name: argument for name, argument in found.items() if argument is not None}))
+        return dict(_valid_items({name: argument for name, argument in parsed.items() if argument is not None}))
     return {}
 
 
-def _checked(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _valid_items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the arguments as pairs; raise UserError for a name that no argument can have."""
     for name in arguments:
         if name in RESERVED or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise UserError(f"{name!r} cannot be an argument of a chat template (model.template_args)")
@@ -92,7 +124,7 @@ def _checked(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _literal(value: Any) -> str:
-    """A value as Jinja writes it."""
+    """Return a value as a Jinja literal."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, list):

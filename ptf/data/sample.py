@@ -1,6 +1,8 @@
-"""What an encoder makes of a row: a `Sample` is one document as ids and weights; an `Atom` is the samples that must share a row.
+"""The output of an encoder: a `Sample` is one document as token ids and weights, a pack unit is the samples that must
+share a packed sequence.
 
-The one idea: both never change once made, so a window of them is saved by holding on to it, and written out as a few long arrays.
+The one idea: both are immutable, so a window of them is checkpointed by keeping references to them and is written out
+as a few long arrays.
 """
 
 from collections import deque
@@ -14,72 +16,98 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One document: ids, and how much each token counts when it is the target."""
+    """One document: its token ids, and how much each token counts when it is the target."""
 
     tokens: np.ndarray  # [n] int32
     weights: np.ndarray  # [n] float32; 0 is context
     source: str = ""
-    streams: Mapping[str, np.ndarray] = field(default_factory=dict)  # [n] or [n, k]: advantages, old_logprobs, …
-    begins: int = 0  # position of the first token; before it come as many of the row's last sample before it that is whole (ptf/data/prefixes.py)
+    # Per-token values, [n] or [n, k]: advantages, old_logprobs, …
+    streams: Mapping[str, np.ndarray] = field(default_factory=dict)
+    # Position of the first token. The tokens of the positions before it are those that the last complete sample before
+    # this one in the same sequence begins with (ptf/data/prefixes.py).
+    begins: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def samples_of(
-    tokens: Sequence[np.ndarray], weights: Sequence[np.ndarray], sources: Sequence[str], streams: Sequence[Mapping[str, np.ndarray]]
+    tokens: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray],
+    sources: Sequence[str],
+    streams: Sequence[Mapping[str, np.ndarray]],
 ) -> list[Sample]:
-    """Many at once. Each attribute is set for all of them together, since a frozen class takes 0.7 us to make a sample by itself, and this 0.3."""
-    made = list(map(object.__new__, repeat(Sample, len(tokens))))
-    for name, values in {"tokens": tokens, "weights": weights, "source": sources, "streams": streams, "begins": repeat(0)}.items():
-        deque(map(getattr(Sample, name).__set__, made, values), 0)
-    return made
+    """Build many samples at once.
+
+    Each attribute is set for all samples together: the constructor of a frozen class takes 0.7 us a sample, this takes
+    0.3 us.
+    """
+    samples = list(map(object.__new__, repeat(Sample, len(tokens))))
+    for name, values in {
+        "tokens": tokens,
+        "weights": weights,
+        "source": sources,
+        "streams": streams,
+        "begins": repeat(0),
+    }.items():
+        deque(map(getattr(Sample, name).__set__, samples, values), 0)
+    return samples
 
 
-Atom = tuple[Sample, ...]
+PackUnit = tuple[Sample, ...]
 
 
-def length(atom: Atom) -> int:
-    """Tokens in all of an atom's samples."""
+def length(atom: PackUnit) -> int:
+    """Return the number of tokens in all samples of a pack unit."""
     if len(atom) == 1:
         return len(atom[0].tokens)
     return sum(len(s.tokens) for s in atom)
 
 
-def dump_atoms(atoms: Sequence[Atom]) -> dict[str, Any]:
-    """Atoms as columns: arrays, strings, lists and dicts only. `load_atoms` is the inverse."""
+def dump_units(atoms: Sequence[PackUnit]) -> dict[str, Any]:
+    """Return pack units as columns that hold arrays, strings, lists and dicts only; `load_units` is the inverse."""
     samples = [s for atom in atoms for s in atom]
     names = sorted({name for s in samples for name in s.streams})
     owners = {name: [i for i, s in enumerate(samples) if name in s.streams] for name in names}
     return {
-        "atoms": np.array([len(atom) for atom in atoms], np.int32),  # samples in each
+        "atoms": np.array([len(atom) for atom in atoms], np.int32),  # samples in each pack unit
         "lengths": np.array([len(s) for s in samples], np.int32),
         "begins": np.array([s.begins for s in samples], np.int32),
         "tokens": np.concatenate([s.tokens for s in samples] or [np.zeros(0, np.int32)]),
         "weights": np.concatenate([s.weights for s in samples] or [np.zeros(0, np.float32)]),
         "sources": [s.source for s in samples],
         "streams": {
-            name: {"samples": np.array(owners[name], np.int32), "values": np.concatenate([samples[i].streams[name] for i in owners[name]])} for name in names
+            name: {
+                "samples": np.array(owners[name], np.int32),
+                "values": np.concatenate([samples[i].streams[name] for i in owners[name]]),
+            }
+            for name in names
         },
     }
 
 
-def load_atoms(state: Mapping[str, Any]) -> list[Atom]:
+def load_units(state: Mapping[str, Any]) -> list[PackUnit]:
+    """Return the pack units that `dump_units` wrote."""
     lengths = np.asarray(state["lengths"])
-    streams: list[Mapping[str, np.ndarray]] = [{}] * len(lengths)  # one for all that have none: each dict is work for the garbage collector
+    # One dict is shared by all samples without per-token values, because each dict is work for the garbage collector.
+    streams: list[Mapping[str, np.ndarray]] = [{}] * len(lengths)
     for name, column in state["streams"].items():
         owners = np.asarray(column["samples"])
         for i, values in zip(owners.tolist(), _pieces(column["values"], lengths[owners]), strict=True):
             streams[i] = {**streams[i], name: values}
     begins = np.asarray(state["begins"])
-    samples = samples_of(_pieces(state["tokens"], lengths), _pieces(state["weights"], lengths), state["sources"], streams)
+    samples = samples_of(
+        _pieces(state["tokens"], lengths), _pieces(state["weights"], lengths), state["sources"], streams
+    )
     if begins.any():
-        samples = [replace(sample, begins=n) if n else sample for sample, n in zip(samples, begins.tolist(), strict=True)]
-    found = iter(samples)
-    return [tuple(islice(found, n)) for n in np.asarray(state["atoms"]).tolist()]
+        samples = [
+            replace(sample, begins=n) if n else sample for sample, n in zip(samples, begins.tolist(), strict=True)
+        ]
+    remaining = iter(samples)
+    return [tuple(islice(remaining, n)) for n in np.asarray(state["atoms"]).tolist()]
 
 
 def _pieces(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """One after the other."""
+    """Return `values` cut into consecutive pieces of the given lengths."""
     ends = np.cumsum(lengths).tolist()
     return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]

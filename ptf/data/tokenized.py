@@ -1,7 +1,7 @@
-"""Encoded rows as parquet: tokenize once, then train as if on the fly.
+"""Encoded rows as parquet: data are tokenized once, and train as if they were tokenized during training.
 
-The one idea: one row of parquet is one row of the source with its atoms (none, where it was dropped or bad), so an epoch has the same samples (in the
-order of its own blocks). How a row is stored is said in ptf/data/token_file.py.
+The one idea: one row of parquet is one row of the source with its pack units (none where the row was dropped or bad),
+so an epoch has the same samples (in the order of its own blocks). ptf/data/token_file.py defines how a row is stored.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ from typing import Any
 import numpy as np
 
 from ptf import scratch, storage, verified
-from ptf.data.blocks import Block, Location, Reader, Row
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
-from ptf.data.kinds import found_out
+from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
-from ptf.data.sample import Atom
-from ptf.data.sources import Place, SourceSpec, blocks_once, place
-from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, columns_of, side_by_side
+from ptf.data.sample import PackUnit
+from ptf.data.sources.blocks import Block, Location, Reader, Row
+from ptf.data.sources.rows import Place, SourceSpec, blocks_once, place
+from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.entry import end_with_parent
 from ptf.errors import UserError
 
-ROWS_AT_ONCE = 256  # that one process is given
-FEW_BYTES = 8 << 20  # of source that are not worth further processes
-TOLD_S = 10.0  # between lines of progress
+ROWS_AT_ONCE = 256  # rows that a process receives at a time
+FEW_BYTES = 8 << 20  # a smaller source is encoded in one process
+PROGRESS_S = 10.0  # seconds between lines of progress
 BAD_ROWS = "bad_rows.jsonl"
 
-Encoded = tuple[dict[str, list[Any]], dict[str, int], list[BadRow]]  # columns by row, counts, what was set aside
+Encoded = tuple[dict[str, list[Any]], dict[str, int], list[BadRow]]  # columns by row, counts, rows set aside
 
 
 @dataclass
 class _Work:
-    """Encodes some rows of a block, here or in another process."""
+    """Encodes some rows of a block, in this process or in another one."""
 
     encode: Encode
     name: str
@@ -51,98 +51,126 @@ class _Work:
     skip_bad: bool
 
     def __call__(self, block: Block, uri: str, before: int) -> Encoded:
-        aside: list[BadRow] = []
-        keep = (lambda bad, counts: aside.append(bad)) if self.skip_bad else None
-        encoder = Encoder(self.encode, self.name, self.seq_len, self.too_long, columns=self.spec.columns, kind=self.spec.kind, set_aside=keep)
-        rows = [columns_of(encoder(place(block, i, uri, before))) for i in range(len(block))]
-        return side_by_side(rows), encoder.counts, aside
+        bad_rows: list[BadRow] = []
+        encoder = Encoder(
+            self.encode,
+            self.name,
+            self.seq_len,
+            self.too_long,
+            columns=self.spec.columns,
+            kind=self.spec.kind,
+            set_aside=(lambda bad, counts: bad_rows.append(bad)) if self.skip_bad else None,
+        )
+        rows = [unit_columns(encoder(place(block, i, uri, before))) for i in range(len(block))]
+        return side_by_side(rows), encoder.counts, bad_rows
 
 
-_work: _Work | None = None  # in a process of the pool: what it was started with, which need not be picklable
+_work: _Work | None = None  # set at the start of each process of the pool, so it need not be picklable
 
 
 def _start(work: _Work, parent: int) -> None:
+    """Prepare a process of the pool."""
     global _work
     end_with_parent(parent)
     _work = work
 
 
 def _run(block: Block, uri: str, before: int) -> Encoded:
+    """Encode some rows in a process of the pool."""
     assert _work is not None
     return _work(block, uri, before)
 
 
 def write(
-    directory: str, spec: SourceSpec, name: str, *, encode: Encode, seq_len: int, too_long: TooLong, tokenizer: Tokenizer, config_fingerprint: str,
-    max_bad: float | None = None, processes: int = 1,
-) -> Mapping[str, Any]:  # fmt: skip
-    """Encode every row of a source into a local directory, in `processes` where it is large, with a line of progress now and then. With `max_bad`,
-    that share of the rows may be bad; they are listed in `bad_rows.jsonl`. Returns the manifest, which is written last; where one is there already,
-    from the same tokenizer and config, nothing is done."""
+    directory: str,
+    spec: SourceSpec,
+    name: str,
+    *,
+    encode: Encode,
+    seq_len: int,
+    too_long: TooLong,
+    tokenizer: Tokenizer,
+    config_fingerprint: str,
+    max_bad: float | None = None,
+    processes: int = 1,
+) -> Mapping[str, Any]:
+    """Encode every row of a source into a local directory, and return its manifest.
+
+    A large source is encoded in `processes`, and progress is printed every few seconds. With `max_bad`, that share of
+    the rows may be bad; they are listed in `bad_rows.jsonl`. The manifest is written last; where one exists already,
+    from the same tokenizer and config, nothing is done.
+    """
     made_with = {**made_by(tokenizer), "config": config_fingerprint}
     root = Path(directory)
     if (root / storage.MANIFEST).exists():
         manifest = verified.verify(directory, spec.verify_up_to, f"remove {directory}: it is made again")
         if manifest.items() >= made_with.items():
             return manifest
-    with scratch.directory(root) as part:  # others may be reading what is there
+    with scratch.directory(root) as part:  # other processes may be reading the old files
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        aside = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
+        quarantine = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
         reader = Reader(Location.of(spec))
-        work = _Work(encode, name, seq_len, too_long, found_out(spec, reader), max_bad is not None)
+        work = _Work(encode, name, seq_len, too_long, with_detected_kind(spec, reader), max_bad is not None)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
                 counts.update(counted)
                 for row in bad:
-                    aside.add(row, counts)
+                    quarantine.add(row, counts)
                 file.write(columns)
-        made_with |= {"commit": reader.commit} if reader.commit else {}  # of a dataset of the Hub
-        manifest = storage.commit(part / "new", {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])})
+        made_with |= {"commit": reader.commit} if reader.commit else {}  # the commit of a dataset on the Hub
+        manifest = storage.commit(
+            part / "new",
+            {**made_with, "source": name, **counts, "expansion": counts["tokens"] / max(1, counts["whole"])},
+        )
         if root.exists():
-            os.replace(root, part / "old")  # from another tokenizer or config, under the same name
+            os.replace(root, part / "old")  # of another tokenizer or config, under the same name
         os.replace(part / "new", root)
         return manifest
 
 
 def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[Encoded]:
-    """What `work` makes of every row, in groups of the parquet file, in order."""
-    tell = Progress("tokenize", work.name, reader)
+    """Yield what `work` makes of every row, in groups of the parquet file, in order."""
+    progress = Progress("tokenize", work.name, reader)
     if processes == 1 or sum(reader.sizes) < FEW_BYTES:
-        found: Iterable[Encoded] = (work(*piece) for piece in _pieces(reader, limit))
+        encoded: Iterable[Encoded] = (work(*piece) for piece in _pieces(reader, limit))
     else:
-        found = _in_processes(work, _pieces(reader, limit), processes)
-    for group in _grouped(found):
-        tell(group[1])
+        encoded = _in_processes(work, _pieces(reader, limit), processes)
+    for group in _grouped(encoded):
+        progress(group[1])
         yield group
 
 
 def _pieces(reader: Reader, limit: int | None) -> Iterator[tuple[Block, str, int]]:
-    left = limit
+    """Yield the first `limit` rows of the source in pieces of at most `ROWS_AT_ONCE` rows."""
+    remaining = limit
     for block, uri, before in blocks_once(reader):
-        end = len(block) if left is None else min(len(block), left)
+        end = len(block) if remaining is None else min(len(block), remaining)
         for at in range(0, end, ROWS_AT_ONCE):
             yield block.part(at, min(at + ROWS_AT_ONCE, end)), uri, before
-        if left is not None:
-            left -= end
-            if not left:
+        if remaining is not None:
+            remaining -= end
+            if not remaining:
                 return
 
 
 def _in_processes(work: _Work, pieces: Iterator[tuple[Block, str, int]], processes: int) -> Iterator[Encoded]:
-    """In order, and never more than a few pieces ahead. Processes are forked, for encoders are often closures."""
+    """Yield encoded pieces in order, at most a few of them ahead.
+
+    Processes are forked, because encoders are often closures.
+    """
     with (
         _quiet_forks(),
         ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (work, os.getpid())) as pool,
     ):
-        waiting: deque[Future[Encoded]] = deque()
+        pending: deque[Future[Encoded]] = deque()
         try:
             for piece in pieces:
-                waiting.append(pool.submit(_run, *piece))
-                if len(waiting) > 3 * processes:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(pool.submit(_run, *piece))
+                if len(pending) > 3 * processes:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BrokenProcessPool:
             raise RuntimeError(f"a process that tokenized {work.name} died (out of memory?)") from None
         finally:
@@ -151,7 +179,7 @@ def _in_processes(work: _Work, pieces: Iterator[tuple[Block, str, int]], process
 
 @contextlib.contextmanager
 def _quiet_forks() -> Iterator[None]:
-    """A process that is forked after its parent has used threads of the tokenizers' warns, unless told not to use any."""
+    """Disable threads of the tokenizers, which warn in a process that is forked after its parent has used them."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -162,16 +190,16 @@ def _quiet_forks() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _grouped(found: Iterable[Encoded]) -> Iterator[Encoded]:
-    """The same rows, at least `ROWS_IN_GROUP` at a time."""
+def _grouped(encoded: Iterable[Encoded]) -> Iterator[Encoded]:
+    """Yield the same rows in groups of at least `ROWS_IN_GROUP`."""
     columns: dict[str, list[Any]] = {}
     counts: Counter[str] = Counter()
     bad: list[BadRow] = []
-    for more, counted, aside in found:
+    for more, counted, bad_rows in encoded:
         for column, rows in more.items():
             columns.setdefault(column, []).extend(rows)
         counts.update(counted)
-        bad += aside
+        bad += bad_rows
         if len(columns["atoms"]) >= ROWS_IN_GROUP:
             yield columns, counts, bad
             columns, counts, bad = {}, Counter(), []
@@ -180,52 +208,66 @@ def _grouped(found: Iterable[Encoded]) -> Iterator[Encoded]:
 
 
 class Progress:
-    """Prints a line now and then."""
+    """Prints a line of progress every few seconds."""
 
     def __init__(self, stage: str, name: str, reader: Reader) -> None:
+        """Start the clock for one source."""
         self._name, self._reader = f"{stage}: {name}", reader
-        self._began = self._told = time.monotonic()
+        self._began = self._printed = time.monotonic()
         self._rows = self._tokens = 0
 
     def __call__(self, counts: Mapping[str, int]) -> None:
-        self._rows, self._tokens, now = self._rows + counts["rows"], self._tokens + counts["tokens"], time.monotonic()
-        if now - self._told < TOLD_S:
+        """Add the counts of more rows, and print a line if the last one is old enough."""
+        now = time.monotonic()
+        self._rows += counts["rows"]
+        self._tokens += counts["tokens"]
+        if now - self._printed < PROGRESS_S:
             return
-        self._told, spent, share = now, now - self._began, self._reader.share
+        self._printed, spent, share = now, now - self._began, self._reader.share
         print(
-            f"{self._name}: {self._rows:,} rows, {share:.0%}, {self._rows / spent:,.0f} rows/s, {self._tokens / spent:,.0f} tokens/s, "
-            f"{spent * (1 - share) / max(share, 1e-9):,.0f} s to go", flush=True,
-        )  # fmt: skip
+            f"{self._name}: {self._rows:,} rows, {share:.0%}, {self._rows / spent:,.0f} rows/s, "
+            f"{self._tokens / spent:,.0f} tokens/s, "
+            f"{spent * (1 - share) / max(share, 1e-9):,.0f} s to go",
+            flush=True,
+        )
 
 
 def made_by(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the manifest of tokenized data says of how it was made, at least."""
+    """Return the part of the manifest that says how the data were tokenized."""
     return {"tokenizer": tokenizer.identity, "storage": FORM}
 
 
 def lengths_reader(reader: Reader) -> Reader:
-    """The same files, for their lengths."""
+    """Return a reader of the same files that reads only the lengths."""
     return Reader(reader.path, LengthRows, ["atoms", "lengths"])
 
 
-def decode(row: Row, name: str) -> list[Atom]:
-    """The atoms of a row read here; takes the encoder's place."""
+def decode(row: Row, name: str) -> list[PackUnit]:
+    """Return the pack units of a row of tokenized data; it takes the place of an encoder."""
     return row["atoms"]
 
 
 class Decoder(Encoder):
-    """The encoder of rows read here. What a row counts is known of its whole block, so a row whose atoms fit costs little more than their slices."""
+    """The encoder of tokenized rows.
+
+    The counts of a row are computed for its whole block, so a row whose pack units fit costs little more than slicing
+    them.
+    """
 
     def __init__(self, name: str, seq_len: int, too_long: TooLong, share: bool = False) -> None:
+        """Create a decoder; see `Encoder` for the arguments."""
         super().__init__(decode, name, seq_len, too_long, kind="tokenized", share=share)
-        self._longest = -1 if share else seq_len  # what is shared follows from the tokens
+        self._longest = -1 if share else seq_len  # with sharing, what is shared depends on the tokens
 
     def fits(self, block: Block) -> bool:
-        """Whether every atom of a block is kept as it is."""
+        """Return whether every pack unit of a block is kept unchanged."""
         return isinstance(block, TokenRows) and block.told is not None and block.longest <= self._longest
 
     def counted(self, told: np.ndarray) -> np.ndarray:
-        """The counts before rows of such blocks, of which `told` says what each counts, and behind each of them. [rows + 1, len(COUNTS)] int64"""
+        """Return the counts before and after each of some rows of such blocks, [rows + 1, len(COUNTS)] int64.
+
+        `told` holds what each row counts (`TokenRows.told`).
+        """
         steps = np.zeros((len(told) + 1, len(COUNTS)), np.int64)
         steps[0] = [self.counts[key] for key in COUNTS]
         steps[1:, :5] = 1
@@ -233,7 +275,8 @@ class Decoder(Encoder):
         steps[1:, COUNTS.index("left_out")] = told[:, 0] == 0
         return np.cumsum(steps, 0)
 
-    def __call__(self, place: Place) -> list[Atom]:
+    def __call__(self, place: Place) -> list[PackUnit]:
+        """Return the pack units of a row, and count it."""
         block = place.block
         if not isinstance(block, TokenRows) or block.told is None:
             return super().__call__(place)
@@ -251,20 +294,28 @@ class Decoder(Encoder):
 
 
 def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) -> Reader:
-    """Its rows, for `decode`. Raises UserError where another tokenizer wrote them, or they are not what was written."""
+    """Return a reader of tokenized data, for `decode`.
+
+    Raises UserError where another tokenizer wrote them, or where the files changed.
+    """
     tokenizer.refuse_other(whole(path, verify_up_to)["tokenizer"], path)
     return Reader(path, TokenRows)
 
 
 def whole(path: str, verify_up_to: float) -> dict[str, Any]:
-    """The manifest of tokenized data that is what was written (ptf.verified). Raises UserError naming what is not."""
+    """Return the manifest of tokenized data, once they are verified (ptf.verified).
+
+    Raises UserError that names what is wrong.
+    """
     if not storage.exists(f"{path.rstrip('/')}/{storage.MANIFEST}"):
         raise UserError(f"{path} is not tokenized data, or its writing never finished: it has no {storage.MANIFEST}")
-    mend = f"remove {path}: it is made again"
-    manifest = verified.verify(path, verify_up_to, mend)
-    made_as, key = manifest.get("config", ""), path.rstrip("/").rpartition("-")[2]
-    if "tokenizer" not in manifest or (re.fullmatch("[0-9a-f]{16}", key) and made_as and made_as != key):
-        raise storage.Corrupt(f"{path} holds what was made of other data ({made_as or 'no tokenized data'}); {mend}")
+    remedy = f"remove {path}: it is made again"
+    manifest = verified.verify(path, verify_up_to, remedy)
+    config, key = manifest.get("config", ""), path.rstrip("/").rpartition("-")[2]
+    if "tokenizer" not in manifest or (re.fullmatch("[0-9a-f]{16}", key) and config and config != key):
+        raise storage.Corrupt(f"{path} holds other data ({config or 'not tokenized data'}); {remedy}")
     if manifest.get("storage") != FORM:
-        raise UserError(f"{path} was written by a version of ptf that stored tokenized data in another form: tokenize it again")
+        raise UserError(
+            f"{path} was written by a version of ptf that stored tokenized data in another form; tokenize it again"
+        )
     return manifest

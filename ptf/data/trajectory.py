@@ -1,7 +1,8 @@
-"""What a rollout makes of a prompt: `Call` is one request as served, `Trajectory` one episode, `Group` the episodes of one prompt.
+"""The output of a rollout: `Call` is one request as served, `Trajectory` is one episode, and `Group` is the episodes of
+one prompt.
 
-The one idea: sampled ids are kept as the engine returned them and are never tokenized again, and an outcome is typed, so that a
-reward that crashed cannot pass for a reward of 0.
+The one idea: sampled ids are kept as the engine returned them and are never tokenized again. An outcome has a type, so
+a reward that crashed cannot be mistaken for a reward of 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,68 +16,76 @@ from ptf.data.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A question to the policy, tokenized as a server would before it answers."""
+    """A prompt for the policy, tokenized as a server would tokenize it."""
 
     tokens: np.ndarray  # [c] int32
-    row: Mapping[str, Any]  # the data row; what the reward sees
+    row: Mapping[str, Any]  # the data row, which the reward receives
     source: str
-    index: int  # place in the stream of prompts: with the sample's number it keys the randomness
-    weight: float = 1.0  # how much what is sampled counts: the row's own `weight`
+    index: int  # index in the stream of prompts; with the sample's number it keys the randomness
+    weight: float = 1.0  # how much the sampled tokens count: the row's own `weight`
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request to the policy, exactly as served."""
 
-    context: np.ndarray  # [c] int32, ids the engine was given
-    sampled: np.ndarray  # [n] int32, ids it returned, end-of-turn included
-    logprobs: np.ndarray  # [n] float32, under the distribution really sampled from
-    versions: np.ndarray  # [n] int32, the policy step behind each token
+    context: np.ndarray  # [c] int32, token ids that the engine received
+    sampled: np.ndarray  # [n] int32, token ids that the engine returned, end-of-turn included
+    logprobs: np.ndarray  # [n] float32, under the distribution that was sampled from
+    versions: np.ndarray  # [n] int32, the policy step that produced each token
     finished: bool  # False: cut off at the token limit
 
 
-MOST_REWARD = 1e12  # beyond it, sums and squares of a group's rewards do not fit into the numbers that training uses
+MAX_REWARD = 1e12  # a larger value, squared and summed over a group, overflows the numbers that training uses
 
 
 def is_reward(value: float) -> bool:
-    """Whether a number can be a reward: finite, and not so large that its square is not."""
-    return abs(value) <= MOST_REWARD
+    """Return whether a number can be a reward: it is finite, and so is its square."""
+    return abs(value) <= MAX_REWARD
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
+    """The result of scoring an episode."""
+
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class NoResult:
-    """The reward or the environment failed; such an episode enters no advantage."""
+    """The reward function or the environment failed; the episode is left out of every advantage."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
+    """One episode: its prompt, its requests to the policy, and its outcome."""
+
     prompt: Prompt
     calls: tuple[Call, ...]
-    text: str  # the answer, or what both sides said, decoded for the reward and the log
+    text: str  # the answer, or the text of both sides, decoded for the reward and the log
     outcome: Reward | NoResult | None = None  # None: not scored yet
-    streams: Mapping[str, np.ndarray] = field(default_factory=dict)  # [n, …] each, aligned with the sampled tokens of all calls
-    complete: bool = True  # it ended by itself, and not at a limit of tokens or turns
+    # Per-token values, [n, …] each, aligned with the sampled tokens of all calls.
+    streams: Mapping[str, np.ndarray] = field(default_factory=dict)
+    complete: bool = True  # it ended by itself, not at a limit of tokens or turns
 
     @property
     def sampled(self) -> int:
-        """Tokens that the policy said, in all calls."""
+        """Return the number of tokens that the policy sampled in all calls."""
         return sum(len(call.sampled) for call in self.calls)
 
     @property
     def logprobs(self) -> np.ndarray:
-        """[n] float32, the engine's, of the sampled tokens of all calls."""
+        """Return the engine's log-probabilities of the sampled tokens of all calls, [n] float32."""
         return np.concatenate([np.zeros(0, np.float32), *(call.logprobs for call in self.calls)])
 
 
 def merged(calls: Sequence[Call]) -> list[list[Call]]:
-    """Runs of calls that make one document: each context begins with the ids of the call before it, those that were said included."""
+    """Group calls into runs that make one document each.
+
+    In a run, the context of each call begins with the context and the sampled ids of the call before it.
+    """
     runs: list[list[Call]] = []
     for call in calls:
         if runs:
@@ -92,23 +101,42 @@ Group = tuple[Trajectory, ...]
 
 
 def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> list[Sample]:
-    """An episode as samples, one for each run of calls that extend each other: every sampled token is trained once, with the same advantage or one of its
-    own, [n], and counts as much as the `weight` of the prompt's row says; what the policy was shown is context."""
+    """Return an episode as samples, one for each run of calls that extend each other.
+
+    Every sampled token is trained once, with the same advantage or, for an array [n], with its own, and is weighted by
+    the `weight` of the prompt's row. All other tokens are context.
+    """
     n = trajectory.sampled
-    known = {"advantages": np.broadcast_to(advantage, n), "rollout_logprobs": trajectory.logprobs, **trajectory.streams}
-    samples, done = [], 0
+    streams_of_all = {
+        "advantages": np.broadcast_to(advantage, n),
+        "rollout_logprobs": trajectory.logprobs,
+        **trajectory.streams,
+    }
+    samples, start = [], 0
     for run in merged(trajectory.calls):
         tokens = np.concatenate([run[-1].context, run[-1].sampled]).astype(np.int32)
-        where = np.concatenate([np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run])
-        part = slice(done, done + len(where))
-        streams = {name: placed(values[part], where, len(tokens), np.int32 if name == "states" else np.float32) for name, values in known.items()}
-        samples.append(Sample(tokens, placed(np.full(len(where), trajectory.prompt.weight), where, len(tokens)), trajectory.prompt.source, streams))
-        done += len(where)
+        positions = np.concatenate(
+            [np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run]
+        )
+        part = slice(start, start + len(positions))
+        streams = {
+            name: scatter(values[part], positions, len(tokens), np.int32 if name == "states" else np.float32)
+            for name, values in streams_of_all.items()
+        }
+        samples.append(
+            Sample(
+                tokens,
+                scatter(np.full(len(positions), trajectory.prompt.weight), positions, len(tokens)),
+                trajectory.prompt.source,
+                streams,
+            )
+        )
+        start += len(positions)
     return samples
 
 
-def placed(values: np.ndarray, where: np.ndarray, length: int, kind: type = np.float32) -> np.ndarray:
-    """[length, …]: the values there, 0 elsewhere."""
-    found = np.zeros((length, *values.shape[1:]), kind)
-    found[where] = values
-    return found
+def scatter(values: np.ndarray, positions: np.ndarray, length: int, dtype: type = np.float32) -> np.ndarray:
+    """Return an array [length, …] that holds `values` at `positions` and 0 elsewhere."""
+    result = np.zeros((length, *values.shape[1:]), dtype)
+    result[positions] = values
+    return result

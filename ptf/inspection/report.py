@@ -1,6 +1,7 @@
 """What `ptf inspect` finds in a job's data, as plain values, and as the JSON object that it prints.
 
-The one idea: rows go through the very encoder, mixer and packer that training uses; what was not looked at is extrapolated, and the report says so.
+The one idea: rows go through the very encoder, mixer and packer that training uses; what was not looked at is
+extrapolated, and the report says so.
 """
 
 import json
@@ -16,19 +17,19 @@ from ptf.config.load import Problems
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
 from ptf.data.order import Ordered
-from ptf.data.passes import BLOCKS, Planned
+from ptf.data.passes import BLOCKS, DataPlan
 from ptf.data.pipeline import opened
-from ptf.data.sample import Atom, Sample
-from ptf.data.sources import SourceSpec
-from ptf.data.survey import Survey, Surveyed, survey
+from ptf.data.sample import PackUnit, Sample
+from ptf.data.sources.rows import SourceSpec
+from ptf.data.survey import SourceSurvey, Survey, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.recipes import registry
 from ptf.run import resolved
-from ptf.train.reading import specs
-from ptf.train.rendered import rendered
-from ptf.train.takes import takes
+from ptf.train.data_plan import takes
+from ptf.train.dataloading import specs
+from ptf.train.job_tokenizer import rendered
 
 FEW_ROWS = 2000  # of each source that are looked at where all sources have more than `ALL_ROWS` together
 ALL_ROWS = 100_000
@@ -42,24 +43,26 @@ class Report:
     job: Job
     survey: Survey
     tokenizer: Tokenizer
-    planned: Planned | None  # None where nothing is left to train on
+    planned: DataPlan | None  # None where nothing is left to train on
     orders: Mapping[str, str]  # in which each source is read
 
     @property
     def expansion(self) -> float:
-        """Tokens over those of each conversation's longest sample, over all sources: what splitting conversations costs."""
+        """Tokens over those of each conversation's longest sample, over all sources:
+        what splitting conversations costs."""
         counts = [source.counts for source in self.survey.sources]
         return sum(c["tokens"] for c in counts) / max(1, sum(c["whole"] for c in counts))
 
 
 def report(job: Job, rows: int | None, samples: int) -> Report:
-    """Look at `rows` rows of each source (None: at all of them where they are at most `ALL_ROWS` together, else at the first `FEW_ROWS` of each)
-    and keep the first `samples` atoms of each. Runs `data.prepare` where it has not run. Raises UserError for data that cannot be read."""
+    """Look at `rows` rows of each source (None: at all of them where they are at most `ALL_ROWS` together, else at the
+    first `FEW_ROWS` of each) and keep the first `samples` atoms of each. Runs `data.prepare` where it has not run.
+    Raises UserError for data that cannot be read."""
     recipe, job = registry.build(job), resolved(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=None))
     tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
 
-    def encode(row: Mapping[str, Any], source: str) -> list[Atom]:
+    def encode(row: Mapping[str, Any], source: str) -> list[PackUnit]:
         if not recipe.online:
             return recipe.encode(row, tokenizer, source)
         tokens = encode_prompt(row, tokenizer, source, 0).tokens
@@ -70,30 +73,40 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     if recipe.online:
         sources = {name: replace(spec, kind="prompt") for name, spec in sources.items()}
     found = survey(
-        sources, tokenizer, encode, seq_len=room, too_long=data.too_long, lookahead=data.lookahead, rows=job.train.rows,
-        temperature=data.mix.temperature, by_tokens=data.mix.by == "tokens", limit=rows or few_or_all(sources, tokenizer),
-        examples=samples, share=data.share_beginnings,
-    )  # fmt: skip
+        sources,
+        tokenizer,
+        encode,
+        seq_len=room,
+        too_long=data.too_long,
+        lookahead=data.lookahead,
+        rows=job.train.sequences,
+        temperature=data.mix.temperature,
+        by_tokens=data.mix.by == "tokens",
+        limit=rows or few_or_all(sources, tokenizer),
+        examples=samples,
+        share=data.share_prefixes,
+    )
     if not any(source.counts["samples"] for source in found.sources):
         return Report(job, found, tokenizer, None, {})
     return Report(job, found, tokenizer, *takes(job, recipe, tokenizer))
 
 
 def few_or_all(sources: Mapping[str, SourceSpec], tokenizer: Tokenizer) -> int:
-    """How many rows of each source are looked at where nobody says."""
+    """Return how many rows of each source are looked at by default."""
     known = [Ordered(opened(spec, tokenizer)[0], "", 1, spec.limit).rows for spec in sources.values()]
     return ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
 
 
 def spans(sample: Sample, tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """The text of a sample in pieces of equal weight, each with that weight: 0 is context."""
+    """Return the text of a sample in pieces of equal weight, each with that weight: 0 is context."""
     changes = ((sample.weights[1:] != sample.weights[:-1]).nonzero()[0] + 1).tolist()
     edges = pairwise([0, *changes, len(sample)])
     return [(tokenizer.decode(sample.tokens[start:end]), float(sample.weights[start])) for start, end in edges]
 
 
 def as_dict(found: Report) -> dict[str, Any]:
-    """The report as JSON values: sources with their rows, samples, passes and what was left out, steps, expansion and the first samples."""
+    """Return the report as JSON values: sources with their rows, samples, passes and what was left out, steps,
+    expansion and the first samples."""
     return {
         "sources": {source.name: _source(source, found.planned) for source in found.survey.sources},
         "steps": round(sum(found.planned.steps) / 2) if found.planned else 0,
@@ -104,49 +117,62 @@ def as_dict(found: Report) -> dict[str, Any]:
 
 
 def outlook(found: Report) -> list[str]:
-    """How long the run will be, in sentences."""
+    """Return how long the run will be, in sentences."""
     lines = [f"The run as configured: {found.planned.said()}."] if found.planned else []
     return lines + [f"Source {name} is read {order}." for name, order in found.orders.items() if order != BLOCKS]
 
 
 def advice(found: Report) -> list[str]:
-    """What to change, where something costs more than it needs to, in sentences."""
+    """Return what to change, where something costs more than it needs to, in sentences."""
     if found.expansion <= COSTLY:
         return []
     return [
-        f"Splitting conversations makes the run {found.expansion:.2g} times as long: the template shows earlier turns otherwise than they were served, "
-        "so each becomes a sample of its own. `data.share_beginnings: true` (recipe sft) reads what they begin with once; `data.train_on: last` trains "
+        f"Splitting conversations makes the run {found.expansion:.2g} times as long: "
+        "the template shows earlier turns otherwise than they were served, "
+        "so each becomes a sample of its own. `data.share_prefixes: true` (recipe sft) "
+        "reads what they begin with once; `data.train_on: last` trains "
         "the last turn of each conversation alone."
     ]
 
 
-def _source(source: Surveyed, planned: Planned | None) -> dict[str, Any]:
+def _source(source: SourceSurvey, planned: DataPlan | None) -> dict[str, Any]:
     passes = planned.passes[source.name] if planned else None
     return {
-        "rows": round(source.rows), "samples": round(source.samples), "passes": None if passes is None else round(sum(passes) / 2, 6),
-        "left_out": dict(source.left_out), "dropped": round(source.dropped, 6), "not_read": list(source.not_read),
+        "rows": round(source.rows),
+        "samples": round(source.samples),
+        "passes": None if passes is None else round(sum(passes) / 2, 6),
+        "left_out": dict(source.left_out),
+        "dropped": round(source.dropped, 6),
+        "not_read": list(source.not_read),
         "columns_not_read": list(source.unread),
-    }  # fmt: skip
+    }
 
 
 def _samples(found: Report) -> list[dict[str, Any]]:
-    """Each document by itself; those of one atom (the two answers of a preference) share the number `pair`, others have none."""
+    """Each document by itself; those of one atom (the two answers of a preference) share the number `pair`,
+    others have none."""
     listed: list[dict[str, Any]] = []
     pairs = 0
     for source in found.survey.sources:
         for place, atom in source.examples:
             pairs += len(atom) > 1
             for sample in atom:
-                listed.append({
-                    "source": source.name, "place": place, "text": found.tokenizer.decode(sample.tokens),
-                    "ids": sample.tokens.tolist(), "weights": [round(w, 6) for w in sample.weights.tolist()],
-                    "pair": pairs - 1 if len(atom) > 1 else None,
-                })  # fmt: skip
+                listed.append(
+                    {
+                        "source": source.name,
+                        "place": place,
+                        "text": found.tokenizer.decode(sample.tokens),
+                        "ids": sample.tokens.tolist(),
+                        "weights": [round(w, 6) for w in sample.weights.tolist()],
+                        "pair": pairs - 1 if len(atom) > 1 else None,
+                    }
+                )
     return listed
 
 
 def errors_as_json(error: UserError) -> str:
-    """A config that cannot be as one JSON object: every problem with its place (file:line), its key and a message, null where there is none."""
+    """Return a refused config as one JSON object: every problem with its place (file:line), its key and a message,
+    null where there is none."""
     if isinstance(error, Problems):
         listed = [{"place": str(p.place), "key": p.key or None, "message": p.what} for p in error.problems]
     else:

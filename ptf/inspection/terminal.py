@@ -1,4 +1,5 @@
-"""The report of `ptf inspect` as text: a table of sources, lengths, packing, what was left out, and samples with what is trained marked."""
+"""The report of `ptf inspect` as text: a table of sources, lengths, packing, what was left out,
+and samples with what is trained marked."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,15 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ptf.data.files import shown
 from ptf.data.sample import Sample
-from ptf.data.survey import Survey, Surveyed
+from ptf.data.sources.files import shown
+from ptf.data.survey import SourceSurvey, Survey
 from ptf.inspection.report import Report, advice, outlook, spans
 
 BAR = 50  # characters of the longest bar
 
 
 def show(found: Report, console: Console) -> None:
+    """Print the whole report."""
     survey = found.survey
     console.print(_sources(survey), *_histogram(survey), *_packing(found), sep="\n", markup=False)
     for line in (*outlook(found), *advice(found)):
@@ -26,13 +28,29 @@ def show(found: Report, console: Console) -> None:
         _left_out(source, console)
         for place, atom in source.examples:
             mark = "green" if console.is_terminal else "in ⟦ ⟧"
-            console.print(f"\n{source.name}, {place}: {sum(map(len, atom))} tokens; trained is {mark}", style="bold", markup=False)
+            console.print(
+                f"\n{source.name}, {place}: {sum(map(len, atom))} tokens; trained is {mark}", style="bold", markup=False
+            )
             for sample in atom:
                 console.print(_marked(sample, found, console.is_terminal), soft_wrap=True)
 
 
 def _sources(survey: Survey) -> Table:
-    columns = ("rows looked at", "samples", "tokens", "trained", "expansion", "p50", "p99", "max", "dropped", "cut", "bad", "share of samples", "of tokens")
+    columns = (
+        "rows looked at",
+        "samples",
+        "tokens",
+        "trained",
+        "expansion",
+        "p50",
+        "p99",
+        "max",
+        "dropped",
+        "cut",
+        "bad",
+        "share of samples",
+        "of tokens",
+    )
     table = Table("source", "kind", *columns, box=SIMPLE)
     for column in table.columns[2:]:
         column.justify = "right"
@@ -41,7 +59,14 @@ def _sources(survey: Survey) -> Table:
         rows = f"{c['rows']:,}" if s.whole else f"{c['rows']:,} of about {s.rows:,.0f}"
         trained = f"{c['trained'] / max(1, c['tokens']):.0%}"
         left = (f"{s.dropped:.1%}", f"{c['truncated']:,}", f"{c['bad']:,}")
-        cells = [rows, f"{c['samples']:,}", f"{c['tokens']:,}", trained, f"×{s.expansion:.3g}", *_percentiles(s.lengths)]
+        cells = [
+            rows,
+            f"{c['samples']:,}",
+            f"{c['tokens']:,}",
+            trained,
+            f"×{s.expansion:.3g}",
+            *_percentiles(s.lengths),
+        ]
         table.add_row(s.name, s.kind, *cells, *left, f"{samples:.1%}", f"{tokens:.1%}")
     return table
 
@@ -52,7 +77,7 @@ def _percentiles(lengths: np.ndarray) -> list[str]:
 
 
 def _histogram(survey: Survey) -> Iterator[str]:
-    """Samples by length, in powers of two."""
+    """Yield lines of samples by length, in powers of two."""
     bins = Counter(int(n).bit_length() for s in survey.sources for n in s.lengths)
     if not bins:
         yield "no sample to train on"
@@ -72,12 +97,12 @@ def _packing(found: Report) -> Iterator[str]:
     about = "" if all(s.whole for s in survey.sources) else "about "
     line = f"an epoch of all sources: {about}{survey.tokens:,.0f} tokens"
     if not job.rollout:
-        line += f", {about}{survey.steps:,.1f} steps of {job.train.rows} rows × {job.data.seq_len} tokens, "
+        line += f", {about}{survey.steps:,.1f} steps of {job.train.sequences} rows × {job.data.seq_len} tokens, "
         line += f"{survey.fill:.2%} full with {survey.documents:.1f} documents a row"
     yield line
 
 
-def _left_out(source: Surveyed, console: Console) -> None:
+def _left_out(source: SourceSurvey, console: Console) -> None:
     if source.not_read:
         console.print(f"not read of {source.name}: {shown(source.not_read)}", style="yellow", markup=False)
     if source.unread:
@@ -89,7 +114,7 @@ def _left_out(source: Surveyed, console: Console) -> None:
 
 
 def _marked(sample: Sample, found: Report, colours: bool) -> Text:
-    """The text of a sample, with what is trained marked."""
+    """Return the text of a sample, with what is trained marked."""
     out = Text()
     for text, weight in spans(sample, found.tokenizer):
         out.append(text if colours or not weight else f"⟦{text}⟧", style="black on green" if weight else "dim")

@@ -1,0 +1,1 @@
+"""The decoder: its parts, model families, sharding, losses and checkpoint conversion."""

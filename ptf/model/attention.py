@@ -1,13 +1,14 @@
-"""Grouped-query attention, and who may attend to whom.
+"""Grouped-query attention, and the rules for which token attends to which.
 
-The one idea: the projections are the same everywhere; what differs between training on packed rows and generating with a cache is an
-`Attend`, which is handed in. Documents of a packed row never see each other: on a CPU each is a sequence of its own (no mask at all, so
-nothing can leak), on a GPU FlexAttention skips the blocks between documents.
+The one idea: the projections are the same everywhere; what differs between training on packed sequences and generating
+with a cache is an `Attend` object that is passed in. Documents of a packed sequence never attend to each other: on a
+CPU each is computed as a sequence of its own (without any mask, so nothing can leak), on a GPU FlexAttention skips the
+blocks between documents.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,12 +22,21 @@ from ptf.model.rope import Table, rotate
 
 
 class Attend(Protocol):
+    """How queries attend to keys: causal over packed documents in training, over a KV cache in generation."""
+
     def __call__(self, of: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, T, heads, D], [B, T, kv_heads, D] twice → [B, T, heads, D]; `of` has the window, the scale and the sinks."""
+        """Return the attention output [B, T, heads, D].
+
+        `q` is [B, T, heads, D], `k` and `v` are [B, T, kv_heads, D]; `of` is the layer, which has the window, the scale
+        and the sinks.
+        """
         ...
 
 
 class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions; the way tokens attend is given by an
+    `Attend`."""
+
     def __init__(self, c: DecoderConfig, layer: int, parts: Parts, path: str) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, c.head_dim
@@ -41,49 +51,65 @@ class Attention(nn.Module):
         self.sinks = Parameter(torch.zeros(c.heads)) if c.sinks else None
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, heads, D]
+        """Return the attention output [B, T, D] for x [B, T, D]."""
+        # [B, T, heads, D]
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         return self.o_proj(attend(self, q, k, v).flatten(-2))
 
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether this CPU multiplies matrices of bf16 (AMX). Without, torch's attention takes longer over bf16 than over the same in fp32: on an AMD EPYC, of 64
-    new tokens with 128 before each, 5.0 ms, and with both conversions 1.2; of a document of 192, there and back, 4.6 and 2.2."""
+    """Whether this CPU multiplies matrices in bf16 (AMX).
+
+    Without it, torch's attention is slower in bf16 than in fp32. On an AMD EPYC, 64 new tokens with 128 before each
+    take 5.0 ms in bf16 and 1.2 ms in fp32 with both conversions; a document of 192 tokens takes 4.6 and 2.2 ms, forward
+    and backward together.
+    """
     return torch.cpu._is_amx_tile_supported()
 
 
-def sdpa(of: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-    """Torch's attention with this layer's scale and sinks. [n, heads, Tq, D], [n, kv_heads, Tk, D] twice; `seen` [.., Tq, Tk] or None for causal.
+def sdpa(of: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Run torch's scaled dot-product attention with this layer's scale and sinks.
 
-    A sink is one more key, before all others, of value 0: a further dimension holds its logit on the query's side, 1 on its own and 0 on the
-    other keys'. A query is put before the others to match, so that causality alone lets each query see it.
+    `q` is [n, heads, Tq, D], `k` and `v` are [n, kv_heads, Tk, D]; `visible` [.., Tq, Tk] is the mask, None for causal.
+
+    A sink is implemented as one more key, before all others, whose value is 0. A further dimension holds its logit on
+    the query's side, 1 on its own key and 0 on the other keys. A query is put before the others to match, so that
+    causality alone lets each query attend to the sink.
     """
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not has_tiles():
-        return sdpa(of, q.float(), k.float(), v.float(), seen).to(q.dtype)
+        return sdpa(of, q.float(), k.float(), v.float(), visible).to(q.dtype)
     if of.sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True, scale=of.scale)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True, scale=of.scale
+        )
     logit = (of.sinks.to(q.dtype) / of.scale)[:, None, None].expand(*q.shape[:3], 1)
     q = torch.cat((q, logit), -1)
     key = k.new_zeros(*k.shape[:2], 1, k.shape[3] + 1)
     key[..., -1] = 1
     k, v = torch.cat((key, F.pad(k, (0, 1))), 2), F.pad(v, (0, 1, 1, 0))
-    if seen is None:
-        out = F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True, enable_gqa=True, scale=of.scale)[:, :, 1:]
+    if visible is None:
+        out = F.scaled_dot_product_attention(
+            F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True, enable_gqa=True, scale=of.scale
+        )[:, :, 1:]
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=F.pad(seen, (1, 0), value=True), enable_gqa=True, scale=of.scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=F.pad(visible, (1, 0), value=True), enable_gqa=True, scale=of.scale
+        )
     return out[..., :-1]
 
 
 class PerDocument:
-    """Causal attention inside each document, as a few dense batches of documents of like length.
+    """Causal attention inside each document, computed as a few dense batches of documents of similar length.
 
-    A shorter document is filled up on the right; causality alone keeps its tokens from seeing the filling. On 2 CPU cores this is 2.2 to 2.7
-    times a dense block mask, and FlexAttention has no backward there (torch 2.13). A document that goes on from another's beginning has that
-    before it, and what those tokens see is dropped.
+    A shorter document is filled up on the right; causality alone keeps its tokens from attending to the filling. On 2
+    CPU cores this is 2.2 to 2.7 times as fast as a dense block mask, and FlexAttention has no backward on a CPU (torch
+    2.13). A document that continues a shared prefix is computed with that prefix before it, and the prefix's outputs
+    are dropped.
     """
 
-    ratio = 1.25  # longest to shortest in one batch: at most a fifth of it is filling
+    ratio = 1.25  # longest to shortest in one batch: at most a fifth of the batch is filling
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
         flat = segments.reshape(-1).numpy()
@@ -92,11 +118,13 @@ class PerDocument:
         real = flat[starts] >= 0
         starts, lengths = starts[real], lengths[real]
         begins = positions.reshape(-1).numpy()[starts]
-        whole = np.maximum.accumulate(np.where(begins == 0, starts, 0))  # where the document starts whose first `begins` tokens come before each
+        # for each document, the start of the document whose first `begins` tokens are its prefix
+        whole = np.maximum.accumulate(np.where(begins == 0, starts, 0))
         lengths = lengths + begins
         order = np.argsort(lengths, kind="stable")
         self.groups: list[tuple[Tensor, Tensor | None]] = []
-        back = np.full(len(flat), -1, np.int64)  # where in the joined results each position lies; padding takes the row of zeros at the end
+        # for each position, its index in the concatenated results; padding takes the row of zeros at the end
+        back = np.full(len(flat), -1, np.int64)
         done = first = 0
         while first < len(order):
             last = int(np.searchsorted(lengths[order], lengths[order[first]] * self.ratio, side="right"))
@@ -107,9 +135,9 @@ class PerDocument:
             inside = (step < lengths[members][:, None]) & ~before
             own = (starts - begins)[members][:, None] + np.minimum(step, lengths[members][:, None] - 1)
             index = np.where(before, whole[members][:, None] + step, own)
-            kept = index[inside]
-            back[kept] = done + np.arange(len(kept))
-            done += len(kept)
+            own_positions = index[inside]
+            back[own_positions] = done + np.arange(len(own_positions))
+            done += len(own_positions)
             keep = None if inside.all() else torch.from_numpy(np.flatnonzero(inside.reshape(-1)))
             self.groups.append((torch.from_numpy(index), keep))
             first = last
@@ -117,19 +145,23 @@ class PerDocument:
         self.back = torch.from_numpy(back)
 
     def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
         flat = [t.flatten(0, 1) for t in (q, k, v)]  # [B·T, heads, D]
         parts = []
         for index, keep in self.groups:
-            a, b, c = (t.index_select(0, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2) for t in flat)  # [n, heads, width, D]
+            # [n, heads, width, D]
+            a, b, c = (t.index_select(0, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2) for t in flat)
             out = sdpa(of, a, b, c, band(index.shape[1], of.window)).transpose(1, 2).flatten(0, 1)
             parts.append(out if keep is None else out.index_select(0, keep))
         parts.append(flat[0].new_zeros(1, *flat[0].shape[1:]))
-        return torch.cat(parts).index_select(0, self.back).view_as(q)  # indexing with brackets takes three times as long there and back
+        # indexing with brackets takes three times as long, forward and backward together
+        return torch.cat(parts).index_select(0, self.back).view_as(q)
 
 
 @functools.lru_cache(maxsize=64)
 def band(width: int, window: int | None) -> Tensor | None:
-    """Who sees whom in a document of this width, [width, width]; None where causality alone says it."""
+    """Return the causal mask of a sliding window for a document of this width, [width, width]; None where it is plain
+    causal."""
     if window is None or window >= width:
         return None
     at = torch.arange(width)
@@ -137,10 +169,12 @@ def band(width: int, window: int | None) -> Tensor | None:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: object, scale: float) -> tuple[Tensor, Tensor]:
-    """[B, heads, T, D] and the log-sum-exp of each query, [B, heads, T]."""
+    """Return the output [B, heads, T, D] and the log-sum-exp of each query [B, heads, T]."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    out, more = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))  # type: ignore[misc]
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": True}
+    out, more = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    assert more.lse is not None
     return out, more.lse
 
 
@@ -150,19 +184,27 @@ def _compiled_flex() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 class Flex:
-    """The same on a GPU: one FlexAttention call a layer whose block mask is causal inside each document, one mask a window. A sink takes its
-    share of the softmax afterwards: out · sigmoid(log-sum-exp − sink)."""
+    """The same attention on a GPU: one FlexAttention call a layer, whose block mask is causal inside each document.
+
+    There is one mask a window size. A sink takes its share of the softmax afterwards: out · sigmoid(log-sum-exp −
+    sink).
+    """
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
         self.segments, self.positions = segments, positions
         at = torch.arange(segments.shape[1], device=segments.device)
         starts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
-        last = lambda which: torch.where(which, at, 0).cummax(1).values  # noqa: E731
-        self.begins = positions.gather(1, last(starts))  # of each token's document
-        self.whole = segments.gather(1, last(starts & (positions == 0)))  # the document whose first `begins` tokens come before it
+
+        def last(starts):
+            return torch.where(starts, at, 0).cummax(1).values
+
+        self.begins = positions.gather(1, last(starts))  # for each token, the position at which its document begins
+        # for each token, the segment of the document whose first `begins` tokens are its prefix
+        self.whole = segments.gather(1, last(starts & (positions == 0)))
         self.masks: dict[int | None, object] = {}
 
     def mask(self, window: int | None) -> object:
+        """Return the block mask of a window size (None: unlimited), made at its first use."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         segments, positions, begins, whole = self.segments, self.positions, self.begins, self.whole
@@ -171,17 +213,21 @@ class Flex:
             before = (whole[b, q] == segments[b, k]) & (positions[b, k] < begins[b, q])
             return (q >= k) & ((segments[b, q] == segments[b, k]) | before)
 
-        last = positions - (window or 0)  # the last position that a query does not see: compared, not subtracted, which would make numbers for each pair
+        # the last position outside a query's window: comparing with it needs no subtraction for every pair
+        last = positions - (window or 0)
 
         def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return inside(b, h, q, k) & (positions[b, k] > last[b, q])
 
         if window not in self.masks:
-            visible = inside if window is None else near
-            self.masks[window] = create_block_mask(visible, segments.shape[0], None, segments.shape[1], segments.shape[1], device=segments.device)
+            mask_function = inside if window is None else near
+            self.masks[window] = create_block_mask(
+                mask_function, segments.shape[0], None, segments.shape[1], segments.shape[1], device=segments.device
+            )
         return self.masks[window]
 
     def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse = _compiled_flex()(q, k, v, self.mask(of.window), of.scale)
         if of.sinks is not None:
@@ -190,4 +236,5 @@ class Flex:
 
 
 def backend(device: torch.device) -> type[PerDocument] | type[Flex]:
+    """Return the training attention for a device: FlexAttention on CUDA, dense batches of documents elsewhere."""
     return Flex if device.type == "cuda" else PerDocument

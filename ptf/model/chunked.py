@@ -1,11 +1,15 @@
-"""Losses over hidden states that never hold [B, T, V]: positions that are not trained are dropped before the head, the rest goes through it
-in chunks whose fp32 logits take about 64 MiB. Every function returns a sum or per-token values.
+"""Losses over hidden states that never hold [B, T, V].
 
-The one idea: a gradient is taken where the logits are, in the forward, so that a step needs three GEMMs a chunk and nothing is recomputed.
-Only `token_logprobs`, whose upstream gradient is not known by then, makes its logits again.
+Positions that are not trained are dropped before the head; the rest goes through it in chunks whose fp32 logits take
+about 64 MiB. Every function returns a sum or per-token values.
 
-Vocabulary-parallel (Megatron-LM, Shoeybi et al. 2019, section 3): every rank has all hidden states and some rows of the head. Two numbers a
-token are reduced for the normaliser. The head's gradient is then complete where its rows are; that of the hidden states is a sum over ranks.
+The one idea: the gradient is computed where the logits are, in the forward pass, so that a step needs three GEMMs a
+chunk and recomputes nothing. Only `token_logprobs`, whose upstream gradient is not known by then, computes its logits
+again.
+
+Vocabulary-parallel (Megatron-LM, Shoeybi et al. 2019, section 3): every rank has all hidden states and some rows of the
+head. Two numbers a token are reduced for the normaliser. The head's gradient is then complete where its rows are; that
+of the hidden states is a sum over ranks.
 """
 
 from dataclasses import replace
@@ -18,53 +22,63 @@ from torch.autograd.function import once_differentiable
 
 from ptf.model.head import Head
 from ptf.model.projection import Projection, summed
-from ptf.model.sampling import AS_IT_IS, Processing
+from ptf.model.sampling import NO_PROCESSING, Processing
 
 CHUNK_BYTES = 64 << 20
 
 
 def chunks_of(n: int, *heads: Head) -> list[slice]:
-    """Equal on every rank of a group, for each chunk is a collective."""
+    """Return the chunks of n positions, the same on every rank of a group, because each chunk is a collective."""
     rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
     size = max(1, CHUNK_BYTES // (4 * rows))
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 class _Targets:
-    """Where the logit of each target [N] lies."""
+    """Where the logit of each target [N] lies in this rank's rows of the vocabulary."""
 
     def __init__(self, targets: Tensor, head: Head) -> None:
         here = targets - head.first
         self.at = here if head.group is None else here.clamp(0, len(head.weight) - 1)
-        self.counts = torch.ones_like(here, dtype=torch.float32) if head.group is None else (here == self.at).float()  # 0: on another rank
+        # 0 where another rank holds the target's row
+        self.counts = torch.ones_like(here, dtype=torch.float32) if head.group is None else (here == self.at).float()
 
     def pick(self, chunk: slice, values: Tensor) -> Tensor:
-        """Of values [n, V]: [n], to be summed over the ranks."""
+        """Return the targets' entries [n] of `values` [n, V], to be summed over the ranks."""
         return values.gather(1, self.at[chunk, None]).squeeze(1) * self.counts[chunk]
 
     def subtract(self, chunk: slice, values: Tensor) -> Tensor:
-        """1 from the target's place in values [n, V], in place."""
+        """Subtract 1 at each target of `values` [n, V], in place."""
         return values.scatter_add_(1, self.at[chunk, None], -self.counts[chunk, None])
 
 
 def scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients that the forward saved, times the loss's, in place: a head's is too big for a copy (594 MiB for 151,936 × 1,024). A second
-    backward finds them changed and raises."""
+    """Return the gradients that the forward pass saved, multiplied in place by the upstream gradient.
+
+    A head's gradient is too large to copy (594 MiB for 151,936 × 1,024). A second backward finds the tensors changed
+    and raises.
+    """
     return tuple(None if t is None else t.mul_(upstream) for t in ctx.saved_tensors)
 
 
 class _CrossEntropy(Function):
+    """Weighted cross-entropy: the sum, and the loss of each target without gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
+        projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for chunk in chunks:
-            logprobs = ours.logprobs(chunk)
+            logprobs = projection.logprobs(chunk)
             values[chunk] = where.pick(chunk, logprobs)
             if any(ctx.needs_input_grad):
-                ours.pull(chunk, where.subtract(chunk, ours.probabilities(logprobs, out=logprobs)), weights[chunk])
-        ctx.save_for_backward(*ours.gradients())
+                projection.accumulate(
+                    chunk, where.subtract(chunk, projection.probabilities(logprobs, out=logprobs)), weights[chunk]
+                )
+        ctx.save_for_backward(*projection.gradients())
         values = -summed(values * weights, head.group)
         ctx.mark_non_differentiable(values)
         return values.sum(dtype=torch.float32), values
@@ -76,24 +90,33 @@ class _CrossEntropy(Function):
 
 
 class _Surrogate(Function):
-    """−Σ coefficient · exp(log-prob − its own value): the gradient of a policy at itself; with log-probs and entropies."""
+    """−Σ coefficient · exp(log-prob − its own value), whose gradient is that of a policy at itself; with log-probs
+    and entropies."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, how: Processing, states: Tensor | None, coefficients: Tensor
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        targets: Tensor,
+        processing: Processing,
+        states: Tensor | None,
+        coefficients: Tensor,
+    ) -> tuple[Tensor, ...]:
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, how, targets, states, ctx.needs_input_grad[:3])
+        projection = Projection(x, head, chunks, processing, targets, states, ctx.needs_input_grad[:3])
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
         for chunk in chunks:
-            logprobs = ours.logprobs(chunk)
+            logprobs = projection.logprobs(chunk)
             picked[chunk] = where.pick(chunk, logprobs)
-            entropy[chunk] = ours.entropies(logprobs, leave_probabilities=any(ctx.needs_input_grad))
+            entropy[chunk] = projection.entropies(logprobs, leave_probabilities=any(ctx.needs_input_grad))
             if any(ctx.needs_input_grad):
-                ours.pull(chunk, where.subtract(chunk, logprobs), coefficients[chunk])
-        ctx.save_for_backward(*ours.gradients())
-        picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), ours.slack_of(picked)
+                projection.accumulate(chunk, where.subtract(chunk, logprobs), coefficients[chunk])
+        ctx.save_for_backward(*projection.gradients())
+        picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), projection.slack_of(picked)
         ctx.mark_non_differentiable(picked, entropy, slack)
         return -coefficients.sum(dtype=torch.float32), picked, entropy, slack
 
@@ -104,26 +127,34 @@ class _Surrogate(Function):
 
 
 class _TokenLogprobs(Function):
-    """Log-prob of each target and entropy of each distribution."""
+    """The log-prob of each target, and the entropy of each distribution."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, how: Processing, states: Tensor | None
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        targets: Tensor,
+        processing: Processing,
+        states: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, how, targets, states)
+        projection = Projection(x, head, chunks, processing, targets, states)
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
         for chunk in chunks:
-            logprobs = ours.logprobs(chunk)
+            logprobs = projection.logprobs(chunk)
             picked[chunk] = where.pick(chunk, logprobs)
-            entropy[chunk] = ours.entropies(logprobs, leave_probabilities=False)
+            entropy[chunk] = projection.entropies(logprobs, leave_probabilities=False)
         entropy = summed(entropy, head.group)
-        slack = ours.slack_of(picked)
+        slack = projection.slack_of(picked)
         ctx.mark_non_differentiable(slack)
         ctx.save_for_backward(x, weight, bias, targets, entropy, states)
-        ctx.head, ctx.how = head, how
-        ctx.set_materialize_grads(False)  # most losses have none of the entropy, and it costs a buffer and three passes
+        ctx.head, ctx.processing = head, processing
+        # most losses have no gradient of the entropy, and computing it costs a buffer and three passes
+        ctx.set_materialize_grads(False)
         return summed(picked, head.group), entropy, slack
 
     @staticmethod
@@ -132,77 +163,118 @@ class _TokenLogprobs(Function):
         x, weight, bias, targets, entropy, states = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        ours = Projection(x, head, chunks, ctx.how, targets, states, ctx.needs_input_grad[:3])
+        projection = Projection(x, head, chunks, ctx.processing, targets, states, ctx.needs_input_grad[:3])
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
-        spare = None if grads[1] is None else torch.empty_like(ours.wide)
+        spare = None if grads[1] is None else torch.empty_like(projection.wide)
         for chunk in chunks:
-            logprobs = ours.logprobs(chunk)
+            logprobs = projection.logprobs(chunk)
             if spare is None:
-                ours.pull(chunk, where.subtract(chunk, ours.probabilities(logprobs, out=logprobs)), of_logprobs[chunk])
+                projection.accumulate(
+                    chunk, where.subtract(chunk, projection.probabilities(logprobs, out=logprobs)), of_logprobs[chunk]
+                )
                 continue
-            p = ours.probabilities(logprobs, out=spare[: len(logprobs)])
+            p = projection.probabilities(logprobs, out=spare[: len(logprobs)])
             bent = logprobs.add_(entropy[chunk, None]).mul_(p).mul_(of_entropy[chunk, None])  # ∂H/∂z = −p (log p + H)
             bent += where.subtract(chunk, p).mul_(of_logprobs[chunk, None])
-            ours.pull(chunk, bent, torch.ones_like(entropy[chunk]))
-        return *ours.gradients(), None, None, None, None
+            projection.accumulate(chunk, bent, torch.ones_like(entropy[chunk]))
+        return *projection.gradients(), None, None, None, None
 
 
-def trained(weights: Tensor) -> Tensor:
+def trained_positions(weights: Tensor) -> Tensor:
+    """Return the flat indices of the positions whose weight is not 0."""
     return weights.reshape(-1).nonzero().squeeze(1)
 
 
-def inputs(x: Tensor, kept: Tensor, head: Head) -> list[Tensor | None]:
-    """What may have a gradient: x [N, D] of the positions kept, the head's weight and its bias. A Function does not notice `no_grad` by itself."""
-    inputs = [x.flatten(0, -2).index_select(0, kept), head.weight, head.bias]
-    return inputs if torch.is_grad_enabled() else [t if t is None else t.detach() for t in inputs]
+def function_inputs(x: Tensor, selected: Tensor, head: Head) -> list[Tensor | None]:
+    """Return what may have a gradient: x [N, D] of the selected positions, the head's weight and its bias.
+
+    They are detached under `no_grad`, which an autograd Function does not notice by itself.
+    """
+    tensors = [x.flatten(0, -2).index_select(0, selected), head.weight, head.bias]
+    return tensors if torch.is_grad_enabled() else [t if t is None else t.detach() for t in tensors]
 
 
 def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor) -> Tensor:
-    """Σ weights · (−log p(target)), fp32 scalar. x [B, T, D], targets and weights [B, T]. It can be differentiated once."""
-    return _losses(x, head, targets, weights, trained(weights))[0]
+    """Return Σ weights · (−log p(target)), an fp32 scalar that can be differentiated once.
+
+    `x` is [B, T, D]; `targets` and `weights` are [B, T].
+    """
+    return _losses(x, head, targets, weights, trained_positions(weights))[0]
 
 
-def cross_entropy_by(x: Tensor, head: Head, targets: Tensor, weights: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`cross_entropy`, and without gradient the part that each of `count` groups of positions has in it [count]; groups [B, T]."""
-    kept = trained(weights)
-    loss, losses = _losses(x, head, targets, weights, kept)
-    return loss, torch.zeros(count, device=x.device).index_add(0, groups.reshape(-1)[kept], losses)
+def cross_entropy_by(
+    x: Tensor, head: Head, targets: Tensor, weights: Tensor, groups: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return `cross_entropy`, and without gradient each group's part of it [count].
+
+    `groups` [B, T] numbers the group of each position, below `count`.
+    """
+    selected = trained_positions(weights)
+    loss, losses = _losses(x, head, targets, weights, selected)
+    return loss, torch.zeros(count, device=x.device).index_add(0, groups.reshape(-1)[selected], losses)
 
 
-def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    return _CrossEntropy.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], weights.reshape(-1)[kept])  # type: ignore[return-value]
+def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    return _CrossEntropy.apply(
+        *function_inputs(x, selected, head), head, targets.reshape(-1)[selected], weights.reshape(-1)[selected]
+    )
 
 
-class Said(NamedTuple):
-    """What a model says of tokens that were drawn: [B, T] each, fp32, 0 where nothing counts."""
+class TokenLogprobs(NamedTuple):
+    """The log-prob and entropy of sampled tokens under a model: [B, T] each, fp32, 0 where nothing is trained."""
 
     logprobs: Tensor
     entropy: Tensor  # of the distribution that each was drawn from
-    slack: Tensor  # by how much the log-prob would differ had its nucleus ended at a sum that is the same but for rounding
+    # by how much the log-prob could differ if rounding had made the nucleus end elsewhere
+    slack: Tensor
 
 
-def said(kept: Tensor, weights: Tensor, found: tuple[Tensor, ...]) -> Said:
+def scatter(selected: Tensor, weights: Tensor, columns: tuple[Tensor, ...]) -> TokenLogprobs:
+    """Put the values of the selected positions back in place, [B, T] each."""
     empty = torch.zeros(weights.numel(), dtype=torch.float32, device=weights.device)
-    return Said(*(empty.index_put((kept,), values).view_as(weights) for values in found))
+    return TokenLogprobs(*(empty.index_put((selected,), values).view_as(weights) for values in columns))
 
 
-def of_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:
-    return None if values is None else values.flatten(0, 1)[kept].long()
+def select(values: Tensor | None, selected: Tensor) -> Tensor | None:
+    """Return the states of the selected positions."""
+    return None if values is None else values.flatten(0, 1)[selected].long()
 
 
 def surrogate(
-    x: Tensor, head: Head, targets: Tensor, weights: Tensor, coefficients: Tensor, how: Processing = AS_IT_IS, states: Tensor | None = None
-) -> tuple[Tensor, Said]:  # fmt: skip
-    """−Σ coefficient · ratio of each target to itself, whose gradient is that of −Σ coefficient · log-prob; and what `token_logprobs` gives, without a
-    gradient. The loss is fp32 scalar and can be differentiated once; `weights` says where there is anything: [B, T] each."""
-    kept = trained(weights)
-    drawn = targets.reshape(-1)[kept], how, of_kept(states, kept)
-    loss, *found = _Surrogate.apply(*inputs(x, kept, head), head, *drawn, coefficients.reshape(-1)[kept])  # type: ignore[misc]
-    return loss, said(kept, weights, tuple(found))
+    x: Tensor,
+    head: Head,
+    targets: Tensor,
+    weights: Tensor,
+    coefficients: Tensor,
+    processing: Processing = NO_PROCESSING,
+    states: Tensor | None = None,
+) -> tuple[Tensor, TokenLogprobs]:
+    """Return a loss whose gradient is that of −Σ coefficient · log-prob, and what `token_logprobs` returns.
+
+    The loss is −Σ coefficient · (the ratio of each target's probability to itself), an fp32 scalar that can be
+    differentiated once; the other values have no gradient. `targets`, `weights` and `coefficients` are [B, T];
+    positions of weight 0 are ignored.
+    """
+    selected = trained_positions(weights)
+    sampled = targets.reshape(-1)[selected], processing, select(states, selected)
+    loss, *values = _Surrogate.apply(
+        *function_inputs(x, selected, head), head, *sampled, coefficients.reshape(-1)[selected]
+    )
+    return loss, scatter(selected, weights, tuple(values))
 
 
-def token_logprobs(x: Tensor, head: Head, targets: Tensor, weights: Tensor, how: Processing = AS_IT_IS, states: Tensor | None = None) -> Said:
-    """Of each target where `weights` is not 0, from the distribution that was sampled from; `states` [B, T, 1 + k] are of `how.edges`."""
-    kept = trained(weights)
-    found = _TokenLogprobs.apply(*inputs(x, kept, head), head, targets.reshape(-1)[kept], how, of_kept(states, kept))  # type: ignore[misc]
-    return said(kept, weights, found)
+def token_logprobs(
+    x: Tensor,
+    head: Head,
+    targets: Tensor,
+    weights: Tensor,
+    processing: Processing = NO_PROCESSING,
+    states: Tensor | None = None,
+) -> TokenLogprobs:
+    """Return the log-prob of each target whose weight is not 0, under the distribution that was sampled from.
+
+    `states` [B, T, 1 + k] are states of `processing.edges`.
+    """
+    selected = trained_positions(weights)
+    sampled = targets.reshape(-1)[selected], processing, select(states, selected)
+    return scatter(selected, weights, _TokenLogprobs.apply(*function_inputs(x, selected, head), head, *sampled))

@@ -1,9 +1,10 @@
-"""Floating-point operations, counted from the modules that do them: what MFU divides by.
+"""Floating-point operations, counted from the modules that do them; MFU divides by them.
 
-The one idea: a matrix costs 2 · its size for each token forward, as much again for the gradient of its input and as much for its own. Neither
-gradient is counted where nobody asks for it: a frozen weight has none, and nothing trainable may lie before the first adapter. Attention costs
-what its documents need (causal pairs inside the window, not the row's square), experts what `top_k` of them do, and the head counts trained
-positions alone. What is computed twice (activation checkpointing) counts once.
+The one idea: a matrix costs 2 · its size for each token forward, as much again for the gradient of its input and as
+much for its own gradient. A gradient that is not needed is not counted: a frozen weight has none, and nothing before
+the first adapter may need one. Attention costs what its documents need (causal pairs inside the window, not the square
+of the sequence), experts what `top_k` of them do, and the head counts trained positions only. What is computed twice
+(activation checkpointing) counts once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,18 +20,23 @@ from ptf.model.moe import Experts, MixtureOfExperts
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Of a forward and a backward pass."""
+    """The operations of a forward and a backward pass."""
 
     per_token: float  # all projections but the head
-    per_pair: Mapping[int | None, float]  # window → what a query and a key that it sees cost, in all layers of that window
-    per_target: float  # the head
+    # window → cost of a (query, key) pair, in all layers of that window
+    per_pair: Mapping[int | None, float]
+    per_target: float  # the head, for each trained position
 
     @staticmethod
     def of(model: Decoder) -> "Flops":
-        """Also of a model behind Decoder's interface, whose layers are not known: as if everything in them were trained or frozen together."""
+        """Count the operations of a model.
+
+        For a model behind Decoder's interface whose layers are not known, they are counted as if everything in them
+        were trained or frozen together.
+        """
         tally = _Tally()
         if not isinstance(model, Decoder):
-            return _foreign(model, tally)
+            return _of_unknown_layers(model, tally)
         upstream = _trains(model.embed)
         for block in model.layers:
             upstream = tally.block(block, upstream)  # type: ignore[arg-type]
@@ -40,31 +46,44 @@ class Flops:
         return Flops(body, tally.pairs, tally.tokens)
 
     def step(self, lengths: Iterable[int], targets: float, begins: Iterable[int] | None = None) -> float:
-        """Over packed documents of these lengths with `targets` trained positions; the first token of each stands at its position in `begins` (0), so
-        it has so many before it that were read with another."""
+        """Return the operations over packed documents of these lengths with `targets` trained positions.
+
+        The first token of each document is at its position in `begins` (default 0): so many tokens before it were
+        computed with another document, whose prefix it shares.
+        """
         lengths = list(lengths)
         begins = [0] * len(lengths) if begins is None else list(begins)
         documents = list(zip(lengths, begins, strict=True))
-        attention = sum(each * (pairs(b + n, window) - pairs(b, window)) for window, each in self.per_pair.items() for n, b in documents)
+        attention = sum(
+            each * (pairs(b + n, window) - pairs(b, window))
+            for window, each in self.per_pair.items()
+            for n, b in documents
+        )
         return self.per_token * sum(lengths) + attention + self.per_target * targets
 
 
 def pairs(length: int, window: int | None) -> int:
-    """(query, key) pairs of one document under causal attention to the last `window` keys, its own included."""
+    """Return the number of (query, key) pairs of a document under causal attention to the last `window` keys, its
+    own included."""
     w = length if window is None else min(window, length)
     return w * (w + 1) // 2 + (length - w) * w
 
 
 @dataclass(slots=True)
 class _Tally:
-    """Adds up. `upstream` everywhere: whether the input needs a gradient; what is returned: whether the output does."""
+    """Adds up operations.
+
+    Everywhere `upstream` is whether the input needs a gradient, and the returned value is whether the output does.
+    """
 
     tokens: float = 0.0
     pairs: dict[int | None, float] = field(default_factory=dict)
 
     def block(self, block: Block, upstream: bool) -> bool:
+        """Count a layer."""
         attend = self.attention if isinstance(block.attn, Attention) else self.chain
-        upstream |= attend(block.attn, upstream or _trains(block.attn_norm)) or _trains(block.attn_post_norm)  # type: ignore[arg-type]
+        above = upstream or _trains(block.attn_norm)
+        upstream |= attend(block.attn, above) or _trains(block.attn_post_norm)  # type: ignore[arg-type]
         into = upstream or _trains(block.mlp_norm)
         part = block.mlp if block.moe is None else block.moe
         kinds = {MLP: self.mlp, MixtureOfExperts: self.mixture}
@@ -72,37 +91,49 @@ class _Tally:
         return upstream | count(part, into) | _trains(block.mlp_post_norm)  # type: ignore[arg-type, operator]
 
     def attention(self, m: Attention, upstream: bool) -> bool:
+        """Count the projections of an attention, and what a (query, key) pair costs."""
         q, k, v = (self.chain(p, upstream) for p in (m.q_proj, m.k_proj, m.v_proj))
         q, k = q or _trains(m.q_norm), k or _trains(m.k_norm)
         scores = q or k or (m.sinks is not None and m.sinks.requires_grad)
         width = m.o_proj.in_features if isinstance(m.o_proj, nn.Linear) else 0
-        products = 2 + 2 * scores - (not v and scores) + (v and not scores) + q + k  # forward QK, PV; backward dP and dV, dQ, dK
+        # forward QK, PV; backward dP and dV, dQ, dK
+        products = 2 + 2 * scores - (not v and scores) + (v and not scores) + q + k
         self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * width * products
         return self.chain(m.o_proj, scores or v)
 
     def mlp(self, m: MLP, upstream: bool) -> bool:
+        """Count a gated MLP."""
         inside = [self.chain(p, upstream) for p in (m.gate_proj, m.up_proj)]
         return self.chain(m.down_proj, any(inside))
 
     def mixture(self, m: MixtureOfExperts, upstream: bool) -> bool:
+        """Count a router and the experts that a token goes to."""
         routed = self.chain(m.router, upstream)
         if not isinstance(m.experts, Experts):
             return self.chain(m.experts, upstream) | routed
         share = m.config.top_k / m.config.experts
-        inside = [self.matrix(m.experts, f"{p}_proj", upstream, share) | _own(m.experts, f"{p}_bias") for p in ("gate", "up")]
-        return self.matrix(m.experts, "down_proj", any(inside), share) | _own(m.experts, "down_bias") | routed
+        inside = [
+            self.matrix(m.experts, f"{p}_proj", upstream, share) | _trains_parameter(m.experts, f"{p}_bias")
+            for p in ("gate", "up")
+        ]
+        return (
+            self.matrix(m.experts, "down_proj", any(inside), share) | _trains_parameter(m.experts, "down_bias") | routed
+        )
 
     def chain(self, module: nn.Module, upstream: bool) -> bool:
-        """Projections one after the other: exact for one, and an upper bound for a component whose inside is not known."""
+        """Count projections as if they came one after the other.
+
+        That is exact for one, and an upper bound for a component whose inside is not known.
+        """
         for m in module.modules():
             if isinstance(m, nn.Linear):
-                upstream = self.matrix(m, "weight", upstream) | _own(m, "bias")
+                upstream = self.matrix(m, "weight", upstream) | _trains_parameter(m, "bias")
             else:
                 upstream |= any(p.requires_grad for p in m.parameters(recurse=False))
         return upstream
 
     def matrix(self, module: nn.Module, name: str, upstream: bool, share: float = 1.0) -> bool:
-        """A weight, with its adapter, of which each token uses this share."""
+        """Count a weight with its adapter, of which each token uses this share."""
         weight = module._parameters[name]
         assert weight is not None
         self.tokens += 2 * share * weight.numel() * (1 + upstream + weight.requires_grad)
@@ -112,21 +143,26 @@ class _Tally:
             assert a is not None
             assert b is not None
             low = upstream or a.requires_grad
-            self.tokens += 2 * share * (a.numel() * (1 + upstream + a.requires_grad) + b.numel() * (1 + low + b.requires_grad))
+            self.tokens += (
+                2 * share * (a.numel() * (1 + upstream + a.requires_grad) + b.numel() * (1 + low + b.requires_grad))
+            )
             needs |= low or b.requires_grad
         return needs
 
 
 def _trains(module: nn.Module) -> bool:
+    """Return whether any parameter of the module is trained."""
     return any(p.requires_grad for p in module.parameters())
 
 
-def _own(module: nn.Module, name: str) -> bool:
+def _trains_parameter(module: nn.Module, name: str) -> bool:
+    """Return whether the module has this parameter and it is trained."""
     parameter = module._parameters.get(name)
     return parameter is not None and parameter.requires_grad
 
 
-def _foreign(model: Decoder, tally: _Tally) -> Flops:
+def _of_unknown_layers(model: Decoder, tally: _Tally) -> Flops:
+    """Count a model whose layers are not known: every linear layer, and attention over all pairs."""
     c, trains = model.config, _trains(model)
     head = {id(m) for m in model.head.modules()}
     for m in model.modules():

@@ -1,4 +1,5 @@
-"""The output projection as losses and samplers see it: which rows of the vocabulary these weights are, and how logits are made of them."""
+"""The output projection as losses and samplers use it: which rows of the vocabulary its weights are, and how logits are
+computed from them."""
 
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Under a `group` (vocabulary-parallel) every rank holds the same hidden states and other rows."""
+    """The output projection. Under a `group` (vocabulary-parallel) every rank has the same hidden states and other
+    rows."""
 
     weight: Tensor  # [V, D], or this rank's rows of it
     vocab: int  # real rows of the whole vocabulary; rows from here on are padding and never count (but must be finite)
@@ -20,12 +22,14 @@ class Head:
 
     @property
     def real(self) -> int:
-        """How many of the rows here are not padding."""
+        """How many of the rows of `weight` are not padding."""
         return min(max(self.vocab - self.first, 0), len(self.weight))
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., D] → fp32 [..., vocab]: soft-capped, without padding. Differentiable without a group; under one it is for sampling only,
-        gathered and without gradient."""
+        """Return fp32 logits [..., vocab] for x [..., D]: soft-capped, without padding.
+
+        They are differentiable without a group. Under one they are gathered without gradient, for sampling only.
+        """
         y = (x @ self.weight[: self.real].t()).float()
         if self.bias is not None:
             y = y + self.bias[: self.real]

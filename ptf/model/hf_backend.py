@@ -1,12 +1,15 @@
-"""Any causal language model of transformers behind Decoder's interface (`model.backend: hf`), for architectures that ptf does not define.
+"""Any causal language model of transformers behind Decoder's interface (`model.backend: hf`), for architectures that
+ptf does not define.
 
-The one idea: each document is a row of its own of the batch that transformers sees, filled up on the right. A causal model cannot look there, and
-rows do not see each other, whatever mixes the tokens; a batch costs documents × the longest of them. The head is taken from the model and checked
-against the model's own logits when it is loaded, so one that makes logits in another way is refused and not trained wrongly.
+The one idea: each document is a row of its own in the batch that transformers computes, padded on the right. A causal
+model cannot attend there, and rows do not attend to each other, however the tokens are mixed; a batch costs documents ×
+the longest of them. The head is taken from the model and checked against the model's own logits when it is loaded, so a
+model that computes logits in another way is refused instead of trained wrongly.
 
-Left out: dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing loss of experts, tensor parallelism, LoRA, heads
-and components of one's own, added tokens, generation. Loading holds the whole model in each process's memory; so does an export where
-transformers stores tensors in another form than it computes with.
+Left out: dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing loss of experts,
+tensor parallelism, LoRA, heads and components of the user's own, added tokens, generation. Loading holds the whole
+model in each process's memory; so does an export where transformers stores tensors in another form than it computes
+with.
 """
 
 from collections.abc import Iterator
@@ -26,58 +29,71 @@ from ptf.model.decoder import Reduce
 from ptf.model.families import Family
 from ptf.model.head import Head
 
-SCALES = {"logit_scale": 1, "logits_scaling": -1}  # config.json's name of a factor of the logits → the power that it goes with
+# name of a factor of the logits in config.json → its exponent
+SCALES = {"logit_scale": 1, "logits_scaling": -1}
 TOLERANCE = 1e-5  # of the largest logit, fp32
 ROUNDING = 1e-4  # of the largest hidden value: experts sum in another order when another token goes elsewhere
 PROBE = 8  # tokens
 
 
 class HFDecoder(nn.Module):
+    """A model of transformers with the interface of Decoder."""
+
     def __init__(self, hf: Any) -> None:
         super().__init__()
         self.hf = hf
         self.config = shape(hf.config)
-        self.scale, self.softcap = 1.0, None  # of the logits; `load` finds them
+        self.scale = 1.0  # factor of the logits; `check` sets both
+        self.softcap = None
         self.eval()
 
     def train(self, mode: bool = True) -> "HFDecoder":
+        """Keep the evaluation mode, whatever `mode` is."""
         return super().train(False)
 
     @property
     def head(self) -> nn.Module:
+        """The output projection of transformers' model."""
         return self.hf.get_output_embeddings()
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The blocks, which are sharded one by one."""
+        """The layers, which are sharded one by one."""
         return next(m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.layers)
 
-    shares_beginnings = False  # transformers is given whole documents
+    supports_shared_prefixes = False  # transformers computes whole documents only
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: Reduce, attend: None = None) -> Any:
-        """All [B, T]; positions count from 0 in every document of `segments`, which is all that transformers is asked for."""
-        assert attend is None, "generation with a cache is the engines'"
+        """Run the model and return `reduce(hidden states [B, T, D], head)`; all tensors are [B, T].
+
+        Positions count from 0 in every document of `segments`, which is what transformers assumes.
+        """
+        assert attend is None, "generation with a cache needs the native decoder or an engine"
         index, back = rows(segments)
         hidden = self.hf.base_model(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
         x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1)
         return reduce(x if self.scale == 1 else x * self.scale, self.output())
 
     def output(self) -> Head:
-        """What `reduce` is given; to be used inside forward."""
+        """Return the head that `reduce` is given. Call it inside `forward` only."""
         weight, bias = self.head.weight, getattr(self.head, "bias", None)
-        return Head(weight, self.config.vocab, self.softcap, bias if bias is None or self.scale == 1 else bias * self.scale)  # type: ignore[arg-type]
+        scaled = bias if bias is None or self.scale == 1 else bias * self.scale
+        return Head(weight, self.config.vocab, self.softcap, scaled)  # type: ignore[arg-type]
 
     def balance(self) -> None:
-        """No load-balancing loss here."""
+        """Return None: there is no load-balancing loss."""
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Name in a checkpoint, whole tensor). Every rank must iterate."""
+        """Yield (name in a checkpoint, whole tensor). Every rank must iterate."""
         from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
         if isinstance(self, FSDPModule):
             self.reshard()
-        kept = {n for n, _ in self.hf.named_parameters()} | {n for n, _ in self.hf.named_buffers()}  # one name for what is tied
-        stored = ((n, t.full_tensor() if isinstance(t, DTensor) else t) for n, t in self.hf.state_dict().items() if n in kept)
+        # tied tensors are listed under one name
+        names = {n for n, _ in self.hf.named_parameters()} | {n for n, _ in self.hf.named_buffers()}
+        stored = (
+            (n, t.full_tensor() if isinstance(t, DTensor) else t) for n, t in self.hf.state_dict().items() if n in names
+        )
         if any(isinstance(c, WeightConverter) for c in self.hf._weight_conversions or ()):
             yield from revert_weight_conversion(self.hf, dict(stored)).items()
         else:
@@ -86,8 +102,12 @@ class HFDecoder(nn.Module):
 
 
 def rows(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in the flat batch the token lies for each place of [documents, longest], and for each place of the flat batch where its token is in
-    that. Filling repeats a document's last token; padding of the batch takes any place's. Without a document the first token stands for one."""
+    """Return the index maps between the flat batch and rows of one document each.
+
+    The first is, for each place of [documents, longest], the flat index of its token; the second is, for each flat
+    index, the place of its token. Filling repeats a document's last token; padding of the batch maps to an arbitrary
+    place. Without a document the first token stands for one.
+    """
     flat = segments.reshape(-1).cpu().numpy()
     starts = np.flatnonzero(np.diff(flat, prepend=flat[:1] - 1))
     lengths = np.diff(starts, append=len(flat))
@@ -102,77 +122,104 @@ def rows(segments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shape(c: Any) -> DecoderConfig:
-    """What callers ask of a model: sizes, without what makes the architecture."""
+    """Return the sizes of a model from transformers' config, without what makes the architecture."""
     heads = getattr(c, "num_attention_heads", None) or 1
     return DecoderConfig(
-        vocab=c.vocab_size, dim=c.hidden_size, heads=heads, kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads, hidden=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
-        norm_eps=0.0, max_positions=getattr(c, "max_position_embeddings", None) or 1 << 30, tied=c.tie_word_embeddings,
+        vocab=c.vocab_size,
+        dim=c.hidden_size,
+        heads=heads,
+        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        hidden=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        norm_eps=0.0,
+        max_positions=getattr(c, "max_position_embeddings", None) or 1 << 30,
+        tied=c.tie_word_embeddings,
         kinds=(Layer(Rope(0.0)),) * c.num_hidden_layers,
-    )  # fmt: skip
+    )
 
 
 def configured(directory: Path) -> Any:
-    """transformers' config of a directory. Raises UserError for what is no plain causal language model, naming what it is."""
+    """Return transformers' config of a directory.
+
+    Raise UserError, with the reason, for anything but a plain causal language model.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         c = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError) as error:
         refuse_custom_code(directory, error)
-        raise UserError(f"model.backend: hf: transformers has no such architecture: {directory}: {_line(error)}") from error
+        raise UserError(
+            f"model.backend: hf: transformers has no such architecture: {directory}: {_first_line(error)}"
+        ) from error
     method = (getattr(c, "quantization_config", None) or {}).get("quant_method", "")
     faults = {
-        f"it is quantised ({method}); take the checkpoint it was made from": bool(method),
-        "it is multimodal, and only text can be trained": any(hasattr(c, f"{part}_config") for part in ("text", "vision", "audio")),
+        f"it is quantised ({method}); use the checkpoint it was made from": bool(method),
+        "it is multimodal, and only text can be trained": any(
+            hasattr(c, f"{part}_config") for part in ("text", "vision", "audio")
+        ),
         "it has an encoder; only causal language models can be trained": bool(getattr(c, "is_encoder_decoder", False)),
         "transformers has no causal language model of it": type(c) not in AutoModelForCausalLM._model_mapping,
     }
-    if found := [fault for fault, there in faults.items() if there]:
-        raise UserError(f"model.backend: hf: {directory} ({c.model_type}): {'; '.join(found)}")
+    if reasons := [fault for fault, present in faults.items() if present]:
+        raise UserError(f"model.backend: hf: {directory} ({c.model_type}): {'; '.join(reasons)}")
     return c
 
 
 def build(directory: Path) -> tuple[HFDecoder, Family]:
-    """A model of the right shape on the meta device, and what stands for its family."""
+    """Return a model of the right shape on the meta device, and an object that stands for its family."""
     from transformers import AutoModelForCausalLM
 
     c = configured(directory)
     with torch.device("meta"):
         model = HFDecoder(AutoModelForCausalLM.from_config(c, dtype=torch.float32, trust_remote_code=False))
-    if model.head is None or not any(isinstance(m, nn.ModuleList) and len(m) == model.config.layers for m in model.hf.modules()):
-        raise UserError(f"model.backend: hf: {c.model_type}: there is no output projection, or no list of {model.config.layers} layers, in transformers' model")
-    return model, Family(c.model_type, shape, (), _no_small)
+    if model.head is None or not any(
+        isinstance(m, nn.ModuleList) and len(m) == model.config.layers for m in model.hf.modules()
+    ):
+        raise UserError(
+            f"model.backend: hf: {c.model_type}: there is no output projection, "
+            f"or no list of {model.config.layers} layers, in transformers' model"
+        )
+    return model, Family(c.model_type, shape, (), _no_random_members)
 
 
-def _no_small(_: Any) -> dict[str, Any]:
-    raise AssertionError("transformers' models are the reference: there is nothing to verify them against")
+def _no_random_members(_: Any) -> dict[str, Any]:
+    raise AssertionError("transformers' models are the reference; there is nothing to verify them against")
 
 
 def load(model: HFDecoder, directory: Path, device: torch.device, *, random: bool, seed: int) -> None:
-    """Give a (sharded) meta model memory and weights. Raises UserError that lists every missing, unexpected or misshapen tensor."""
-    whole = _drawn(model.hf.config, seed) if random else _read(directory)
+    """Give a (sharded) meta model memory and weights.
+
+    Raise UserError that lists every missing, unexpected or misshapen tensor.
+    """
+    whole = _random_model(model.hf.config, seed) if random else _stored_model(directory)
     check(model, whole)
     tied: dict[int, str] = {}
-    ties = [(name, tied[id(p)]) for name, p in model.hf.named_parameters(remove_duplicate=False) if tied.setdefault(id(p), name) != name]
+    ties = [
+        (name, tied[id(p)])
+        for name, p in model.hf.named_parameters(remove_duplicate=False)
+        if tied.setdefault(id(p), name) != name
+    ]
     model.to_empty(device=device)
     for name, first in ties:
-        _place(model.hf, name, model.hf.get_parameter(first))
-    found = dict(whole.named_parameters())
+        _set_parameter(model.hf, name, model.hf.get_parameter(first))
+    values = dict(whole.named_parameters())
     for name, parameter in model.hf.named_parameters():
-        bridge.fill(parameter, found[name].detach().__getitem__)
+        bridge.fill(parameter, values[name].detach().__getitem__)
     for name, buffer in whole.named_buffers():
         owner, _, leaf = name.rpartition(".")
         model.hf.get_submodule(owner)._buffers[leaf] = buffer.to(device)
     model.hf._weight_conversions = whole._weight_conversions if hasattr(whole, "_weight_conversions") else None
 
 
-def _place(model: nn.Module, name: str, parameter: Tensor) -> None:
+def _set_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
+    """Set a parameter by its dotted name, bypassing registration."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner)._parameters[leaf] = parameter  # type: ignore[assignment]
 
 
-def _drawn(c: Any, seed: int) -> Any:
+def _random_model(c: Any, seed: int) -> Any:
+    """Return transformers' model of a config with random weights, drawn by seed."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -180,18 +227,32 @@ def _drawn(c: Any, seed: int) -> Any:
         return AutoModelForCausalLM.from_config(c, dtype=torch.float32, trust_remote_code=False).eval()
 
 
-def _read(directory: Path) -> Any:
+def _stored_model(directory: Path) -> Any:
+    """Return transformers' model of a directory, whole."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    settings = {"dtype": torch.float32, "use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    settings = {
+        "dtype": torch.float32,
+        "use_safetensors": True,
+        "local_files_only": True,
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, **settings)  # type: ignore[misc]
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            directory, trust_remote_code=False, **settings
+        )
     except Exception as error:  # transformers raises a dozen kinds; each means that the weights cannot be read
-        raise UserError(f"model.path: {directory} cannot be read: {_line(error)}") from error
-    problems = [f"missing: {n}" for n in sorted(info["missing_keys"])] + [f"unexpected: {n}" for n in sorted(info["unexpected_keys"])]
-    problems += [f"wrong shape: {n} is {tuple(stored)}, the config says {tuple(wanted)}" for n, stored, wanted in sorted(info["mismatched_keys"])]
+        raise UserError(f"model.path: {directory} cannot be read: {_first_line(error)}") from error
+    problems = [f"missing: {n}" for n in sorted(info["missing_keys"])] + [
+        f"unexpected: {n}" for n in sorted(info["unexpected_keys"])
+    ]
+    problems += [
+        f"wrong shape: {n} is {tuple(stored)}, the config says {tuple(wanted)}"
+        for n, stored, wanted in sorted(info["mismatched_keys"])
+    ]
     if problems:
         raise UserError(f"model.path: {directory} does not fit its config.json:\n  " + "\n  ".join(problems))
     return model.eval()
@@ -199,26 +260,39 @@ def _read(directory: Path) -> Any:
 
 @torch.no_grad()
 def check(model: HFDecoder, whole: Any) -> None:
-    """Find how logits are made of hidden states and head, by the model's own. Raises UserError for one where that is another way, and for one that
-    looks ahead."""
+    """Set the scale and soft-cap of the logits, and compare logits with the model's own.
+
+    Raise UserError for a model that computes them in another way, and for one that attends to later tokens.
+    """
     c, name = whole.config, whole.config.model_type
-    tokens = torch.randint(0, c.vocab_size, (1, min(PROBE, model.config.max_positions)), generator=torch.Generator().manual_seed(0))
-    hidden, logits = whole.base_model(input_ids=tokens, use_cache=False)[0], whole(input_ids=tokens, use_cache=False).logits.float()
+    tokens = torch.randint(
+        0, c.vocab_size, (1, min(PROBE, model.config.max_positions)), generator=torch.Generator().manual_seed(0)
+    )
+    hidden = whole.base_model(input_ids=tokens, use_cache=False)[0]
+    logits = whole(input_ids=tokens, use_cache=False).logits.float()
     other = tokens.clone()
     other[0, -1] = (other[0, -1] + 1) % c.vocab_size
     moved = (whole.base_model(input_ids=other, use_cache=False)[0] - hidden)[:, :-1].abs().max()
     if not float(moved) <= ROUNDING * float(hidden.abs().max()):
-        raise UserError(f"model.backend: hf: {name} looks at tokens ahead; only causal language models can be trained")
+        raise UserError(
+            f"model.backend: hf: {name} attends to later tokens; only causal language models can be trained"
+        )
     model.softcap = getattr(c, "final_logit_softcapping", None)
     for key, power in SCALES.items():
         if factor := getattr(c, key, None):
             model.scale *= float(factor) ** power
     head = whole.get_output_embeddings()
     bias = getattr(head, "bias", None)
-    ours = Head(head.weight, c.vocab_size, model.softcap, None if bias is None else bias * model.scale).logits(hidden * model.scale)
+    ours = Head(head.weight, c.vocab_size, model.softcap, None if bias is None else bias * model.scale).logits(
+        hidden * model.scale
+    )
     if not float((ours - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()):
-        raise UserError(f"model.backend: hf: {name} does not make its logits by its head from its hidden states; ptf cannot train it")
+        raise UserError(
+            f"model.backend: hf: the logits of {name} are not its head applied to its hidden states; "
+            "ptf cannot train it"
+        )
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

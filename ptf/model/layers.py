@@ -1,4 +1,4 @@
-"""The parts every decoder shares: the one place where a projection is made, RMSNorm, the gated MLP."""
+"""The parts that every decoder shares: the one place where a projection is constructed, RMSNorm, and the gated MLP."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,44 +17,48 @@ from ptf.model.lora import Lora, LoraLinear
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How the parts of a decoder are made, by unified name (`layers.3.attn.q_proj`).
+    """How the parts of a decoder are constructed, by unified name (`layers.3.attn.q_proj`).
 
-    `replace`: pattern (`layers.*.mlp`) → what to call instead of the class that stands there, with the same arguments.
-    `lora`: the adapters that projections get, if any.
+    `replace` maps a pattern (`layers.*.mlp`) to what is called instead of the built-in class, with the same arguments.
+    `lora` describes the adapters that projections get, if any.
     """
 
     replace: Mapping[str, Callable[..., nn.Module]] = field(default_factory=dict)
-    own: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # what was replaced so far, by path: makes it once more
+    # path of each component that was replaced → a function that constructs it again
+    constructors: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)
     lora: Lora | None = None
 
     def linear(self, path: str, d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
-        """The only way a projection is made: plain, or with an adapter."""
+        """Construct a projection, plain or with an adapter. Every projection of a decoder is made here."""
         if self.lora is not None and self.lora.adapts(path):
             return LoraLinear(d_in, d_out, bias, self.lora)
         return nn.Linear(d_in, d_out, bias=bias)
 
     def component(self, path: str, kind: Callable[..., nn.Module], *args: Any) -> nn.Module:
-        """An attention, MLP, mixture of experts or head: `kind`, or what replaces it."""
+        """Construct an attention, MLP, mixture of experts or head: `kind`, or what replaces it at this path."""
         pattern = self.pattern(path)
         if pattern is None:
             return kind(*args)
-        self.own[path] = partial(self.replace[pattern], *args)
-        return self.own[path]()
+        self.constructors[path] = partial(self.replace[pattern], *args)
+        return self.constructors[path]()
 
     def pattern(self, path: str) -> str | None:
-        """The first pattern of `replace` that this path matches."""
+        """Return the first pattern of `replace` that this path matches, or None."""
         return next((pattern for pattern in self.replace if fnmatchcase(path, pattern)), None)
 
 
 def activation(name: Activation) -> Callable[[Tensor], Tensor]:
+    """Return the activation function of this name."""
     return F.silu if name == "silu" else gelu_tanh
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
+    """Compute GELU with the tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
 def normalised(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    """Normalise in fp32 and scale by `weight`, in the dtype of x; with `offset`, scale by 1 + weight in fp32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     normal = F.rms_norm(x.to(wide), x.shape[-1:], eps=eps)
     if offset:
@@ -63,26 +67,31 @@ def normalised(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
 
 
 def gated(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """Compute act(gate) · up."""
     return activate(gate) * up
 
 
 class RMSNorm(nn.Module):
-    """Zhang & Sennrich 2019; normalised in fp32, scaled in the model's type, as the checkpoints were trained. With `offset` (Gemma) the scale is
-    1 + weight, in fp32."""
+    """Root mean square norm (Zhang & Sennrich 2019).
+
+    It normalises in fp32 and scales in the model's dtype, as the checkpoints were trained. With `offset` (Gemma) the
+    scale is 1 + weight, in fp32.
+    """
 
     def __init__(self, dim: int, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.weight = Parameter(torch.zeros(dim) if offset else torch.ones(dim))
         self.eps, self.offset = eps, offset
 
-    compute = staticmethod(normalised)  # or the same, compiled (plan.py)
+    compute = staticmethod(normalised)  # plan.py may set the compiled function instead
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x [.., dim], normalised and scaled."""
         return self.compute(x, self.weight, self.eps, self.offset)
 
 
 class MLP(nn.Module):
-    """Gated (Shazeer 2020): down(act(gate(x)) · up(x))."""
+    """The gated MLP (Shazeer 2020): down(act(gate(x)) · up(x))."""
 
     def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
         super().__init__()
@@ -91,7 +100,8 @@ class MLP(nn.Module):
         self.down_proj = parts.linear(f"{path}.down_proj", c.hidden, c.dim, c.mlp_bias)
         self.activation = activation(c.activation)
 
-    compute = staticmethod(gated)  # or the same, compiled (plan.py)
+    compute = staticmethod(gated)  # plan.py may set the compiled function instead
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output [.., dim] for x [.., dim]."""
         return self.down_proj(self.compute(self.activation, self.gate_proj(x), self.up_proj(x)))

@@ -1,7 +1,8 @@
 """LoRA (Hu et al. 2021): W x becomes W x + s · B A x, and only A and B are trained.
 
-The one idea: adapters are decided where a projection is made (layers.Parts), and lie beside the weight that they adapt: `q_proj.lora_a` beside
-`q_proj.weight`, `experts.gate_proj_lora_a` [experts, rank, in] beside `experts.gate_proj` [experts, out, in]. With B = 0 the model is its base.
+The one idea: adapters are decided where a projection is constructed (layers.Parts), and lie beside the weight that they
+adapt: `q_proj.lora_a` beside `q_proj.weight`, `experts.gate_proj_lora_a` [experts, rank, in] beside `experts.gate_proj`
+[experts, out, in]. With B = 0 the model computes what its base does.
 """
 
 import contextlib
@@ -21,20 +22,26 @@ from ptf.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """What the adapters of a model are."""
+    """The settings of a model's adapters."""
 
     rank: int = 16
     alpha: float = 32.0
     rslora: bool = False
-    targets: tuple[str, ...] = ("layers.*_proj",)  # patterns of unified names; these are all projections but routers and the head
+    # patterns of unified names; by default all projections but routers and the head
+    targets: tuple[str, ...] = ("layers.*_proj",)
 
     @property
     def scale(self) -> float:
-        """α / r, or α / √r (rsLoRA, Kalajdzievski 2023), under which the update keeps its size as the rank grows."""
+        """The factor s: α / r, or α / √r with rsLoRA (Kalajdzievski 2023), under which the update keeps its size as
+        the rank grows."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     def adapts(self, path: str) -> bool:
-        """The head is read by the losses, in chunks and without an adapter: it trains whole (`model.train`) or not at all."""
+        """Return whether the projection at this path gets an adapter.
+
+        The head never does, because the losses use its weight directly, in chunks: it trains whole (`model.train`) or
+        not at all.
+        """
         return path != "head" and any(fnmatchcase(path, pattern) for pattern in self.targets)
 
 
@@ -48,7 +55,7 @@ class Adapter:
 
 
 def attach(module: nn.Module, weight: str, lora: Lora) -> Adapter:
-    """Give a parameter of a module an adapter, B = 0; A is drawn later (`drawn`)."""
+    """Give a parameter of a module an adapter with B = 0; A gets its initial value later (`initial_value`)."""
     *stacked, out, into = getattr(module, weight).shape
     stem = "" if weight == "weight" else f"{weight}_"
     module.register_parameter(f"{stem}lora_a", Parameter(torch.zeros(*stacked, lora.rank, into)))
@@ -68,6 +75,7 @@ class LoraLinear(nn.Linear):
         self.adapted = True  # False inside `adapters_off`
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the projection of x, with the adapter's part unless adapters are off."""
         y = F.linear(x, self.weight, self.bias)
         if not self.adapted:
             return y
@@ -75,8 +83,11 @@ class LoraLinear(nn.Linear):
 
 
 def grouped(module: nn.Module, adapter: Adapter, x: Tensor, ends: Tensor) -> Tensor:
-    """s · B A x of each token's expert. x [n, in] sorted by expert, `ends` [experts] → [n, out]. Any rank will do: grouped products want rows of
-    16 bytes, so it is filled up with zeros."""
+    """Return s · B A x with each token's expert, [n, out].
+
+    `x` [n, in] is sorted by expert, `ends` [experts] is the end of each expert's rows. Grouped products need rows of a
+    multiple of 16 bytes, so any other rank is padded with zeros.
+    """
     a, b = getattr(module, adapter.a), getattr(module, adapter.b)
     if missing := -b.shape[-1] % (16 // b.element_size()):
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
@@ -86,7 +97,10 @@ def grouped(module: nn.Module, adapter: Adapter, x: Tensor, ends: Tensor) -> Ten
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes exactly what its base does: a policy is its own reference."""
+    """Switch the adapters off inside the `with` block, where the model computes exactly what its base does.
+
+    So a policy can serve as its own reference.
+    """
     adapted = [m for m in model.modules() if getattr(m, "adapters", None) and m.adapted]
     for module in adapted:
         module.adapted = False  # type: ignore[assignment]
@@ -98,26 +112,29 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
-    """Unified name of every adapted weight → its adapter, under unified names too."""
-    found: dict[str, Adapter] = {}
+    """Return the adapter of every adapted weight, by unified name; the adapter's names are unified names too."""
+    result: dict[str, Adapter] = {}
     for path, module in model.named_modules():
         for weight, adapter in getattr(module, "adapters", {}).items():
-            found[f"{path}.{weight}"] = Adapter(f"{path}.{adapter.a}", f"{path}.{adapter.b}", adapter.scale)
-    return found
+            result[f"{path}.{weight}"] = Adapter(f"{path}.{adapter.a}", f"{path}.{adapter.b}", adapter.scale)
+    return result
 
 
 def adapter_names(model: nn.Module) -> set[str]:
-    """The parameters that belong to adapters; no checkpoint of Hugging Face's has them."""
+    """Return the names of the parameters that belong to adapters; no Hugging Face checkpoint has them."""
     return {name for adapter in adapters(model).values() for name in (adapter.a, adapter.b)}
 
 
-def projection_of(weight: str) -> str:
-    """The name by which patterns know what has this weight: `layers.0.attn.q_proj`, `layers.0.moe.experts.gate_proj`."""
+def projection_name(weight: str) -> str:
+    """Return the name of a weight that patterns match: `layers.0.attn.q_proj`, `layers.0.moe.experts.gate_proj`."""
     return weight.removesuffix(".weight")
 
 
-def drawn(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """What an adapter's tensor begins as, keyed by seed and name: B zero, A uniform in ±1/√in, as in PEFT (He et al. 2015, a = √5)."""
+def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Return the initial value of an adapter's tensor, keyed by seed and name.
+
+    B is zero, A is uniform in ±1/√in, as in PEFT (He et al. 2015, a = √5).
+    """
     if name.endswith("lora_b"):
         return torch.zeros(shape)
     key = int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
@@ -125,17 +142,28 @@ def drawn(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def refuse_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Module) -> None:
-    """Raises UserError naming every target that adapts nothing. `all_targets`: the same model with the target `*`, which knows what there is."""
-    reached = [projection_of(weight) for weight in adapters(model)]
+    """Raise UserError naming every target that adapts nothing.
+
+    `all_targets` is the same model with the target `*`, which shows what can be adapted.
+    """
+    reached = [projection_name(weight) for weight in adapters(model)]
     if unused := [pattern for pattern in lora.targets if not any(fnmatchcase(path, pattern) for path in reached)]:
-        there = [projection_of(weight) for weight in adapters(all_targets)]
-        kinds = dict.fromkeys(".".join("*" if word.isdigit() else word for word in path.split(".")) for path in there)
-        raise UserError(f"model.lora.targets: {', '.join(unused)} matches nothing; there is {', '.join(kinds)} (the head trains whole: model.train)")
+        adaptable = [projection_name(weight) for weight in adapters(all_targets)]
+        kinds = dict.fromkeys(
+            ".".join("*" if word.isdigit() else word for word in path.split(".")) for path in adaptable
+        )
+        raise UserError(
+            f"model.lora.targets: {', '.join(unused)} matches nothing; there is {', '.join(kinds)} (the head has no "
+            "adapter: to train it whole, name it in model.train)"
+        )
 
 
 class Merged(Mapping[str, Tensor]):
-    """Unified name → whole tensor, each adapter merged into its weight as it is asked for: never a second model. Every rank must ask alike,
-    since each gathers its part."""
+    """Whole tensors by unified name, each adapter merged into its weight when it is accessed.
+
+    There is never a second copy of the model. Every rank must access the same names in the same order, because each
+    gathers its part.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.pairs = adapters(model)
@@ -157,5 +185,5 @@ class Merged(Mapping[str, Tensor]):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded, gathered."""
+    """Gather a tensor that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

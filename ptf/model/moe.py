@@ -1,7 +1,9 @@
-"""Mixture of experts: a router sends each token to a few gated MLPs, which run as one grouped matrix product over the tokens sorted by expert.
+"""Mixture of experts: a router sends each token to a few gated MLPs, which run as one grouped matrix product over the
+tokens sorted by expert.
 
-The load-balancing loss (Fedus et al., Switch Transformers, 2021, eq. 4-6) is Σ over experts of its share of the choices times its mean router
-probability, times the number of experts; `top_k` where the load is even. Padding does not count.
+The load-balancing loss (Fedus et al., Switch Transformers, 2021, eq. 4-6) is the number of experts times Σ over experts
+of its share of the choices times its mean router probability; it is `top_k` where the load is even. Padding does not
+count.
 """
 
 from dataclasses import dataclass
@@ -15,17 +17,17 @@ from ptf.model.config import DecoderConfig, MoE
 from ptf.model.layers import Parts
 from ptf.model.lora import attach, grouped
 
-ALIKE = 8  # rows of a CPU's product that are computed alike
+ALIKE = 8  # a CPU's product rounds its rows alike if their number is a multiple of this
 SWISH = 1.702  # GPT-OSS: gate · sigmoid(1.702 gate)
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What one layer's router did with the real tokens of a batch."""
+    """Counts of what one layer's router did with the real tokens of a batch."""
 
     chosen: Tensor  # [experts] how often each was chosen
-    probability: Tensor  # [experts] sum of the router's probabilities, with gradient
-    tokens: Tensor  # how many
+    probability: Tensor  # [experts] sum over tokens of the router's probabilities, with gradient
+    tokens: Tensor  # number of real tokens
 
 
 class Experts(nn.Module):
@@ -39,11 +41,16 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_proj", Parameter(torch.zeros(c.experts, out, into)))
             self.register_parameter(f"{name}_bias", Parameter(torch.zeros(c.experts, out)) if c.bias else None)
         lora = parts.lora
-        self.adapters = {p: attach(self, p, lora) for p in (f"{name}_proj" for name in shapes) if lora and lora.adapts(f"{path}.{p}")}
+        self.adapters = {
+            p: attach(self, p, lora) for p in (f"{name}_proj" for name in shapes) if lora and lora.adapts(f"{path}.{p}")
+        }
         self.adapted = True  # False inside `adapters_off`
 
     def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-        """x [n, dim] sorted by expert, expert [n], ends [experts]: where the tokens of each end."""
+        """Return the experts' outputs for tokens sorted by expert.
+
+        `x` is [n, dim], `expert` [n] the expert of each row, `ends` [experts] the end of each expert's rows.
+        """
         place = None
         if x.device.type == "cpu":
             x, ends, expert, place = _filled_up(x, ends, expert)
@@ -66,11 +73,16 @@ class Experts(nn.Module):
 
 
 def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The rows of each expert, filled up to a multiple of `ALIKE`, and where the real ones are. A CPU's product rounds a row by how many come with it
-    (MKL: up to 1e-5 at width 96; not at all by multiples of 8), so without this one document's routing would move another's last bits."""
+    """Pad the rows of each expert to a multiple of `ALIKE`; return them, their ends and experts, and where the real
+    rows are.
+
+    A CPU's product rounds a row differently depending on how many rows come with it (MKL: by up to 1e-5 at width 96;
+    not at all for multiples of 8), so without the padding one document's routing would change the last bits of
+    another's results.
+    """
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     filled = (counts + ALIKE - 1) // ALIKE * ALIKE
-    later = filled.cumsum(0) - filled - (ends - counts)  # by how many rows each expert's begin later
+    later = filled.cumsum(0) - filled - (ends - counts)  # by how many rows each expert's rows move back
     place = torch.arange(len(x)) + later[expert]
     rows = int(filled.sum())
     spread = x.new_zeros(rows, x.shape[1]).index_copy(0, place, x)
@@ -78,6 +90,8 @@ def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor,
 
 
 class MixtureOfExperts(nn.Module):
+    """A router and its experts."""
+
     def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
         super().__init__()
         assert c.moe is not None
@@ -87,7 +101,7 @@ class MixtureOfExperts(nn.Module):
         self.routing: Routing | None = None  # of the last forward pass
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
-        """x [B, T, D]; real [B, T] is False where there is padding."""
+        """Return the output for x [B, T, D]; `real` [B, T] is False at padding."""
         c, shape = self.config, x.shape
         x = x.flatten(0, 1)
         logits = self.router(x)  # [B·T, experts]
@@ -107,13 +121,16 @@ class MixtureOfExperts(nn.Module):
         return torch.zeros_like(x).index_add(0, token, y).view(shape)
 
     def _routing(self, probability: Tensor, chosen: Tensor, real: Tensor) -> Routing:
-        kept = real.float()
-        counts = torch.zeros(self.config.experts, device=real.device).index_add(0, chosen.flatten(), kept.repeat_interleave(self.config.top_k))
-        return Routing(counts, kept @ probability, kept.sum())
+        weight = real.float()
+        counts = torch.zeros(self.config.experts, device=real.device).index_add(
+            0, chosen.flatten(), weight.repeat_interleave(self.config.top_k)
+        )
+        return Routing(counts, weight @ probability, weight.sum())
 
 
 def balance(routings: list[Routing]) -> Tensor:
-    """The load-balancing loss over the layers together, as Hugging Face computes it; `top_k` at its best."""
+    """Return the load-balancing loss over all layers together, as Hugging Face computes it; `top_k` at its best."""
     tokens = torch.stack([r.tokens for r in routings]).sum().clamp(min=1)
-    chosen, probability = torch.stack([r.chosen for r in routings]).sum(0), torch.stack([r.probability for r in routings]).sum(0)
+    chosen = torch.stack([r.chosen for r in routings]).sum(0)
+    probability = torch.stack([r.probability for r in routings]).sum(0)
     return len(chosen) * (chosen / tokens * probability / tokens).sum()

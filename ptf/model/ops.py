@@ -1,7 +1,8 @@
-"""How our tensors and Hugging Face's correspond: data, written once in a family's file and played both ways.
+"""How our tensors and Hugging Face's correspond: data that a family's file declares once, used for reading and for
+writing.
 
-The one idea: an op tells which slices of their tensors make up a slice of ours, so that a rank reads from a checkpoint only what it owns.
-`{i}` in a name runs over the layers, `{e}` over the experts.
+The one idea: an op says which slices of their tensors make up a slice of ours, so that a rank reads from a checkpoint
+only what it owns. In a name, `{i}` runs over the layers and `{e}` over the experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,23 +17,31 @@ Read = Callable[[str, Slices], Tensor]  # a slice of the tensor of that name in 
 
 
 class Op(Protocol):
+    """The correspondence of some of our tensors (`ours`) to some of Hugging Face's (`theirs`)."""
+
     @property
-    def ours(self) -> tuple[str, ...]: ...
-    def theirs(self, experts: int) -> tuple[str, ...]: ...
+    def ours(self) -> tuple[str, ...]:
+        """Our names."""
+        ...
+
+    def theirs(self, experts: int) -> tuple[str, ...]:
+        """Return their names, for a model of so many experts."""
+        ...
+
     def at(self, layer: int) -> Self:
-        """The op of one layer."""
+        """Return the op of one layer."""
         ...
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
-        """Of each of their tensors."""
+        """Return the shape of each of their tensors, given the shape of ours."""
         ...
 
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """The slice `part` of `ours[which]`."""
+        """Return the slice `part` of `ours[which]`, read from their tensors."""
         ...
 
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Their tensors, from whole ones of ours."""
+        """Return their tensors, computed from whole tensors of ours."""
         ...
 
 
@@ -45,34 +54,42 @@ class Rename:
 
     @property
     def ours(self) -> tuple[str, ...]:
+        """Our names."""
         return (self.name,)
 
     def theirs(self, experts: int) -> tuple[str, ...]:
+        """Return their names."""
         return (self.other,)
 
     def at(self, layer: int) -> Self:
+        """Return the op of one layer."""
         return replace(self, name=self.name.replace("{i}", str(layer)), other=self.other.replace("{i}", str(layer)))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        """Return the shape of each of their tensors."""
         return tuple(ours)
 
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """Return a slice of our tensor, read from theirs."""
         return read(self.other, part)
 
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return their tensors, computed from ours."""
         return tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Rename):
-    """Theirs are the first `count` rows of ours; the others are padding, and zero."""
+    """Their tensor is the first `count` rows of ours; our other rows are padding, and zero."""
 
     count: int
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        """Return the shape of each of their tensors."""
         return (self.count, *ours[1:])
 
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """Return a slice of our tensor, read from theirs."""
         first, last = (min(row, self.count) for row in (part[0].start, part[0].stop))
         whole = torch.zeros([s.stop - s.start for s in part])
         if first == last:
@@ -85,43 +102,54 @@ class Rows(Rename):
         return whole
 
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return their tensors, computed from ours."""
         return [tensors[0][: self.count]]
 
 
 @dataclass(frozen=True, slots=True)
 class Transpose(Rename):
-    """The same, with the last two dimensions of theirs swapped."""
+    """The last two dimensions of their tensor are swapped in ours."""
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        """Return the shape of each of their tensors."""
         return (*ours[:-2], ours[-1], ours[-2])
 
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """Return a slice of our tensor, read from theirs."""
         return read(self.other, (*part[:-2], part[-1], part[-2])).transpose(-2, -1)
 
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return their tensors, computed from ours."""
         return [tensors[0].transpose(-2, -1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Stack(Rename):
-    """One tensor of ours holds one of theirs for each expert."""
+    """One tensor of ours stacks one of theirs for each expert."""
 
     def theirs(self, experts: int) -> tuple[str, ...]:
+        """Return their names."""
         return tuple(self.other.replace("{e}", str(e)) for e in range(experts))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        """Return the shape of each of their tensors."""
         return tuple(ours[1:])
 
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """Return a slice of our tensor, read from theirs."""
         return torch.stack([read(name, part[1:]) for name in self.theirs(experts)[part[0]]])
 
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return their tensors, computed from ours."""
         return tensors[0].unbind(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Interleave:
-    """Two tensors of ours alternate along the last dimension of one of theirs, whose last two dimensions are swapped if it is `transposed`."""
+    """Two tensors of ours alternate along the last dimension of one of theirs.
+
+    The last two dimensions of theirs are swapped in ours if it is `transposed`.
+    """
 
     names: tuple[str, str]
     other: str
@@ -129,19 +157,24 @@ class Interleave:
 
     @property
     def ours(self) -> tuple[str, ...]:
+        """Our names."""
         return self.names
 
     def theirs(self, experts: int) -> tuple[str, ...]:
+        """Return their names."""
         return (self.other,)
 
     def at(self, layer: int) -> Self:
+        """Return the op of one layer."""
         first, second = (n.replace("{i}", str(layer)) for n in self.names)
         return replace(self, names=(first, second), other=self.other.replace("{i}", str(layer)))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        """Return the shape of each of their tensors."""
         return (*ours[:-2], ours[-1], 2 * ours[-2]) if self.transposed else (*ours[:-1], 2 * ours[-1])
 
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """Return a slice of our tensor, read from theirs."""
         if self.transposed:
             part = (*part[:-2], part[-1], part[-2])
         both = read(self.other, (*part[:-1], slice(2 * part[-1].start, 2 * part[-1].stop)))
@@ -149,6 +182,7 @@ class Interleave:
         return one.transpose(-2, -1) if self.transposed else one
 
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return their tensors, computed from ours."""
         if self.transposed:
             tensors = [t.transpose(-2, -1) for t in tensors]
         return [torch.stack(tuple(tensors), -1).flatten(-2)]

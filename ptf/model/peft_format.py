@@ -1,8 +1,9 @@
 """Adapters as PEFT and vLLM read them: `adapter_config.json` and `adapter_model.safetensors`.
 
-The one idea: a family's ops also say how its adapters lie. Where Hugging Face has one tensor for all experts, PEFT has one pair of matrices,
-[experts · rank, in] and [out, rank · experts]; gate and up that share a tensor share an adapter of twice the rank, half of it zero. A file has one
-rank and one α, so narrower adapters are filled up with zeros, and rsLoRA's scale is written as the α that gives it.
+The one idea: a family's ops also determine how its adapters are stored. Where Hugging Face has one tensor for all
+experts, PEFT has one pair of matrices, [experts · rank, in] and [out, rank · experts]; gate and up that share a tensor
+share an adapter of twice the rank, half of it zero. A file has one rank and one α, so narrower adapters are padded with
+zeros, and rsLoRA's scale is written as the α that gives it.
 """
 
 import json
@@ -10,7 +11,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,32 @@ from ptf.model import bridge
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
-from ptf.model.lora import adapter_names, adapters, whole
+from ptf.model.lora import adapter_names, adapters, projection_name, whole
 from ptf.model.ops import Interleave, Op, Rename, Stack, Transpose
 
 Pair = tuple[Tensor, Tensor]  # A [.., rank, in], B [.., out, rank]
 
 
 class PeftFormat:
-    """The adapters of one model, played both ways."""
+    """The adapters of one model, converted to PEFT's format and back."""
 
     def __init__(self, model: Decoder, family: Family) -> None:
         assert model.parts.lora is not None
         self.model, self.family, self.lora = model, family, model.parts.lora
         self.adapters = adapters(model)
         self.parameters = dict(model.named_parameters())
-        self.ops = [op for op in bridge.links(model, family) if any(self._beside(name) in self.adapters for name in op.ours)]
+        self.ops = [
+            op
+            for op in bridge.checkpoint_ops(model, family)
+            if any(self._adapted_name(name) in self.adapters for name in op.ours)
+        ]
 
-    def _beside(self, name: str) -> str:
-        """Experts are written all three together: vLLM and PEFT know no others."""
+    def _adapted_name(self, name: str) -> str:
+        """Return the name of an adapted weight that makes this weight part of the file.
+
+        Experts are written all three together, because vLLM and PEFT know no others; any other weight stands for
+        itself.
+        """
         experts, dot, leaf = name.rpartition(".")
         if not experts.endswith(".experts") or not leaf.endswith("_proj"):
             return name
@@ -51,25 +60,36 @@ class PeftFormat:
 
     @cached_property
     def rank(self) -> int:
+        """The rank in the file: that of the adapters, or twice it where gate and up share a tensor."""
         return self.lora.rank * (2 if any(isinstance(op, Interleave) for op in self.ops) else 1)
 
     def obstacles(self) -> list[str]:
-        """What trains and cannot be said in this format; [] if all can."""
+        """Return what is trained and cannot be expressed in this format; [] if everything can."""
         own = {*own_tensors(self.model, self.family)}
         base = [n for n, p in self.parameters.items() if p.requires_grad and n not in adapter_names(self.model)]
-        found = [f"{n} (not an adapter)" for n in base]
-        found += [f"{n} (Hugging Face has no such projection)" for n in self.adapters if n in own]
-        found += [f"{n} (PEFT and vLLM adapt no routers)" for n in self.adapters if n.endswith(".router.weight")]
-        if any(isinstance(op, Stack) for op in bridge.links(self.model, self.family)):
-            found += [f"{n} (beside experts PEFT takes it for one of them)" for n in self.adapters if ".mlp." in n and n not in own]
-        return found + [f"{op.ours[0]} (stored in a way that PEFT has none for)" for op in self.ops if not isinstance(op, Rename | Interleave)]
+        obstacles = [f"{n} (not an adapter)" for n in base]
+        obstacles += [f"{n} (Hugging Face has no such projection)" for n in self.adapters if n in own]
+        obstacles += [f"{n} (PEFT and vLLM adapt no routers)" for n in self.adapters if n.endswith(".router.weight")]
+        if any(isinstance(op, Stack) for op in bridge.checkpoint_ops(self.model, self.family)):
+            obstacles += [
+                f"{n} (beside experts, PEFT would take it for one of them)"
+                for n in self.adapters
+                if ".mlp." in n and n not in own
+            ]
+        return obstacles + [
+            f"{op.ours[0]} (stored in a way that PEFT has no format for)"
+            for op in self.ops
+            if not isinstance(op, Rename | Interleave)
+        ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Name in the file, whole tensor in fp32) one by one. Every rank must iterate, since each gathers its part."""
+        """Yield (name in the file, whole tensor in fp32). Every rank must iterate, because each gathers its part."""
         if isinstance(self.model, FSDPModule):
             self.model.reshard()
         for op in self.ops:
-            for module, (a, b) in zip(self._modules(op), self._write(op, [self._pair(name) for name in op.ours]), strict=True):
+            for module, (a, b) in zip(
+                self._modules(op), self._write(op, [self._pair(name) for name in op.ours]), strict=True
+            ):
                 missing = self.rank - a.shape[-2]
                 a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
                 if isinstance(op, Transpose | Interleave):  # one pair for all experts
@@ -78,12 +98,12 @@ class PeftFormat:
                 yield f"base_model.model.{module}.lora_B.weight", b
 
     def fill(self, file: Path) -> None:
-        """The reverse: this model's adapters from a file."""
+        """Load this model's adapters from a file."""
         with safe_open(file, "pt") as stored:
             self.copy(stored.get_tensor)
 
     def copy(self, tensor: Callable[[str], Tensor]) -> None:
-        """The reverse of `tensors`, from whole tensors by their names."""
+        """Load this model's adapters from whole tensors by their names; the reverse of `tensors`."""
         for op in self.ops:
             pairs = [self._stored(tensor, module, op) for module in self._modules(op)]
             for name, (a, b) in zip(op.ours, self._read(op, pairs), strict=True):
@@ -93,46 +113,85 @@ class PeftFormat:
                     bridge.fill(self.parameters[adapter.b], b[..., : self.lora.rank].__getitem__)
 
     def names(self) -> set[str]:
-        """Of all `tensors`."""
-        return {f"base_model.model.{module}.lora_{which}.weight" for op in self.ops for module in self._modules(op) for which in "AB"}
+        """Return the names of all `tensors`."""
+        return {
+            f"base_model.model.{module}.lora_{which}.weight"
+            for op in self.ops
+            for module in self._modules(op)
+            for which in "AB"
+        }
+
+    def projections(self, names: Collection[str]) -> tuple[str, ...]:
+        """Unified names of the projections whose tensors are among `names`."""
+        return tuple(
+            projection_name(ours)
+            for op in self.ops
+            if any(f"base_model.model.{module}.lora_A.weight" in names for module in self._modules(op))
+            for ours in op.ours
+            if ours in self.adapters
+        )
 
     def config(self, base: str) -> dict[str, Any]:
-        """adapter_config.json, for the base model called `base`."""
+        """Return adapter_config.json, for the base model called `base`."""
         modules = [m for op in self.ops if not isinstance(op, Transpose | Interleave) for m in self._modules(op)]
         alpha = self.lora.scale * self.rank
         return {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": self.rank,
-            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "target_modules": self._short(modules),
-            "target_parameters": sorted({self.family.prefix + op.theirs(0)[0] for op in self.ops if isinstance(op, Transpose | Interleave)}) or None,
-            "use_rslora": False, "use_dora": False, "bias": "none", "lora_dropout": 0.0, "fan_in_fan_out": False, "inference_mode": True,
-            "init_lora_weights": True, "modules_to_save": None,
-        }  # fmt: skip
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "target_modules": self._target_modules(modules),
+            "target_parameters": sorted(
+                {self.family.prefix + op.theirs(0)[0] for op in self.ops if isinstance(op, Transpose | Interleave)}
+            )
+            or None,
+            "use_rslora": False,
+            "use_dora": False,
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+        }
 
-    def _short(self, modules: list[str]) -> list[str] | str:
-        """Last words, of those that are adapted in every layer and of experts; else the whole name. Of the text part of a multimodal model: an
-        expression, for its images' part has modules of the same names, and transformers calls the modules otherwise than the tensors."""
+    def _target_modules(self, modules: list[str]) -> list[str] | str:
+        """Return `target_modules`: the last word of modules that are adapted in every layer and of experts, else the
+        whole name.
+
+        For the text part of a multimodal model it is a regular expression, because the image part has modules of the
+        same names, and transformers names modules otherwise than tensors.
+        """
         if self.family.prefix:
             inside = "|".join(re.escape(n.removeprefix(f"{self.family.prefix}model.")) for n in modules)
             return rf".*{re.escape(self.family.prefix.strip('.'))}\b.*\.({inside})"
-        leaf = lambda name: name.rpartition(".")[2]  # noqa: E731
-        there = Counter(leaf(n) for op in bridge.links(self.model, self.family) for n in self._modules(op))
+
+        def leaf(name):
+            return name.rpartition(".")[2]
+
+        in_model = Counter(leaf(n) for op in bridge.checkpoint_ops(self.model, self.family) for n in self._modules(op))
         adapted = Counter(map(leaf, modules))
-        return sorted({leaf(n) if ".experts." in n or adapted[leaf(n)] == there[leaf(n)] else n for n in modules})
+        return sorted({leaf(n) if ".experts." in n or adapted[leaf(n)] == in_model[leaf(n)] else n for n in modules})
 
     def _modules(self, op: Op) -> list[str]:
+        """Return PEFT's names of the modules of an op."""
         names = [self.family.prefix + name.removesuffix(".weight") for name in op.theirs(self.model.config.experts)]
         if isinstance(op, Interleave):  # PEFT wraps gate_up_proj first, and down_proj around that
             return [name.rpartition(".")[0] + ".base_layer" for name in names]
         return [name.rpartition(".")[0] for name in names] if isinstance(op, Transpose) else names
 
     def _pair(self, name: str) -> Pair:
-        """fp32, wholly zero where there is no adapter."""
+        """Return A and B of a weight in fp32, zero where it has no adapter."""
         if (adapter := self.adapters.get(name)) is not None:
-            return whole(self.parameters[adapter.a]).detach().float(), whole(self.parameters[adapter.b]).detach().float()
+            return whole(self.parameters[adapter.a]).detach().float(), whole(
+                self.parameters[adapter.b]
+            ).detach().float()
         *experts, out, into = self.parameters[name].shape
         return torch.zeros(*experts, self.lora.rank, into), torch.zeros(*experts, out, self.lora.rank)
 
     def _write(self, op: Op, pairs: list[Pair]) -> list[Pair]:
+        """Convert pairs of ours into pairs of the file."""
         (a, b), *others = pairs
         if isinstance(op, Stack):
             return list(zip(a.unbind(0), b.unbind(0), strict=True))
@@ -144,6 +203,7 @@ class PeftFormat:
         return [(torch.cat((a, a2), 1), both)]
 
     def _read(self, op: Op, pairs: list[Pair]) -> list[Pair]:
+        """Convert pairs of the file into pairs of ours."""
         if isinstance(op, Stack):
             return [(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))]
         if not isinstance(op, Interleave):
@@ -153,6 +213,7 @@ class PeftFormat:
         return [(a[:, :half], b[:, ::2, :half]), (a[:, half:], b[:, 1::2, half:])]
 
     def _stored(self, tensor: Callable[[str], Tensor], module: str, op: Op) -> Pair:
+        """Read the pair of a module of the file."""
         a, b = (tensor(f"base_model.model.{module}.lora_{which}.weight") for which in "AB")
         if isinstance(op, Transpose | Interleave):
             experts = self.model.config.experts
@@ -161,17 +222,20 @@ class PeftFormat:
 
 
 def save(tensors: Iterator[tuple[str, Tensor]], config: Mapping[str, Any], directory: Path, *, writes: bool) -> None:
-    """Every rank calls it; the one that `writes` does. The directory appears only when it is complete."""
-    found = {}
+    """Write adapter files to a directory, which appears only when it is complete.
+
+    Every rank calls this function; the one that `writes` does.
+    """
+    whole_tensors = {}
     for name, tensor in tensors:
         if writes:
-            found[name] = tensor.to("cpu", copy=True).contiguous()
+            whole_tensors[name] = tensor.to("cpu", copy=True).contiguous()
     if not writes:
         return
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    save_file(found, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(whole_tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
     (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(temporary, directory)

@@ -1,6 +1,7 @@
-"""Sharding from outside: the model files know one device, this one cuts them over many.
+"""Sharding from outside: the model files are written for one device, and this file distributes them over many.
 
-The one idea: who holds what is a table over unified names; data parallelism (FSDP2, HSDP) needs none, for it cuts every parameter alike.
+The one idea: how tensor parallelism shards each parameter is a table over unified names; data parallelism (FSDP2, HSDP)
+needs none, because it shards every parameter alike.
 """
 
 from collections.abc import Mapping
@@ -19,11 +20,17 @@ from ptf.model.recompute import Recompute, recompute
 from ptf.model.tensor_parallel import Cut, Style, cut, embed, mix, normalise_and_gather, own_experts, refuse
 
 ROWS, COLUMNS, PART = Cut(0), Cut(1), Cut(partial=True)
-COLUMN = Style({"weight": ROWS, "bias": ROWS, "lora_a": PART, "lora_b": ROWS})  # the output is cut: a matrix [out, in] by rows
-ROW = Style({"weight": COLUMNS, "bias": Cut(partial=True, once=True), "lora_a": COLUMNS, "lora_b": PART})  # the input is cut; the output is a part of a sum
-SEQUENCE = Style({"weight": PART})  # a norm, whole, over a part of the sequence, or over the heads of this rank
-ROUTER = Style({w: PART for w in ("weight", "bias", "lora_a", "lora_b")})  # whole, over all tokens, but it only hears of the experts that are here
-EXPERT = Style({f"{p}_{w}": ROWS for p in ("gate", "up", "down") for w in ("proj", "bias", "proj_lora_a", "proj_lora_b")}, forward=own_experts)
+# the output is sharded: a matrix [out, in] is cut by rows
+COLUMN = Style({"weight": ROWS, "bias": ROWS, "lora_a": PART, "lora_b": ROWS})
+# the input is sharded; the output is a part of a sum
+ROW = Style({"weight": COLUMNS, "bias": Cut(partial=True, once=True), "lora_a": COLUMNS, "lora_b": PART})
+SEQUENCE = Style({"weight": PART})  # a norm is whole on each rank, over its part of the sequence or its heads
+# whole, over all tokens; its gradient comes only from the experts of this rank
+ROUTER = Style({w: PART for w in ("weight", "bias", "lora_a", "lora_b")})
+EXPERT = Style(
+    {f"{p}_{w}": ROWS for p in ("gate", "up", "down") for w in ("proj", "bias", "proj_lora_a", "proj_lora_b")},
+    forward=own_experts,
+)
 WHOLE = Style()
 
 PLAN: Mapping[str, Style] = {
@@ -49,18 +56,26 @@ PLAN: Mapping[str, Style] = {
 
 
 def refuse_mesh(c: DecoderConfig, mesh: DeviceMesh | None) -> None:
-    """Raises UserError for a tensor group that does not divide the model, before anything of it is built."""
+    """Raise UserError for a tensor group that does not divide the model, before any of it is built."""
     if mesh is not None and mesh["tensor"].size() > 1:
         refuse(c, mesh["tensor"].size())
 
 
 def parallelize(
-    model: Decoder, mesh: DeviceMesh | None, precision: str, *, recomputed: Recompute = "none", compiled: bool = False, plan: Mapping[str, Style] = PLAN
+    model: Decoder,
+    mesh: DeviceMesh | None,
+    precision: str,
+    *,
+    recomputed: Recompute = "none",
+    compiled: bool = False,
+    plan: Mapping[str, Style] = PLAN,
 ) -> Decoder:
-    """Tensor → activation checkpointing → compile → FSDP, because each wraps the one before, over the mesh ("replicate", "shard", "tensor").
+    """Apply tensor parallelism, activation checkpointing, compilation and FSDP, in this order: each wraps the one
+    before.
 
-    `bf16` computes in bfloat16 over fp32 master weights and reductions. One process in fp32 needs no FSDP and gets none. Raises ValueError for
-    bf16 without a mesh, whose master weights FSDP keeps; UserError for a model that cannot be cut.
+    The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` computes in bfloat16 over fp32 master weights
+    and reductions. One process in fp32 needs no FSDP and gets none. Raise ValueError for bf16 without a mesh, because
+    FSDP keeps its master weights; UserError for a model that cannot be sharded.
     """
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")
@@ -73,7 +88,11 @@ def parallelize(
         compile_parts(model)
     if mesh is None or (mesh.size() == 1 and precision == "fp32"):
         return model
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     for module in (*model.layers, model):
         fully_shard(module, mesh=over, mp_policy=policy, shard_placement_fn=partial(_evenly, mesh["shard"].size()))
@@ -81,20 +100,26 @@ def parallelize(
 
 
 def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """The first dimension that the ranks divide: 32 experts over 128 ranks, cut as experts, would leave 96 of them with none. None: rows."""
+    """Return the first dimension that the ranks divide, or None for the default (rows).
+
+    32 experts over 128 ranks, sharded by experts, would leave 96 ranks with none.
+    """
     shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
     return next((Shard(dim) for dim, size in enumerate(shape) if size % ranks == 0), None)
 
 
 def _whole_head(model: Decoder) -> dict[str, Style]:
-    """A scalar head, or one of the user's own, is not cut."""
+    """Return the plan of a scalar head or one of the user's own: it is not sharded."""
     return {name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}
 
 
 def compile_parts(model: nn.Module) -> None:
-    """Compile what lies between the matrix products (norms, gates), for any shape. Attention is compiled where it gains (attention.py), and the
-    whole model never, for the number of documents differs from step to step. One function serves all layers: torch makes 8 variants of one at
-    most, and would compute the rest of the layers uncompiled."""
+    """Compile what lies between the matrix products (norms, gates), for any shape.
+
+    Attention is compiled where that is faster (attention.py), and the whole model never, because the number of
+    documents differs from step to step. One function serves all layers: torch compiles at most 8 variants of a
+    function, and would run the other layers uncompiled.
+    """
     norm, gate = torch.compile(normalised, dynamic=True), torch.compile(gated, dynamic=True)
     for module in model.modules():
         if isinstance(module, RMSNorm | MLP):

@@ -1,4 +1,5 @@
-"""The head at work on hidden states, a chunk of them at a time: log-probs come out, the gradients of logits go back in.
+"""The output projection applied to hidden states chunk by chunk: it computes log-probs, and takes the gradients of
+logits back.
 
 The one idea: the same few buffers serve every chunk, and everything after the GEMM happens in them in place.
 """
@@ -9,22 +10,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head
-from ptf.model.sampling import AS_IT_IS, NEVER, ROUNDING, Processing, nucleus, restrict
+from ptf.model.sampling import NEVER, NO_PROCESSING, ROUNDING, Processing, nucleus, restrict
 
 BLOCK_BYTES = 1 << 20
-BLOCK = 8192  # rows of a bf16 head's gradient that are multiplied and added at a time: for 151,936 rows of 256, 51-68 ms instead of 159 (CPU)
-FLOOR = -64.0  # of log-probs on a CPU: a GEMM over denormals took 40 times as long, and e⁻⁶⁴ is lost in any fp32 sum of probabilities
+# rows of a bf16 head's gradient that are multiplied and added at a time: with it 151,936 rows of 256 columns take
+# 51-68 ms instead of 159 (CPU)
+BLOCK = 8192
+# the least log-prob on a CPU: a GEMM over denormals took 40 times as long, and e⁻⁶⁴ is lost in any fp32 sum
+FLOOR = -64.0
 
 
 def summed(value: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Over the ranks of the group, in place."""
+    """Sum over the ranks of the group, in place; without a group return the value unchanged."""
     if group is not None:
         dist.all_reduce(value, group=group)
     return value
 
 
 def normalise(logits: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Logits [n, V] to log-probs over the whole vocabulary, in place."""
+    """Turn logits [n, V] into log-probs over the whole vocabulary, in place."""
     if group is None:
         return torch.log_softmax(logits, -1, out=logits)
     here = logits.logsumexp(-1)  # [n]
@@ -35,20 +39,32 @@ def normalise(logits: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class Projection:
-    """A head applied to one chunk of x [N, D] after the other, and the gradients that come back. Its buffers are made once: on a CPU, the page
-    faults of a fresh 64 MiB cost as much as two passes over it (28 against 10 ms for a copy)."""
+    """A head applied to x [N, D] chunk by chunk, and the gradients that come back.
+
+    Its buffers are made once: on a CPU, the page faults of a fresh 64 MiB cost as much as two passes over it (28 ms
+    against 10 ms for a copy).
+    """
 
     def __init__(
-        self, x: Tensor, head: Head, chunks: list[slice], how: Processing = AS_IT_IS, targets: Tensor | None = None, states: Tensor | None = None,
+        self,
+        x: Tensor,
+        head: Head,
+        chunks: list[slice],
+        processing: Processing = NO_PROCESSING,
+        targets: Tensor | None = None,
+        states: Tensor | None = None,
         needs: tuple[bool, ...] = (False, False, False),
-    ) -> None:  # fmt: skip
-        if how.top_p < 1 and head.group is not None:
-            raise NotImplementedError("a nucleus (rollout.top_p) over a head that is cut over ranks: compute.mesh.tensor must be 1")
-        if how.edges is not None and states is None and len(x):
-            raise ValueError("allowed tokens, but no states of them: samples need the stream `states`")
-        self.x, self.head, self.how, self.targets, self.states = x, head, how, targets, states
-        self.edges = None if how.edges is None else how.edges.to(x.device)
-        self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if how.top_p < 1 else None
+    ) -> None:
+        if processing.top_p < 1 and head.group is not None:
+            raise NotImplementedError(
+                "nucleus sampling (rollout.top_p) does not work with a head that is sharded over ranks: "
+                "set compute.mesh.tensor to 1"
+            )
+        if processing.edges is not None and states is None and len(x):
+            raise ValueError("allowed tokens need their states: samples must carry the column `states`")
+        self.x, self.head, self.processing, self.targets, self.states = x, head, processing, targets, states
+        self.edges = None if processing.edges is None else processing.edges.to(x.device)
+        self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if processing.top_p < 1 else None
         size, rows = (chunks[0].stop if chunks else 0), len(head.weight)
         self.narrow = x.new_empty(size, rows)
         self.wide = self.narrow if x.dtype == torch.float32 else torch.empty_like(self.narrow, dtype=torch.float32)
@@ -59,7 +75,10 @@ class Projection:
         self.dbias = torch.zeros_like(head.bias, dtype=sums) if needs[2] and head.bias is not None else None
 
     def logprobs(self, chunk: slice) -> Tensor:
-        """Of the distribution that is sampled from, fp32 [n, V], in a buffer that the next chunk overwrites."""
+        """Return the log-probs of a chunk, fp32 [n, V], of the distribution that is sampled from.
+
+        They lie in a buffer that the next chunk overwrites.
+        """
         head, n = self.head, chunk.stop - chunk.start
         narrow, logits = self.narrow[:n], self.wide[:n]
         torch.mm(self.x[chunk], head.weight.t(), out=narrow)
@@ -71,7 +90,7 @@ class Projection:
             logits.div_(head.softcap).tanh_()
             if self.slope is not None:
                 torch.mul(logits, logits, out=self.slope[:n]).neg_().add_(1)
-        scale = (head.softcap or 1.0) / self.how.temperature
+        scale = (head.softcap or 1.0) / self.processing.temperature
         if scale != 1.0:
             logits *= scale
         if self.edges is not None and self.states is not None:
@@ -80,37 +99,44 @@ class Projection:
         logprobs = normalise(logits, head.group)
         if self.slack is not None:
             drawn = None if self.targets is None else self.targets[chunk]
-            self.slack[chunk] = nucleus(logprobs, self.how.top_p, drawn, ROUNDING[self.x.dtype])
+            self.slack[chunk] = nucleus(logprobs, self.processing.top_p, drawn, ROUNDING[self.x.dtype])
         return logprobs
 
     def probabilities(self, logprobs: Tensor, out: Tensor) -> Tensor:
-        """`out` may be `logprobs`."""
+        """Write the probabilities of `logprobs` to `out`, which may be `logprobs`, and return it."""
         floored = torch.clamp(logprobs, min=FLOOR, out=out) if out.device.type == "cpu" else logprobs
         torch.exp(floored, out=out)
         out[:, self.head.real :] = 0
         return out
 
     def entropies(self, logprobs: Tensor, *, leave_probabilities: bool) -> Tensor:
-        """Of each row, [n]: this rank's part. The buffer holds the log-probs afterwards, or the probabilities, which are there anyway."""
-        few = max(1, BLOCK_BYTES // (4 * logprobs.shape[1]))  # rows of which the probabilities stay in a cache
-        found = logprobs.new_empty(len(logprobs))
+        """Return this rank's part of the entropy of each row [n].
+
+        Afterwards the buffer holds the log-probs, or the probabilities if `leave_probabilities`: they are computed
+        anyway.
+        """
+        few = max(1, BLOCK_BYTES // (4 * logprobs.shape[1]))  # so many rows of probabilities fit in a CPU cache
+        entropies = logprobs.new_empty(len(logprobs))
         spare = logprobs.new_empty(min(few, len(logprobs)), logprobs.shape[1])
         for i in range(0, len(logprobs), few):
             part = logprobs[i : i + few]
             p = self.probabilities(part, out=spare[: len(part)])
-            found[i : i + few] = -torch.linalg.vecdot(p, part)
+            entropies[i : i + few] = -torch.linalg.vecdot(p, part)
             if leave_probabilities:
                 part.copy_(p)
-        return found
+        return entropies
 
     def slack_of(self, logprobs: Tensor) -> Tensor:
-        """Of every row, [N], when all chunks have been looked at; 0 where there is no nucleus."""
+        """Return the slack of every row [N] (`nucleus`), after all chunks; 0 without a nucleus."""
         return torch.zeros_like(logprobs) if self.slack is None else self.slack
 
-    def pull(self, chunk: slice, grad: Tensor, weights: Tensor) -> None:
-        """Add what the chunk gives to the gradients: `grad` [n, V] is of the logits over the temperature, still to be weighted, and may be
-        the buffer of `logprobs`."""
-        grad.mul_((weights / self.how.temperature)[:, None])
+    def accumulate(self, chunk: slice, grad: Tensor, weights: Tensor) -> None:
+        """Add a chunk's contribution to the gradients.
+
+        `grad` [n, V] is the gradient by the logits over the temperature, not yet weighted; it may be the buffer of
+        `logprobs`, and is overwritten.
+        """
+        grad.mul_((weights / self.processing.temperature)[:, None])
         if self.slope is not None:
             grad *= self.slope[: len(grad)]
         if self.dbias is not None:
@@ -128,7 +154,8 @@ class Projection:
             self.dweight[i : i + BLOCK] += grad[:, i : i + BLOCK].t() @ self.x[chunk]
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of x, the weight and the bias, in their types."""
+        """Return the gradients of x, the weight and the bias, each in the dtype of its tensor; None where none is
+        needed."""
         weight, bias = self.dweight, self.dbias
         return (
             None if self.dx is None else summed(self.dx, self.head.group),

@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a block computes is made again in the backward, instead of being kept since the forward.
+"""Activation checkpointing: the backward recomputes what a block computed, instead of saving it in the forward pass.
 
-`block` keeps a block's input alone. `selective` (Korthikanti et al., 2022) keeps what matrix products and attention gave, which is slow to make
-again, and makes the rest again: norms, rotations, activation functions, casts.
+`block` saves only a block's input. `selective` (Korthikanti et al., 2022) saves the outputs of matrix products and
+attention, which are slow to compute, and recomputes the rest: norms, rotations, activation functions, casts.
 """
 
 import contextlib
@@ -15,22 +15,29 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 Recompute = Literal["none", "block", "selective"]
 aten, c10d = torch.ops.aten, torch.ops.c10d
-KEPT = {
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+SAVED = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._grouped_mm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
-}  # fmt: skip
+}
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    row = op is aten.mm.default and len(args[0]) == 1  # cheap, and matmul reshapes it in place, which what is kept must not be
-    return CheckpointPolicy.MUST_SAVE if op in KEPT and not row else CheckpointPolicy.PREFER_RECOMPUTE
+    """Save the outputs of matrix products and attention; recompute the others."""
+    # a product of one row is cheap, and matmul reshapes it in place, which a saved tensor must not be
+    row = op is aten.mm.default and len(args[0]) == 1
+    return CheckpointPolicy.MUST_SAVE if op in SAVED and not row else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
-def _forgetting(block: nn.Module, inner: Any) -> Iterator[None]:
-    """The routing that a second forward pass leaves behind would keep all of its activations."""
+def _without_routing(block: nn.Module, inner: Any) -> Iterator[None]:
+    """Drop the routing that the recomputation leaves behind: it would keep all of its activations alive."""
     try:
         with inner:
             yield
@@ -41,17 +48,27 @@ def _forgetting(block: nn.Module, inner: Any) -> Iterator[None]:
 
 
 def _contexts(block: nn.Module, selective: bool) -> tuple[Any, Any]:
-    first, second = create_selective_checkpoint_contexts(_policy) if selective else (contextlib.nullcontext(), contextlib.nullcontext())
-    return first, _forgetting(block, second)
+    """Return the contexts of the forward pass and of the recomputation."""
+    first, second = contextlib.nullcontext(), contextlib.nullcontext()
+    if selective:
+        first, second = create_selective_checkpoint_contexts(_policy)
+    return first, _without_routing(block, second)
 
 
-def recompute(block: nn.Module, how: Recompute) -> None:
-    """Make a block forget what it computed until its backward."""
-    if how == "none":
+def recompute(block: nn.Module, mode: Recompute) -> None:
+    """Wrap a block's forward in activation checkpointing of this mode."""
+    if mode == "none":
         return
     own = block.forward
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(own, *inputs, **named, use_reentrant=False, preserve_rng_state=False, context_fn=partial(_contexts, block, how == "selective"))
+        return checkpoint(
+            own,
+            *inputs,
+            **named,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(_contexts, block, mode == "selective"),
+        )
 
     block.forward = forward

@@ -1,6 +1,8 @@
-"""Rotary position embedding (Su et al., RoFormer, 2021), in the half-rotated layout of Hugging Face checkpoints; tables are made in fp32 from
-the positions. Beyond the length of pre-training the frequencies are stretched: all of them (linear), the slow ones (Llama 3), or along a ramp
-between few and many turns (YaRN, Peng et al., 2023)."""
+"""Rotary position embedding (Su et al., RoFormer, 2021), in the half-rotated layout of Hugging Face checkpoints.
+
+Tables are made in fp32 from the positions. Beyond the length of pre-training the frequencies are stretched: all of them
+(linear), the slow ones (Llama 3), or along a ramp between few and many turns (YaRN, Peng et al., 2023).
+"""
 
 import math
 
@@ -13,7 +15,7 @@ Table = tuple[Tensor, Tensor]  # cosines and sines
 
 
 def frequencies(rope: Rope, dim: int, device: torch.device | None = None) -> Tensor:
-    """Radians a position, [dim / 2], fp32."""
+    """Return the radians a position of each pair of dimensions, [dim / 2], fp32."""
     plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     if rope.kind == "default":
         return plain
@@ -22,21 +24,25 @@ def frequencies(rope: Rope, dim: int, device: torch.device | None = None) -> Ten
         return slow
     if rope.kind == "llama3":
         turns = rope.original_positions * plain / (2 * math.pi)  # over the length of pre-training
-        kept = ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
+        share = ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
     else:
-        at = lambda turns: dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))  # noqa: E731  which dimension
-        first, last = at(rope.high), at(rope.low)
+
+        def dimension(turns):
+            # the dimension whose frequency makes so many turns over the length of pre-training
+            return dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        first, last = dimension(rope.high), dimension(rope.low)
         if rope.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dim - 1)
         if first == last:
             last += 0.001
-        kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device=device) - first) / (last - first)).clamp(0, 1)
-    return slow * (1 - kept) + plain * kept
+        share = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device=device) - first) / (last - first)).clamp(0, 1)
+    return slow * (1 - share) + plain * share
 
 
 def rotary(positions: Tensor, dim: int, rope: Rope) -> Table:
-    """Cosines and sines: [B, T] → two of [B, T, 1, dim], fp32."""
+    """Return the cosines and sines of the positions: [B, T] → two of [B, T, 1, dim], fp32."""
     angles = positions[..., None].float() * frequencies(rope, dim, positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
@@ -44,7 +50,7 @@ def rotary(positions: Tensor, dim: int, rope: Rope) -> Table:
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:
-    """Apply to queries or keys, [B, T, heads, dim]."""
+    """Apply the rotation to queries or keys, [B, T, heads, dim]."""
     cos, sin = (t.to(x.dtype) for t in table)
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin

@@ -1,7 +1,9 @@
-"""From logits to the distribution that a token is drawn from: for the engine that draws, and for losses that look at what was drawn.
+"""From logits to the distribution that a token is drawn from, for the engine that draws and for the losses over what
+was drawn.
 
-The one idea: both use these lines, so a log-prob of the trainer's is one of the distribution that was really sampled from. First only the tokens that are
-allowed, then the temperature, then the nucleus: the likeliest tokens that together have `top_p` (Holtzman et al. 2020).
+The one idea: both run these lines, so a log-prob of the trainer is one of the distribution that was really sampled
+from. First only allowed tokens are kept, then the temperature is applied, then the nucleus: the likeliest tokens that
+together have `top_p` (Holtzman et al. 2020).
 """
 
 from dataclasses import dataclass
@@ -9,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NEVER = -1e9  # the logit of what cannot be drawn: no probability, and finite, so that 0 times it is 0
-# By how much a sum of probabilities differs between two programs, by the type that they multiply in: where a nucleus ends nearer to `top_p` than this,
-# the other may end it elsewhere. bf16: logits of 10 have a rounding of 2⁻⁷ of them.
+NEVER = -1e9  # the logit of a token that cannot be drawn: its probability is 0, and 0 times it is 0, as it is finite
+# By how much a sum of probabilities differs between two programs, by the dtype of their products: where a nucleus ends
+# nearer to `top_p` than this, the other program may end it elsewhere. bf16 rounds logits by 2⁻⁷ of their size.
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 0.02}
 
 
@@ -23,6 +25,7 @@ class Edges:
     tokens: Tensor  # [edges] int64
 
     def to(self, device: torch.device) -> "Edges":
+        """Return the trie on a device."""
         return Edges(self.starts.to(device), self.tokens.to(device))
 
 
@@ -35,12 +38,15 @@ class Processing:
     edges: Edges | None = None  # None: every token is allowed
 
 
-AS_IT_IS = Processing()
+NO_PROCESSING = Processing()
 
 
 def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Tensor:
-    """Logits [n, V] of the vocabulary from `first` on, in place. `states` [n, 1 + k] int64 (Trie.walked): tokens that do not follow their row's state, and
-    up to k that are taken out of it, are never drawn."""
+    """Set the logits of tokens that are not allowed to `NEVER`, in place, and return them.
+
+    `logits` [n, V] are of the vocabulary from `first` on. `states` [n, 1 + k] int64 (Trie.walked) is each row's state,
+    and up to k tokens that are excluded from it.
+    """
     begins = edges.starts[states[:, 0]]
     counts = edges.starts[states[:, 0] + 1] - begins
     rows = torch.repeat_interleave(torch.arange(len(states), device=logits.device), counts)
@@ -48,22 +54,30 @@ def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Te
     columns = edges.tokens[begins[rows] + into] - first
     here = (columns >= 0) & (columns < logits.shape[1])
     rows, columns = rows[here], columns[here]
-    kept = logits[rows, columns]
-    logits.fill_(NEVER)[rows, columns] = kept
+    allowed = logits[rows, columns]
+    logits.fill_(NEVER)[rows, columns] = allowed
     rows, column = torch.nonzero((states[:, 1:] >= first) & (states[:, 1:] < first + logits.shape[1]), as_tuple=True)
     logits[rows, states[rows, column + 1] - first] = NEVER
     return logits
 
 
-def nucleus(logprobs: Tensor, top_p: float | Tensor, drawn: Tensor | None = None, rounding: float = ROUNDING[torch.float32]) -> Tensor:
-    """Log-probs [n, V], in place: those of the smallest set of likeliest tokens that has `top_p` (a number, or [n]) or more, and of the tokens that were
-    `drawn` [n], if rounding alone may have brought them into another program's set; in all 1 again. Returns [n] by how much a log-prob would differ had
-    the set ended elsewhere for `rounding`, of a sum of probabilities."""
+def nucleus(
+    logprobs: Tensor, top_p: float | Tensor, drawn: Tensor | None = None, rounding: float = ROUNDING[torch.float32]
+) -> Tensor:
+    """Reduce log-probs [n, V] to the nucleus of each row, in place, and return the slack of each row [n].
+
+    The nucleus is the smallest set of likeliest tokens that has `top_p` (a number, or [n]) or more; a token that was
+    `drawn` [n] is included if rounding alone may have brought it into another program's set. The probabilities of the
+    set are normalised to 1. The slack is by how much a log-prob would differ if a sum of probabilities, wrong by
+    `rounding`, had made the set end elsewhere.
+    """
     p = torch.as_tensor(top_p, dtype=logprobs.dtype, device=logprobs.device).expand(len(logprobs))[:, None]
     falling, order = logprobs.sort(-1, descending=True)
     mass = falling.double().exp().cumsum(-1)
     before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], -1)
-    size, least, most = ((before < bound).sum(-1, keepdim=True).clamp(min=1) for bound in (p, p - rounding, p + rounding))
+    size, least, most = (
+        (before < bound).sum(-1, keepdim=True).clamp(min=1) for bound in (p, p - rounding, p + rounding)
+    )
     size = torch.where(p >= 1, logprobs.shape[1], size)
     inside = torch.zeros_like(logprobs, dtype=torch.bool)
     inside.scatter_(-1, order, torch.arange(logprobs.shape[1], device=logprobs.device) < size)
@@ -76,5 +90,7 @@ def nucleus(logprobs: Tensor, top_p: float | Tensor, drawn: Tensor | None = None
         inside.scatter_(-1, at, near | there)
     total = torch.where(p >= 1, 1.0, total)
     logprobs.sub_(total.log().to(logprobs.dtype)).masked_fill_(~inside, NEVER)
-    apart = torch.maximum(mass.gather(-1, most - 1), total).log() - torch.minimum(mass.gather(-1, least - 1), total).log()
-    return torch.where(p >= 1, 0.0, apart).squeeze(-1).to(logprobs.dtype)
+    slack = (
+        torch.maximum(mass.gather(-1, most - 1), total).log() - torch.minimum(mass.gather(-1, least - 1), total).log()
+    )
+    return torch.where(p >= 1, 0.0, slack).squeeze(-1).to(logprobs.dtype)

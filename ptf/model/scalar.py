@@ -1,7 +1,8 @@
-"""One value a position: what reward models and critics read from the hidden states.
+"""One value a position: what reward models and critics compute from the hidden states.
 
-The one idea: it is a projection to one row, which transformers' `...ForSequenceClassification` calls `score.weight` [1, D] and reads at the
-last token. The product is taken in fp32, for a margin between two scores is smaller than they are.
+The one idea: it is a projection to one row, which transformers' `...ForSequenceClassification` calls `score.weight` [1,
+D] and reads at the last token. The product is taken in fp32, because the margin between two scores is smaller than the
+scores are.
 """
 
 from collections.abc import Mapping
@@ -18,27 +19,40 @@ CLASSIFIER, GENERATOR = "ForSequenceClassification", "ForCausalLM"
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
+    """A head with one output."""
+
     weight: Tensor  # [1, D]
 
     def values(self, x: Tensor) -> Tensor:
-        """[..., D] → fp32 [...]."""
+        """Return the value of each position, [..., D] → fp32 [...]."""
         return (x.float() @ self.weight.float().t()).squeeze(-1)
 
 
 def is_scalar(config: Mapping[str, Any]) -> bool:
-    """True for the config.json of a checkpoint whose head is a scalar one. Raises UserError for a classifier of several classes."""
+    """Return whether a config.json is of a checkpoint with a scalar head.
+
+    Raise UserError for a classifier of several classes.
+    """
     scalar = any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ())
     classes = len(config.get("id2label") or {}) or config.get("num_labels", 2)
     if scalar and classes != 1:
-        raise UserError(f"model.path: a sequence classifier of {classes} classes; a scalar head is one of num_labels 1")
+        raise UserError(
+            f"model.path: the checkpoint classifies into {classes} classes; a scalar head needs num_labels 1"
+        )
     return scalar
 
 
 def as_scalar(config: Mapping[str, Any], pad_id: int | None) -> dict[str, Any]:
-    """config.json of the same model as a classifier with one output. `pad_id` is what transformers takes for filling when it looks for the last
-    token. Raises UserError for a model of which transformers has no classifier with these names."""
+    """Return the config.json of the same model as a classifier with one output.
+
+    `pad_id` is the padding token with which transformers finds the last token. Raise UserError for a model of which
+    transformers has no classifier with these names.
+    """
     if "text_config" in config:
-        raise UserError(f"a scalar head on {config['model_type']}, which is multimodal, cannot be written as a transformers checkpoint; take its text model")
+        raise UserError(
+            f"{config['model_type']} is multimodal, and with a scalar head it cannot be written as a transformers "
+            "checkpoint; use its text model"
+        )
     names = [name.replace(GENERATOR, CLASSIFIER) for name in config.get("architectures") or ()]
     pad = config.get("pad_token_id") if config.get("pad_token_id") is not None else pad_id
     return {**config, "architectures": names, "id2label": {"0": "score"}, "label2id": {"score": 0}, "pad_token_id": pad}

@@ -1,7 +1,10 @@
-"""The residual stream, cut along the sequence over a tensor group (Korthikanti et al., Reducing Activation Recomputation, 2022): between two
-projections that are cut over the group every rank holds T / ranks of the positions, so norms and residuals cost and keep that much less.
+"""Sequence parallelism: the residual stream sliced along the sequence over a tensor group (Korthikanti et al., Reducing
+Activation Recomputation, 2022).
 
-The one idea: what goes in is gathered and what comes out is summed and cut again; each is the other's backward.
+Between two projections that are sharded over the group every rank holds T / ranks of the positions, so norms and
+residuals cost and keep that much less.
+
+The one idea: inputs are gathered, and outputs are summed and sliced again; each is the other's backward.
 """
 
 from typing import Any
@@ -13,16 +16,16 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 
-def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[B, t, D] of each rank → [B, t · ranks, D]."""
+def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather [B, t, D] of each rank to [B, t · ranks, D]."""
     x = x.transpose(0, 1).contiguous()
     whole = x.new_empty(len(x) * group.size(), *x.shape[1:])
     dist.all_gather_single(whole, x, group=group)
     return whole.transpose(0, 1).contiguous()
 
 
-def _summed_and_cut(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[B, T, D], of each rank a part of a sum → this rank's [B, T / ranks, D] of the sum."""
+def _sum_and_slice(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D] of the sum."""
     x = x.transpose(0, 1).contiguous()
     part = x.new_empty(len(x) // group.size(), *x.shape[1:])
     dist.reduce_scatter_single(part, x, group=group)
@@ -33,24 +36,24 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, same: bool) -> Tensor:
         ctx.group, ctx.same = group, same
-        return _gathered(x, group)
+        return _all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if ctx.same:
             return grads[0].chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None, None
-        return _summed_and_cut(grads[0], ctx.group), None, None
+        return _sum_and_slice(grads[0], ctx.group), None, None
 
 
 class _SumAndCut(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed_and_cut(x, group)
+        return _sum_and_slice(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.group), None
+        return _all_gather(grads[0], ctx.group), None
 
 
 class _Share(Function):
@@ -65,22 +68,26 @@ class _Share(Function):
 
 
 def gather(x: Tensor, group: ProcessGroup, same: bool = False) -> Tensor:
-    """[B, t, D] → [B, t · ranks, D]. The gradient of every rank is its part of a sum, or, if `same`, already the whole."""
+    """Gather [B, t, D] to [B, t · ranks, D].
+
+    The gradient of every rank is its part of a sum, or, if `same`, already the whole.
+    """
     return _Gather.apply(x, group, same)  # type: ignore[return-value]
 
 
 def sum_and_cut(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[B, T, D], of each rank a part of a sum → its [B, T / ranks, D] of the sum. T must be a multiple of the ranks."""
+    """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D]. T must be a multiple of the ranks."""
     return _SumAndCut.apply(x, group)  # type: ignore[return-value]
 
 
 def share(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x, whose gradient every rank has whole although it will be summed over them: each contributes its share."""
+    """Return x, dividing its gradient by the ranks: each has the whole gradient, and the ranks' gradients will be
+    summed."""
     return _Share.apply(x, group.size())  # type: ignore[return-value]
 
 
 def fill_up(tokens: Tensor, positions: Tensor, segments: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """All [B, T], with padding behind so that T is a multiple of `ranks`."""
+    """Pad [B, T] tensors on the right so that T is a multiple of `ranks`."""
     more = -tokens.shape[1] % ranks
     pad = torch.nn.functional.pad
     return pad(tokens, (0, more)), pad(positions, (0, more)), pad(segments, (0, more), value=-1)

@@ -1,7 +1,9 @@
-"""The tensors of a checkpoint directory, read slice by slice from safetensors, one file or many; MXFP4 ones are dequantised as they are read.
+"""The tensors of a checkpoint directory, read slice by slice from safetensors, one file or many; MXFP4 tensors are
+dequantised as they are read.
 
-MXFP4 (OCP Microscaling Formats, 2023): blocks of 32 values of 4 bits (1 sign, 2 exponent, 1 mantissa) share a power of two. GPT-OSS stores a
-matrix `NAME` [.., in, out] as `NAME_blocks` [.., out, in / 32, 16] (two values a byte, the low half first) and `NAME_scales` [.., out, in / 32].
+MXFP4 (OCP Microscaling Formats, 2023): blocks of 32 values of 4 bits (1 sign, 2 exponent, 1 mantissa) share a power of
+two. GPT-OSS stores a matrix `NAME` [.., in, out] as `NAME_blocks` [.., out, in / 32, 16] (two values a byte, the low
+half first) and `NAME_scales` [.., out, in / 32].
 """
 
 import contextlib
@@ -22,7 +24,10 @@ BLOCK = 32
 
 
 class TensorFiles:
-    """Tensors by name. `aliases`: other beginnings of names → the ones to know them by."""
+    """The tensors of a directory by name.
+
+    `aliases` maps prefixes under which checkpoints store names to the prefixes used here.
+    """
 
     def __init__(self, directory: Path, aliases: Mapping[str, str] | None = None) -> None:
         self.directory, self.handles = directory, contextlib.ExitStack()
@@ -32,25 +37,34 @@ class TensorFiles:
             begins = next((b for b in aliases or {} if stored.startswith(b)), None)
             name = stored if begins is None else (aliases or {})[begins] + stored.removeprefix(begins)
             self.where[name] = (path, stored)
-        packed = {n.removesuffix("_blocks") for n in self.where if n.endswith("_blocks") and n.removesuffix("_blocks") + "_scales" in self.where}
+        packed = {
+            n.removesuffix("_blocks")
+            for n in self.where
+            if n.endswith("_blocks") and n.removesuffix("_blocks") + "_scales" in self.where
+        }
         self.names = {n for n in self.where if n.removesuffix("_blocks").removesuffix("_scales") not in packed} | packed
         self.packed = packed
 
     def _stored(self) -> dict[str, Path]:
+        """Return the file of each stored tensor; raise UserError where a file is missing or has another format."""
         index = self.directory / "model.safetensors.index.json"
         single = self.directory / "model.safetensors"
         if index.is_file():
-            found = {name: self.directory / file for name, file in weight_map(index).items()}
-            if absent := sorted({p.name for p in found.values() if not p.is_file()}):
-                raise UserError(f"model.path: {index} names files that are not there: {', '.join(absent)}")
-            return found
+            files = {name: self.directory / file for name, file in weight_map(index).items()}
+            if absent := sorted({p.name for p in files.values() if not p.is_file()}):
+                raise UserError(f"model.path: {index} names files that do not exist: {', '.join(absent)}")
+            return files
         if not single.is_file():
             other = next((f.name for f in sorted(self.directory.glob("pytorch_model*.bin"))), None)
-            what = f"; {other} is in another format: convert it with transformers' save_pretrained" if other else ""
-            raise UserError(f"model.path: {self.directory} has no model.safetensors (for random weights set model.init: random){what}")
+            hint = f"; {other} is in another format: convert it with transformers' save_pretrained" if other else ""
+            raise UserError(
+                f"model.path: {self.directory} has no model.safetensors (for random weights set model.init: "
+                f"random){hint}"
+            )
         return dict.fromkeys(self._file(single).keys(), single)
 
     def _file(self, path: Path) -> Any:
+        """Return the open file; raise UserError if it cannot be read."""
         if path not in self.open:
             try:
                 self.open[path] = self.handles.enter_context(safe_open(path, "pt"))
@@ -59,6 +73,7 @@ class TensorFiles:
         return self.open[path]
 
     def _slice(self, name: str) -> Any:
+        """Return the lazy slice of a stored tensor; raise UserError if it cannot be read."""
         path, stored = self.where[name]
         try:
             return self._file(path).get_slice(stored)
@@ -66,12 +81,14 @@ class TensorFiles:
             raise UserError(f"model.path: {path} cannot be read: {error}") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, dequantised."""
         if name in self.packed:
             *outer, out, blocks = self._slice(f"{name}_scales").get_shape()
             return (*outer, blocks * BLOCK, out)
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, part: Slices) -> Tensor:
+        """Read a slice of a tensor, dequantised."""
         if name not in self.packed:
             return self._slice(name)[part]
         *outer, rows, columns = part
@@ -89,18 +106,26 @@ class TensorFiles:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor → file of the same directory. Raises UserError for an index that is none, or names a file elsewhere."""
+    """Return the file of each tensor, by an index; all files lie in the same directory.
+
+    Raise UserError for a file that is not an index, and for one that names a file elsewhere.
+    """
     try:
-        found = dict(json.loads(index.read_text())["weight_map"])
+        files = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model.path: {index} is no index of tensors: it has no weight_map") from error
-    if others := [name for name in found.values() if not isinstance(name, str) or Path(name).name != name or name in ("", "..")]:
+        raise UserError(f"model.path: {index} is not an index of tensors: it has no weight_map") from error
+    if others := [
+        name for name in files.values() if not isinstance(name, str) or Path(name).name != name or name in ("", "..")
+    ]:
         raise UserError(f"model.path: {index} names a file that does not lie beside it: {others[0]!r}")
-    return found
+    return files
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 [.., blocks, 16] uint8 and its exponents [.., blocks] uint8 (biased by 127) → bfloat16 [.., 32 · blocks], exactly."""
+    """Return the bfloat16 values [.., 32 · blocks] of MXFP4 blocks, exactly.
+
+    `blocks` is [.., blocks, 16] uint8, `scales` [.., blocks] uint8, the exponents biased by 127.
+    """
     table = torch.tensor([*FP4, *(-v for v in FP4)], dtype=torch.bfloat16)
     values = table[torch.stack((blocks & 15, blocks >> 4), -1).int()].flatten(-2)  # [.., blocks, 32]
     return torch.ldexp(values, scales[..., None].int() - 127).to(torch.bfloat16).flatten(-2)

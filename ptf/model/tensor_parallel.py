@@ -1,8 +1,9 @@
-"""One model over a tensor group: every rank holds a slice of the heads, of the MLP's width, of the experts and of the vocabulary
-(Megatron-LM, Shoeybi et al. 2019).
+"""Tensor parallelism: every rank of a group holds a slice of the heads, of the MLP's width, of the experts and of the
+vocabulary (Megatron-LM, Shoeybi et al. 2019).
 
-The one idea: a parameter is a DTensor to whoever stores it (FSDP, the optimizer, checkpoints, the bridge) and its local slice to whoever
-computes with it, so the modules stay those of one device. How each is cut is a `Style`, and plan.py says which module has which.
+The one idea: a parameter is a DTensor to whatever stores it (FSDP, the optimizer, checkpoints, the bridge) and its
+local slice to whatever computes with it, so the modules stay those of one device. How each parameter is sharded is a
+`Style`, and plan.py says which module has which.
 """
 
 import functools
@@ -28,12 +29,15 @@ from ptf.model.sequence import fill_up, gather, share, sum_and_cut
 class Cut:
     """How the ranks hold one parameter."""
 
-    dim: int | None = None  # each has a slice along it; None: each has all of it
-    partial: bool = False  # all of it, but the gradient of each is a part of a sum
-    once: bool = False  # counts on the first rank alone: it is added to what is a part of a sum
+    dim: int | None = None  # each rank has a slice along this dimension; None: each has all of it
+    partial: bool = False  # each has all of it, and its gradient is a part of a sum
+    once: bool = False  # used on the first rank only, because it is added to a part of a sum
 
     def local(self, parameter: Tensor) -> Tensor:
-        """What this rank computes with, of a parameter that FSDP has made whole over its own ranks. One that is not, nobody computes with."""
+        """Return what this rank computes with, of a parameter that FSDP has gathered over its own ranks.
+
+        A parameter that is not gathered is returned as it is: nothing computes with it.
+        """
         if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
             return parameter
         here = parameter.to_local(grad_placements=[Partial() if self.partial else parameter.placements[-1]])
@@ -45,12 +49,14 @@ class Style:
     """How a module works over the group. Parameters that are not in `cuts` are whole on every rank."""
 
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    region: bool = False  # its first input is gathered along the sequence; its output is a part of a sum, and is cut
-    forward: Callable[..., Tensor] | None = None  # in place of the module's: called with it, its own forward, the group and the inputs
+    # the first input is gathered along the sequence; the output, a part of a sum, is summed and sliced again
+    region: bool = False
+    # replaces the module's forward: called with the module, its own forward, the group and the inputs
+    forward: Callable[..., Tensor] | None = None
 
 
 def embed(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor) -> Tensor:
-    """Each rank looks up the tokens whose rows it has: [B, T] → [B, T / ranks, D]."""
+    """Look up the tokens whose rows this rank has, and sum over ranks: [B, T] → [B, T / ranks, D]."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     here = tokens - group.rank() * len(weight)
     mine = (here >= 0) & (here < len(weight))
@@ -58,31 +64,38 @@ def embed(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, to
 
 
 def normalise_and_gather(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor) -> Tensor:
-    """The last norm, before the head, which every rank gives the whole gradient of what it sees."""
+    """Apply the last norm and gather; the head gives every rank the whole gradient."""
     return gather(own(x), group, same=True)
 
 
 def mix(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, real: Tensor) -> Tensor:
-    """A mixture of experts. Every rank routes all tokens; the balance loss, which all of them compute, counts once."""
+    """Run a mixture of experts.
+
+    Every rank routes all tokens, and all ranks compute the balance loss, which must count once.
+    """
     out = own(x, real)
     routing: Any = module.routing
     module.routing = replace(routing, probability=share(routing.probability, group))  # type: ignore[assignment]
     return out
 
 
-def own_experts(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-    """The rows of x that go to this rank's experts; zeros for the others'."""
+def own_experts(
+    module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, ends: Tensor, expert: Tensor
+) -> Tensor:
+    """Return the outputs of the rows of x that go to this rank's experts, and zeros for the other rows."""
     count = len(ends) // group.size()
     first = group.rank() * count
-    bounds = F.pad(ends, (1, 0))[[first, first + count]].tolist()
-    start, stop = bounds
+    start, stop = F.pad(ends, (1, 0))[[first, first + count]].tolist()
     y = own(x[start:stop], ends[first : first + count] - start, expert[start:stop] - first)
     return F.pad(y, (0, 0, start, len(x) - stop))
 
 
 @functools.cache
 def _localised(kind: type[nn.Module], cuts: tuple[tuple[str, Cut], ...]) -> type[nn.Module]:
-    """The class whose parameters are this rank's part where they are used. FSDP and the optimizer go by `_parameters` and see DTensors."""
+    """Return a subclass whose parameters read as this rank's part.
+
+    FSDP and the optimizer use `_parameters` and see DTensors.
+    """
 
     def part(name: str, cut: Cut) -> property:
         def get(module: nn.Module) -> Tensor | None:
@@ -95,13 +108,16 @@ def _localised(kind: type[nn.Module], cuts: tuple[tuple[str, Cut], ...]) -> type
 
 
 def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
-    """The first entry whose pattern fits; a `*` stands for one word."""
-    fits = lambda pattern: pattern.count(".") == name.count(".") and fnmatchcase(name, pattern)  # noqa: E731
+    """Return the style of the first entry whose pattern matches; a `*` stands for one word."""
+
+    def fits(pattern):
+        return pattern.count(".") == name.count(".") and fnmatchcase(name, pattern)
+
     return next((style for pattern, style in plan.items() if fits(pattern)), None)
 
 
 def refuse(c: DecoderConfig, ranks: int) -> None:
-    """Raises UserError with everything that a tensor group of this size does not divide."""
+    """Raise UserError with everything that a tensor group of this size does not divide."""
     sizes = {"attention heads": c.heads, "key-value heads": c.kv_heads}
     if not all(kind.moe for kind in c.kinds):
         sizes["columns of the MLP"] = c.hidden
@@ -111,32 +127,40 @@ def refuse(c: DecoderConfig, ranks: int) -> None:
         sizes["rows of the vocabulary"] = c.padded
     if wrong := [f"{n} {what}" for what, n in sizes.items() if n % ranks]:
         fitting = [n for n in range(1, ranks) if not any(size % n for size in sizes.values())]
-        raise UserError(f"compute.mesh.tensor: {ranks} does not divide the model's {', '.join(wrong)}; take one of {', '.join(map(str, fitting))}")
+        raise UserError(
+            f"compute.mesh.tensor: {ranks} does not divide the model's {', '.join(wrong)}; "
+            f"set it to one of {', '.join(map(str, fitting))}"
+        )
 
 
 def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
-    """Cut the model over a mesh of one dimension. Raises UserError for a parameter that the plan does not know."""
+    """Shard the model over a mesh of one dimension. Raise UserError for a parameter that is not in the plan."""
     group = mesh.get_group()
-    unknown = [f"{path} (model.replace)" for path in model.parts.own if path != "head"]
-    done: dict[int, nn.Parameter] = {}  # a tied head stays one parameter with the embedding
+    unknown = [f"{path} (model.replace)" for path in model.parts.constructors if path != "head"]
+    sharded: dict[int, nn.Parameter] = {}  # by the parameter's id: a tied head stays one parameter with the embedding
     for name, module in model.named_modules():
         style = style_of(name, plan)
         if style is None:
             unknown += [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
             continue
         cuts = tuple((p, style.cuts.get(p, Cut())) for p in module._parameters)
-        for p, how in cuts:
+        for p, cut_of_p in cuts:
             whole = module._parameters[p]
             if whole is not None:
-                if id(whole) not in done:
-                    placed = distribute_tensor(whole, mesh, [Replicate() if how.dim is None else Shard(how.dim)])
-                    done[id(whole)] = nn.Parameter(placed, requires_grad=whole.requires_grad)
-                module._parameters[p] = done[id(whole)]
+                if id(whole) not in sharded:
+                    placed = distribute_tensor(
+                        whole, mesh, [Replicate() if cut_of_p.dim is None else Shard(cut_of_p.dim)]
+                    )
+                    sharded[id(whole)] = nn.Parameter(placed, requires_grad=whole.requires_grad)
+                module._parameters[p] = sharded[id(whole)]
         if cuts:
             module.__class__ = _localised(type(module), cuts)  # type: ignore[assignment]
         _wire(module, style, group)
     if unknown:
-        raise UserError(f"compute.mesh.tensor: ptf/model/plan.py does not say how to cut {', '.join(unknown)}; train it with tensor: 1")
+        raise UserError(
+            f"compute.mesh.tensor: ptf/model/plan.py does not say how to shard {', '.join(unknown)}; "
+            "train the model with tensor: 1"
+        )
     model.group, model.first = group, 0
     if model.config.head == "lm":
         model.first = group.rank() * (model.config.padded // group.size())
@@ -144,6 +168,7 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
 
 
 def _wire(module: nn.Module, style: Style, group: ProcessGroup) -> None:
+    """Set the module's forward to that of its style."""
     own = module.forward
     inner = own if style.forward is None else functools.partial(style.forward, module, own, group)
     if style.region:
@@ -153,10 +178,12 @@ def _wire(module: nn.Module, style: Style, group: ProcessGroup) -> None:
 
 
 def _fill_up(model: Decoder, group: ProcessGroup) -> None:
-    """Rows whose length the group does not divide get padding, which the loss does not see."""
+    """Pad sequences whose length the group does not divide; the loss does not get the padding."""
     own = model.forward
 
-    def forward(tokens: Tensor, positions: Tensor, segments: Tensor, reduce: Callable[..., Any], attend: Any = None) -> Any:
+    def forward(
+        tokens: Tensor, positions: Tensor, segments: Tensor, reduce: Callable[..., Any], attend: Any = None
+    ) -> Any:
         length = tokens.shape[1]
         assert attend is None, "generation is not tensor-parallel"
         return own(*fill_up(tokens, positions, segments, group.size()), lambda x, head: reduce(x[:, :length], head))

@@ -1,7 +1,8 @@
-"""A checkpoint with more tokens than before: its embedding and its head get rows for them.
+"""Extension of a checkpoint's vocabulary: its embedding and its head get rows for new tokens.
 
-The one idea: the extended model is written out once, as an ordinary Hugging Face directory, so that training, engines, evaluation and
-publishing see the same thing. Rows that a checkpoint has beyond its tokenizer (Qwen3: 151,936 against 151,669) are used before any is added.
+The one idea: the extended model is written out once, as an ordinary Hugging Face directory, so that training, engines,
+evaluation and publishing use the same model. Rows that a checkpoint has beyond its tokenizer (Qwen3: 151,936 against
+151,669) are used before any is added.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +25,15 @@ from ptf.model.tensor_files import TensorFiles
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """What the rows of new tokens begin as."""
+    """The initial values of the rows of new tokens."""
 
     ids: Sequence[int]
-    known: int  # rows in use before: those of the old tokens
-    pieces: Sequence[Sequence[int]] | None = None  # ids whose mean each row is
+    known: int  # rows in use before, by the old tokens
+    pieces: Sequence[Sequence[int]] | None = None  # each row begins as the mean of the rows of these ids
     vectors: Mapping[str, Tensor] | None = None  # `embed` [tokens, D], and `head` where that is not tied
 
     def of(self, which: str, old: Tensor) -> Tensor:
-        """[tokens, D] for the table `which` (`embed` or `head`), from its old rows [V, D]."""
+        """Return the rows [tokens, D] for the table `which` (`embed` or `head`), from its old rows [V, D]."""
         used = old[: self.known].float()
         if self.vectors is not None and which in self.vectors:
             return self.vectors[which].float()
@@ -42,50 +43,72 @@ class NewRows:
 
 
 def rows(config: Mapping[str, Any]) -> int:
-    """Tokens that a config.json has rows for."""
+    """Return the number of tokens that a config.json has rows for."""
     text = config.get("text_config", config)
     return int(text["vocab_size"]) if "vocab_size" in text else family_of(config).config(config).vocab
 
 
 def refuse_larger_tokenizer(directory: Path, tokenizer: str, ids: int) -> None:
-    """Raises UserError if the tokenizer has ids that the model has no rows for."""
-    if ids > (there := rows(bridge.read_config(directory))):
+    """Raise UserError if the tokenizer has ids that the model has no rows for."""
+    if ids > (model_rows := rows(bridge.read_config(directory))):
         raise UserError(
-            f"the tokenizer in {tokenizer} has ids up to {ids - 1}, but the model in {directory} has rows for {there} tokens (vocab_size). If tokens were "
-            "added to the tokenizer, take the one that the model was trained with and name them in model.tokens (added, file or semantic_ids), "
-            "which gives them rows; otherwise the two do not belong together"
+            f"the tokenizer in {tokenizer} has ids up to {ids - 1}, but the model in {directory} has rows for "
+            f"{model_rows} tokens (vocab_size). If tokens were added to the tokenizer, use the one that the model was "
+            "trained with and name them in model.tokens (added, file or semantic_ids), which gives them rows; else "
+            "the two do not belong together"
         )
 
 
 def read_vectors(file: str, tokens: int, width: int, tied: bool) -> dict[str, Tensor]:
-    """The rows given for new tokens. Raises UserError for another shape, or a `head` that the model ties to the embedding."""
+    """Read the rows given for new tokens from a safetensors file.
+
+    Raise UserError for another shape, or a `head` that the model ties to the embedding.
+    """
     try:
         with storage.open_read(file) as stream:
-            found = load(stream.read())
+            vectors = load(stream.read())
     except SafetensorError as error:
         raise UserError(f"model.tokens.vectors: {file} cannot be read as safetensors: {error}") from error
-    wrong = [f"{n} is {tuple(t.shape)}" for n, t in found.items() if tuple(t.shape) != (tokens, width)]
-    if wrong or not {"embed"} <= found.keys() <= ({"embed"} if tied else {"embed", "head"}):
+    wrong = [f"{n} is {tuple(t.shape)}" for n, t in vectors.items() if tuple(t.shape) != (tokens, width)]
+    if wrong or not {"embed"} <= vectors.keys() <= ({"embed"} if tied else {"embed", "head"}):
         raise UserError(
-            f"model.tokens.vectors: {file} must hold `embed`{'' if tied else ' and may hold `head`'}, [{tokens}, {width}] each "
-            f"(new tokens, width); it has {', '.join(wrong or found)}"
+            f"model.tokens.vectors: {file} must hold `embed`{'' if tied else ' and may hold `head`'}, [{tokens}, "
+            f"{width}] each "
+            f"(new tokens, width); it has {', '.join(wrong or vectors)}"
         )
-    return found
+    return vectors
 
 
 def extend(source: Path, directory: Path, tokenizer: str, new: NewRows) -> None:
-    """Write the checkpoint in `source` with rows for the new tokens, its vocabulary raised, and the extended tokenizer's files."""
+    """Write the checkpoint in `source` with rows for the new tokens, and with the extended tokenizer's files."""
     config = bridge.read_config(source)
     family = family_of(config)
     vocab = max([rows(config), *(i + 1 for i in new.ids)])
-    text = {"text_config": {**config["text_config"], "vocab_size": vocab}} if "text_config" in config else {"vocab_size": vocab}
-    bridge.save_hf(_tensors(source, family, new, vocab), source, directory, writes=True, tokenizer=tokenizer, config={**config, **text})
+    text = (
+        {"text_config": {**config["text_config"], "vocab_size": vocab}}
+        if "text_config" in config
+        else {"vocab_size": vocab}
+    )
+    bridge.save_hf(
+        _tensors(source, family, new, vocab),
+        source,
+        directory,
+        writes=True,
+        tokenizer=tokenizer,
+        config={**config, **text},
+    )
 
 
 def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint but those that save_hf carries over by itself."""
-    tables = {family.prefix + op.theirs(0)[0]: op.ours[0].removesuffix(".weight") for op in family.ops if op.ours[0] in ("embed.weight", "head.weight")}
-    copies = {name for name, which in tables.items() if which == "head" and family.config(bridge.read_config(source)).tied}
+    """Yield every tensor of the checkpoint but those that `save_hf` carries over by itself."""
+    tables = {
+        family.prefix + op.theirs(0)[0]: op.ours[0].removesuffix(".weight")
+        for op in family.ops
+        if op.ours[0] in ("embed.weight", "head.weight")
+    }
+    copies = {
+        name for name, which in tables.items() if which == "head" and family.config(bridge.read_config(source)).tied
+    }
     with TensorFiles(source, family.aliases) as files:
         for name in sorted(n for n in files.names - copies if not family.carried or not n.startswith(family.carried)):
             tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
@@ -97,8 +120,8 @@ def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator
 
 
 def table(old: Tensor, which: str, new: NewRows, vocab: int) -> Tensor:
-    """[V, D] → [vocab, D] with the new rows in their places."""
-    made = torch.zeros(vocab, old.shape[1], dtype=old.dtype)
-    made[: len(old)] = old
-    made[list(new.ids)] = new.of(which, old).to(old.dtype)
-    return made
+    """Return a table [V, D] extended to [vocab, D], with the new rows in their places."""
+    extended = torch.zeros(vocab, old.shape[1], dtype=old.dtype)
+    extended[: len(old)] = old
+    extended[list(new.ids)] = new.of(which, old).to(old.dtype)
+    return extended

@@ -1,1 +1,1 @@
-"""Algorithms: what differs between them, and nothing else. One package each; `registry` lists them, `protocol` says what they are."""
+"""The training algorithms, one package each. `registry` lists them; `protocol` defines what a recipe provides."""

@@ -1,31 +1,39 @@
-"""From rewards to advantages, in numpy."""
+"""Computation of advantages from rewards, in numpy."""
 
 import numpy as np
 
 
 def group_relative(rewards: np.ndarray, scale_by_std: bool) -> np.ndarray:
-    """[group] → [group]: reward minus the group's mean (GRPO, Shao et al. 2024, eq. 3), over the sample's standard deviation (n − 1) if asked for
-    (Liu et al. 2025 show the bias of doing so). A group of equal rewards gets zeros."""
+    """Subtract the group's mean from each reward: [group] → [group] (GRPO, Shao et al. 2024, eq. 3).
+
+    With `scale_by_std` the result is divided by the sample standard deviation (n − 1); Liu et al. 2025 show the bias of
+    doing so. A group of equal rewards gets zeros.
+    """
     centred = rewards - rewards.mean()
     return centred / (rewards.std(ddof=1) + 1e-6) if scale_by_std else centred
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """[group] → [group]: reward minus the mean of the others' (RLOO, Ahmadian et al. 2024, eq. 8)."""
+    """Subtract the mean of the others' rewards from each reward: [group] → [group] (RLOO, Ahmadian et al. 2024, eq.
+    8)."""
     return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
 
 
-def overlong(tokens: int, longest: int, margin: int) -> float:
-    """What an answer of that many tokens loses: 0 up to `margin` before the longest there may be, then less by a straight line to −1 (DAPO, Yu et al.
-    2025, eq. 13)."""
+def overlong_penalty(tokens: int, longest: int, margin: int) -> float:
+    """Return what an answer of that many tokens loses: 0 up to `margin` tokens before the longest length, then linearly
+    down to −1 (DAPO, Yu et al. 2025, eq. 13)."""
     return max(-1.0, min(0.0, (longest - margin - tokens) / margin)) if margin else 0.0
 
 
-def generalised(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """Advantages of the tokens of one answer, [n], from their rewards and the values of the states before them, [n] each (GAE, Schulman et al. 2016,
-    eq. 16). Nothing follows the last token."""
-    found, later, value = np.zeros(len(rewards)), 0.0, 0.0
+def generalised_advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """Return the advantages of one answer's tokens, [n], from their rewards and the values of the states before them,
+    [n] each.
+
+    GAE, Schulman et al. 2016, eq. 16; nothing follows the last token.
+    """
+    advantages = np.zeros(len(rewards))
+    next_advantage, next_value = 0.0, 0.0
     for t in reversed(range(len(rewards))):
-        later = rewards[t] + gamma * value - values[t] + gamma * lam * later
-        found[t], value = later, values[t]
-    return found
+        next_advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * next_advantage
+        advantages[t], next_value = next_advantage, values[t]
+    return advantages

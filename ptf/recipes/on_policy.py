@@ -1,4 +1,4 @@
-"""Keys that algorithms with rollouts share, and the rules between them."""
+"""Config keys that algorithms with rollouts share, and the rules between them."""
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -11,14 +11,15 @@ if TYPE_CHECKING:
 
 
 class PolicyKnobs(Knobs):
-    """What recipes with rollouts share: the clipped objective."""
+    """The clipped objective, which all recipes with rollouts share."""
 
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     max_importance: PositiveFloat | None = None
-    """Weigh tokens by how much likelier the trainer finds them than the engine did, up to this; null weighs all alike."""
+    """Weigh each token by the ratio of the trainer's to the engine's probability, up to this value; null weighs all
+    tokens equally."""
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     epochs: Positive = 1
@@ -29,42 +30,50 @@ class PolicyKnobs(Knobs):
     on_policy: ClassVar[bool] = True
 
     def faults(self, job: "Job") -> list[str]:
-        """Of `rollout.top_p` below 1: another policy has another nucleus, in which what was drawn need not be."""
+        """Check `rollout.top_p` below 1: under another policy the nucleus differs, and may not contain a sampled
+        token."""
         assert job.rollout is not None
-        what = "rollout.top_p: a nucleus is taken of one policy's distribution, so it cannot be with"
-        broken = self.not_with_a_nucleus() if job.rollout.top_p < 1 else {}
-        return [f"{what} {other}" for other, there in broken.items() if there]
+        reason = "rollout.top_p: below 1 it samples from a nucleus of one policy, so it cannot be combined with"
+        excluded = self.excluded_by_top_p() if job.rollout.top_p < 1 else {}
+        return [f"{reason} {other}" for other, is_configured in excluded.items() if is_configured]
 
-    def not_with_a_nucleus(self) -> dict[str, bool]:
-        """What `rollout.top_p` below 1 excludes → whether it is configured."""
+    def excluded_by_top_p(self) -> dict[str, bool]:
+        """Return what `rollout.top_p` below 1 excludes, and whether it is configured."""
         several = self.epochs * self.minibatches > 1
         return {"several updates from the same rollouts; give algo.epochs: 1 and algo.minibatches: 1": several}
 
 
 class RewardedKnobs(PolicyKnobs):
-    """What GRPO and PPO share besides."""
+    """What GRPO and PPO share beyond the clipped objective."""
 
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
     overlong: Count = 0
-    """Answers within so many tokens of `rollout.max_new_tokens` lose reward, in a straight line down to -1."""
+    """Answers within this many tokens of `rollout.max_new_tokens` lose reward, linearly down to -1."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How it is estimated from a token (Schulman 2020)."""
+    """Estimator of the KL from a sampled token (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or taken from the reward."""
+    """Add the KL to the loss, or subtract it from the reward."""
 
     def faults(self, job: "Job") -> list[str]:
+        """Return a line for each broken rule of these keys."""
         assert job.rollout is not None
         faults = super().faults(job)
         if self.kl and self.kl_estimator == "k1" and self.kl_in == "loss":
             faults.append(
-                "algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it holds the policy to nothing; use k2 or k3, or kl_in: reward"
+                "algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it has no effect; "
+                "use k2 or k3, or kl_in: reward"
             )
         if self.overlong and job.rollout.environment:
-            faults.append("algo.overlong is about single answers; an environment gives the rewards of its episodes")
+            faults.append(
+                "algo.overlong applies to single answers; an environment gives the rewards of its episodes. Give 0"
+            )
         if self.overlong > job.rollout.max_new_tokens:
-            faults.append(f"algo.overlong ({self.overlong}) is more than rollout.max_new_tokens ({job.rollout.max_new_tokens})")
+            faults.append(
+                f"algo.overlong ({self.overlong}) is more than rollout.max_new_tokens ({job.rollout.max_new_tokens})"
+            )
         return faults
 
-    def not_with_a_nucleus(self) -> dict[str, bool]:
-        return super().not_with_a_nucleus() | {"algo.kl; give 0": self.kl > 0}
+    def excluded_by_top_p(self) -> dict[str, bool]:
+        """Add the KL to the reference to what `rollout.top_p` below 1 excludes."""
+        return super().excluded_by_top_p() | {"algo.kl; give 0": self.kl > 0}

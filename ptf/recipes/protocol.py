@@ -1,6 +1,7 @@
-"""What a recipe is: what differs between algorithms, and nothing else.
+"""What a recipe provides: that in which algorithms differ, and nothing else.
 
-The one idea: a loss is a *sum*; the step divides it once, by the number of units that all workers together average over.
+The one idea: a loss is a *sum*; the step divides it once, by the number of units that all workers together average
+over.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,24 +11,26 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group
 from ptf.model.decoder import Decoder
 
-Metrics = dict[str, Tensor]  # each a sum over the recipe's units
+Metrics = dict[str, Tensor]  # each is a sum over the recipe's units
 
 
 @dataclass(frozen=True)
 class Companion:
-    """A frozen model that a loss looks at."""
+    """A frozen model that a loss uses."""
 
-    path: str | None = None  # directory, Hugging Face id or URI; None: what training starts from
+    path: str | None = None  # directory, Hugging Face id or URI; None: the model that training starts from
     revision: str | None = None
-    alike: bool = True  # of the architecture of the model that trains; otherwise only its tokenizer must be the same
+    alike: bool = True  # must have the trained model's architecture; otherwise only its tokenizer
 
 
 class Recipe(Protocol):
+    """An algorithm: how rows are encoded, what the loss is, and what it is averaged over."""
+
     online: ClassVar[bool]  # False: an SPMD gang. True: a controller and role groups
     head: ClassVar[Literal["lm", "scalar"]]
 
@@ -36,68 +39,72 @@ class Recipe(Protocol):
         """Frozen models by role name."""
         ...
 
-    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
-        """None skips the row, several split it."""
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
+        """Encode a row: no entry skips it, several split it."""
         ...
 
     def units(self, batch: Batch) -> Tensor:
-        """How many things this batch averages over, a float64 scalar."""
+        """Return how many units this batch averages over, a float64 scalar."""
         ...
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        """The sum over those units, and metrics that are sums over them too."""
+        """Return the loss summed over those units, and metrics that are sums over them too."""
         ...
 
 
-class Annotating(Recipe, Protocol):
-    """What the companions say can be found once, before training, and kept beside the tokens: then they are not there while it trains."""
+class AnnotatingRecipe(Recipe, Protocol):
+    """A recipe whose companions' contribution can be computed once, before training; they are then not in memory during
+    training."""
 
     @property
     def precomputed(self) -> bool:
-        """Whether it is."""
+        """Whether it is computed before training."""
         ...
 
     @property
     def annotated_by(self) -> tuple[object, ...]:
-        """What of the recipe decides what is found."""
+        """The settings of the recipe that decide the annotations."""
         ...
 
     def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Mapping[str, Tensor]:
-        """Streams aligned with the targets, [B, T] or [B, T, k]; the loss finds them in `Batch.streams`."""
+        """Return columns aligned with the targets, [B, T] or [B, T, k]; the loss reads them from `Batch.streams`."""
         ...
 
 
-class Judging(Recipe, Protocol):
+class ScoringRecipe(Recipe, Protocol):
     """A recipe whose models score answers."""
 
     @property
     def is_probability(self) -> bool:
-        """Whether a score is the log-odds of a probability, whose calibration is measured."""
+        """Whether a score is the log-odds of a probability, so that its calibration is measured."""
         ...
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
-        """Scores, rewards of the data, and lengths of the answers that were scored: [3, answers]."""
+        """Return scores, rewards of the data, and lengths of the scored answers: [3, answers]."""
         ...
 
 
 class Critic(Recipe, Protocol):
-    """What a critic is trained by."""
+    """The recipe that trains a critic."""
 
     @property
     def lr(self) -> float | None:
-        """Its peak learning rate; None: that of the policy."""
+        """Peak learning rate of the critic; None: the policy's."""
         ...
 
     @property
     def warmup(self) -> int:
-        """Steps at the start in which it alone is trained."""
+        """Steps at the start in which only the critic is trained."""
         ...
 
 
 class Online(Recipe, Protocol):
+    """A recipe that trains on rollouts."""
+
     @property
     def critic(self) -> "Critic | None":
-        """What a critic is trained by, a role of its own; its values are the stream `values` of what `credit` is given. None: there is no critic."""
+        """The recipe of the critic, a role of its own, or None. Its values are the column `values` of the trajectories
+        that `credit` gets."""
         ...
 
     @property
@@ -112,21 +119,24 @@ class Online(Recipe, Protocol):
 
     @property
     def needs_old(self) -> bool:
-        """Whether the stream `old_logprobs` must be there for `credit` and `loss`; if not, the loss says by `max_logprob_diff` how far the engine's
-        log-probs are from those that it finds itself."""
+        """Whether `credit` and `loss` need the column `old_logprobs`.
+
+        If not, the loss reports by `max_logprob_diff` how far the engine's log-probs are from those that it computes.
+        """
         ...
 
-    def credit(self, groups: Sequence[Group]) -> list[Atom]:
-        """Scored episodes to per-token advantages, on the driver, in numpy."""
+    def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
+        """Turn scored episodes into samples with per-token advantages, on the driver, in numpy."""
         ...
 
 
 def as_evaluated(recipe: Recipe) -> Recipe:
-    """The recipe by which its models are evaluated: its own `evaluated`, where it has one, else itself."""
+    """Return the recipe by which its models are evaluated: its own `evaluated` if it has one, else itself."""
     return getattr(recipe, "evaluated", recipe)
 
 
 def as_reported(recipe: Recipe, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Held-out metrics under the names that they are reported by: its own `reported`, where it has one, else as they are."""
+    """Return held-out metrics under their reported names: by the recipe's own `reported` if it has one, else
+    unchanged."""
     reported = getattr(recipe, "reported", dict)
     return reported(metrics)

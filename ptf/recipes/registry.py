@@ -1,4 +1,5 @@
-"""The algorithms by the name that a config gives them, and the recipe of a job. Adding one adds a package and a line here."""
+"""The algorithms by the name that a config gives them, and the recipe of a job. Adding one adds a package and a line
+here."""
 
 import importlib
 import inspect
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """Where an algorithm is: `knobs.py` and `recipe.py` of `package`, whose classes are `NAMEKnobs` and `NAME`."""
+    """The location of an algorithm: `knobs.py` and `recipe.py` of `package`, with the classes `NAMEKnobs` and
+    `NAME`."""
 
     package: str
     name: str
@@ -31,40 +33,48 @@ RECIPES = {
 }
 
 
-FACTS = ("train_on", "sources", "how", "length")  # of a job, which recipes may ask for by a parameter's name: see `facts`
+# Values of a job that recipes may request by a parameter's name; see `facts`.
+FACTS = ("train_on", "sources", "how", "length")
 
 
 @cache
 def knobs_of(recipe: str) -> type[Knobs]:
-    """The section `algo` of an algorithm; imports no torch. Raises KeyError for a name that is not there."""
+    """Return the class of an algorithm's section `algo`; it imports no torch. Raises KeyError for an unknown name."""
     package, name = RECIPES[recipe]
     return getattr(importlib.import_module(f"{package}.knobs"), f"{name}Knobs")
 
 
 def build(job: "Job") -> "Recipe":
-    """The recipe of a job: its class, called with the knobs of `algo` (a plugin also with its `args`) and with those facts of the job that it has
-    parameters for (`facts`), which are the same for algorithms of ptf and of others."""
-    if isinstance(job.recipe, Plug):
-        from ptf.config import plug
+    """Build the recipe of a job.
 
-        made: Callable[..., Any] = plug.bind(job.recipe)
-        given: dict[str, Any] = cast("dict[str, Any]", job.algo)
+    Its class is called with the keys of `algo` (a plugin also with its `args`) and with those values of `facts` that it
+    has parameters for; built-in and plugin recipes get the same.
+    """
+    if isinstance(job.recipe, Plug):
+        from ptf.config import plugin
+
+        recipe: Callable[..., Any] = plugin.bind(job.recipe)
+        knobs: dict[str, Any] = cast("dict[str, Any]", job.algo)
     else:
         package, name = RECIPES[job.recipe]
-        made = getattr(importlib.import_module(f"{package}.recipe"), name)
-        given = cast(Knobs, job.algo).arguments()
-    taken = inspect.signature(made).parameters
-    fixed = made.keywords if isinstance(job.recipe, Plug) else {}  # type: ignore[attr-defined]
-    told = {name: value for name, value in facts(job).items() if name in taken and name not in fixed}
-    return made(**(told | given))
+        recipe = getattr(importlib.import_module(f"{package}.recipe"), name)
+        knobs = cast(Knobs, job.algo).arguments()
+    parameters = inspect.signature(recipe).parameters
+    bound = recipe.keywords if isinstance(job.recipe, Plug) else {}  # type: ignore[attr-defined]
+    requested = {name: value for name, value in facts(job).items() if name in parameters and name not in bound}
+    return recipe(**(requested | knobs))
 
 
 def facts(job: "Job") -> dict[str, Any]:
-    """What a recipe may ask for by a parameter's name: `train_on` (what of a chat is trained), `sources` (names of the training data) and, where
-    there are rollouts, `how` (the distribution that tokens are drawn from) and `length` (the largest number of tokens of one answer)."""
-    found: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}
+    """Return the values of the job that a recipe may request by a parameter's name.
+
+    They are `train_on` (what of a chat is trained), `sources` (names of the training data) and, where there are
+    rollouts, `how` (the distribution that tokens are drawn from) and `length` (the largest number of tokens of one
+    answer).
+    """
+    values: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}
     if job.rollout is not None:
         from ptf.model.sampling import Processing
 
-        found |= {"how": Processing(job.rollout.temperature, job.rollout.top_p), "length": job.rollout.max_new_tokens}
-    return found
+        values |= {"how": Processing(job.rollout.temperature, job.rollout.top_p), "length": job.rollout.max_new_tokens}
+    return values

@@ -1,4 +1,5 @@
-"""Rules that several algorithms share. Each gives one line for each fault, which begins with the key to change."""
+"""Rules that several algorithms share. Each returns one line for each broken rule, which begins with the key to
+change."""
 
 from typing import TYPE_CHECKING
 
@@ -6,29 +7,31 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-def of_whole_answers(job: "Job") -> list[str]:
-    """Check an algorithm that compares or scores whole last answers."""
+def whole_answer_faults(job: "Job") -> list[str]:
+    """Check the data of an algorithm that compares or scores whole answers."""
     faults = []
     if job.data.train_on != "assistant":
-        faults.append(f"data.train_on is of chats; recipe {job.recipe} compares or scores the last answer")
+        faults.append(f"data.train_on applies to chats; recipe {job.recipe} compares or scores the last answer")
     if job.data.too_long in ("truncate", "split"):
-        faults.append(f"data.too_long: recipe {job.recipe} looks at whole answers; use error or drop")
+        faults.append(f"data.too_long: recipe {job.recipe} needs whole answers; use error or drop")
     return faults
 
 
-def compares_logprobs(job: "Job") -> list[str]:
-    """Check an algorithm that compares log-probs with another model's."""
+def custom_head_faults(job: "Job") -> list[str]:
+    """Check the head of an algorithm that compares log-probs with another model's."""
     if job.model.head is not None or "head" in job.model.replace:
         return [f"model.head: {job.recipe} compares log-probs over the vocabulary"]
     return []
 
 
-def own_backend(job: "Job") -> list[str]:
-    """Check an algorithm that needs ptf's own decoder."""
+def backend_faults(job: "Job") -> list[str]:
+    """Check the backend of an algorithm that needs ptf's own decoder."""
     return [f"model.backend: hf has no recipe {job.recipe}"] if job.model.backend == "hf" else []
 
 
-def ahead(job: "Job") -> list[str]:
-    """Check `algo.precomputed`."""
-    what = "what is found ahead depends, in its last bits, on how rows were dealt; not with train.deterministic"
-    return [f"algo.precomputed: {what}"] if job.train.deterministic else []
+def precomputed_faults(job: "Job") -> list[str]:
+    """Check the conditions of `algo.precomputed`."""
+    reason = "the last bits of precomputed values depend on how rows are split over ranks"
+    return (
+        [f"algo.precomputed: {reason}; it cannot be used with train.deterministic"] if job.train.deterministic else []
+    )

@@ -1,9 +1,11 @@
-"""Roles and where they live: `RoleGroup` is one role on its workers, `Cluster` makes groups and says whose turn it is.
+"""Roles and the processes that hold them: a `RoleGroup` is one role on its workers, and a `Cluster` starts groups and
+schedules which of them uses a pool's devices.
 
-The one idea: markers say how a method's arguments travel. `@sharded` splits the first argument (a list) over the workers and joins the results in
-order; `@everywhere` calls every worker with the same arguments and returns rank 0's result; `@lasting` is that for what a worker that starts later has
-to be told too, `@once` for what it cannot be told. The same role class then runs in this process (`LocalCluster`) or on Ray (`VerlCluster`) without
-knowing. Roles of one pool take turns; pools do not know of each other.
+The one idea: markers determine how a method's arguments are dispatched. `@sharded` splits the first argument (a list)
+over the workers and joins the results in order. `@broadcast` calls every worker with the same arguments and returns
+rank 0's result. `@replayed_broadcast` is a broadcast that is repeated to a worker that replaces a lost one;
+`@unreplayable_broadcast` is one that cannot be repeated. The same role class runs in this process (`LocalCluster`) or
+on Ray (`VerlCluster`) without a change. Roles of one pool take turns on its devices; pools are independent.
 """
 
 import contextlib
@@ -20,77 +22,83 @@ F = TypeVar("F", bound=Callable)
 
 
 def sharded(method: Callable | None = None, *, cost: Callable[[Any], float] = lambda item: 1.0) -> Any:
-    """Split the first argument, a list, over the data-parallel workers; join the lists that they return. Replicas get items of nearly the same `cost`,
-    and their method may be a generator of (number in its list, result) in any order: what was given before a replica is lost is not asked for again."""
+    """Split the first argument, a list, over the data-parallel workers and join the lists that they return.
 
-    def marked(method: F) -> F:
+    Replicas get items of nearly the same total `cost`. Their method may be a generator of (index in its list, result)
+    in any order: results that arrived before a replica was lost are not computed again.
+    """
+
+    def mark(method: F) -> F:
         method.dispatch, method.cost = "sharded", cost  # type: ignore[attr-defined]
         return method
 
-    return marked(method) if method else marked
+    return mark(method) if method else mark
 
 
-def everywhere(method: F) -> F:
-    """Same arguments on every worker; rank 0's result."""
-    method.dispatch = "everywhere"  # type: ignore[attr-defined]
+def broadcast(method: F) -> F:
+    """Call every worker with the same arguments and return rank 0's result."""
+    method.dispatch = "broadcast"  # type: ignore[attr-defined]
     return method
 
 
-def lasting(method: F) -> F:
-    """As `everywhere`; a replica that takes the place of a lost one gets the last such call again."""
-    method.dispatch = "lasting"  # type: ignore[attr-defined]
+def replayed_broadcast(method: F) -> F:
+    """Broadcast, and repeat the last such call to a replica that takes the place of a lost one."""
+    method.dispatch = "replayed_broadcast"  # type: ignore[attr-defined]
     return method
 
 
-def once(method: F) -> F:
-    """As `everywhere`, of what cannot be said again: a replica that is lost afterwards has no successor."""
-    method.dispatch = "once"  # type: ignore[attr-defined]
+def unreplayable_broadcast(method: F) -> F:
+    """Broadcast that cannot be replayed; a replica that dies afterwards cannot be replaced."""
+    method.dispatch = "unreplayable_broadcast"  # type: ignore[attr-defined]
     return method
 
 
 def in_order(results: Any) -> Any:
-    """A list, of what a generator gave in any order; anything else as it is."""
+    """Return a generator's (index, result) pairs as a list in the order of the indices; anything else unchanged."""
     if not isinstance(results, Iterator):
         return results
-    found = dict(results)
-    return [found[i] for i in range(len(found))]
+    by_index = dict(results)
+    return [by_index[i] for i in range(len(by_index))]
 
 
 def split(items: list, parts: int) -> list[list]:
-    """Contiguous parts whose sizes differ by at most one."""
+    """Split a list into contiguous parts whose sizes differ by at most one."""
     size, rest = divmod(len(items), parts)
     starts = [i * size + min(i, rest) for i in range(parts + 1)]
     return [items[a:b] for a, b in itertools.pairwise(starts)]
 
 
 class Role(Protocol):
-    """Made on each worker as `cls(world, **kwargs)`."""
+    """What every role class provides; each worker constructs it as `cls(world, **kwargs)`."""
 
     distributed: ClassVar[bool]  # True: its workers form one process group; False: they are independent replicas
 
-    def park(self) -> None:
-        """Another role takes the devices: give back their memory."""
+    def offload(self) -> None:
+        """Free the device memory, because another role is about to use the devices."""
         ...
 
-    def wake(self) -> None: ...
+    def onload(self) -> None:
+        """Move back to the device what `offload` moved away."""
+        ...
 
     def memory_gib(self) -> float:
-        """The most memory that this role held on the GPU since it was asked last; resident now where there is none."""
+        """Return the peak GPU memory of this role since the last call; without a GPU, the resident memory now."""
         ...
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices that some roles share by turns."""
+    """Devices that some roles share by taking turns."""
 
     name: str
     roles: frozenset[str]
-    processes: tuple[int, ...]  # for how many there is room on each of its places: first those of all roles, last those of the largest alone
-    disk: bool = False  # those who wait do so in files, on a CPU too; else in host memory, where there is a GPU
+    # how many processes share each slot: the first slots are used by all roles, the last by the largest role alone
+    processes: tuple[int, ...]
+    disk: bool = False  # True: offload to files, on a CPU too; False: to host memory, only where there is a GPU
 
     @property
     def workers(self) -> int:
-        """Of its largest role."""
+        """The number of workers of the pool's largest role."""
         return len(self.processes)
 
     def __str__(self) -> str:
@@ -99,36 +107,44 @@ class Pool:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What a role is made of: plain values that travel to the workers."""
+    """The class and arguments of a role: picklable values that are sent to the workers."""
 
     name: str
     cls: type
     kwargs: Mapping[str, Any]
     workers: int = 1
-    env: Mapping[str, str] = field(default_factory=dict)  # environment of its processes
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables of its processes
     replicate: int = 1  # copies of its sharded model, where its workers form a process group
-    tensor: int = 1  # neighbours who hold one model's layers together: they get the same part of a sharded argument; of a replica, its places
+    # tensor-parallel size. In a process group, neighbouring ranks that share one model's layers get the same part of a
+    # sharded argument; of a replica it is the number of processes.
+    tensor: int = 1
 
 
 class RoleGroup(Protocol):
+    """One role on all of its workers, as the controller calls it."""
+
     spec: RoleSpec
 
     def call(self, method: str, *args: Any) -> Any:
-        """Dispatch by the method's marker. Errors of a worker are raised here; RuntimeError with role and method when one died or the deadline passed."""
+        """Call a method of the role on its workers, dispatched by the method's marker.
+
+        An error of a worker is raised here; RuntimeError, with role and method, if a worker died or the deadline
+        passed.
+        """
         ...
 
     def memory(self) -> list[float]:
-        """As Role.memory_gib, of each worker."""
+        """Return Role.memory_gib of each worker."""
         ...
 
     def where(self) -> list[str]:
-        """One description a worker, for the log: process id and actor id."""
+        """Return one description for each worker, for the log: process id and actor id."""
         ...
 
 
 @dataclass
-class Turn:
-    """What one phase of a step was: a row of the table that the controller prints."""
+class PhaseRecord:
+    """One phase of a step: a row of the table that the controller prints."""
 
     phase: str
     role: str
@@ -136,99 +152,120 @@ class Turn:
     workers: int
     seconds: float
     gib: float  # of the worker that held most
-    parked: dict[str, float] = field(default_factory=dict)  # roles that gave way → GiB that each still held, of the worker that held most
+    # offloaded roles → GiB that each still holds on the device, of the worker that holds most
+    offloaded: dict[str, float] = field(default_factory=dict)
 
 
-class Turns:
-    """Whose turn it is in each pool, and what each phase took."""
+class PoolSchedule:
+    """Which role is loaded in each pool, and how long each phase took."""
 
     def __init__(self, pools: Sequence[Pool], gpu: bool) -> None:
         self.pools, self.gpu = pools, gpu
         self.groups: list[Any] = []
-        self.awake: dict[str, Any] = {}
-        self.seconds: dict[str, float] = {}
-        self.table: list[Turn] = []
+        self.loaded: dict[str, Any] = {}  # pool → the group that uses its devices
+        self.seconds: dict[str, float] = {}  # phase → its total
+        self.table: list[PhaseRecord] = []
 
     def pool(self, role: str) -> Pool:
-        """Raises UserError if the role has none."""
+        """Return the role's pool. Raises UserError if it has none."""
         for pool in self.pools:
             if role in pool.roles:
                 return pool
         raise UserError(f"compute.pools: role {role} is in none of {', '.join(map(str, self.pools))}")
 
-    def parks(self, pool: Pool) -> bool:
-        """Whether those who wait give their memory back."""
+    def offloads(self, pool: Pool) -> bool:
+        """Return whether waiting roles of this pool free their memory."""
         return self.gpu or pool.disk
 
-    def room(self, pool: Pool) -> dict[str, float]:
-        """Park whoever holds the pool. Returns what it still holds, in GiB."""
-        group = self.awake.pop(pool.name, None)
-        if group is None or not self.parks(pool):
+    def free(self, pool: Pool) -> dict[str, float]:
+        """Offload the role that uses the pool. Returns its name and the GiB that it still holds."""
+        group = self.loaded.pop(pool.name, None)
+        if group is None or not self.offloads(pool):
             return {}
-        group.call("park")
+        group.call("offload")
         return {group.spec.name: max(group.memory())}
 
     @contextlib.contextmanager
     def phase(self, group: Any, name: str) -> Iterator[None]:
-        """It is `group`'s turn: it wakes, roles of the same pool are parked. The seconds are added to `seconds[name]`."""
-        start, pool, parked = time.perf_counter(), self.pool(group.spec.name), dict[str, float]()
-        if self.awake.get(pool.name) is not group:
-            parked = self.room(pool)
-            if self.parks(pool):
-                group.call("wake")
-            self.awake[pool.name] = group
+        """Run a block in which `group` uses its pool's devices; other roles of the pool are offloaded first.
+
+        The seconds are added to `seconds[name]`.
+        """
+        start = time.perf_counter()
+        pool, offloaded = self.pool(group.spec.name), dict[str, float]()
+        if self.loaded.get(pool.name) is not group:
+            offloaded = self.free(pool)
+            if self.offloads(pool):
+                group.call("onload")
+            self.loaded[pool.name] = group
         try:
             yield
         finally:
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-            self.table.append(Turn(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, parked))
+            record = PhaseRecord(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, offloaded)
+            self.table.append(record)
         self.table[-1].gib = max(group.memory())
 
     @contextlib.contextmanager
     def together(self, first: Any, second: Any, name: str) -> Iterator[None]:
-        """Both are awake: where they share a pool there must be room for both, and it is then the second's turn."""
+        """Run a block in which both groups are loaded; afterwards the second one is.
+
+        Where they share a pool, its devices must have memory for both.
+        """
         pool = self.pool(second.spec.name)
         with self.phase(first, name):
-            held = self.awake.get(pool.name)
-            if held is not second:
-                if held is not first:
-                    self.room(pool)
-                if self.parks(pool):
-                    second.call("wake")
+            holder = self.loaded.get(pool.name)
+            if holder is not second:
+                if holder is not first:
+                    self.free(pool)
+                if self.offloads(pool):
+                    second.call("onload")
             yield
-        if self.awake.get(pool.name) is first:
-            self.room(pool)
-        self.awake[pool.name] = second
+        if self.loaded.get(pool.name) is first:
+            self.free(pool)
+        self.loaded[pool.name] = second
 
 
-def table(turns: Sequence[Turn]) -> str:
-    """Phase × role × pool × memory × seconds, one line each; equal phases one after the other are one."""
-    rows = [("phase", "role", "pool", "workers", "seconds", "GiB", "parked")]
-    for turn in turns:
-        gone = ", ".join(f"{role} {gib:.2f} GiB" for role, gib in turn.parked.items()) or "-"
-        rows.append((turn.phase, turn.role, turn.pool, str(turn.workers), f"{turn.seconds:.2f}", f"{turn.gib:.2f}", gone))
+def phase_table(records: Sequence[PhaseRecord]) -> str:
+    """Format phase, role, pool, workers, seconds and memory as a table of one line for each record."""
+    rows = [("phase", "role", "pool", "workers", "seconds", "GiB", "offloaded")]
+    for record in records:
+        offloaded = ", ".join(f"{role} {gib:.2f} GiB" for role, gib in record.offloaded.items()) or "-"
+        numbers = (str(record.workers), f"{record.seconds:.2f}", f"{record.gib:.2f}")
+        rows.append((record.phase, record.role, record.pool, *numbers, offloaded))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 class Cluster(Protocol):
+    """Starts role groups and schedules them on their pools."""
+
     seconds: dict[str, float]
-    table: list[Turn]
+    table: list[PhaseRecord]
 
     def start(self, spec: RoleSpec) -> RoleGroup:
-        """Make the role in its pool, where it is awake afterwards. Raises UserError if no pool has it, or its pool is too small."""
+        """Construct the role in its pool, whose devices it then uses.
+
+        Raises UserError if no pool has the role, or its pool is too small.
+        """
         ...
 
     def phase(self, group: Any, name: str) -> contextlib.AbstractContextManager[None]:
-        """As Turns.phase."""
+        """See PoolSchedule.phase."""
         ...
 
     def together(self, first: Any, second: Any, name: str) -> contextlib.AbstractContextManager[None]:
-        """As Turns.together."""
+        """See PoolSchedule.together."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End all groups and their processes."""
+        ...
 
 
 class LocalGroup:
@@ -236,35 +273,43 @@ class LocalGroup:
 
     def __init__(self, spec: RoleSpec, world: World) -> None:
         if spec.workers != 1:
-            raise UserError(f"role {spec.name}: compute.launcher local has one worker; {spec.workers} were asked for")
+            raise UserError(
+                f"role {spec.name}: compute.launcher local runs one worker a role, but {spec.workers} are configured; "
+                "use launcher ray"
+            )
         self.spec = spec
         self.role = spec.cls(world, **spec.kwargs)
 
     def call(self, method: str, *args: Any) -> Any:
+        """See RoleGroup.call."""
         return in_order(getattr(self.role, method)(*args))
 
     def memory(self) -> list[float]:
+        """See RoleGroup.memory."""
         return [self.role.memory_gib()]
 
     def where(self) -> list[str]:
+        """See RoleGroup.where."""
         return ["in this process"]
 
 
-class LocalCluster(Turns):
-    """All roles in this process. On a GPU they give way to each other, unless their pools differ."""
+class LocalCluster(PoolSchedule):
+    """All roles in this process. On a GPU, roles of one pool are offloaded for each other."""
 
     def __init__(self, world: World, pools: Sequence[Pool]) -> None:
         super().__init__(pools, world.device.type == "cuda")
         self.world = world
 
     def start(self, spec: RoleSpec) -> LocalGroup:
+        """See Cluster.start."""
         pool = self.pool(spec.name)
-        self.room(pool)
+        self.free(pool)
         group = LocalGroup(spec, self.world)
         self.groups.append(group)
-        self.awake[pool.name] = group
+        self.loaded[pool.name] = group
         return group
 
     def close(self) -> None:
+        """Forget all groups."""
         self.groups.clear()
-        self.awake.clear()
+        self.loaded.clear()

@@ -1,6 +1,8 @@
-"""A role whose workers do not know of each other, each in a gang of its own, so that one that is lost is replaced while the others go on.
+"""A role whose workers are independent, each in a gang of its own,
+so that one that is lost is replaced while the others continue.
 
-The one idea: what a replica gave before it was lost is kept, and its successor is told what lasts (the last weights), then asked for the rest.
+The one idea: the results of a replica that arrived before it was lost are kept. Its successor gets the replayed
+broadcasts (the last weights) and then computes the missing results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,28 +13,35 @@ from ptf.compute.gang import Gang, share
 from ptf.credentials import redacted
 from ptf.errors import Lost, Retryable, UserError, told
 from ptf.rl.cluster import RoleSpec
-from ptf.rl.sync import SyncError
+from ptf.rl.weights.verification import SyncError
 
-FROZEN_S = 60.0  # a replica of which nothing was heard for so long is replaced
+FROZEN_S = 60.0  # a replica without a sign of life for so long is replaced
 
 
 def by_cost(items: Sequence[Any], parts: int, cost: Callable[[Any], float]) -> list[list[int]]:
-    """The numbers of the items, in parts of nearly the same cost: the dearest first, each to the part that has least so far."""
+    """Divide the indices of the items into parts of nearly the same cost.
+
+    The most expensive item is assigned first, each to the part that has the least so far.
+    """
     shares, sums = [list[int]() for _ in range(parts)], [0.0] * parts
     for i in sorted(range(len(items)), key=lambda i: (-cost(items[i]), i)):
         least = min(range(parts), key=lambda part: (sums[part], part))
         shares[least].append(i)
         sums[least] += cost(items[i])
-    return [sorted(mine) for mine in shares]
+    return [sorted(share) for share in shares]
 
 
 class Replicas:
-    """RoleGroup. `made` starts the gang of one replica; one that fails is made anew up to `restarts` times in a call."""
+    """RoleGroup of independent replicas.
 
-    def __init__(self, spec: RoleSpec, made: Callable[[int], Gang], device: str, restarts: int) -> None:
-        self.spec, self.made, self.device, self.restarts = spec, made, device, restarts
-        self.lasting: dict[str, tuple[Any, ...]] = {}  # method → its last arguments, which stay in Ray's object store: a copy of the weights
-        self.parked = self.closed = self.irreplaceable = False
+    `start_gang` starts the gang of one replica; a replica that fails is started again up to `restarts` times in a call.
+    """
+
+    def __init__(self, spec: RoleSpec, start_gang: Callable[[int], Gang], device: str, restarts: int) -> None:
+        self.spec, self.start_gang, self.device, self.restarts = spec, start_gang, device, restarts
+        # method → its last arguments, which stay in Ray's object store: a copy of the weights
+        self.replayed: dict[str, tuple[Any, ...]] = {}
+        self.offloaded = self.closed = self.irreplaceable = False
         self.count = spec.workers // spec.tensor
         self.gangs: list[Gang | None] = [None] * self.count
         self.threads = ThreadPoolExecutor(self.count)
@@ -44,95 +53,122 @@ class Replicas:
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
     def call(self, method: str, *args: Any) -> Any:
-        kind = getattr(self.spec.cls, method)
-        dispatch = getattr(kind, "dispatch", "everywhere")
+        """See RoleGroup.call. A replica that fails is replaced; Retryable if it fails too often."""
+        function = getattr(self.spec.cls, method)
+        dispatch = getattr(function, "dispatch", "broadcast")
         if dispatch == "sharded":
-            items, *rest = args
-            shared = [share(arg) for arg in rest]  # once, however many replicas read it
-            shares = by_cost(items, self.count, kind.cost)
-            found: dict[int, Any] = {}
-            for part in self._each(lambda i: self._part(i, method, items, shares[i], shared)):
-                found |= part
-            return [found[i] for i in range(len(items))]
+            return self._call_sharded(method, args[0], args[1:], function.cost)
         shared = tuple(share(arg) for arg in args)
-        self.irreplaceable |= dispatch == "once"
-        said = self._each(lambda i: self._kept(i, method, lambda gang: self._told(gang, method, shared)), patient=dispatch != "once")[0]
-        if dispatch == "lasting":
-            self.lasting[method] = shared  # now, not before: one that fails at it has a successor that is told what was before, and asked
-        if method in ("park", "wake"):
-            self.parked = method == "park"
-        return said
+        unreplayable = dispatch == "unreplayable_broadcast"
+        self.irreplaceable |= unreplayable
+        results = self._each(
+            lambda i: self._with_restarts(i, method, lambda gang: self._ask(gang, method, shared)),
+            wait_for_all=not unreplayable,
+        )
+        if dispatch == "replayed_broadcast":
+            # after the call, not before: the successor of one that fails at it first gets the arguments of the call
+            # before, and then this call
+            self.replayed[method] = shared
+        if method in ("offload", "onload"):
+            self.offloaded = method == "offload"
+        return results[0]
+
+    def _call_sharded(
+        self, method: str, items: Sequence[Any], rest: Sequence[Any], cost: Callable[[Any], float]
+    ) -> list[Any]:
+        """Return the result of each item, computed by as many replicas as there are."""
+        shared = [share(arg) for arg in rest]  # stored once, however many replicas read it
+        shares = by_cost(items, self.count, cost)
+        results: dict[int, Any] = {}
+        for part in self._each(lambda i: self._part(i, method, items, shares[i], shared)):
+            results |= part
+        return [results[i] for i in range(len(items))]
 
     def memory(self) -> list[float]:
-        return self._each(lambda i: self._kept(i, "memory_gib", lambda gang: self._told(gang, "memory_gib")))
+        """See RoleGroup.memory."""
+        return self._each(lambda i: self._with_restarts(i, "memory_gib", lambda gang: self._ask(gang, "memory_gib")))
 
     def where(self) -> list[str]:
-        """Each worker with the memory that it holds now."""
+        """Describe each worker with the memory that it holds now."""
         return [f"{self._name(i)} {self._gang(i).members[0]} {gib:.2f} GiB" for i, gib in enumerate(self.memory())]
 
     def close(self) -> None:
+        """End all replicas; no further one is started."""
         self.closed = True
         for gang in self.gangs:
             if gang:
                 gang.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def _part(self, i: int, method: str, items: Sequence[Any], mine: Sequence[int], shared: Sequence[Any]) -> Mapping[int, Any]:
-        """The results of one replica's items, by their numbers."""
-        found: dict[int, Any] = {}
+    def _part(
+        self, i: int, method: str, items: Sequence[Any], mine: Sequence[int], shared: Sequence[Any]
+    ) -> Mapping[int, Any]:
+        """Return the results of one replica's items, by their indices."""
+        results: dict[int, Any] = {}
         doing = f"{self.spec.name}.{method}"
 
         def ask(gang: Gang) -> None:
-            left = [k for k in mine if k not in found]
-            if left:
-                for which, result in gang.stream("given", (method, [items[k] for k in left], *shared), doing=doing):
-                    found[left[which]] = result
+            missing = [k for k in mine if k not in results]
+            if missing:
+                arguments = (method, [items[k] for k in missing], *shared)
+                for which, result in gang.stream("call_streaming", arguments, doing=doing):
+                    results[missing[which]] = result
 
-        self._kept(i, method, ask, lambda: f"; {len(mine) - len(found)} of its {len(mine)} items are asked for again")
-        return found
+        def progress() -> str:
+            return f"; {len(mine) - len(results)} of its {len(mine)} items are computed again"
 
-    def _kept(self, i: int, method: str, ask: Callable[[Gang], Any], more: Callable[[], str] = str) -> Any:
-        """What a replica answers; one that fails is replaced, and its successor asked. Raises Retryable after `restarts` of that."""
+        self._with_restarts(i, method, ask, progress)
+        return results
+
+    def _with_restarts(self, i: int, method: str, ask: Callable[[Gang], Any], progress: Callable[[], str] = str) -> Any:
+        """Return what a replica answers; one that fails is replaced, and its successor asked.
+
+        Raises Retryable after `restarts` replacements.
+        """
         lost = False
         for attempt in range(self.restarts + 1):
             try:
                 if lost:
                     self._replace(i)
                 return ask(self._gang(i))
-            except (UserError, SyncError, TimeoutError):  # of others it would be the same
+            except (UserError, SyncError, TimeoutError):  # another replica would fail in the same way
                 raise
             except Exception as error:
                 if self.closed or not self.restarts:
                     raise
                 if self.irreplaceable:
-                    why = "the weights that it was sent (rollout.transport) cannot be sent again to it alone"
+                    why = "its successor cannot get the weights alone (rollout.transport)"
                     raise Lost(f"{self._name(i)} failed at {method}, and {why}: {redacted(told(error))}") from error
                 if attempt == self.restarts:
-                    raise Retryable(f"{self._name(i)} failed at {method}, {attempt + 1} times: {redacted(told(error))}") from error
-                print(f"{self._name(i)} failed at {method} and is replaced{more()}: {redacted(told(error))}", flush=True)
+                    raise Retryable(
+                        f"{self._name(i)} failed at {method}, {attempt + 1} times: {redacted(told(error))}"
+                    ) from error
+                reason = redacted(told(error))
+                print(f"{self._name(i)} failed at {method} and is replaced{progress()}: {reason}", flush=True)
                 lost = True
         raise AssertionError("not reached")
 
     def _replace(self, i: int) -> None:
         self._gang(i).close()
         self._start(i)
-        for method, shared in self.lasting.items():
-            self._told(self._gang(i), method, shared)
-        if self.parked:
-            self._told(self._gang(i), "park")
+        for method, shared in self.replayed.items():
+            self._ask(self._gang(i), method, shared)
+        if self.offloaded:
+            self._ask(self._gang(i), "offload")
 
     def _start(self, i: int) -> str:
-        self.gangs[i] = gang = self.made(i)
+        self.gangs[i] = gang = self.start_gang(i)
         if self.closed:
             gang.close()
             raise RuntimeError(f"{self.spec.name} is closed")
-        if self.spec.tensor > 1:  # the first has the role, which uses the devices of all
-            seen = gang.invoke("devices", [()] * self.spec.tensor, doing="looking for devices")
-            gang.ask("see", (",".join(filter(None, seen)),), doing="looking for devices")
-        what = (self.spec.cls, dict(self.spec.kwargs), self.device, gang.timeout_s, 1, 1)
-        return gang.ask("build", what, doing=f"building {self.spec.cls.__name__}")
+        if self.spec.tensor > 1:  # the first process holds the role, which uses the devices of all
+            doing = "looking for devices"
+            devices = gang.invoke("visible_devices", [()] * self.spec.tensor, doing=doing)
+            gang.ask("set_visible_devices", (",".join(filter(None, devices)),), doing=doing)
+        arguments = (self.spec.cls, dict(self.spec.kwargs), self.device, gang.timeout_s, 1, 1)
+        return gang.ask("build", arguments, doing=f"building {self.spec.cls.__name__}")
 
-    def _told(self, gang: Gang, method: str, shared: Sequence[Any] = ()) -> Any:
+    def _ask(self, gang: Gang, method: str, shared: Sequence[Any] = ()) -> Any:
         return gang.ask("call", (method, *shared), doing=f"{self.spec.name}.{method}")
 
     def _gang(self, i: int) -> Gang:
@@ -143,11 +179,14 @@ class Replicas:
     def _name(self, i: int) -> str:
         return self.spec.name if self.count == 1 else f"{self.spec.name} replica {i}"
 
-    def _each(self, act: Callable[[int], Any], patient: bool = True) -> list[Any]:
-        """Of every replica, at the same time. An error is raised when all are done; or, where they wait for each other, at once."""
-        asked = [self.threads.submit(act, i) for i in range(self.count)]
-        done, _ = wait(asked, return_when=ALL_COMPLETED if patient else FIRST_EXCEPTION)
+    def _each(self, act: Callable[[int], Any], wait_for_all: bool = True) -> list[Any]:
+        """Act on every replica at the same time and return the results.
+
+        An error is raised when all are done; at once where the replicas wait for each other (`wait_for_all` False).
+        """
+        futures = [self.threads.submit(act, i) for i in range(self.count)]
+        done, _ = wait(futures, return_when=ALL_COMPLETED if wait_for_all else FIRST_EXCEPTION)
         for future in done:
             if error := future.exception():
                 raise error
-        return [future.result() for future in asked]
+        return [future.result() for future in futures]

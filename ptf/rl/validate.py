@@ -1,4 +1,4 @@
-"""pass@1 and pass@k on held-out prompts, while training and in the evaluate stage."""
+"""Pass rates, pass@1 and pass@k, on held-out prompts, while training and in the evaluate stage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.cluster import RoleGroup
-from ptf.rl.rewards import Rewards, score_groups
+from ptf.rl.rewards.functions import Rewards, score_groups
 
 
 def pass_rates(
@@ -23,24 +23,44 @@ def pass_rates(
     max_new_tokens: int,
     max_no_result: float,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """`pass@1` (one greedy answer), `reward` (its mean), and with samples > 1 `pass@k` (any of k sampled answers), as shares of the prompts;
-    and the greedy answers with their outcomes. A pass is a reward of 1 or more. Answers without a result are counted in `no_result` and left
-    out; raises UserError if they are more than `max_no_result` of all, since what is left would flatter."""
+    """Return pass rates as shares of the prompts, and the greedy answers with their outcomes.
 
-    def play(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:
-        return score_groups(rewards, rollout.call("rollout", list(prompts), version, f"{key} {name}", n, max_new_tokens, temperature))
+    The rates are `pass@1` (one greedy answer), `reward` (its mean), and with samples > 1 `pass@k` (any of k sampled
+    answers). An answer passes with a reward of 1 or more. Answers without a result are counted in `no_result` and left
+    out; raises UserError if they are more than `max_no_result` of all, because the rest would be a biased selection.
+    """
 
-    greedy = [group[0] for group in play(1, 0.0, "greedy")]
+    def answer(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:
+        return score_groups(
+            rewards, rollout.call("rollout", list(prompts), version, f"{key} {name}", n, max_new_tokens, temperature)
+        )
+
+    greedy = [group[0] for group in answer(1, 0.0, "greedy")]
     values = np.array([t.outcome.value for t in greedy if isinstance(t.outcome, Reward)])
     failed = [t.outcome.reason for t in greedy if isinstance(t.outcome, NoResult)]
     if len(failed) > max_no_result * len(greedy) or not len(values):
-        raise UserError(f"{len(failed)} of {len(greedy)} held-out answers have no reward; it says: {failed[0] if failed else 'nothing: there are no prompts'}")
-    rates = {"pass@1": float((values >= 1).mean()), "reward": float(values.mean()), "no_result": len(failed) / len(greedy)}
+        raise UserError(
+            f"{len(failed)} of {len(greedy)} held-out answers have no reward; the first reason: "
+            f"{failed[0] if failed else 'there are no prompts'}"
+        )
+    rates = {
+        "pass@1": float((values >= 1).mean()),
+        "reward": float(values.mean()),
+        "no_result": len(failed) / len(greedy),
+    }
     if samples > 1:
-        passed = [[t.outcome.value >= 1 for t in g if isinstance(t.outcome, Reward)] for g in play(samples, temperature, "sampled")]
+        passed = [
+            [t.outcome.value >= 1 for t in g if isinstance(t.outcome, Reward)]
+            for g in answer(samples, temperature, "sampled")
+        ]
         rates[f"pass@{samples}"] = float(np.mean([any(p) for p in passed if p]))
     answers = [
-        {"prompt": t.prompt.row, "answer": t.text, "outcome": t.outcome.value if isinstance(t.outcome, Reward) else t.outcome.reason} for t in greedy
+        {
+            "prompt": t.prompt.row,
+            "answer": t.text,
+            "outcome": t.outcome.value if isinstance(t.outcome, Reward) else t.outcome.reason,
+        }
+        for t in greedy
         if t.outcome is not None
-    ]  # fmt: skip
+    ]
     return rates, answers

@@ -1,6 +1,8 @@
-"""An agent with a tool, small enough for a CPU: it is asked for a sum of two digits, may write the sum to a calculator, and says what that answers.
+"""An agent with a tool, small enough for a CPU: it is asked for a sum of two digits,
+may write the sum to a calculator, and says what that answers.
 
-The calculator adds a third digit, drawn anew for every episode, and shows the last digit: what the answer is, only the tool can tell.
+The calculator adds a third digit, drawn anew for every episode, and shows the last digit: what the answer is,
+only the tool can tell.
 """
 
 import json
@@ -9,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptf.rl.env import Message, Turn
+from ptf.rl.environments.protocol import Message, Turn
 
 
 class Calculator:
-    """Two turns: a call that begins with the sum, `3+4`, and an answer that begins with what came back. Each of the call's characters that is right is
-    worth an eighth; an answer that is nothing but the result another half, or three eighths if more follows, and an eighth is for a call that is
-    nothing but the sum."""
+    """Two turns: a call that begins with the sum, `3+4`, and an answer that begins with what came back. Each of the
+    call's characters that is right is worth an eighth; an answer that is nothing but the result another half, or three
+    eighths if more follows, and an eighth is for a call that is nothing but the sum."""
 
     def __init__(self, row: Mapping[str, Any], seed: int) -> None:
         self.row, self.result = row, None
@@ -36,7 +38,8 @@ class Calculator:
 
 
 def prepare(directory: str) -> None:
-    """`train.jsonl` and `test.jsonl` of prompts, 80 and 20 of the hundred sums; `calls.jsonl`, dialogues with the calculator to imitate; and `model/`."""
+    """`train.jsonl` and `test.jsonl` of prompts, 80 and 20 of the hundred sums; `calls.jsonl`, dialogues with the
+    calculator to imitate; and `model/`."""
     from ptf.tasks.tiny import write_model  # seconds, which an environment's process has no use for
 
     root = Path(directory)
@@ -44,8 +47,13 @@ def prepare(directory: str) -> None:
     sums = [f"{a}+{b}" for a in range(10) for b in range(10)]
     random.Random("calculator").shuffle(sums)
     for name, part in (("train", sums[:80]), ("test", sums[80:])):
-        (root / f"{name}.jsonl").write_text("".join(json.dumps({"messages": [{"role": "user", "content": s}]}) + "\n" for s in part))
-    said = lambda s, d: [("user", s), ("assistant", s), ("tool", d), ("assistant", d)]  # noqa: E731
+        (root / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"messages": [{"role": "user", "content": s}]}) + "\n" for s in part)
+        )
+
+    def said(s, d):
+        return [("user", s), ("assistant", s), ("tool", d), ("assistant", d)]
+
     calls = [[{"role": role, "content": text} for role, text in said(s, str(d))] for s in sums[:80] for d in range(10)]
     (root / "calls.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in calls))
     write_model(root / "model", "0123456789+", dim=64, layers=2)

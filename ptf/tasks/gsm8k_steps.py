@@ -1,7 +1,8 @@
-"""The calculator steps of GSM8K, `<<48/2=24>>`: real expressions in the four operations, short enough for a small model.
+"""The calculator steps of GSM8K, `<<48/2=24>>`: real expressions in the four operations,
+short enough for a small model.
 
-The one idea: a step counts as seen by its expression, the text before `=`. No expression of test.jsonl or dev.jsonl is in what is trained on,
-neither among the steps of the training problems nor among the generated ones.
+The one idea: a step counts as seen by its expression, the text before `=`. No expression of test.jsonl or dev.jsonl is
+in what is trained on, neither among the steps of the training problems nor among the generated ones.
 """
 
 import ast
@@ -20,12 +21,28 @@ from ptf.tasks.tiny import Question, write_task
 
 STEP = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 NUMBER = re.compile(r"\d+\.\d+|\.\d+|\d+")
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.USub: operator.neg, ast.UAdd: operator.pos}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 
 
-def prepare(directory: str, *, data: str | None = None, generated: int = 20000, held_out: int = 500, seed: int = 0, shuffle_answers: bool = False) -> None:
-    """Write the task (see `write_task`) from `gsm8k/` under `data` (default: $PTF_DATA, else ../shared/data). dev holds `held_out` expressions of
-    the training problems, test all those of the test problems that no training problem has; `generated` further ones join the data to imitate."""
+def prepare(
+    directory: str,
+    *,
+    data: str | None = None,
+    generated: int = 20000,
+    held_out: int = 500,
+    seed: int = 0,
+    shuffle_answers: bool = False,
+) -> None:
+    """Write the task (see `write_task`) from `gsm8k/` under `data` (default: $PTF_DATA, else ../shared/data). dev holds
+    `held_out` expressions of the training problems, test all those of the test problems that no training problem has;
+    `generated` further ones join the data to imitate."""
     root = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / "gsm8k"
     known = steps(root / "train.jsonl")
     rng = random.Random(f"gsm8k_steps/{seed}")
@@ -36,7 +53,8 @@ def prepare(directory: str, *, data: str | None = None, generated: int = 20000, 
     test = [step for step in _once(steps(root / "test_first819.jsonl")) if step[0] not in set(expressions)]
     extra = generate(expressions, generated, rng, avoid={*expressions, *(question for question, _ in test)})
     print(
-        f"gsm8k_steps: {len(known)} distinct steps ({len(expressions)} distinct expressions) in the training problems: {len(train)} to train on, "
+        f"gsm8k_steps: {len(known)} distinct steps ({len(expressions)} distinct expressions) "
+        f"in the training problems: {len(train)} to train on, "
         f"{len(dev)} in dev; {len(extra)} generated; {len(test)} expressions in test"
     )
     rng.shuffle(train)
@@ -46,9 +64,12 @@ def prepare(directory: str, *, data: str | None = None, generated: int = 20000, 
 
 
 def steps(path: Path) -> list[Question]:
-    """The distinct steps of the problems in a file, in order of appearance: equal where the text between << and >> is equal."""
+    """The distinct steps of the problems in a file, in order of appearance:
+    equal where the text between << and >> is equal."""
     if not path.exists():
-        raise UserError(f"{path} is not there: point PTF_DATA (or the argument `data`) at a directory with gsm8k/{path.name}")
+        raise UserError(
+            f"{path} is not there: point PTF_DATA (or the argument `data`) at a directory with gsm8k/{path.name}"
+        )
     with path.open() as lines:
         found = [step for line in lines for step in STEP.findall(json.loads(line)["answer"])]
     return [(f"{expression}=", answer) for expression, answer in dict.fromkeys(found)]
@@ -60,10 +81,13 @@ def _once(found: Sequence[Question]) -> list[Question]:
 
 
 def generate(patterns: Sequence[str], n: int, rng: random.Random, avoid: set[str]) -> list[Question]:
-    """n further expressions: known ones in which some numbers are redrawn with as many digits, and whose value has at most two decimals."""
+    """n further expressions: known ones in which some numbers are redrawn with as many digits,
+    and whose value has at most two decimals."""
     made: dict[str, str] = {}
     while len(made) < n:
-        question = NUMBER.sub(lambda found: _redraw(found.group(), rng) if rng.random() < 0.7 else found.group(), rng.choice(patterns))
+        question = NUMBER.sub(
+            lambda found: _redraw(found.group(), rng) if rng.random() < 0.7 else found.group(), rng.choice(patterns)
+        )
         if question not in avoid and question not in made:
             answer = decimal(question.rstrip("="))
             if answer is not None:
@@ -73,7 +97,9 @@ def generate(patterns: Sequence[str], n: int, rng: random.Random, avoid: set[str
 
 def _redraw(number: str, rng: random.Random) -> str:
     """Another number of the same shape; the first digit is kept off 0 unless it was 0."""
-    return "".join(c if c == "." or (c == "0" and i == 0) else str(rng.randint(i == 0, 9)) for i, c in enumerate(number))
+    return "".join(
+        c if c == "." or (c == "0" and i == 0) else str(rng.randint(i == 0, 9)) for i, c in enumerate(number)
+    )
 
 
 def decimal(expression: str) -> str | None:

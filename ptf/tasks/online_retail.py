@@ -1,25 +1,27 @@
-"""Online Retail II (D. Chen, UCI; CC BY 4.0), its first year: what 4,285 customers of a shop for gifts bought, as events."""
+"""Online Retail II (D. Chen, UCI; CC BY 4.0), its first year: what 4,285 customers of a shop for gifts bought,
+as events."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-from ptf.data import events
 from ptf.errors import UserError
+from ptf.events import prepare as events
 
 
 def files(data: str | None) -> tuple[Path, Path]:
     """The events and the items. Raises UserError if they are not there."""
     root = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / "events"
-    events, items = (root / f"online_retail_2009_2010_{kind}.csv.gz" for kind in ("events", "items"))
-    for name in (events, items):
+    bought, items = (root / f"online_retail_2009_2010_{kind}.csv.gz" for kind in ("events", "items"))
+    for name in (bought, items):
         if not name.is_file():
             raise UserError(f"there is no {name}; set PTF_DATA to the directory that has events/")
-    return events, items
+    return bought, items
 
 
 def prepare(directory: str, *, data: str | None = None, **knobs: Any) -> None:
-    """`ptf.data.events.prepare` with `knobs`, of the files in `events/` under `data` (default: $PTF_DATA, else ../shared/data)."""
+    """`ptf.events.prepare.prepare` with `knobs`, of the files in `events/` under `data` (default: $PTF_DATA,
+    else ../shared/data)."""
     bought, items = files(data)
     columns = {"columns": {"user": "customer", "time": "unix_ts"}, "item_columns": {"value": "median_price"}}
     events.prepare(directory, events=str(bought), items=str(items), **columns, **knobs)

@@ -1,10 +1,11 @@
 """Slates: items that are recommended together, and what a business makes of them.
 
     reward = revenue of the slate's items that were bought / revenue of all that was bought
-             + diversity · (mean of 1 − cosine over the slate's pairs) + novelty · (mean of −log₂ popularity, as a share of the largest there is)
+             + diversity · (mean of 1 − cosine over the slate's pairs)
+             + novelty · (mean of −log₂ popularity, as a share of the largest there is)
 
-The one idea: an item counts once, however often the slate has it, and a token sequence that names no item counts as an empty place. The slate has
-`size` places, and what is not filled brings nothing.
+The one idea: an item counts once, however often the slate has it, and a token sequence that names no item counts as an
+empty place. The slate has `size` places, and what is not filled brings nothing.
 """
 
 import functools
@@ -14,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data.catalogue import Catalogue, items_vectors
-from ptf.data.ranking import diversity as apart
 from ptf.errors import UserError
-from ptf.rl.env import Turn
+from ptf.events.catalogue import Catalogue, load_item_vectors
+from ptf.events.ranking_metrics import diversity as apart
+from ptf.rl.environments.protocol import Turn
 
 
 @functools.cache
@@ -25,12 +26,12 @@ def known(catalogue: str) -> tuple[Catalogue, np.ndarray, dict[str, int], float]
     """The catalogue, its vectors [items, d], each item's place, and the least popularity that there is."""
     found = Catalogue.load(catalogue)
     least = min((item.popularity for item in found.items if item.popularity > 0), default=1.0)
-    return found, items_vectors(catalogue), {item.name: i for i, item in enumerate(found.items)}, least
+    return found, load_item_vectors(catalogue), {item.name: i for i, item in enumerate(found.items)}, least
 
 
 def worth(
     text: str, bought: Sequence[str], *, catalogue: str, size: int = 10, diversity: float = 0.1, novelty: float = 0.1
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Of a slate, told in tokens, beside what was bought: `reward` and the parts that it is made of."""
     items, vectors, place, least = known(catalogue)
     slate = list(dict.fromkeys(item.name for item in items.read(text)[:size] if item is not None))
@@ -42,20 +43,33 @@ def worth(
     rare = [-math.log2(max(items.by_name[name].popularity, least)) / max(-math.log2(least), 1e-9) for name in slate]
     spread = apart(vectors[[place[name] for name in slate]]) * len(slate) / size
     fresh = sum(rare) / size
-    return {"reward": share + diversity * spread + novelty * fresh, "revenue": share, "diversity": spread, "novelty": fresh, "distinct": len(slate) / size}
+    return {
+        "reward": share + diversity * spread + novelty * fresh,
+        "revenue": share,
+        "diversity": spread,
+        "novelty": fresh,
+        "distinct": len(slate) / size,
+    }
 
 
 def revenue(row: Mapping[str, Any], text: str, **knobs: Any) -> float:
-    """A reward for `rollout.reward`: `worth` of the answer beside the first basket of the row's `future`; `catalogue` and other knobs as there."""
+    """A reward for `rollout.reward`: `worth` of the answer beside the first basket of the row's `future`;
+    `catalogue` and other knobs as there."""
     return worth(text, row["future"][0], **knobs)["reward"]
 
 
 class Future:
-    """An environment (`rollout.environment`) that plays what a user did: each turn asks for a slate, is worth what `worth` says beside the next basket
-    of the row's `future`, and then shows that basket; at most `turns` of them. What was recommended is not part of the history."""
+    """An environment (`rollout.environment`) that plays what a user did: each turn asks for a slate, is worth what
+    `worth` says beside the next basket of the row's `future`, and then shows that basket; at most `turns` of them. What
+    was recommended is not part of the history."""
 
     def __init__(self, row: Mapping[str, Any], seed: int, *, catalogue: str, turns: int = 3, **knobs: Any) -> None:
-        self.row, self.left, self.catalogue, self.knobs = row, list(zip(row["future"], row["told"], strict=True))[:turns], catalogue, knobs
+        self.row, self.left, self.catalogue, self.knobs = (
+            row,
+            list(zip(row["future"], row["told"], strict=True))[:turns],
+            catalogue,
+            knobs,
+        )
 
     def begin(self) -> Sequence[Mapping[str, Any]]:
         return self.row["messages"]
@@ -67,8 +81,11 @@ class Future:
 
 
 def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **knobs: Any) -> float:
-    """For `evaluate.metrics`: the mean over greedy answers of one of the parts of `worth` (`revenue`, `diversity`, `novelty`, `distinct`)."""
-    return float(np.mean([worth(a["answer"], a["prompt"]["future"][0], catalogue=catalogue, **knobs)[of] for a in answers]))
+    """For `evaluate.metrics`: the mean over greedy answers of one of the parts of `worth` (`revenue`,
+    `diversity`, `novelty`, `distinct`)."""
+    return float(
+        np.mean([worth(a["answer"], a["prompt"]["future"][0], catalogue=catalogue, **knobs)[of] for a in answers])
+    )
 
 
 def invalid(answers: Sequence[Mapping[str, Any]], *, catalogue: str) -> float:

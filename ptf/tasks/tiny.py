@@ -1,6 +1,8 @@
-"""What the demo tasks share: expressions with answers, written as the files of a data set, beside a model small enough for a CPU.
+"""What the demo tasks share: expressions with answers, written as the files of a data set,
+beside a model small enough for a CPU.
 
-The one idea: a task is made whole, from data to tokenizer to model config, so that a fresh clone trains without a download.
+The one idea: a task is made whole, from data to tokenizer to model config,
+so that a fresh clone trains without a download.
 """
 
 import json
@@ -34,17 +36,29 @@ def pair_rows(questions: Sequence[Question], seed: int) -> list[dict[str, Any]]:
 
 def scored_rows(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every answer by itself: 1 for right, 0 for wrong."""
-    return [{"prompt": p["prompt"], "completion": p[kind], "reward": float(kind == "chosen")} for p in pairs for kind in ("chosen", "rejected")]
+    return [
+        {"prompt": p["prompt"], "completion": p[kind], "reward": float(kind == "chosen")}
+        for p in pairs
+        for kind in ("chosen", "rejected")
+    ]
 
 
 def write_task(
-    directory: str, *, train: Sequence[Question], prompts: Sequence[Question], dev: Sequence[Question], test: Sequence[Question],
-    shuffle_answers: bool, seed: int,
-) -> None:  # fmt: skip
-    """`train.jsonl` to imitate; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl` to answer; `held_out_chat.jsonl`, dev to imitate, for a held-out
-    loss; `train_pairs.jsonl` and `held_out_pairs.jsonl`, right answers preferred to wrong ones, and those scored: `train_scored.jsonl` and
-    `held_out_scored.jsonl`; `model/`, and `small_model/`, a student for it.
-    With `shuffle_answers` the training prompts get one another's answers: a control from which nothing can be learned."""
+    directory: str,
+    *,
+    train: Sequence[Question],
+    prompts: Sequence[Question],
+    dev: Sequence[Question],
+    test: Sequence[Question],
+    shuffle_answers: bool,
+    seed: int,
+) -> None:
+    """`train.jsonl` to imitate; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl` to answer; `held_out_chat.jsonl`,
+    dev to imitate, for a held-out loss; `train_pairs.jsonl` and `held_out_pairs.jsonl`, right answers preferred to
+    wrong ones, and those scored: `train_scored.jsonl` and `held_out_scored.jsonl`; `model/`, and `small_model/`,
+    a student for it.
+    With `shuffle_answers` the training prompts get one another's answers:
+    a control from which nothing can be learned."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     if shuffle_answers:
@@ -70,16 +84,34 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_model(directory: Path, alphabet: str, *, dim: int = 128, layers: int = 3) -> None:
-    """A Qwen3 of 0.6 million parameters (if its sizes are not changed) without weights (`model.init: random`), and a tokenizer with one id a character."""
+    """A Qwen3 of 0.6 million parameters (if its sizes are not changed) without weights (`model.init: random`), and a
+    tokenizer with one id a character."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(alphabet, directory)
     ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", **ids,
-        "vocab_size": -(-tokenizer.vocab_size // 8) * 8, "hidden_size": dim, "intermediate_size": 3 * dim, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
-        "max_position_embeddings": 128, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": True,
-        "use_cache": True, "use_sliding_window": False, "bos_token_id": None,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "torch_dtype": "float32",
+        **ids,
+        "vocab_size": -(-tokenizer.vocab_size // 8) * 8,
+        "hidden_size": dim,
+        "intermediate_size": 3 * dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": 128,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+    }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (directory / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Offline training: the trainer and its step, what it reads, what it starts from, and what it exports."""

@@ -1,7 +1,7 @@
-"""The frozen models that a recipe's loss looks at, beside the one that trains.
+"""The frozen models that a recipe's loss uses beside the one that trains.
 
-The one idea: a companion is loaded as the model itself is, sharded alike. Where only adapters train and the companion is what training starts from,
-the model without its adapters is that companion, and costs nothing.
+The one idea: a companion is loaded as the model itself is, and sharded alike. Where only adapters train and the
+companion is what training starts from, the model without its adapters is that companion and costs no memory.
 """
 
 from collections.abc import Mapping
@@ -18,80 +18,107 @@ from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import refuse_larger_tokenizer, rows
 from ptf.recipes.protocol import Companion
-from ptf.train.parts import unadapted
-from ptf.train.start import own_reference, start_directory
+from ptf.train.components import without_adapters
+from ptf.train.starting_model import is_own_reference, start_directory
 from ptf.train.trainer import load_model
 
-FREE = ("max_positions", "init_std", "head", "tied")  # of a model's config; no forward pass depends on them
+FREE = ("max_positions", "init_std", "head", "tied")  # config fields that no forward pass depends on
 
 
 def companions(
-    wanted: Mapping[str, Companion], job: Job, world: World, within: World, model: Decoder, spec: ModelConfig, directory: Path, run: Path, tokenizer: str
-) -> dict[str, Decoder]:  # fmt: skip
-    """By role. `within`: the ranks that hold a model together; `spec`, `directory`: what `model` was made from; all ranks call it.
-    Raises UserError for one that is not a model of the same architecture, where it must be, or has another tokenizer."""
-    found: dict[str, Decoder] = {}
-    for role, one in wanted.items():
-        if not needs_weights(one, spec):
-            found[role] = model
+    by_role: Mapping[str, Companion],
+    job: Job,
+    world: World,
+    within: World,
+    model: Decoder,
+    spec: ModelConfig,
+    directory: Path,
+    run: Path,
+    tokenizer: str,
+) -> dict[str, Decoder]:
+    """Load the companions, by role; all ranks call it.
+
+    `within`: the ranks that share one model; `spec` and `directory`: what `model` was made from. Raises UserError if a
+    companion must have the model's architecture and has another one, or has another tokenizer.
+    """
+    loaded: dict[str, Decoder] = {}
+    for role, companion in by_role.items():
+        if not needs_weights(companion, spec):
+            loaded[role] = model
             continue
-        if one.path is None:
-            place = Path(str(world.share(str(start_directory(spec, directory, run, tokenizer, job.seed)) if world.leads else None)))
+        if companion.path is None:
+            shared = world.share(start_directory(spec, directory, run, tokenizer, job.seed) if world.leads else None)
+            path = Path(str(shared))
         else:
-            place = located(one, role, job.verify_bytes)
-            refuse_other_tokenizer(place, tokenizer, role, one, directory)
-        how = exported(spec, place) if one.alike else ModelConfig(path=str(place))
-        found[role], _ = load_model(place, within, how, seed=job.seed, precision=job.train.precision)
-        found[role].requires_grad_(False)
-        if one.alike:
-            refuse_other_architecture(found[role], model, place, role)
-    return found
+            path = located(companion, role, job.verify_bytes)
+            refuse_other_tokenizer(path, tokenizer, role, companion, directory)
+        section = exported(spec, path) if companion.alike else ModelConfig(path=str(path))
+        loaded[role], _ = load_model(path, within, section, seed=job.seed, precision=job.train.precision)
+        loaded[role].requires_grad_(False)
+        if companion.alike:
+            refuse_other_architecture(loaded[role], model, path, role)
+    return loaded
 
 
-def located(one: Companion, role: str, verify_up_to: float | None) -> Path:
-    """Its local directory, verified as `bridge.locate` does. Raises UserError if there is none."""
+def located(companion: Companion, role: str, verify_up_to: float | None) -> Path:
+    """Return the companion's local directory, verified as `bridge.locate` does. Raises UserError if there is none."""
     try:
-        return bridge.locate(str(one.path), one.revision, verify_up_to=verify_up_to)
+        return bridge.locate(str(companion.path), companion.revision, verify_up_to=verify_up_to)
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
 
 
-def refuse_other_tokenizer(place: Path, tokenizer: str, role: str, one: Companion, model: Path) -> None:
-    """A companion reads the ids that the model is trained on, so they must mean the same; its chat template is not used."""
+def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, companion: Companion, model: Path) -> None:
+    """Raise UserError unless the companion's tokenizer gives the ids that the model is trained on.
+
+    Its chat template is not used, so it may differ.
+    """
     ours = Tokenizer.load(tokenizer)
-    if not (place / "tokenizer_config.json").exists():
-        if not one.alike and (there := rows(bridge.read_config(place))) != (here := rows(bridge.read_config(model))):
+    if not (path / "tokenizer_config.json").exists():
+        its_rows, our_rows = rows(bridge.read_config(path)), rows(bridge.read_config(model))
+        if not companion.alike and its_rows != our_rows:
             raise UserError(
-                f"{role}: {place} has no tokenizer, and rows for {there} tokens where the model has {here}, so it may read other texts; put its tokenizer there"
+                f"{role}: {path} has no tokenizer, and {its_rows} vocabulary rows where the model has {our_rows}, "
+                "so its token ids may differ; put its tokenizer into that directory"
             )
         return
-    theirs = Tokenizer.load(str(place)).identity
+    theirs = Tokenizer.load(str(path)).identity
     if any(ours.identity[part] != theirs[part] for part in ("vocabulary", "merges", "probes")):
-        raise UserError(f"{role}: the model in {place} has another tokenizer than the one that is trained, so it would read other texts")
-    refuse_larger_tokenizer(place, tokenizer, ours.vocab_size)
+        raise UserError(
+            f"{role}: the model in {path} has another tokenizer than the model that is trained, "
+            "so the same ids would mean other texts; use one with the same tokenizer"
+        )
+    refuse_larger_tokenizer(path, tokenizer, ours.vocab_size)
 
 
-def refuse_other_architecture(companion: Decoder, model: Decoder, place: Path, role: str) -> None:
-    ours, theirs = ({name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, companion))
+def refuse_other_architecture(companion: Decoder, model: Decoder, path: Path, role: str) -> None:
+    """Raise UserError if the two configs differ in anything that a forward pass depends on."""
+    ours, theirs = (
+        {name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, companion)
+    )
     if differ := [name for name in ours if ours[name] != theirs[name]]:
-        raise UserError(f"{role}: the model in {place} is of another architecture than the one that is trained: {', '.join(differ)} differ")
+        raise UserError(
+            f"{role}: the model in {path} has another architecture than the model that is trained: "
+            f"{', '.join(differ)} differ"
+        )
 
 
-def exported(spec: ModelConfig, place: Path) -> ModelConfig:
-    """How to load another checkpoint of the model that `spec` trains: with its components, without what is trained on top."""
-    return unadapted(spec).model_copy(update={"path": str(place), "init": "pretrained"})
+def exported(spec: ModelConfig, path: Path) -> ModelConfig:
+    """Return the config section that loads another checkpoint of the model of `spec`: with its components, without
+    adapters."""
+    return without_adapters(spec).model_copy(update={"path": str(path), "init": "pretrained"})
 
 
-def needs_weights(one: Companion, spec: ModelConfig) -> bool:
-    """Whether it is a model of its own; `spec` is the one that trains."""
-    return one.path is not None or not own_reference(spec)
+def needs_weights(companion: Companion, spec: ModelConfig) -> bool:
+    """Return whether the companion is a model of its own; `spec` is the section of the model that trains."""
+    return companion.path is not None or not is_own_reference(spec)
 
 
 def forward_flops(companion: Decoder) -> Flops:
-    """Of a forward pass alone."""
+    """Count the FLOPs of a forward pass alone."""
     trained = [p for p in companion.parameters() if p.requires_grad]
     companion.requires_grad_(False)
-    found = Flops.of(companion)
+    flops = Flops.of(companion)
     for parameter in trained:
         parameter.requires_grad_(True)
-    return found
+    return flops

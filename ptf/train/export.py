@@ -1,7 +1,7 @@
-"""Writing the trained model as a Hugging Face directory, and a probe that whoever loads it must reproduce.
+"""Export of the trained model as a Hugging Face directory, with a probe that whoever loads it must reproduce.
 
-The one idea: the probe is computed by the model that was trained, before anything is written, so the publish gate compares a loaded
-checkpoint with the training run and not with another reading of the same files.
+The one idea: the probe is computed by the model that was trained, before anything is written, so the publish gate
+compares a loaded checkpoint with the training run and not with another reading of the same files.
 """
 
 from functools import partial
@@ -23,47 +23,58 @@ from ptf.model.families import Family
 from ptf.model.scalar import Scalar, as_scalar
 
 MODEL, PROBE = "model", "probe.json"  # in the run's directory
-AGAIN = "run the train stage again: it goes on from the last checkpoint, and exports anew"
+ADVICE = "run the train stage again: it continues from the last checkpoint and exports again"
 
 
 @torch.no_grad()
 def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
-    """Fixed tokens, and the model's log-prob of each given those before it; or `values`, what another head says at each."""
+    """Return fixed tokens and the model's log-prob of each given those before it, or, for another head, its `values` at
+    each."""
     n = min(length, model.config.max_positions)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
     batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)
     if model.config.head != "lm":
-        values = model(batch.tokens, batch.positions, batch.segments, said)
+        values = model(batch.tokens, batch.positions, batch.segments, head_output)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
     reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights)
     logprobs = model(batch.tokens, batch.positions, batch.segments, reduce).logprobs
     return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
 
 
-def said(x: torch.Tensor, head: Any) -> torch.Tensor:
-    """Hidden states [B, T, D] → what a scalar or declared head says, [B, T, …]."""
+def head_output(x: torch.Tensor, head: Any) -> torch.Tensor:
+    """Apply a scalar or custom head to hidden states: [B, T, D] → [B, T, …]."""
     return head.values(x) if isinstance(head, Scalar) else head(x)
 
 
 def export(model: Decoder, family: Family, source: Path, directory: Path, world: World, tokenizer: str) -> None:
-    """Every rank calls it. `directory`, in the run's, appears only when it is complete; the probe lies beside it as `probe.json`."""
-    found = probe(model, world)
+    """Write the model to `directory`, in the run, and its probe beside it as `probe.json`. Every rank calls it.
+
+    The directory appears only when it is complete.
+    """
+    values = probe(model, world)
     if world.leads:
-        storage.write_record(str(directory.with_name(PROBE)), {"lineage": directory.parent.name, **found})
+        storage.write_record(str(directory.with_name(PROBE)), {"lineage": directory.parent.name, **values})
     config = bridge.read_config(source)
     if model.config.head == "scalar":
         config = as_scalar(config, Tokenizer.load(tokenizer).hf.pad_token_id)
     bridge.save_hf(
-        bridge.hf_tensors(model, family), source, directory, writes=world.leads, tokenizer=tokenizer, config=config, manifest=verified.of_run(directory)
+        bridge.hf_tensors(model, family),
+        source,
+        directory,
+        writes=world.leads,
+        tokenizer=tokenizer,
+        config=config,
+        manifest=verified.of_run(directory),
     )
     world.barrier()
 
 
 def refuse_damaged(run: Path, up_to: float) -> None:
-    """Raises Corrupt where the exported model, or the probe, is not what this run wrote."""
-    verified.refuse_other(str(run / MODEL), verified.of_run(run / MODEL), up_to, AGAIN)
+    """Raise Corrupt if the exported model or its probe is not what this run wrote."""
+    verified.refuse_other(str(run / MODEL), verified.of_run(run / MODEL), up_to, ADVICE)
     probe_of(run)
 
 
 def probe_of(run: Path) -> dict[str, Any]:
-    return storage.record(str(run / PROBE), AGAIN, {"lineage": run.name})
+    """Read the probe of the run's exported model. Raises Corrupt if it is damaged or of another run."""
+    return storage.record(str(run / PROBE), ADVICE, {"lineage": run.name})

@@ -1,155 +1,200 @@
-"""The offline loop, the same program on every rank."""
+"""The offline training loop; every rank runs the same program."""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
-from ptf.compute.leave import Requests, on_sigterm
 from ptf.compute.meter import memory_gib, peak_flops
 from ptf.compute.saver import Saver
+from ptf.compute.shutdown import Requests, on_sigterm
 from ptf.compute.tracking import Tracker
 from ptf.compute.world import World, alone
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
-from ptf.data.passes import Planned
-from ptf.data.sources import fingerprints, first_lines
-from ptf.data.tokenizer import Tokenizer
+from ptf.data.passes import DataPlan
+from ptf.data.pipeline import Lanes
+from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.errors import Left, UserError
-from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
-from ptf.model.vocabulary import refuse_larger_tokenizer
 from ptf.recipes import registry
 from ptf.recipes.protocol import Companion
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
-from ptf.train.annotate import annotated
-from ptf.train.canonical import trainer_of
 from ptf.train.companions import companions, forward_flops
+from ptf.train.dataloading import held_out_rows, make_lanes, make_loader, planned_steps, specs
+from ptf.train.deterministic import trainer_of
+from ptf.train.early_stopping import Watch
 from ptf.train.export import MODEL, export
 from ptf.train.optim import Schedule
-from ptf.train.reading import held_out_rows, make_lanes, make_loader, planned_steps, specs
+from ptf.train.precompute import annotated
 from ptf.train.resume import refuse_frozen_changes
-from ptf.train.start import adapted_from, extended, tokenizer_directory
+from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_loss
-from ptf.train.watch import Watch
 
 
 def fit(job: Job, world: World, run: Path, lease: Lease) -> None:
-    """Train to the end, from the newest checkpoint in `run` if there is one; leaves `run/model`, a Hugging Face directory, and
-    with LoRA `run/adapter`. Raises Left where it was asked to end before, LeaseLost where another process has taken the run over."""
+    """Train to the end, from the newest checkpoint in `run` if there is one.
+
+    Leaves `run/model`, a Hugging Face directory, and with LoRA `run/adapter`. Raises Left if the run was asked to stop
+    before its end, and LeaseLost if another process has taken the run over.
+    """
     try:
         with world.clock.phase("loading"):
-            one = Fit(job, world, run, lease)
+            attempt = Fit(job, world, run, lease)
         try:
-            with on_sigterm(one.leave.note):
-                one.train()
+            with on_sigterm(attempt.stop_requests.note):
+                attempt.train()
         finally:
-            one.close()
+            attempt.close()
     except torch.OutOfMemoryError as error:
         raise out_of_memory(job, error) from error
     with world.clock.phase("export"):
-        one.export()
+        attempt.export()
 
 
 class Fit:
     """One attempt at a run, on one rank."""
 
     def __init__(self, job: Job, world: World, run: Path, lease: Lease) -> None:
-        self.job, self.world, self.run, self.lease, self.recipe = job, world, run, lease, registry.build(job)
-        directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
-        spec, directory = world.share(extended(job.model, directory, run, job.seed) if world.leads else None)  # type: ignore[misc]
-        self.tokenizer_path = str(world.share(tokenizer_directory(job, spec, directory, run) if world.leads else None))
-        self.tokenizer = Tokenizer.load(self.tokenizer_path)
-        if world.leads and (trap := self.tokenizer.class_trap()):
-            print(f"train: {trap}", flush=True)
-        refuse_larger_tokenizer(directory, self.tokenizer_path, self.tokenizer.vocab_size)
-        self.spec, self.directory = world.share(  # type: ignore[misc]
-            adapted_from(spec, directory, run, self.tokenizer_path, job.seed) if world.leads else None
-        )
-        self.within = alone(world) if job.train.deterministic else world  # who holds the model together
-        self.model, self.family = load_model(
-            self.directory, self.within, self.spec, seed=job.seed, precision=job.train.precision, head=self.recipe.head,
-            recomputed=job.train.checkpointing, compiled=job.train.compile,
-        )  # fmt: skip
-        reading, self.companions = job, {}
-        if getattr(self.recipe, "precomputed", False):
-            reading = annotated(job, self.recipe, self.tokenizer, world, self.model, self.directory, self.loaded)  # type: ignore[arg-type]
-        else:
-            self.companions = self.loaded(self.recipe.companions)
+        self.job, self.world, self.run, self.lease = job, world, run, lease
+        self.recipe = registry.build(job)
+        self._load_model()
+        data_job = self._load_companions()
         self.trainer = trainer_of(job.train, self.model, world, self.companions)
-        self.trainer.refuse_large(job.train.rows)
-        lanes = make_lanes(reading, self.recipe, self.tokenizer, run)
-        self.loader = make_loader(reading, lanes, world)
-        self.held_out = held_out_rows(reading, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None)
-        self.saves, self.watch, self.leave = Checkpoints.of(job, run, lease), watch_of(job), Requests(run)
+        self.trainer.refuse_large(job.train.sequences)
+        lanes = make_lanes(data_job, self.recipe, self.tokenizer, run)
+        self.loader = make_loader(data_job, lanes, world)
+        self.held_out = held_out_rows(
+            data_job, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None
+        )
+        self.saves = Checkpoints.of(job, run, lease)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
+        self.early_stopping = early_stopping_of(job)
+        self.stop_requests = Requests(run)
         if world.leads:
-            print("\n".join(first_lines(specs(reading.data.sources))), flush=True)
-        found = fingerprints(specs(job.data.sources)) if world.leads else {}
-        self.made_with: dict[str, Any] = world.share(provenance.made_with(world.device, found, self.tokenizer.fingerprint()))  # type: ignore[assignment]
+            print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
+        data = fingerprints(specs(job.data.sources)) if world.leads else {}
+        self.made_with = cast(
+            "dict[str, Any]", world.share(provenance.made_with(world.device, data, self.tokenizer.fingerprint()))
+        )
         self.flops = [Flops.of(self.model), *map(forward_flops, self.companions.values())]
         self.peak = peak_flops(world.device, job.train.precision) * world.size
         self.clock = world.clock
-        found = self.restore()
-        takes = None if found else planned_steps(job, lanes, self.loader, world)
-        self.step, ends, rows = found or (0, takes.steps[1], None)  # type: ignore[union-attr]
-        announce(job, world, self.model.config, ends, takes)
+        self._begin(lanes)
+
+    def _load_model(self) -> None:
+        """Load the tokenizer and the model that is trained."""
+        job, world, run = self.job, self.world, self.run
+        starting = StartingModel.of(job, run, world)
+        self.tokenizer, self.tokenizer_path = starting.load_tokenizer(), starting.tokenizer_path
+        if world.leads and (trap := self.tokenizer.class_mismatch()):
+            print(f"train: {trap}", flush=True)
+        starting = cast("StartingModel", world.share(starting.adapter_base() if world.leads else None))
+        self.spec, self.directory = starting.section, starting.directory
+        self.within = alone(world) if job.train.deterministic else world  # the ranks that share one model
+        self.model, self.family = load_model(
+            self.directory,
+            self.within,
+            self.spec,
+            seed=job.seed,
+            precision=job.train.precision,
+            head=self.recipe.head,
+            recomputed=job.train.activation_checkpointing,
+            compiled=job.train.compile,
+        )
+
+    def _load_companions(self) -> Job:
+        """Load the frozen models beside the trained one, or precompute what they contribute.
+
+        Returns the job whose data is read: with precomputed data, its sources are the annotated ones.
+        """
+        self.companions: dict[str, Decoder] = {}
+        if getattr(self.recipe, "precomputed", False):
+            recipe: Any = self.recipe
+            return annotated(
+                self.job, recipe, self.tokenizer, self.world, self.model, self.directory, self.load_companions
+            )
+        self.companions = self.load_companions(self.recipe.companions)
+        return self.job
+
+    def _begin(self, lanes: Lanes) -> None:
+        """Restore the newest checkpoint or plan the run from step 0; then set its end, schedule and tracker."""
+        job, world, run, lease = self.job, self.world, self.run, self.lease
+        restored = self.restore()
+        plan = None if restored else planned_steps(job, lanes, self.loader, world)
+        self.step, ends, rows = restored or (0, plan.steps[1], None)  # type: ignore[union-attr]
+        announce(job, world, self.model.config, ends, plan)
         self.planned = ends
         self.track: Tracker | None = None
-        self.trainer.schedule = Schedule.of(job.train, job.train.steps or ends)  # shares are of the whole run, which may be shorter by now
+        # warm-up and decay are shares of the whole run, whose end may have moved nearer before this resume
+        self.trainer.schedule = Schedule.of(job.train, job.train.steps or ends)
         self.end_at(ends)
         if world.leads:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, said=rows)
-        self.skipped = 0  # steps, one after the other
+        self.skipped = 0  # consecutive steps
         self.clock.step = self.step
 
-    def loaded(self, wanted: Mapping[str, Companion]) -> dict[str, Decoder]:
-        return companions(wanted, self.job, self.world, self.within, self.model, self.spec, self.directory, self.run, self.tokenizer_path)
+    def load_companions(self, by_role: Mapping[str, Companion]) -> dict[str, Decoder]:
+        """Load frozen models by role."""
+        return companions(
+            by_role,
+            self.job,
+            self.world,
+            self.within,
+            self.model,
+            self.spec,
+            self.directory,
+            self.run,
+            self.tokenizer_path,
+        )
 
     def end_at(self, ends: int) -> None:
-        """After how many steps the run ends."""
+        """Set the number of steps after which the run ends."""
         self.ends = self.saves.steps = ends
         self.trainer.schedule = replace(self.trainer.schedule, steps=ends)
         if self.track:
             self.track.steps = ends
 
     def train(self) -> None:
-        stalled, step = 0.0, self.job.train.validate_every
-        self.clock.take()  # so far it was loading
+        """Run the loop: step, validate, log, checkpoint. Raises Left if the run was asked to stop before its end."""
+        checkpoint_wait = 0.0
+        validate_every = self.job.train.validate_every if self.job.data.validation else None
+        self.clock.take()  # discard the seconds of loading
         while self.step < self.ends:
-            metrics, leaving = self.one_step()
-            if self.job.data.validation and step and ((self.step + 1) % step == 0 or self.step + 1 == self.ends):
+            metrics, is_stopping = self.one_step()
+            step = self.step + 1
+            if validate_every and (step % validate_every == 0 or step == self.ends):
                 with self.clock.phase("validate"):
                     metrics |= self.validate()
-            self.step = self.clock.step = self.step + 1
+            self.step = self.clock.step = step
             seconds = self.clock.take()
             if self.track:
-                self.track.log(self.step, metrics | {"checkpoint_wait_s": stalled} | seconds)
-            stalled = 0.0
-            if self.saves.due(self.step) or leaving:
+                self.track.log(self.step, metrics | {"checkpoint_wait_s": checkpoint_wait} | seconds)
+            checkpoint_wait = 0.0
+            if self.saves.due(self.step) or is_stopping:
                 with self.clock.phase("checkpoint"):
-                    stalled = self.save(metrics)
-            if leaving and self.step < self.ends:
-                self.written()
+                    checkpoint_wait = self.save(metrics)
+            if is_stopping and self.step < self.ends:
+                self.wait_for_checkpoint()
                 raise Left(self.step, self.ends, self.saves.path(self.step))
-        self.written()
+        self.wait_for_checkpoint()
 
-    def written(self) -> None:
-        """The last checkpoint is."""
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is written."""
         with self.clock.phase("last_checkpoint"):
             self.saver.wait()
 
     def one_step(self) -> tuple[dict[str, float], bool]:
-        """The metrics of the next step, and whether some rank was asked to end."""
+        """Train one step; return its metrics, and whether any rank was asked to stop."""
         began = time.perf_counter()
         with self.clock.phase("data"):
             micro = next(self.loader)
@@ -157,145 +202,200 @@ class Fit:
         try:
             metrics, self.skipped = self.trainer.step(micro, self.recipe, self.step, self.loader.numbers), 0
         except FloatingPointError as error:
-            metrics = self.left_out(error, micro)
+            metrics = self.skip_step(error, micro)
         with self.clock.phase("metrics"):
-            return self.measured(metrics, micro, began)
+            return self.with_measurements(metrics, micro, began)
 
-    def measured(self, metrics: dict[str, float], micro: Sequence[Batch], began: float) -> tuple[dict[str, float], bool]:
-        """What is known of a step on all ranks together."""
+    def with_measurements(
+        self, metrics: dict[str, float], micro: Sequence[Batch], began: float
+    ) -> tuple[dict[str, float], bool]:
+        """Add the step's token counts, speed and memory, over all ranks; return also whether any rank was asked to
+        stop."""
         job, world = self.job, self.world
         lengths = [n for batch in micro for n in batch.lengths]
         begins = [n for batch in micro for n in batch.begins]
         targets = sum(int((batch.weights != 0).sum()) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)
-        tokens, work, slots = world.sum([sum(lengths), sum(flops.step(lengths, targets, begins) for flops in self.flops), slots]).tolist()
+        tokens, work, slots = world.sum(
+            [sum(lengths), sum(flops.step(lengths, targets, begins) for flops in self.flops), slots]
+        ).tolist()
         metrics |= {"tokens": tokens, "fill": tokens / slots}
         for name in job.data.sources:
             if share := metrics.get(f"share/{name}"):
                 metrics[f"loss/{name}"] /= share
-            else:  # it is the only source, or has nothing in this step
+            else:  # it is the only source, or has no rows in this step
                 metrics.pop(f"loss/{name}", None)
-        counted = [name for name, there in COUNTED.items() if there(job)]
-        left_out, rows, *counts = world.sum([self.loader.counts[name] for name in ("left_out", "rows", *counted)]).tolist()
-        metrics |= {"dropped": left_out / max(1.0, rows), **dict(zip(counted, counts, strict=True))}
+        reported = [name for name, applies in COUNTED.items() if applies(job)]
+        left_out, rows, *counts = world.sum(
+            [self.loader.counts[name] for name in ("left_out", "rows", *reported)]
+        ).tolist()
+        metrics |= {"dropped": left_out / max(1.0, rows), **dict(zip(reported, counts, strict=True))}
         spent = time.perf_counter() - began
         metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
-        leaving = world.max(float(self.leave.made)) > 0  # over all ranks, those of a tensor group too
-        return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, leaving
+        # the maximum is over all ranks, those of a tensor group included
+        is_stopping = world.max(float(self.stop_requests.made)) > 0
+        return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, is_stopping
 
-    def left_out(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
-        """The metrics of a step that changed nothing; raises UserError where that is not allowed. Its rows are kept either way."""
+    def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
+        """Write the rows of a step whose loss or gradient was not finite, and return its metrics.
+
+        Raises UserError if `train.on_nonfinite` is `stop`, or after too many consecutive steps.
+        """
         self.skipped += 1
-        place = nonfinite.keep(self.run, self.step, micro, self.tokenizer, self.world)
+        directory = nonfinite.write_rows(self.run, self.step, micro, self.tokenizer, self.world)
         if self.job.train.on_nonfinite == "stop" or self.skipped >= nonfinite.MOST:
-            again = f", {self.skipped} times in a row" if self.skipped > 1 else ""
-            help = "this run may go on with train.on_nonfinite: skip; a new one with a lower train.lr or train.clip"
-            raise UserError(f"{error}{again}. What it was trained on is in {place}; {help}") from error
+            repeats = f", {self.skipped} times in a row" if self.skipped > 1 else ""
+            advice = "continue this run with train.on_nonfinite: skip, or start one with a lower train.lr or train.clip"
+            raise UserError(f"{error}{repeats}. The rows of this step are in {directory}; {advice}") from error
         if self.world.leads:
-            print(f"{error}; left out. What it was trained on is in {place}", flush=True)
+            print(f"{error}; the step is skipped. Its rows are in {directory}", flush=True)
         return {"skipped": 1.0}
 
     def validate(self) -> dict[str, float]:
-        """Held-out losses, which may bring the end nearer."""
+        """Measure the held-out losses. Early stopping and `train.decay_at` may move the end of the run nearer."""
         train = self.job.train
-        rows = 1 if train.deterministic else train.micro_rows
-        losses = held_out_loss(self.model, self.recipe, self.held_out, self.within, rows, self.job.data.seq_len, self.companions)
-        if self.ends == self.planned and train.decay_at and losses[f"loss/{next(iter(self.held_out))}"] <= train.decay_at:
+        rows = 1 if train.deterministic else train.micro_sequences
+        losses = held_out_loss(
+            self.model, self.recipe, self.held_out, self.within, rows, self.job.data.seq_len, self.companions
+        )
+        if (
+            self.ends == self.planned
+            and train.decay_at_loss
+            and losses[f"loss/{next(iter(self.held_out))}"] <= train.decay_at_loss
+        ):
             self.end_at(min(self.ends, self.step + 1 + (self.trainer.schedule.decay or 0)))
-        if self.watch and train.stop and self.watch(losses):
+        if self.early_stopping and train.early_stopping and self.early_stopping(losses):
             self.end_at(self.step + 1)
             if self.world.leads:
-                print(f"train: {train.stop.metric} has not got better {train.stop.patience} times in a row: this is the end", flush=True)
+                print(
+                    f"train: {train.early_stopping.metric} has not improved "
+                    f"{train.early_stopping.patience} times in a row: "
+                    "training stops here",
+                    flush=True,
+                )
         return losses
 
     def restore(self) -> tuple[int, int, dict[str, Any] | None] | None:
-        """Continue from the newest good checkpoint: the steps that are done, the step at which the run ends, and what the rows of metrics were; None if
-        there is no checkpoint."""
+        """Continue from the newest checkpoint that verifies.
+
+        Returns the number of finished steps, the step at which the run ends, and the state of the metrics file at the
+        checkpoint; None if there is no checkpoint.
+        """
         world = self.world
-        found = world.share(self.saves.latest() if world.leads else None)
-        if found is None:
+        newest = world.share(self.saves.latest() if world.leads else None)
+        if newest is None:
             return None
-        step, place, manifest = found  # type: ignore[misc]
+        step, path, manifest = cast("tuple[int, str, dict[str, Any]]", newest)
         refuse_frozen_changes(manifest["job"], self.job)
-        provenance.refuse_other(manifest["made_with"], self.made_with, place, self.job.checkpoint.accept_changes, world.leads)
-        checkpoint.load_tensors(place, self.trainer.model, self.trainer.optimizer, world)
+        provenance.refuse_other(
+            manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_changes, world.leads
+        )
+        checkpoint.load_tensors(path, self.trainer.model, self.trainer.optimizer, world)
         lanes: dict[str, Any] = {}
         ends = 0
         for file in sorted(name for name in manifest["files"] if name.startswith("host_")):
-            state = checkpoint.load_host(f"{place}/{file}")
-            self.tokenizer.refuse_other(state["tokenizer"], place)
+            state = checkpoint.load_host(f"{path}/{file}")
+            self.tokenizer.refuse_other(state["tokenizer"], path)
             lanes |= state["lanes"]
             ends = int(state["ends"])
-            if self.watch:
-                self.watch.load_state_dict(state["watch"])
+            if self.early_stopping:
+                self.early_stopping.load_state_dict(state["watch"])
         self.loader.load_state_dict({"step": step, "lanes": lanes})
         if world.leads:
             self.saves.prune(step)
-            print(f"resumed from {place} (step {step} of {ends})", flush=True)
+            print(f"resumed from {path} (step {step} of {ends})", flush=True)
         return step, ends, manifest.get("rows")
 
     def save(self, metrics: Mapping[str, float]) -> float:
-        """Begin a checkpoint; seconds for which training waited."""
-        watch = self.watch.state_dict() if self.watch else None
-        host = {**self.loader.state_dict(), "ends": self.ends, "tokenizer": self.tokenizer.identity, "watch": watch}
+        """Begin a checkpoint; return the seconds for which training waited."""
+        host = {
+            **self.loader.state_dict(),
+            "ends": self.ends,
+            "tokenizer": self.tokenizer.identity,
+            "watch": self.early_stopping.state_dict() if self.early_stopping else None,
+        }
         manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": self.made_with}
         manifest |= {"rows": self.track.rows.state} if self.track else {}
         return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
 
     def export(self) -> None:
-        """The final weights, or those of the best checkpoint where one is kept."""
+        """Export the final weights, or those of the best checkpoint if the job keeps one."""
         world, model = self.world, self.model
         self.lease.check()
         best = world.share(self.saves.best_whole() if world.leads else None)
         if best is not None and best != self.ends:
-            checkpoint.load_tensors(self.saves.path(best), model, self.trainer.optimizer, world)  # type: ignore[arg-type]
+            path = self.saves.path(best)  # type: ignore[arg-type]
+            checkpoint.load_tensors(path, model, self.trainer.optimizer, world)
             if world.leads:
-                print(f"train: the export is of step {best}, the best by {self.job.checkpoint.best and self.job.checkpoint.best.metric}", flush=True)
+                print(
+                    f"train: exporting step {best}, the best by "
+                    f"{self.job.checkpoint.best and self.job.checkpoint.best.metric}",
+                    flush=True,
+                )
         if world.leads:
             provenance.write(self.run, self.made_with)
         export(model, self.family, self.directory, self.run / MODEL, world, self.tokenizer_path)
         if self.spec.lora:
-            export_adapter(model, self.family, self.directory, self.run / MODEL, world, self.spec, self.job.train.precision)
+            export_adapter(
+                model, self.family, self.directory, self.run / MODEL, world, self.spec, self.job.train.precision
+            )
 
     def close(self) -> None:
+        """Stop the loader, wait for the last checkpoint and close the tracker."""
         self.loader.close()
         self.saver.close()
         if self.track:
             self.track.close()
 
 
-def watch_of(job: Job) -> Watch | None:
-    stop = job.train.stop
+def early_stopping_of(job: Job) -> Watch | None:
+    """Return the early stopping of `train.early_stopping`, or None if the job has none."""
+    stop = job.train.early_stopping
     return Watch(stop.metric, stop.mode, stop.patience, stop.min_delta) if stop else None
 
 
 def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
-    train, asks = job.train, []
-    if train.micro_rows > 1:
-        asks.append(f"lower train.micro_rows (now {train.micro_rows}; the loss stays the same)")
-    if train.checkpointing != "block":
-        asks.append("set train.checkpointing: block")
-    asks += ["lower data.seq_len", "raise compute.workers or compute.mesh.tensor", "train adapters (model.lora)"]
-    return UserError(f"out of memory ({str(error).splitlines()[0]}). {', or '.join(asks)}; `ptf plan` says what a job needs")
+    """Return the error for a GPU that ran out of memory, with the settings that lower its use."""
+    train = job.train
+    advice: list[str] = []
+    if train.micro_sequences > 1:
+        advice.append(f"lower train.micro_sequences (now {train.micro_sequences}; the loss stays the same)")
+    if train.activation_checkpointing != "block":
+        advice.append("set train.activation_checkpointing: block")
+    advice += ["lower data.seq_len", "raise compute.workers or compute.mesh.tensor", "train adapters (model.lora)"]
+    return UserError(
+        f"out of memory ({str(error).splitlines()[0]}). {', or '.join(advice)}; `ptf plan` shows what a job needs"
+    )
 
 
-COUNTED = {  # samples and rows that are not trained as they are, in the metrics of jobs that allow it; of tokenized data its manifest has them
+# Metrics of jobs that allow samples to be cut or rows to be skipped, and whether the job has them. The manifest of
+# tokenized data holds its counts.
+COUNTED = {
     "truncated": lambda job: job.data.too_long in ("truncate", "split") and not all_tokenized(job),
     "bad": lambda job: job.data.on_bad_row == "skip" and not all_tokenized(job),
 }
 
 
 def all_tokenized(job: Job) -> bool:
+    """Return whether every source of the job is tokenized already."""
     return all(source.kind == "tokenized" for source in job.data.sources.values())
 
 
-def announce(job: Job, world: World, config: Any, steps: int, takes: Planned | None = None) -> None:
-    """The run's first lines: what was chosen, and why if it is not what one would expect."""
+def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | None = None) -> None:
+    """Print the run's first lines: what was chosen, and the reason where the choice is not the usual one."""
     if world.leads:
-        attention = "flex_attention" if world.device.type == "cuda" else "SDPA per document (FlexAttention has no backward on a CPU)"
+        attention = (
+            "flex_attention"
+            if world.device.type == "cuda"
+            else "SDPA per document (FlexAttention has no backward on a CPU)"
+        )
         if job.model.backend == "hf":
             attention = "transformers' (a row for each document; no dropout, no load-balancing loss)"
-        print(f"train: {steps} steps of {job.train.rows} rows × {job.data.seq_len} tokens, workers={world.size}, device={world.device}, "
-              f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}", flush=True)  # fmt: skip
-        if takes:
-            print(f"train: {takes.said()}", flush=True)
+        print(
+            f"train: {steps} steps of {job.train.sequences} rows × {job.data.seq_len} tokens, workers={world.size}, "
+            f"device={world.device}, "
+            f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}",
+            flush=True,
+        )
+        if plan:
+            print(f"train: {plan.said()}", flush=True)

@@ -1,4 +1,4 @@
-"""What a step was trained on whose loss or gradient was not finite."""
+"""The rows of a step whose loss or gradient was not finite, written for inspection."""
 
 import json
 from collections.abc import Sequence
@@ -8,11 +8,14 @@ from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.tokenizer import Tokenizer
 
-MOST = 10  # steps that may be left out one after the other
+MOST = 10  # consecutive steps that may be skipped
 
 
-def keep(run: Path, step: int, batches: Sequence[Batch], tokenizer: Tokenizer, world: World) -> Path:
-    """Write this rank's documents of the step, one JSON object a line with their ids and text, and return the directory of all ranks'."""
+def write_rows(run: Path, step: int, batches: Sequence[Batch], tokenizer: Tokenizer, world: World) -> Path:
+    """Write this rank's documents of the step and return the directory of all ranks.
+
+    Each document is one JSON object on a line, with its ids and its text.
+    """
     directory = run / "nonfinite" / f"step_{step:08}"
     directory.mkdir(parents=True, exist_ok=True)
     lines = []

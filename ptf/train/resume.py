@@ -1,11 +1,15 @@
-"""What may differ between a checkpoint's job and the job that resumes it."""
+"""The rule on what may differ between a checkpoint's job and the job that resumes it."""
 
 from ptf.config import Job, frozen_differences, loads
 from ptf.errors import UserError
 
 
 def refuse_frozen_changes(saved: str, job: Job) -> None:
-    """Raises UserError naming every frozen key that differs from the checkpoint's job."""
+    """Raise UserError naming every frozen key that differs from the checkpoint's job."""
     changed = frozen_differences(loads(saved), job)
     if changed:
-        raise UserError("the checkpoint was made by another job; changed since:\n  " + "\n  ".join(changed) + "\nstart a new run, or restore these keys")
+        raise UserError(
+            "the checkpoint belongs to another job; these keys changed since:\n  "
+            + "\n  ".join(changed)
+            + "\nstart a new run, or restore these keys"
+        )

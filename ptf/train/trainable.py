@@ -1,6 +1,7 @@
-"""What trains, by patterns of unified names.
+"""What trains, selected by patterns of unified parameter names.
 
-The one idea: a pattern fits a parameter or anything that it is part of, so `embed`, `layers.3`, `layers.*.attn` and `*.lora_b` all say what they mean.
+The one idea: a pattern fits a parameter or anything that it is part of, so `embed`, `layers.3`, `layers.*.attn` and
+`*.lora_b` all mean what they read like.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,21 +18,24 @@ from ptf.model.lora import adapter_names
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Of a parameter's unified name, or of a beginning of it that ends at a dot."""
+    """Return whether the pattern fits a parameter's unified name, or a beginning of it that ends at a dot."""
     return any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
 
 
 def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raises UserError naming every pattern of the config's `key` that fits no parameter."""
+    """Raise UserError naming every pattern of the config's `key` that fits no parameter."""
     if unused := [pattern for pattern in patterns if not any(fits(name, pattern) for name in names)]:
         kinds = dict.fromkeys(".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names)
         raise UserError(f"{key}: {', '.join(unused)} matches nothing; there is {', '.join(kinds)}")
 
 
 def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> None:
-    """Leave trainable what the patterns fit, or everything without any; under LoRA the adapters, what the patterns fit besides, and what no
-    checkpoint of Hugging Face's has (a head or components of the user's own, a scalar head), which would else stay as it was drawn. Before the
-    model is sharded. Raises UserError for a pattern that fits nothing."""
+    """Leave trainable what the patterns fit, or everything if there are none; call it before the model is sharded.
+
+    Under LoRA these train: the adapters, what the patterns fit, and what no Hugging Face checkpoint holds (a head or
+    components of the user's own, a scalar head), which would otherwise keep its random values. Raises UserError for a
+    pattern that fits nothing.
+    """
     names = [name for name, _ in model.named_parameters()]
     adapters = adapter_names(model)
     refuse_unmatched("model.train", patterns or (), [name for name in names if name not in adapters])
@@ -39,6 +43,9 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
         return
     free = set(adapters)
     if adapters and isinstance(model, Decoder):
-        free |= {*own_tensors(model, family), *(n for n in names if n.startswith("head.") and model.config.head != "lm")}
+        free |= {
+            *own_tensors(model, family),
+            *(n for n in names if n.startswith("head.") and model.config.head != "lm"),
+        }
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in free or any(fits(name, pattern) for pattern in patterns or ()))

@@ -1,4 +1,4 @@
-"""One model, its optimizer, one step. SFT calls `step` in a loop; RL's policy role calls it too."""
+"""One model, its optimizer, and one training step. SFT calls `step` in a loop; the policy role of RL calls it too."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +21,27 @@ from ptf.model.families import Family
 from ptf.model.plan import parallelize
 from ptf.model.recompute import Recompute
 from ptf.recipes.protocol import Recipe
+from ptf.train.components import parts_of, report
 from ptf.train.optim import Schedule, adamw, groups
-from ptf.train.parts import parts_of, report
 from ptf.train.trainable import freeze
 
 
 def load_model(
-    directory: Path, world: World, spec: ModelConfig, *, seed: int, precision: str, head: Literal["lm", "scalar"] = "lm",
-    recomputed: Recompute = "none", compiled: bool = False,
-) -> tuple[Decoder, Family]:  # fmt: skip
-    """A sharded model with its weights: read from the directory, or drawn from the seed. What it has beyond the checkpoint (a new scalar head,
-    components of the user's own) begins from the seed and is reported."""
+    directory: Path,
+    world: World,
+    spec: ModelConfig,
+    *,
+    seed: int,
+    precision: str,
+    head: Literal["lm", "scalar"] = "lm",
+    recomputed: Recompute = "none",
+    compiled: bool = False,
+) -> tuple[Decoder, Family]:
+    """Build a sharded model with its weights, read from the directory or drawn from the seed.
+
+    What it has beyond the checkpoint (a new scalar head, components of the user's own) is drawn from the seed and
+    reported.
+    """
     if spec.backend == "hf":
         return _load_foreign(directory, world, spec, seed=seed, precision=precision, head=head, recomputed=recomputed)
     model, family = bridge.build(directory, head=head, parts=parts_of(spec, adapted=True))
@@ -49,11 +59,11 @@ def load_model(
 
 def _load_foreign(
     directory: Path, world: World, spec: ModelConfig, *, seed: int, precision: str, head: str, recomputed: Recompute
-) -> tuple[Decoder, Family]:  # fmt: skip
+) -> tuple[Decoder, Family]:
     from ptf.model import hf_backend
 
     if head != "lm":
-        raise UserError("model.backend: hf has no scalar heads (reward models, critics)")
+        raise UserError("model.backend: hf has no scalar heads (reward models, critics); use the default backend")
     model, family = hf_backend.build(directory)
     freeze(model, family, spec.train)
     parallelize(model, world.mesh, precision, recomputed=recomputed)  # type: ignore[arg-type]
@@ -62,17 +72,25 @@ def _load_foreign(
 
 
 def forget_forwards(frozen: nn.Module) -> None:
-    """FSDP notes every forward pass for a backward that a frozen model does not have: its notes would grow for as long as the run."""
+    """Discard FSDP's records of the forward passes of a frozen model.
+
+    FSDP records each forward pass for a backward pass that a frozen model does not have, so the records would grow
+    throughout the run.
+    """
     if isinstance(frozen, FSDPModule):
         frozen.reset_iter_state()
 
 
-LARGEST = "max_"  # metrics with such names are the largest that any rank found, not means
-Means = tuple[dict[str, float], float]  # metrics as means over the units of all ranks, and how many units those are
+LARGEST = "max_"  # prefix of metrics that are the largest value of any rank, not means
+Means = tuple[dict[str, float], float]  # metrics as means over the units of all ranks, and the number of units
 
 
 class Trainer:
-    def __init__(self, model: Decoder, world: World, config: TrainConfig, companions: Mapping[str, Decoder] | None = None) -> None:
+    """A model, its optimizer, its schedule and its frozen companions."""
+
+    def __init__(
+        self, model: Decoder, world: World, config: TrainConfig, companions: Mapping[str, Decoder] | None = None
+    ) -> None:
         self.model, self.world, self.companions = model, world, companions or {}
         self.clip = config.clip
         self.schedule = Schedule.of(config, config.steps or 1)
@@ -80,17 +98,24 @@ class Trainer:
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def refuse_large(self, rows: int) -> None:
-        """Raises UserError for a step of so many rows that this trainer cannot hold."""
+        """Raise UserError if this trainer cannot hold a step of that many rows; the base trainer holds any."""
 
     def step(
-        self, micro: Sequence[Batch], recipe: Recipe, step: int, rows: Sequence[int] = (), check: Callable[[Mapping[str, float]], None] | None = None
+        self,
+        micro: Sequence[Batch],
+        recipe: Recipe,
+        step: int,
+        rows: Sequence[int] = (),
+        check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches; every rank brings equally many. `step` sets the learning rate. `rows`: the numbers of
-        their rows in the global step, for trainers to which they matter. `check` looks at the metrics before any weight changes; what it raises ends
-        the step.
+        """Make one optimizer step over this rank's micro-batches; every rank brings the same number.
 
-        Metrics are means over the recipe's units on all ranks (`max_…`: the largest); of a step without any there is none but `units`,
-        and no weight changes. Raises FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
+        `step` sets the learning rate. `rows`: the numbers of the rows in the global step, for trainers that need them.
+        `check` is called with the metrics before any weight changes; an exception that it raises ends the step.
+
+        Metrics are means over the recipe's units on all ranks (names that begin with `max_`: the largest value). If
+        there are no units, only `units` is returned and no weight changes. Raises FloatingPointError, before any weight
+        changes, if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
@@ -98,7 +123,7 @@ class Trainer:
             for companion in self.companions.values():
                 if companion is not self.model:
                     forget_forwards(companion)
-        if not units:  # of lanes that have all ended: nothing is trained
+        if not units:  # all lanes have ended, so nothing is trained
             return {"units": 0.0}
         if check:
             try:
@@ -110,21 +135,23 @@ class Trainer:
             return {**means, **self.update(means["loss"], step), "units": units}
 
     def update(self, loss: float, step: int) -> dict[str, float]:
-        """The weights, from the gradients that are there."""
+        """Update the weights from the accumulated gradients; return the gradient norm and the learning rate."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"step {step}: loss {loss}, gradient norm {grad_norm}; the weights are as before this step")
+            raise FloatingPointError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; the weights are as before this step"
+            )
         lr = self.schedule(step)
-        for group, made in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group["lr"] = lr * made.factor
+        for param_group, group in zip(self.optimizer.param_groups, self.groups, strict=True):
+            param_group["lr"] = lr * group.factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 
     def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
-        """Leaves the gradient of the mean loss in the parameters."""
+        """Run forward and backward over the micro-batches; the gradient of the mean loss is left in the parameters."""
         world = self.world
         units = float(world.sum(sum((recipe.units(b).cpu() for b in micro), torch.zeros((), dtype=torch.float64))))
         if not units:
@@ -134,20 +161,26 @@ class Trainer:
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(i == len(micro) - 1)
             loss, metrics = self.loss(batch, recipe)
-            (loss * (world.data_size / units)).backward()  # FSDP averages over the data-parallel ranks; the units are already everyone's
+            # FSDP averages over the data-parallel ranks; the units are already summed over all
+            (loss * (world.data_size / units)).backward()
             for name, value in metrics.items():
-                value, before = value.detach().double().cpu(), totals.get(name, torch.zeros((), dtype=torch.float64))
-                # a NaN is larger than all: collectives drop it
-                totals[name] = torch.maximum(before, value.nan_to_num(nan=math.inf)) if name.startswith(LARGEST) else before + value
+                value = value.detach().double().cpu()
+                previous = totals.get(name, torch.zeros((), dtype=torch.float64))
+                # NaN becomes infinity, because collectives may drop a NaN from a maximum
+                totals[name] = (
+                    torch.maximum(previous, value.nan_to_num(nan=math.inf))
+                    if name.startswith(LARGEST)
+                    else previous + value
+                )
         means = {name: value for name, value in totals.items() if not name.startswith(LARGEST)}
         sums = world.sum(torch.stack(list(means.values())))
         largest = {name: world.max(float(value)) for name, value in totals.items() if name.startswith(LARGEST)}
         return {name: float(value) / units for name, value in zip(means, sums, strict=True)} | largest, units
 
     def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The recipe's sum over a batch, and its metrics; with the experts' balance where the model has any."""
+        """Return the recipe's loss summed over a batch and its metrics, with the load-balancing loss of experts."""
         loss, metrics = recipe.loss(self.model, batch, self.companions)
         if (balance := self.model.balance()) is not None and (moe := self.model.config.moe):
-            share = balance * recipe.units(batch)  # balance is a mean: weighted like the units that it came with
+            share = balance * recipe.units(batch)  # balance is a mean: weighted by the units of its batch
             return loss + moe.balance * share, {**metrics, "expert_balance": share.detach()}
         return loss, dict(metrics)

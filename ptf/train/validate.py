@@ -1,4 +1,4 @@
-"""Held-out metrics while training: the recipe's own loss, and what else it measures, over a finite, fixed set of rows."""
+"""Held-out metrics while training: the recipe's own loss and metrics over a finite, fixed set of rows."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,20 +6,28 @@ import numpy as np
 import torch
 
 from ptf.compute.world import World
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe
-from ptf.train.deal import deal
+from ptf.train.batch_sharding import deal
 
 
 @torch.no_grad()
 def held_out_loss(
-    model: Decoder, recipe: Recipe, sets: Mapping[str, Sequence[Sequence[Atom]]], world: World, micro_rows: int, width: int,
+    model: Decoder,
+    recipe: Recipe,
+    sets: Mapping[str, Sequence[Sequence[PackUnit]]],
+    world: World,
+    micro_rows: int,
+    width: int,
     companions: Mapping[str, Decoder],
-) -> dict[str, float]:  # fmt: skip
-    """Means per unit of each named set of packed rows, as `loss/NAME`, `accuracy/NAME`, … Raises UserError for a set without a unit."""
-    out: dict[str, float] = {}
+) -> dict[str, float]:
+    """Return the means per unit of each named set of packed rows, as `loss/NAME`, `accuracy/NAME` and so on.
+
+    Raises UserError for a set without a unit.
+    """
+    results: dict[str, float] = {}
     for name, rows in sets.items():
         units, totals = torch.zeros((), dtype=torch.float64), {}
         for batch in deal(rows, world, micro_rows, width):
@@ -27,30 +35,42 @@ def held_out_loss(
             _, metrics = recipe.loss(model, batch, companions)
             units += recipe.units(batch).cpu()
             for metric, value in metrics.items():
-                if "/" not in metric:  # of one source: a held-out set is one
+                if "/" not in metric:  # metrics of one source: a held-out set is one source
                     totals[metric] = totals.get(metric, 0.0) + value.double().cpu()
         count, *means = world.sum(torch.stack([units, *totals.values()])).tolist()
         if not count:
-            raise UserError(f"data.validation.{name} has nothing to measure a loss by")
-        out |= {f"{metric}/{name}": mean / count for metric, mean in zip(totals, means, strict=True)}
-    return out
+            raise UserError(
+                f"data.validation.{name} has no token to measure a loss on; give it rows that are trained on"
+            )
+        results |= {f"{metric}/{name}": mean / count for metric, mean in zip(totals, means, strict=True)}
+    return results
 
 
-FEW_ROWS = 64  # packed rows, below which each of their documents is a row of its own
+FEW_ROWS = 64  # below this number of packed rows, each document becomes a row of its own
 
 
 @torch.no_grad()
 def held_out_losses(
-    model: Decoder, recipe: Recipe, rows: Sequence[Sequence[Atom]], world: World, width: int, companions: Mapping[str, Decoder]
-) -> np.ndarray:  # fmt: skip
-    """Loss and denominator of each packed row that has one, on every rank: [rows, 2]; in an order that depends on the rows and on how many ranks there are."""
+    model: Decoder,
+    recipe: Recipe,
+    rows: Sequence[Sequence[PackUnit]],
+    world: World,
+    width: int,
+    companions: Mapping[str, Decoder],
+) -> np.ndarray:
+    """Return the loss and the denominator of each packed row that has one, on every rank: [rows, 2].
+
+    The order depends on the rows and on the number of ranks.
+    """
     if len(rows) < FEW_ROWS:
         rows = [[atom] for row in rows for atom in row]
-    mine = []
+    own = []
     for batch in deal(rows, world, 1, width):
         batch = batch.to(world.device)
         _, metrics = recipe.loss(model, batch, companions)
         loss = metrics["divergence"] if "divergence" in metrics else metrics["loss"]
-        mine.append([float(loss), float(recipe.units(batch))])
-    found = np.concatenate([np.array(of) for rank, of in enumerate(world.gather(mine)) if rank % world.tensor == 0])  # a tensor group has the same
-    return found[found[:, 1] > 0]
+        own.append([float(loss), float(recipe.units(batch))])
+    # the ranks of a tensor group have the same rows: one of them counts
+    by_rank = [np.array(values) for rank, values in enumerate(world.gather(own)) if rank % world.tensor == 0]
+    rows_of_all = np.concatenate(by_rank)
+    return rows_of_all[rows_of_all[:, 1] > 0]

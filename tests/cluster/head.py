@@ -23,7 +23,8 @@ START_S, GRACE_S = 180.0, 20.0
 
 @dataclass(frozen=True)
 class Head:
-    """`address` is joined, `jobs` takes them; `env` is that of whoever comes to it without any variable of Ray's, and with a HOME without a token."""
+    """`address` is joined, `jobs` takes them; `env` is that of whoever comes to it without any variable of Ray's,
+    and with a HOME without a token."""
 
     address: str
     jobs: str
@@ -34,13 +35,35 @@ class Head:
 def running(variables: Mapping[str, str] = {}, places: int = 3) -> Iterator[Head]:
     """Started with these variables of Ray's alone; all of it has ended after the block."""
     home = Path(tempfile.mkdtemp(prefix="head-", dir="/tmp"))  # short, for Ray's sockets
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home), "TMPDIR": str(home)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "HOME": str(home),
+        "TMPDIR": str(home),
+    }
     gcs, jobs = outside_workers(), free_port()
-    line = [sys.executable, "-m", ENTRY, "ray.scripts.scripts", "start", "--head", "--block", f"--port={gcs}", "--node-ip-address=127.0.0.1"]
-    line += [f"--num-cpus={places}", f"--temp-dir={home / 'r'}", "--disable-usage-stats", "--dashboard-host=127.0.0.1", f"--dashboard-port={jobs}"]
-    line += [f"--dashboard-agent-listen-port={free_port()}"]  # jobs go through it: those of two clusters on one machine would meet
+    line = [
+        sys.executable,
+        "-m",
+        ENTRY,
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--port={gcs}",
+        "--node-ip-address=127.0.0.1",
+    ]
+    line += [
+        f"--num-cpus={places}",
+        f"--temp-dir={home / 'r'}",
+        "--disable-usage-stats",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={jobs}",
+    ]
+    # jobs go through it: those of two clusters on one machine would meet
+    line += [f"--dashboard-agent-listen-port={free_port()}"]
     with (home / "log").open("w") as log:
-        started = subprocess.Popen(line, env=env | dict(variables) | {PARENT: str(os.getpid())}, stdout=log, stderr=log, start_new_session=True)
+        started = subprocess.Popen(
+            line, env=env | dict(variables) | {PARENT: str(os.getpid())}, stdout=log, stderr=log, start_new_session=True
+        )
     head = Head(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{jobs}", env)
     try:
         ends = time.monotonic() + START_S

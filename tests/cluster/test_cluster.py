@@ -1,4 +1,5 @@
-"""Clusters of more than one node, and jobs that outlive whoever submitted them: `make test-cluster`, for each starts a cluster of its own."""
+"""Clusters of more than one node, and jobs that outlive whoever submitted them: `make test-cluster`,
+for each starts a cluster of its own."""
 
 import os
 import secrets
@@ -61,7 +62,9 @@ def nodes(token: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         cluster.shutdown()
 
 
-def test_a_gang_over_two_nodes_survives_the_loss_of_one(nodes: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_gang_over_two_nodes_survives_the_loss_of_one(
+    nodes: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     import ray
 
     from ptf.run import run
@@ -76,7 +79,9 @@ def test_a_gang_over_two_nodes_survives_the_loss_of_one(nodes: Any, tmp_path: Pa
     def take_one_away() -> None:
         until(lambda: len(rows(directory)) >= 35)
         tables = ray.util.placement_group_table().values()
-        seen["nodes"] = {node for table in tables if table["state"] == "CREATED" for node in table["bundles_to_node_id"].values()}
+        seen["nodes"] = {
+            node for table in tables if table["state"] == "CREATED" for node in table["bundles_to_node_id"].values()
+        }
         seen["at"] = time.monotonic()
         nodes.remove_node(sorted(nodes.worker_nodes, key=id)[0], allow_graceful=False)
 

@@ -1,4 +1,5 @@
-"""Clusters that somebody else has started with `ray start --head`: joined and submitted to, with a token and without."""
+"""Clusters that somebody else has started with `ray start --head`: joined and submitted to,
+with a token and without."""
 
 import json
 import subprocess
@@ -36,7 +37,14 @@ def trained(where: Path, head: Head, address: str, **variables: str) -> "subproc
     """A tiny SFT by two workers there, as a command of a process that has these variables of Ray's alone."""
     raw: dict[str, Any] = arithmetic(where)
     raw["train"] |= {"steps": 4, "validate_every": 0}
-    raw["compute"] = {"launcher": "ray", "address": address, "workers": 2, "threads": 1, "device": "cpu", "timeout_s": 120}
+    raw["compute"] = {
+        "launcher": "ray",
+        "address": address,
+        "workers": 2,
+        "threads": 1,
+        "device": "cpu",
+        "timeout_s": 120,
+    }
     (where / "job.yaml").write_text(yaml.safe_dump(raw))
     line = [str(PTF), "train", str(where / "job.yaml"), "--lineage", "a"]
     return subprocess.run(line, env=head.env | variables, capture_output=True, text=True, timeout=500, check=False)
@@ -64,11 +72,17 @@ def test_a_cluster_with_a_token_takes_whoever_has_it(guarded: Head, tmp_path: Pa
 
 
 @pytest.mark.parametrize("way", ["address", "jobs"])
-def test_one_that_does_not_fit_is_one_sentence_with_the_variable(ordinary: Head, guarded: Head, tmp_path: Path, way: str) -> None:
+def test_one_that_does_not_fit_is_one_sentence_with_the_variable(
+    ordinary: Head, guarded: Head, tmp_path: Path, way: str
+) -> None:
     cases: list[tuple[Head, dict[str, str], str]] = [
-        (guarded, {}, "wants a token, and there is none in"),
+        (guarded, {}, "needs a token, and there is none in"),
         (guarded, {"RAY_AUTH_TOKEN": TOKEN[::-1]}, "refuses the token in RAY_AUTH_TOKEN"),
-        (ordinary, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}, "has no token, but RAY_AUTH_MODE is token here"),
+        (
+            ordinary,
+            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN},
+            "has no token, but RAY_AUTH_MODE is token here",
+        ),
     ]
     for number, (head, variables, said) in enumerate(cases):
         where = tmp_path / str(number)
@@ -80,8 +94,11 @@ def test_one_that_does_not_fit_is_one_sentence_with_the_variable(ordinary: Head,
         assert not steps(where)
 
 
-def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its_own(ordinary: Head, tmp_path: Path) -> None:
-    """The job runs on the cluster, but what it made is evaluated here, where `http://…` is nothing that can be joined."""
+def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its_own(
+    ordinary: Head, tmp_path: Path
+) -> None:
+    """The job runs on the cluster, but what it made is evaluated here,
+    where `http://…` is nothing that can be joined."""
     assert trained(tmp_path, ordinary, ordinary.jobs).returncode == 0
     code = """
         import json, sys
@@ -91,8 +108,15 @@ def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its
         print("FOUND", json.dumps(evaluate(load(sys.argv[1]), Path(sys.argv[2]))))
     """
     job = yaml.safe_load((tmp_path / "runs" / "a" / "job.yaml").read_text())
-    job["evaluate"] = {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "engine": "vllm", "limit": 4, "samples": 1,
-                       "max_new_tokens": 4, "reward": {"use": "ptf.tasks.arithmetic:exact"}, "start": False}  # fmt: skip
+    job["evaluate"] = {
+        "sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
+        "engine": "vllm",
+        "limit": 4,
+        "samples": 1,
+        "max_new_tokens": 4,
+        "reward": {"use": "ptf.tasks.arithmetic:exact"},
+        "start": False,
+    }
     job["data"]["validation"], job["compute"]["address"] = {}, ordinary.jobs
     (tmp_path / "evaluate.yaml").write_text(yaml.safe_dump(job))
     line = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "evaluate.yaml"), str(tmp_path / "runs" / "a")]

@@ -1,4 +1,5 @@
-"""A Ray of a run's own whose servers are slow at their start: it is started again while there is time, and after that it is one sentence."""
+"""A Ray of a run's own whose servers are slow at their start: it is started again while there is time,
+and after that it is one sentence."""
 
 import subprocess
 import sys

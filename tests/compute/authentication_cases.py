@@ -1,6 +1,6 @@
-"""Before Ray connects, a cluster is asked whether it wants a token: what fits is taken, what does not is one sentence with the variable's name. The servers
-here answer as Ray's do (tests/cluster/test_joining.py asks Ray itself). Run by test_ray_authentication.py in a process of its own, since the mode is
-that of a whole process."""
+"""Before Ray connects, a cluster is asked whether it wants a token: what fits is taken, what does not is one sentence
+with the variable's name. The servers here answer as Ray's do (tests/cluster/test_joining.py asks Ray itself). Run by
+test_ray_authentication.py in a process of its own, since the mode is that of a whole process."""
 
 import os
 import re
@@ -96,7 +96,9 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         (RIGHT, {MODE: "token", TOKEN_PATH: f"{RIGHT}\n"}, "token"),
     ],
 )
-def test_the_mode_of_a_cluster_is_taken(cluster: Any, environment: Any, has: str | None, given: dict[str, str], mode: str) -> None:
+def test_the_mode_of_a_cluster_is_taken(
+    cluster: Any, environment: Any, has: str | None, given: dict[str, str], mode: str
+) -> None:
     environment(**given)
     with of_cluster(cluster(has)[0]):
         assert os.environ[MODE] == mode
@@ -110,16 +112,29 @@ def test_the_mode_of_a_cluster_is_taken(cluster: Any, environment: Any, has: str
         (None, {MODE: "token"}, "has no token, but RAY_AUTH_MODE is token here; set RAY_AUTH_MODE=disabled"),
         (None, {TOKEN: RIGHT}, "has no token, but RAY_AUTH_TOKEN is set here; set RAY_AUTH_MODE=disabled"),
         (None, {TOKEN_PATH: RIGHT}, "has no token, but RAY_AUTH_TOKEN_PATH is set here; set RAY_AUTH_MODE=disabled"),
-        (RIGHT, {}, r"wants a token, and there is none in .*/\.ray/auth_token; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH"),
-        (RIGHT, {MODE: "disabled", TOKEN: RIGHT}, "wants a token, but RAY_AUTH_MODE is disabled here; unset it, and give the token in RAY_AUTH_TOKEN"),
+        (
+            RIGHT,
+            {},
+            r"needs a token, and there is none in .*/\.ray/auth_token; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH",
+        ),
+        (
+            RIGHT,
+            {MODE: "disabled", TOKEN: RIGHT},
+            "needs a token, but RAY_AUTH_MODE is disabled here; unset it, and give the token in RAY_AUTH_TOKEN",
+        ),
         (RIGHT, {TOKEN: WRONG}, "refuses the token in RAY_AUTH_TOKEN; set"),
         (RIGHT, {TOKEN_PATH: WRONG}, r"refuses the token in .*/token \(RAY_AUTH_TOKEN_PATH\); set"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(cluster: Any, environment: Any, has: str | None, given: dict[str, str], said: str) -> None:
+def test_what_does_not_fit_is_one_sentence(
+    cluster: Any, environment: Any, has: str | None, given: dict[str, str], said: str
+) -> None:
     environment(**given)
     address, shown = cluster(has)
-    with pytest.raises(UserError, match=f"^compute.address: the Ray cluster at {re.escape(address)} {said}") as caught, of_cluster(address):
+    with (
+        pytest.raises(UserError, match=f"^compute.address: the Ray cluster at {re.escape(address)} {said}") as caught,
+        of_cluster(address),
+    ):
         pass
     message = str(caught.value)
     assert "\n" not in message
@@ -129,7 +144,9 @@ def test_what_does_not_fit_is_one_sentence(cluster: Any, environment: Any, has: 
     assert has or not any(shown)
 
 
-def test_a_token_at_home_is_not_shown_to_a_cluster_that_wants_none(cluster: Any, environment: Any, tmp_path: Path) -> None:
+def test_a_token_at_home_is_not_shown_to_a_cluster_that_wants_none(
+    cluster: Any, environment: Any, tmp_path: Path
+) -> None:
     environment()
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text(RIGHT)  # every Ray that somebody starts on a machine leaves one
@@ -144,7 +161,11 @@ def test_a_token_at_home_is_not_shown_to_a_cluster_that_wants_none(cluster: Any,
 def test_a_ray_of_our_own_has_its_own_token_whatever_the_environment_says(environment: Any, tmp_path: Path) -> None:
     environment(**{MODE: "disabled", TOKEN: WRONG})
     with own(tmp_path / "own"):
-        assert (os.environ[MODE], os.environ[TOKEN_PATH], TOKEN in os.environ) == ("token", str(tmp_path / "own"), False)
+        assert (os.environ[MODE], os.environ[TOKEN_PATH], TOKEN in os.environ) == (
+            "token",
+            str(tmp_path / "own"),
+            False,
+        )
         assert int(get_authentication_mode()) == 1
     assert (os.environ[MODE], os.environ[TOKEN], TOKEN_PATH in os.environ) == ("disabled", WRONG, False)
 

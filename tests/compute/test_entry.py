@@ -1,5 +1,5 @@
-"""No process outlives who started it: not one that still imports, nor one whose parent was gone before its first line. The control: without
-`ptf.entry`, both do."""
+"""No process outlives who started it: not one that still imports, nor one whose parent was gone before its first line.
+The control: without `ptf.entry`, both do."""
 
 import multiprocessing
 import os
@@ -21,7 +21,8 @@ if go and ("STALL_RANKS" not in os.environ or "RANK" in os.environ):
     open(f"{go}.at.{os.getpid()}", "w").close()
     while not os.path.exists(go):
         time.sleep(0.02)
-    sys.addaudithook(lambda event, given: event == "import" and given[0] == "torch" and open(f"{go}.torch", "w").close())
+    sys.addaudithook(lambda event, given: event == "import" and given[0] == "torch"
+                     and open(f"{go}.torch", "w").close())
 """
 SLOW = """
 import os, pathlib, time
@@ -54,9 +55,16 @@ class Family:
             (place / f"{name}.py").write_text(text)
 
     def start(self, how: str, **environment: object) -> subprocess.Popen:
-        command = [sys.executable, str(self.place / "driver.py"), how, *(f"{name}={value}" for name, value in environment.items())]
+        command = [
+            sys.executable,
+            str(self.place / "driver.py"),
+            how,
+            *(f"{name}={value}" for name, value in environment.items()),
+        ]
         path = os.pathsep.join([str(self.place), os.getcwd()])
-        self.drivers.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, cwd=self.place, stderr=subprocess.DEVNULL))
+        self.drivers.append(
+            subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, cwd=self.place, stderr=subprocess.DEVNULL)
+        )
         return self.drivers[-1]
 
     def descendants(self, driver: subprocess.Popen) -> list[psutil.Process]:
@@ -64,7 +72,9 @@ class Family:
         return found
 
     def stalled(self) -> list[psutil.Process]:
-        self.seen += (found := [psutil.Process(int(file.name.rsplit(".", 1)[1])) for file in self.place.glob("go.at.*")])
+        self.seen += (
+            found := [psutil.Process(int(file.name.rsplit(".", 1)[1])) for file in self.place.glob("go.at.*")]
+        )
         return found
 
     def close(self) -> None:
@@ -135,16 +145,26 @@ def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(fami
     family.go.touch()
     assert psutil.wait_procs(ranks, WITHIN_S)[1] == []
     assert not (family.place / "go.torch").exists()
-    environment = {**os.environ, "PYTHONPATH": f"{family.place}{os.pathsep}{os.getcwd()}", "STALL_UNTIL": str(family.go), "PTF_PARENT": str(os.getpid())}
-    rank = subprocess.run([sys.executable, "-m", "ptf.entry", "ptf.run", "missing.yaml"], env=environment, capture_output=True, text=True)
-    assert (rank.returncode, (family.place / "go.torch").exists()) == (2, True)  # the control: with a parent it begins, and says what is wrong
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{family.place}{os.pathsep}{os.getcwd()}",
+        "STALL_UNTIL": str(family.go),
+        "PTF_PARENT": str(os.getpid()),
+    }
+    rank = subprocess.run(
+        [sys.executable, "-m", "ptf.entry", "ptf.run", "missing.yaml"], env=environment, capture_output=True, text=True
+    )
+    # the control: with a parent it begins, and says what is wrong
+    assert (rank.returncode, (family.place / "go.torch").exists()) == (2, True)
     assert "missing.yaml" in rank.stderr
 
 
 def test_processes_that_tokenize_die_with_who_started_them(family):
     from ptf.data import tokenized
 
-    started = multiprocessing.get_context("fork").Process(target=lambda: list(tokenized._in_processes(sleeping, iter([(None, "", 0)] * 2), 2)))
+    started = multiprocessing.get_context("fork").Process(
+        target=lambda: list(tokenized._in_processes(sleeping, iter([(None, "", 0)] * 2), 2))
+    )
     started.start()
     driver = psutil.Process(started.pid)
     try:

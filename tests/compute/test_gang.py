@@ -1,4 +1,5 @@
-"""A gang is one process group, and every way it can fail is named: an error keeps its type, a death and a deadline name the rank."""
+"""A gang is one process group, and every way it can fail is named: an error keeps its type,
+a death and a deadline name the rank."""
 
 import inspect
 import os
@@ -45,18 +46,25 @@ def test_environment_of_the_workers(gang):
     names = ("PTF_TEST", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     first, second = gang.execute(lambda: {name: os.environ.get(name) for name in names}, [()] * 2)
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    assert first == {"PTF_TEST": "yes", "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert first == {
+        "PTF_TEST": "yes",
+        "OMP_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+    }
     assert second["RANK"] == "1"
 
 
 def test_an_error_keeps_type_message_and_the_rank_that_raised_it(gang):
     def fail(rank: int) -> None:
         if rank == 1:
-            raise UserError("data.lanes must be even")
+            raise UserError("data.partitions must be even")
 
-    with pytest.raises(UserError, match="lanes") as caught:
+    with pytest.raises(UserError, match="partitions") as caught:
         gang.execute(fail, [(0,), (1,)])
-    assert str(caught.value) == "data.lanes must be even"
+    assert str(caught.value) == "data.partitions must be even"
     assert f"rank 1 (actor {gang.members[1].actor[:8]}, pid {gang.members[1].pid}" in caught.value.__notes__[0]
     assert "fail" in caught.value.__notes__[0]
 
@@ -74,7 +82,9 @@ def test_the_error_that_explains_the_others_is_raised(gang):
 
 def test_a_deadline_names_who_is_late(gang):
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"rank 1 \(actor \w+, pid {gang.members[1].pid}.*not done with .*sleep after 1 s"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank 1 \(actor \w+, pid {gang.members[1].pid}.*not done with .*sleep after 1 s"
+    ):
         gang.execute(time.sleep, [(0,), (3,)], timeout_s=1)
     assert time.monotonic() - began < 2.5
     assert gang.execute(abs, [(-1,), (-2,)]) == [1, 2]
@@ -139,7 +149,12 @@ def test_a_session_inside_a_session_uses_it_and_leaves_it_running(ray_cluster):
 def test_ray_listens_to_this_machine_alone_from_a_directory_of_this_user_alone(gang):
     home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
     assert home.stat().st_mode & 0o777 == 0o700
-    places = {(at.laddr.ip, process.name()) for process in family(home) for at in process.net_connections() if at.status == psutil.CONN_LISTEN}
+    places = {
+        (at.laddr.ip, process.name())
+        for process in family(home)
+        for at in process.net_connections()
+        if at.status == psutil.CONN_LISTEN
+    }
     ours = {name for _, name in places if name in ("raylet", "gcs_server")}
     assert ours == {"raylet", "gcs_server"}
     assert {ip for ip, _ in places} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}

@@ -39,13 +39,15 @@ class Child:
     def __init__(self, phase: str, seconds: float) -> None:
         self.monitor, self.news = Monitor("train"), []
         env = {**os.environ, ADDRESS: self.monitor.address}
-        self.process = subprocess.Popen([sys.executable, "-c", CHILD, phase, str(seconds)], env=env, stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, phase, str(seconds)], env=env, stdout=subprocess.DEVNULL
+        )
 
     def hear(self, text: str, seconds: float) -> bool:
         """Look twice a second until some news has the text."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            self.news += self.monitor.look([0, 1])
+            self.news += self.monitor.poll([0, 1])
             if any(text in line for line in self.news):
                 return True
             time.sleep(0.5)
@@ -53,10 +55,10 @@ class Child:
 
     def begun(self) -> bool:
         deadline = time.monotonic() + 60
-        while "made step 6" not in self.monitor.about(1) and time.monotonic() < deadline:
-            self.monitor.look([0, 1])
+        while "made step 6" not in self.monitor.describe(1) and time.monotonic() < deadline:
+            self.monitor.poll([0, 1])
             time.sleep(0.1)
-        return "made step 6" in self.monitor.about(1)
+        return "made step 6" in self.monitor.describe(1)
 
 
 @pytest.fixture
@@ -82,7 +84,9 @@ def test_a_stopped_rank_is_named_with_step_phase_place_and_last_lines_and_once(c
     assert said.startswith("train rank 1 has not answered for ")
     assert "step 6, export for " in said
     assert ", at <string>:11 in <module>; its last lines:" in said
-    assert said.endswith("\n    | made step 2\n    | made step 3\n    | made step 4\n    | made step 5\n    | made step 6")
+    assert said.endswith(
+        "\n    | made step 2\n    | made step 3\n    | made step 4\n    | made step 5\n    | made step 6"
+    )
     assert not rank.hear("nothing more to say", 1.5)
     assert rank.news == [said]
     rank.process.send_signal(signal.SIGCONT)
@@ -104,7 +108,7 @@ def test_a_rank_that_has_ended_is_not_missed(child):
     rank = child("export", 0.1)
     rank.process.wait(30)
     assert not rank.hear("rank 1", 3), rank.news
-    assert rank.monitor.silence(1) == 0
+    assert rank.monitor.silent_seconds(1) == 0
 
 
 def test_a_launcher_that_was_stopped_itself_does_not_blame_its_ranks(child, monkeypatch):
@@ -112,14 +116,14 @@ def test_a_launcher_that_was_stopped_itself_does_not_blame_its_ranks(child, monk
     now = time.monotonic
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now() + 1000)
     assert not rank.hear("rank 1", 2)
-    assert rank.monitor.silence(1) < heartbeat.PAUSE_S + 1
+    assert rank.monitor.silent_seconds(1) < heartbeat.PAUSE_S + 1
 
 
 def test_a_launcher_that_cannot_be_reached_does_not_stop_the_work(monkeypatch, capsys):
     monkeypatch.setattr(heartbeat, "CONNECT_S", 0.5)
     monkeypatch.setenv(ADDRESS, "127.0.0.1:1")
     with heartbeat.beating(Clock(), 3):
-        assert "rank 3 cannot reach 127.0.0.1:1" in capsys.readouterr().out
+        assert "rank 3 cannot reach its launcher at 127.0.0.1:1" in capsys.readouterr().out
 
 
 def test_progress_bars_and_long_lines_are_kept_short():
@@ -135,18 +139,19 @@ def test_progress_bars_and_long_lines_are_kept_short():
 
 
 def test_the_place_of_a_library_installed_ptf_is_found(monkeypatch):
-    """In site-packages as ptf itself may be, its frames count; other libraries' do not. In a thread of its own: of whoever runs tests nothing is below it."""
+    """In site-packages as ptf itself may be, its frames count; other libraries' do not. In a thread of its own: of
+    whoever runs tests nothing is below it."""
     import threading
     from concurrent.futures import ThreadPoolExecutor
 
     def place() -> str:
-        return heartbeat.place(threading.get_ident())
+        return heartbeat.code_location(threading.get_ident())
 
     monkeypatch.setattr(heartbeat, "ELSEWHERE", (str(heartbeat.Path(__file__).parents[2]), *heartbeat.ELSEWHERE))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(place).result().startswith(heartbeat.__file__)
         monkeypatch.setattr(heartbeat, "OURS", "nowhere")
-        assert pool.submit(place).result() == "nowhere of its own"
+        assert pool.submit(place).result() == "no code of ptf or of the user"
 
 
 def test_seconds_of_phases_are_their_own_and_add_up():
@@ -170,7 +175,7 @@ def test_the_place_of_a_thread_is_in_code_that_is_not_the_librarys():
     import threading
 
     def parse() -> None:
-        json.loads("1", parse_int=lambda _: found.append(heartbeat.place(threading.get_ident())))
+        json.loads("1", parse_int=lambda _: found.append(heartbeat.code_location(threading.get_ident())))
 
     found: list[str] = []
     parse()
@@ -195,7 +200,10 @@ def test_a_stopped_worker_of_a_gang_is_named_and_ends_the_run_at_the_deadline(ra
     with Gang("train", workers=2, timeout_s=120) as gang:
         gang.timeout_s = 3
         pid = gang.members[1].pid
-        with pytest.raises(RuntimeError, match=rf"train rank 1 \(actor \w+, pid {pid}.*not heard of for \d+ s while doing .*work: step 3, optimizer") as caught:
+        with pytest.raises(
+            RuntimeError,
+            match=rf"train rank 1 \(actor \w+, pid {pid}.*not heard of for \d+ s while doing .*work: step 3, optimizer",
+        ) as caught:
             gang.execute(work, [(0,), (1,)], timeout_s=float("inf"))
         assert "| rank 1 was here" in str(caught.value)
         assert "rank 0 (" not in str(caught.value)

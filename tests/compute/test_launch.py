@@ -1,4 +1,5 @@
-"""One worker on this machine is this process: it trains and is evaluated without Ray, whatever the launcher is by default."""
+"""One worker on this machine is this process: it trains and is evaluated without Ray,
+whatever the launcher is by default."""
 
 import subprocess
 import sys
@@ -31,7 +32,12 @@ def test_one_worker_trains_and_is_evaluated_without_ray(tmp_path: Path) -> None:
     raw["train"] |= {"steps": 2, "validate_every": 0}
     raw["compute"] = {"device": "cpu", "threads": 1}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(CODE), str(tmp_path / "job.yaml")], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CODE), str(tmp_path / "job.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert "RAY False False" in done.stdout, done.stdout + done.stderr
 
 

@@ -1,4 +1,5 @@
-"""One writer a lineage: who holds the lease, who may succeed him, and what is written by whoever has lost it (nothing)."""
+"""One writer a lineage: who holds the lease, who may succeed him,
+and what is written by whoever has lost it (nothing)."""
 
 import json
 import os
@@ -17,7 +18,7 @@ import yaml
 
 from ptf import storage
 from ptf.compute import lease as leases
-from ptf.compute.lease import FILE, Held, Lease, LeaseLost, Process, Record, leased
+from ptf.compute.lease import FILE, Held, Lease, LeaseLost, Process, Record, hold_lease
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, loads
 from ptf.errors import UserError
@@ -42,18 +43,23 @@ def place(job: Job, run: Path) -> str:
 
 
 def elsewhere(job: Job, tmp_path: Path) -> Path:
-    """The run's directory as another machine sees it: the same on a shared disk, one of its own where checkpoints lie in an object store."""
+    """The run's directory as another machine sees it: the same on a shared disk,
+    one of its own where checkpoints lie in an object store."""
     return tmp_path / ("elsewhere" if job.checkpoint.to else "runs") / "a"
 
 
 def test_a_second_one_is_told_who_holds_it_and_a_released_lease_is_free(job: Job, tmp_path: Path) -> None:
-    with leased(job, tmp_path / "runs" / "a") as lease:
+    with hold_lease(job, tmp_path / "runs" / "a") as lease:
         lease.check()
-        with pytest.raises(Held, match=rf"a is being written by process {os.getpid()} on .*, since \d{{4}}-.*kill {os.getpid()}.*remove .*lease\.json"):
-            leased(job, elsewhere(job, tmp_path)).__enter__()
+        with pytest.raises(
+            Held,
+            match=rf"a is being written by process {os.getpid()} on .*, since \d{{4}}-.*kill {os.getpid()}.*remove "
+            r".*lease\.json",
+        ):
+            hold_lease(job, elsewhere(job, tmp_path)).__enter__()
         lease.check()  # being asked for does not change it
         first = lease.tokens[place(job, tmp_path / "runs" / "a")]
-    with leased(job, elsewhere(job, tmp_path)) as lease:
+    with hold_lease(job, elsewhere(job, tmp_path)) as lease:
         assert lease.tokens[place(job, tmp_path / "runs" / "a")] == first + 1, "each holder has a higher token"
 
 
@@ -81,20 +87,22 @@ def holder(job: Job, tmp_path: Path) -> Iterator[subprocess.Popen]:
     found.wait()
 
 
-def test_who_was_killed_is_succeeded_at_once(job: Job, tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_killed_is_succeeded_at_once(
+    job: Job, tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leases.time, "sleep", lambda seconds: pytest.fail("it waited"))
     with pytest.raises(Held, match=f"process {holder.pid} on"):
-        leased(job, elsewhere(job, tmp_path)).__enter__()
+        hold_lease(job, elsewhere(job, tmp_path)).__enter__()
     holder.kill()
     while (Path("/proc") / str(holder.pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
         pass  # nobody has waited for it yet: what is left of it holds nothing
-    with leased(job, elsewhere(job, tmp_path)) as lease:
+    with hold_lease(job, elsewhere(job, tmp_path)) as lease:
         lease.check()
 
 
 def foreign(job: Job, run: Path, change: Callable[[Record], Record]) -> Record:
     """The lease, held by another."""
-    with leased(job, run):
+    with hold_lease(job, run):
         pass
     file = place(job, run)
     found = change(replace(Record.read(storage.read_text(file), file), released=False))
@@ -103,8 +111,12 @@ def foreign(job: Job, run: Path, change: Callable[[Record], Record]) -> Record:
 
 
 def test_a_pid_that_was_given_to_another_process_is_gone(job: Job, tmp_path: Path) -> None:
-    foreign(job, tmp_path / "runs" / "a", lambda record: replace(record, holder=replace(record.holder, started=record.holder.started - 1)))
-    with leased(job, elsewhere(job, tmp_path)) as lease:
+    foreign(
+        job,
+        tmp_path / "runs" / "a",
+        lambda record: replace(record, holder=replace(record.holder, started=record.holder.started - 1)),
+    )
+    with hold_lease(job, elsewhere(job, tmp_path)) as lease:
         lease.check()
 
 
@@ -116,36 +128,47 @@ def test_who_is_elsewhere_is_succeeded_after_silence_alone(
     monkeypatch.setattr(leases, "SILENT_S", 0.5)
     monkeypatch.setattr(leases, "POLL_S", 0.05)
     run = tmp_path / "runs" / "a"
-    gone = lambda record: replace(record, holder=replace(record.holder, pid=2**22 + 1, **other))  # noqa: E731
+
+    def gone(record):
+        return replace(record, holder=replace(record.holder, pid=2**22 + 1, **other))
+
     record = foreign(job, run, gone)
-    beats = threading.Timer(0.2, lambda: storage.write_text(place(job, run), replace(record, beat=record.beat + 1).text))
+    beats = threading.Timer(
+        0.2, lambda: storage.write_text(place(job, run), replace(record, beat=record.beat + 1).text)
+    )
     beats.start()
     with pytest.raises(Held, match=f"process {2**22 + 1} on"):
-        leased(job, elsewhere(job, tmp_path)).__enter__()
+        hold_lease(job, elsewhere(job, tmp_path)).__enter__()
     beats.join()
-    with leased(job, elsewhere(job, tmp_path)) as lease:
+    with hold_lease(job, elsewhere(job, tmp_path)) as lease:
         lease.check()
     assert "which gave no heartbeat for 0.5 s" in capsys.readouterr().out
 
 
-def test_who_hangs_here_is_succeeded_and_then_writes_nothing(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_hangs_here_is_succeeded_and_then_writes_nothing(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "runs" / "a"
-    with leased(job, run) as lost:
+    with hold_lease(job, run) as lost:
         file = place(job, run)
         record = Record.read(storage.read_text(file), file)
         storage.write_text(file, replace(record, beat=record.beat - 2 * leases.SILENT_S).text)
-        with leased(job, elsewhere(job, tmp_path)) as lease:
+        with hold_lease(job, elsewhere(job, tmp_path)) as lease:
             lease.check()
             for act in (lost.check, lost.renew, lost.commit().__enter__):
                 with pytest.raises(LeaseLost, match=rf"taken over by process {os.getpid()} on"):
                     act()
         assert Record.read(storage.read_text(file), file).released
-    assert Record.read(storage.read_text(file), file).token == lost.tokens[file] + 1, "nor has it released what is another's"
+    assert Record.read(storage.read_text(file), file).token == lost.tokens[file] + 1, (
+        "nor has it released what is another's"
+    )
 
 
-def test_a_lease_that_was_removed_is_lost_and_not_made_again(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_was_removed_is_lost_and_not_made_again(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "runs" / "a"
-    with leased(job, run) as lease:
+    with hold_lease(job, run) as lease:
         storage.remove(place(job, run))
         for act in (lease.check, lease.renew, lease.commit().__enter__):
             with pytest.raises(LeaseLost, match="was removed"):
@@ -156,7 +179,7 @@ def test_a_lease_that_was_removed_is_lost_and_not_made_again(job: Job, tmp_path:
 def test_heartbeats_are_given_while_it_is_held(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "BEAT_S", 0.02)
     run = tmp_path / "runs" / "a"
-    with leased(job, run) as lease:
+    with hold_lease(job, run) as lease:
         file = place(job, run)
         first = storage.read_text(file)
         while storage.read_text(file) == first:
@@ -173,7 +196,7 @@ def test_of_all_that_ask_at_once_one_gets_it(job: Job, tmp_path: Path) -> None:
     def ask() -> None:
         ready.wait()
         try:
-            with leased(job, elsewhere(job, tmp_path)) as lease:
+            with hold_lease(job, elsewhere(job, tmp_path)) as lease:
                 found.append(lease)
                 all_done.wait(60)
         except Held as held:
@@ -194,11 +217,11 @@ def test_what_is_no_lease_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / FILE).write_text(text)
     with pytest.raises(UserError, match=r"lease\.json is not a lease: remove it"):
-        leased(job, tmp_path / "a").__enter__()
+        hold_lease(job, tmp_path / "a").__enter__()
 
 
 def test_another_process_of_the_run_is_told_of_it(job: Job, tmp_path: Path) -> None:
-    with leased(job, tmp_path / "runs" / "a") as lease:
+    with hold_lease(job, tmp_path / "runs" / "a") as lease:
         assert Lease.told(lease.text) == lease
         Lease.told(lease.text).check()
     with pytest.raises(LeaseLost):
@@ -207,11 +230,17 @@ def test_another_process_of_the_run_is_told_of_it(job: Job, tmp_path: Path) -> N
 
 
 def held(directory: Path) -> dict[Path, tuple[int, bytes]]:
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.rglob("*") if path.is_file() and "tensors" not in path.parts}
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in directory.rglob("*")
+        if path.is_file() and "tensors" not in path.parts
+    }
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["disk", "memory"])
-def test_a_run_that_was_taken_over_ends_without_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+def test_a_run_that_was_taken_over_ends_without_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
     """And whoever took it over ends with the bits of the uninterrupted run."""
     raw = arithmetic(tmp_path)
     if remote:
@@ -225,7 +254,7 @@ def test_a_run_that_was_taken_over_ends_without_a_write(tmp_path: Path, monkeypa
             for file in [str(directory / FILE), *(["memory://taken/a/lease.json"] if remote else [])]:
                 record = Record.read(storage.read_text(file), file)
                 storage.write_text(file, replace(record, beat=record.beat - 100).text)
-            other.enter_context(leased(job, directory))
+            other.enter_context(hold_lease(job, directory))
             seen.update(held(directory))
         log(self, step, metrics)
 
@@ -261,7 +290,7 @@ def test_a_second_run_is_refused_before_it_touches_anything(tmp_path: Path) -> N
     raw = arithmetic(tmp_path)
     job = loads(yaml.safe_dump(raw))
     directory = Path(raw["output"]) / "a"
-    with leased(job, directory):
+    with hold_lease(job, directory):
         (directory / "stop").touch()
         with pytest.raises(Held):
             run(job, "a")

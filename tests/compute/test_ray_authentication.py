@@ -10,6 +10,13 @@ CASES = Path(__file__).with_name("authentication_cases.py")
 
 def test_a_cluster_is_asked_for_its_mode_before_ray_connects() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", str(CASES)], cwd=CASES.parents[2], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(CASES)],
+        cwd=CASES.parents[2],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout

@@ -1,4 +1,5 @@
-"""A key that nothing reads is a promise that nothing keeps: every leaf of the schema is an attribute access somewhere."""
+"""A key that nothing reads is a promise that nothing keeps: every leaf of the schema is an attribute access
+somewhere."""
 
 import ast
 from pathlib import Path
@@ -13,22 +14,30 @@ DECLARED_HERE = {ROOT / "ptf/config/schema.py", ROOT / "ptf/config/reference.py"
 
 def attributes(*folders: Path) -> set[str]:
     files = [file for folder in folders for file in folder.rglob("*.py") if file not in DECLARED_HERE]
-    return {node.attr for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+    return {
+        node.attr for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)
+    }
 
 
 def strings(file: Path) -> set[str]:
     """What a file that handles plain mappings looks up by name; its docstrings are sentences, not names."""
-    return {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {
+        node.value
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def test_every_key_is_read():
     read = attributes(ROOT / "ptf", ROOT / "steps", ROOT / "flows") | strings(ROOT / "flows" / "settings.py")
-    leaves = {key for job in jobs().values() for key, field in keys(job) if section_at(field.annotation, []) in (None, Plug)}
+    leaves = {
+        key for job in jobs().values() for key, field in keys(job) if section_at(field.annotation, []) in (None, Plug)
+    }
     assert len(leaves) > 60
     unread = sorted(key for key in leaves if key.rpartition(".")[2] not in read)
     assert not unread, f"declared in ptf/config/schema.py and read nowhere: {', '.join(unread)}"
 
 
 def test_a_key_that_is_only_written_about_is_not_read(tmp_path):
-    (tmp_path / "a.py").write_text('"""job.train.lr"""\nrows = dict(steps=1)  # train.rows\nprint(rows.items)\n')
+    (tmp_path / "a.py").write_text('"""job.train.lr"""\nrows = dict(steps=1)  # train.sequences\nprint(rows.items)\n')
     assert attributes(tmp_path) == {"items"}

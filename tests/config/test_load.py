@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.config import ConfigError, Plug, dump, explain, fingerprint, frozen_differences, load, loads, plug, resolve
+from ptf.config import ConfigError, Plug, dump, explain, fingerprint, frozen_differences, load, loads, plugin, resolve
 from ptf.config.foreign_names import FOREIGN, hint
 from ptf.config.schema import jobs as jobs_by_name
 from ptf.config.tree import Node, Place, _over, merge
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
-GRPO = SFT.replace("sft", "grpo").replace("path: a.jsonl", "path: a.jsonl, kind: prompt") + "rollout: {reward: {use: ptf.rl.rewards:exact, args: {a: 1}}}\n"
+GRPO = (
+    SFT.replace("sft", "grpo").replace("path: a.jsonl", "path: a.jsonl, kind: prompt")
+    + "rollout: {reward: {use: ptf.rl.rewards:exact, args: {a: 1}}}\n"
+)
 
 
 @pytest.fixture
@@ -38,7 +41,24 @@ def problems(*files: str, overrides: tuple[str, ...] = ()) -> list[str]:
 # --- round trip -------------------------------------------------------------------------------------------------
 
 texts = st.text(max_size=8) | st.sampled_from(
-    ["1e-4", "yes", "on", "null", "~", "0x1F", "1_000", "2024-01-01", "010", "1:30", "<<", "=", ".inf", "- a", "a: b", "😀"]
+    [
+        "1e-4",
+        "yes",
+        "on",
+        "null",
+        "~",
+        "0x1F",
+        "1_000",
+        "2024-01-01",
+        "010",
+        "1:30",
+        "<<",
+        "=",
+        ".inf",
+        "- a",
+        "a: b",
+        "😀",
+    ]
 )
 names = texts
 plain = st.recursive(
@@ -49,7 +69,10 @@ plain = st.recursive(
 plugs = st.fixed_dictionaries({"use": st.just("pkg.mod:name"), "args": st.dictionaries(names, plain, max_size=3)})
 sources = st.dictionaries(
     names.filter(lambda name: not name.startswith("v")),
-    st.fixed_dictionaries({"path": texts}, optional={"kind": st.sampled_from(["chat", "prompt", "tokenized"]), "weight": st.floats(1e-9, 1e9)}),
+    st.fixed_dictionaries(
+        {"path": texts},
+        optional={"kind": st.sampled_from(["chat", "prompt", "tokenized"]), "weight": st.floats(1e-9, 1e9)},
+    ),
     min_size=1,
     max_size=2,
 )
@@ -65,7 +88,10 @@ def agreeing(values: dict) -> dict:
     """The same job with kinds of sources and a length that suit its recipe."""
     online = "rollout" in values
     sources = {named(name): source for name, source in values["data"]["sources"].items()}
-    kinds = {name: {**s, "kind": "prompt"} if online else {**s, "kind": "chat"} if s.get("kind") == "prompt" else s for name, s in sources.items()}
+    kinds = {
+        name: {**s, "kind": "prompt"} if online else {**s, "kind": "chat"} if s.get("kind") == "prompt" else s
+        for name, s in sources.items()
+    }
     room = {"seq_len": values["data"].get("seq_len", 1) + 256} if online else {}
     return {**values, "data": {**values["data"], "sources": kinds, **room}}
 
@@ -73,7 +99,9 @@ def agreeing(values: dict) -> dict:
 jobs = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries({"path": texts}, optional={"revision": st.none() | texts}),
-        "data": st.fixed_dictionaries({"sources": sources}, optional={"seq_len": positive, "prepare": st.none() | plugs}),
+        "data": st.fixed_dictionaries(
+            {"sources": sources}, optional={"seq_len": positive, "prepare": st.none() | plugs}
+        ),
         "train": st.fixed_dictionaries(
             {"steps": positive, "lr": st.floats(1e-300, 1e300)},
             optional={"betas": st.lists(st.floats(0, 1), min_size=2, max_size=2), "min_lr": st.floats(0, 1)},
@@ -88,7 +116,13 @@ jobs = st.fixed_dictionaries(
 ).flatmap(
     lambda values: (
         st.sampled_from([{"recipe": "sft"}, {"recipe": "grpo", "algo": {"kl": 0.1}}])
-        .flatmap(lambda recipe: st.just(recipe) if recipe["recipe"] == "sft" else plugs.map(lambda reward: recipe | {"rollout": {"reward": reward}}))
+        .flatmap(
+            lambda recipe: (
+                st.just(recipe)
+                if recipe["recipe"] == "sft"
+                else plugs.map(lambda reward: recipe | {"rollout": {"reward": reward}})
+            )
+        )
         .map(lambda recipe: values | recipe)
         | plugs.map(lambda own: values | {"recipe": own, "algo": {"k": 1}})
     ).map(agreeing)
@@ -120,7 +154,9 @@ def test_dump_leaves_nothing_out():
 # --- the dialect ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("5e-07", 5e-07), ("1.0e-5", 1e-5), ("1E3", 1e3), (".5", 0.5), ("1.", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("5e-07", 5e-07), ("1.0e-5", 1e-5), ("1E3", 1e3), (".5", 0.5), ("1.", 1.0)]
+)
 def test_numbers_with_an_exponent_are_numbers(text, value):
     assert loads(SFT.replace("1e-4", text)).train.lr == value
 
@@ -133,10 +169,19 @@ def test_only_true_and_false_are_booleans(word):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("010", 10), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("0x1F", 31), ("1_000", 1000), ("~", None), ("!!str 1", "1")]
+    ("text", "value"),
+    [
+        ("010", 10),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("0x1F", 31),
+        ("1_000", 1000),
+        ("~", None),
+        ("!!str 1", "1"),
+    ],
 )
 def test_no_surprises_of_yaml_1_1(text, value):
-    assert loads(GRPO.replace("{a: 1}", f"{{a: {text}}}")).rollout.reward.args == {"a": value}  # type: ignore[union-attr]
+    assert loads(GRPO.replace("{a: 1}", f"{{a: {text}}}")).rollout.reward.args == {"a": value}
 
 
 def test_numbers_are_not_converted_in_silence():
@@ -153,8 +198,9 @@ def test_numbers_are_not_converted_in_silence():
 def test_all_problems_of_all_files_at_once(write):
     files = write(
         base="evaluate: {sources: {a: {path: x}, b: }}\n",
-        a="extends: base.yaml\nrecipe: grpo\nmodel:\n  path: m\n  revison: main\nlr: 1e-4\ndata:\n  sources:\n    chat: {path: a, kind: chats}\n  lanes: '8'\n",
-        b="train:\n  steps: 0\n  clip: 1\n  clip: 2\nrollout:\n  group: 0\n",
+        a="extends: base.yaml\nrecipe: grpo\nmodel:\n  path: m\n  revison: main\nlr: 1e-4\ndata:\n  sources:\n"
+        "    chat: {path: a, kind: chats}\n  partitions: '8'\n",
+        b="train:\n  steps: 0\n  clip: 1\n  clip: 2\nrollout:\n  group_size: 0\n",
     )
     assert problems("a.yaml", "b.yaml", overrides=("trian.lr=3", "compute.workers=x", "seed")) == [
         "--set compute.workers=x  compute.workers  expected a whole number, got the text 'x'",
@@ -162,13 +208,14 @@ def test_all_problems_of_all_files_at_once(write):
         "--set trian.lr=3  trian  unknown key at the top  (did you mean train?)",
         "a.yaml:5  model.revison  unknown key in model  (did you mean revision?)",
         "a.yaml:6  lr  unknown key at the top  (did you mean train.lr?)",
-        "a.yaml:9  data.sources.chat.kind  expected one of auto, chat, completion, scored, text, events, preference, prompt, tokenized, got the text 'chats'"
+        "a.yaml:9  data.sources.chat.kind  expected one of auto, chat, completion, scored, text, events, preference, "
+        "prompt, tokenized, got the text 'chats'"
         "  (did you mean chat?)",
-        "a.yaml:10  data.lanes  expected a whole number, got the text '8'",
+        "a.yaml:10  data.partitions  expected a whole number, got the text '8'",
         "b.yaml:1  train.lr  is missing",
         "b.yaml:2  train.steps  must be greater than 0, got 0",
         "b.yaml:4  train.clip  written twice; first at b.yaml:3",
-        "b.yaml:6  rollout.group  must be greater than 0, got 0",
+        "b.yaml:6  rollout.group_size  must be greater than 0, got 0",
         "base.yaml:1  evaluate.sources.b  expected a section, got nothing",
     ]
     assert len(files) == 3
@@ -176,7 +223,9 @@ def test_all_problems_of_all_files_at_once(write):
 
 def test_one_fault_is_one_problem(write):
     write(a=SFT)
-    assert problems("a.yaml", overrides=("train.setps=1",)) == ["--set train.setps=1  train.setps  unknown key in train  (did you mean steps?)"]
+    assert problems("a.yaml", overrides=("train.setps=1",)) == [
+        "--set train.setps=1  train.setps  unknown key in train  (did you mean steps?)"
+    ]
     assert load("a.yaml").train.steps == 10
 
 
@@ -187,7 +236,10 @@ def test_one_fault_is_one_problem(write):
         ("compute.mesh.context=2", "unknown key in compute.mesh; ptf has no context parallelism"),
         ("compute.context_parallel=2", "unknown key in compute; ptf has no context parallelism"),
         ("train.fp8=true", "unknown key in train; ptf has no training in fewer bits than bf16 (FP8, FP4)"),
-        ("train.precision=fp8", "expected one of fp32, bf16, got the text 'fp8'; ptf has no training in fewer bits than bf16 (FP8, FP4)"),
+        (
+            "train.precision=fp8",
+            "expected one of fp32, bf16, got the text 'fp8'; ptf has no training in fewer bits than bf16 (FP8, FP4)",
+        ),
         ("data.images=x", "unknown key in data; ptf has no multimodal training; only text is trained"),
     ],
 )
@@ -198,12 +250,22 @@ def test_what_ptf_does_not_have_is_refused_by_name(write, override, what):
 
 def test_rules_between_keys_are_reported_together(write):
     write(a=SFT, v=SFT + "evaluate:\n  sources: {e: {path: x, kind: chat}}\n")
-    assert problems("a.yaml", "v.yaml", overrides=("compute={workers: 3, launcher: local}", "train.warmup=20", "data.validation.chat.path=x")) == [
-        "--set compute={workers: 3, launcher: local}  compute.launcher  local is one process; use ray or torchrun for compute.workers > 1",
+    assert problems(
+        "a.yaml",
+        "v.yaml",
+        overrides=("compute={workers: 3, launcher: local}", "train.warmup=20", "data.validation.chat.path=x"),
+    ) == [
+        (
+            "--set compute={workers: 3, launcher: local}  compute.launcher  local is one process; "
+            "use ray or torchrun for compute.workers > 1"
+        ),
         "--set data.validation.chat.path=x  data.validation.chat  has the name of one of data.sources",
-        "--set train.warmup=20  train.warmup  and train.decay together are longer than the run; shares of it (0.1) fit any number of steps",
-        "v.yaml:3  data.lanes  (8) must be a multiple of compute.workers (3)",
-        "v.yaml:4  train.rows  (8) must be a multiple of compute.workers (3)",
+        (
+            "--set train.warmup=20  train.warmup  and train.decay together are longer than the run; "
+            "shares of it (0.1) fit any number of steps"
+        ),
+        "v.yaml:3  data.partitions  (8) must be a multiple of compute.workers (3)",
+        "v.yaml:4  train.sequences  (8) must be a multiple of compute.workers (3)",
         "v.yaml:6  evaluate.sources  needs evaluate.reward to score the answers",
         "v.yaml:6  evaluate.sources.e.kind  must be prompt, not chat",
     ]
@@ -227,15 +289,36 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
     ("override", "what"),
     [
         ("data.sources.chat.kind=chat", "data.sources.chat.kind  must be prompt, not chat"),
-        ("rollout.engine=vlm", "rollout.engine  expected one of vllm, native, or `use: module:name` for your own, got the text 'vlm'  (did you mean vllm?)"),
+        (
+            "rollout.engine=vlm",
+            (
+                "rollout.engine  expected one of vllm, native, or `use: module:name` for your own, "
+                "got the text 'vlm'  (did you mean vllm?)"
+            ),
+        ),
         ("rollout.engine={use: mine}", "rollout.engine.use  expected importable.module:name, got the text 'mine'"),
-        ("rollout.group=1", "rollout.group  must be at least 2: GRPO compares the answers to one prompt with each other"),
-        ("rollout.environment={use: 'a:b'}", "rollout.reward  rollout.environment gives the rewards of its episodes; give one, not both"),
+        (
+            "rollout.group_size=1",
+            "rollout.group_size  must be at least 2: GRPO compares the answers to one prompt with each other",
+        ),
+        (
+            "rollout.environment={use: 'a:b'}",
+            "rollout.reward  rollout.environment gives the rewards of its episodes; give one, not both",
+        ),
         ("rollout.reward=null", "rollout.reward  it, or reward_model or environment, must say how good an answer is"),
         ("rollout.reward_model={path: a, revision: 3}", "rollout.reward_model.revision  expected text, got 3"),
-        ("compute.launcher=torchrun", "compute.launcher  torchrun has no rollouts; use ray, or local with rollout.engine: native"),
-        ("rollout.max_new_tokens=4000", "rollout.max_new_tokens  (4000) leaves no room for a prompt in data.seq_len (2048)"),
-        ("compute.launcher=local", "rollout.engine  vllm needs a process of its own, which compute.launcher: local does not give; use native"),
+        (
+            "compute.launcher=torchrun",
+            "compute.launcher  torchrun has no rollouts; use ray, or local with rollout.engine: native",
+        ),
+        (
+            "rollout.max_new_tokens=4000",
+            "rollout.max_new_tokens  (4000) leaves no room for a prompt in data.seq_len (2048)",
+        ),
+        (
+            "compute.launcher=local",
+            "rollout.engine  vllm needs a process of its own, which compute.launcher: local does not give; use native",
+        ),
     ],
 )
 def test_what_rollouts_need_is_said_before_they_start(write, override, what):
@@ -247,7 +330,8 @@ def test_what_rollouts_need_is_said_before_they_start(write, override, what):
 def test_unknown_recipe(write):
     write(a=SFT.replace("sft", "grop") + "trian: 1\n")
     assert problems("a.yaml") == [
-        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, kd, rm, grpo, ppo, opd, or `use: module:name` for your own"
+        "a.yaml:1  recipe  no such recipe: the text 'grop'; there are sft, dpo, kd, rm, grpo, ppo, opd, or `use: "
+        "module:name` for your own"
         "  (did you mean grpo?)",
         "a.yaml:5  trian  unknown key at the top  (did you mean train?)",
     ]
@@ -267,12 +351,22 @@ def test_missing_and_invalid_files(write):
     write(bad="train:\n  steps: [1\nmodel: {}\n", bad2="a: 1\n\tb: 2\n", top="- 1\n", bom="\ufeff" + SFT, empty="")
     Path("latin.yaml").write_bytes(b"output: \xe9\n")
     assert problems("nope.yaml") == ["nope.yaml  cannot read the config file: no such file"]
-    found = problems("nope.yaml", "bad.yaml", "bad2.yaml", "top.yaml", "latin.yaml", overrides=("train.setps=1", "seed=["))
+    found = problems(
+        "nope.yaml", "bad.yaml", "bad2.yaml", "top.yaml", "latin.yaml", overrides=("train.setps=1", "seed=[")
+    )
     assert [line.split("  ")[0] for line in found] == [
-        "--set seed=[", "--set train.setps=1", "bad.yaml:3", "bad2.yaml:2", "latin.yaml", "nope.yaml", "top.yaml:1",
-    ]  # fmt: skip
+        "--set seed=[",
+        "--set train.setps=1",
+        "bad.yaml:3",
+        "bad2.yaml:2",
+        "latin.yaml",
+        "nope.yaml",
+        "top.yaml:1",
+    ]
     assert load("bom.yaml", "empty.yaml").recipe == "sft"
-    assert problems("empty.yaml") == [f"empty.yaml:1  {key}  is missing" for key in ("data", "model", "recipe", "train")]
+    assert problems("empty.yaml") == [
+        f"empty.yaml:1  {key}  is missing" for key in ("data", "model", "recipe", "train")
+    ]
 
 
 def test_yaml_that_would_not_end_or_has_tags():
@@ -294,7 +388,10 @@ DEEP = {
     "aliases": (BOMB, "more than 50,000 values"),
     "digits": ("seed: 1" + "0" * 5000, "has 5001 characters"),
     "hexadecimal": ("seed: 0x" + "f" * 5000, "has 5002 characters"),
-    "steps": ("train: {steps: 1" + "0" * 30 + ", lr: 1e-4}", "must be at most 1000000000000000, got 1000000000000000000000000000000"),
+    "steps": (
+        "train: {steps: 1" + "0" * 30 + ", lr: 1e-4}",
+        "must be at most 1000000000000000, got 1000000000000000000000000000000",
+    ),
 }
 
 
@@ -327,7 +424,14 @@ def test_the_control_what_configs_need_is_read():
 
 trees = st.recursive(  # a name is always a section (capital) or always a leaf, as in a schema
     st.fixed_dictionaries({}, optional={name: st.integers() for name in "abc"}),
-    lambda inner: st.fixed_dictionaries({}, optional={**{name: st.integers() | st.lists(st.integers(), max_size=2) for name in "abc"}, "D": inner, "E": inner}),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            **{name: st.integers() | st.lists(st.integers(), max_size=2) for name in "abc"},
+            "D": inner,
+            "E": inner,
+        },
+    ),
     max_leaves=8,
 )
 
@@ -369,7 +473,9 @@ def test_extends_refuses_circles_and_absent_files(write):
         twice="extends: [base.yaml, base.yaml]",
         base=SFT,
     )
-    assert problems("a.yaml") == ["b.yaml:2  extends  the files extend each other in a circle: a.yaml → b.yaml → a.yaml"]
+    assert problems("a.yaml") == [
+        "b.yaml:2  extends  the files extend each other in a circle: a.yaml → b.yaml → a.yaml"
+    ]
     assert problems("c.yaml") == ["c.yaml:5  extends  cannot read the config file nope.yaml: no such file"]
     assert problems("d.yaml") == ["d.yaml:5  extends  expected a file name, or a list of them"]
     assert load("twice.yaml") == load("base.yaml")  # twice is no circle
@@ -379,7 +485,13 @@ def test_overrides(write):
     write(a=GRPO)
     job = load(
         "a.yaml",
-        overrides=["train.lr=1e-5", "train.lr=2e-5", "compute.address=", "data.sources.more={path: x, kind: prompt, weight: 2}", "model.path=s3://b/k=v"],
+        overrides=[
+            "train.lr=1e-5",
+            "train.lr=2e-5",
+            "compute.address=",
+            "data.sources.more={path: x, kind: prompt, weight: 2}",
+            "model.path=s3://b/k=v",
+        ],
     )
     assert job.train.lr == 2e-5
     assert job.compute.address is None
@@ -389,18 +501,28 @@ def test_overrides(write):
 
 def test_a_plug_is_replaced_when_it_names_another(write):
     write(a=GRPO)
-    reward = lambda *overrides: load("a.yaml", overrides=overrides).rollout.reward  # type: ignore[union-attr]  # noqa: E731
+
+    def reward(*overrides):
+        return load("a.yaml", overrides=overrides).rollout.reward  # type: ignore[union-attr]
+
     assert reward("rollout.reward.args.b=2").args == {"a": 1, "b": 2}
     assert reward("rollout.reward={use: 'ptf.rl.rewards:exact', args: {b: 2}}").args == {"a": 1, "b": 2}
     assert reward("rollout.reward.use=my.mod:other") == Plug(use="my.mod:other")
     assert reward("rollout.reward={use: my.mod:other, args: {b: 2}}").args == {"b": 2}
-    assert load("a.yaml", overrides=["data.sources.use.path=x", "data.sources.use.kind=prompt"]).data.sources.keys() == {"chat", "use"}
+    assert load(
+        "a.yaml", overrides=["data.sources.use.path=x", "data.sources.use.kind=prompt"]
+    ).data.sources.keys() == {"chat", "use"}
 
 
 def test_merge_keeps_the_place_of_every_key(write):
     write(a=SFT, b="train:\n  lr: 1\n")
     root = merge("a.yaml", "b.yaml", overrides=["train.clip=2"]).root
-    assert [str(root.nearest(["train", key])) for key in ("steps", "lr", "clip", "absent")] == ["a.yaml:4", "b.yaml:2", "--set train.clip=2", "b.yaml:1"]
+    assert [str(root.nearest(["train", key])) for key in ("steps", "lr", "clip", "absent")] == [
+        "a.yaml:4",
+        "b.yaml:2",
+        "--set train.clip=2",
+        "b.yaml:1",
+    ]
 
 
 # --- what is made of a job --------------------------------------------------------------------------------------
@@ -423,13 +545,26 @@ def test_resolve_puts_paths_in_place():
         SFT.replace("path: m", "path: job:sft.yaml, tokenizer: prepare:tok").replace(
             "a.jsonl", "prepare:a.jsonl, weight: 2, epochs: 3, limit: 9, columns: {messages: m}"
         )
-        + "evaluate: {sources: {e: {path: prepare:e, kind: prompt}}, reward: {use: a:b, args: {tables: [prepare:t, plain]}}}\noutput: prepare:kept\n"
+        + (
+            "evaluate: {sources: {e: {path: prepare:e, kind: prompt}}, reward: {use: a:b, args: {tables: [prepare:t, "
+            "plain]}}}\noutput: prepare:kept\n"
+        )
     )
     assert resolve(job) == job
-    done = resolve(job, prepared="s3://p", models={"job:sft.yaml": "/ckpt"}, tokenized={"chat": "/tok/chat", "other": "x"})
+    done = resolve(
+        job, prepared="s3://p", models={"job:sft.yaml": "/ckpt"}, tokenized={"chat": "/tok/chat", "other": "x"}
+    )
     assert (done.model.path, done.model.tokenizer, done.output) == ("/ckpt", "s3://p/tok", "prepare:kept")
     chosen = dict.fromkeys(("config", "split", "revision", "rows"))
-    done_chat = {"path": "/tok/chat", **chosen, "kind": "tokenized", "weight": 2.0, "columns": {}, "limit": None, "epochs": 3}
+    done_chat = {
+        "path": "/tok/chat",
+        **chosen,
+        "kind": "tokenized",
+        "weight": 2.0,
+        "columns": {},
+        "limit": None,
+        "epochs": 3,
+    }
     assert done.data.sources["chat"].model_dump() == done_chat
     pinned = resolve(loads(SFT.replace("a.jsonl", "open/gsm")), commits={"data.sources.chat": "c0ffee"})
     assert pinned.data.sources["chat"].revision == "c0ffee"
@@ -442,21 +577,41 @@ def test_resolve_puts_paths_in_place():
 def test_frozen_differences_names_the_frozen_keys_only(write):
     write(old=GRPO)
     old = load("old.yaml")
-    differences = lambda *overrides: frozen_differences(old, load("old.yaml", overrides=overrides))  # noqa: E731
+
+    def differences(*overrides):
+        return frozen_differences(old, load("old.yaml", overrides=overrides))
+
     assert differences() == []
-    assert differences("compute.workers=2", "compute.mesh.replicate=2", "train.micro_rows=1", "flow.steps.train.gpu=1", "checkpoint.every=7") == []
-    assert differences("train.lr=2e-4", "rollout.reward.args.a=2", "compute.workers=2") == ["rollout.reward.args.a: 1 → 2", "train.lr: 0.0001 → 0.0002"]
+    assert (
+        differences(
+            "compute.workers=2",
+            "compute.mesh.replicate=2",
+            "train.micro_sequences=1",
+            "flow.steps.train.gpu=1",
+            "checkpoint.every=7",
+        )
+        == []
+    )
+    assert differences("train.lr=2e-4", "rollout.reward.args.a=2", "compute.workers=2") == [
+        "rollout.reward.args.a: 1 → 2",
+        "train.lr: 0.0001 → 0.0002",
+    ]
     (added,) = differences("data.sources.b={path: x, kind: prompt}")
     assert added.startswith('data.sources.b: absent → {"path": "x", ')
-    assert [line.split(":")[0] for line in frozen_differences(old, loads(SFT))] == ["recipe", "data.sources.chat.kind", "algo", "rollout"]
+    assert [line.split(":")[0] for line in frozen_differences(old, loads(SFT))] == [
+        "recipe",
+        "data.sources.chat.kind",
+        "algo",
+        "rollout",
+    ]
 
 
 # --- plugs ------------------------------------------------------------------------------------------------------
 
 
 def test_a_plug_is_its_callable_with_args_bound():
-    assert plug.resolve("json:dumps") is json.dumps
-    assert plug.bind(Plug(use="json:dumps", args={"indent": 1}))([1]) == "[\n 1\n]"
+    assert plugin.resolve("json:dumps") is json.dumps
+    assert plugin.bind(Plug(use="json:dumps", args={"indent": 1}))([1]) == "[\n 1\n]"
 
 
 @pytest.mark.parametrize(
@@ -471,7 +626,7 @@ def test_a_plug_is_its_callable_with_args_bound():
 )
 def test_a_wrong_plug_is_answered_with_the_nearest(use, words):
     with pytest.raises(ConfigError) as refused:
-        plug.resolve(use)
+        plugin.resolve(use)
     assert words in str(refused.value)
 
 
@@ -479,13 +634,13 @@ def test_an_error_inside_the_plugged_module_is_not_hidden(tmp_path, monkeypatch)
     (tmp_path / "broken_plug.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        plug.resolve("broken_plug:x")
+        plugin.resolve("broken_plug:x")
     with pytest.raises(ConfigError, match="not callable"):
-        plug.bind(Plug(use="sys:path"))
+        plugin.bind(Plug(use="sys:path"))
 
 
 def test_config_and_storage_load_no_torch():
-    code = "import sys, ptf.config, ptf.config.plug, ptf.storage, ptf.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, ptf.config, ptf.config.plugin, ptf.storage, ptf.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -506,13 +661,20 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
     [
         ("train.learning_rate", "unknown key in train  (here it is train.lr)"),
         ("train.warmup_ratio", "unknown key in train  (here it is train.warmup: below 1 it is a share of the run)"),
-        ("gradient_accumulation_steps", "unknown key at the top  (here it is train.micro_rows: passes follow from train.rows and train.micro_rows)"),
-        ("data.max_seq_length", "unknown key in data  (here it is data.seq_len: tokens of a packed row; prompt and answer together)"),
-        ("train.batch_size", "unknown key in train  (here it is train.rows: of a whole step, over all workers)"),
+        (
+            "gradient_accumulation_steps",
+            "unknown key at the top  (here it is train.micro_sequences: passes follow from train.sequences "
+            "and train.micro_sequences)",
+        ),
+        (
+            "data.max_seq_length",
+            "unknown key in data  (here it is data.seq_len: tokens of a packed sequence; prompt and answer together)",
+        ),
+        ("train.batch_size", "unknown key in train  (here it is train.sequences: of a whole step, over all workers)"),
         ("train.num_generations", "unknown key in train; known: "),  # SFT generates nothing
         ("train.lrr", "unknown key in train  (did you mean lr?)"),
     ],
-)  # fmt: skip
+)
 def test_a_key_that_another_framework_has_is_answered_with_ours(key, found):
     with pytest.raises(ConfigError) as refused:
         loads(SFT, [f"{key}=1"])
@@ -528,11 +690,17 @@ def test_a_key_that_another_framework_has_is_answered_with_ours(key, found):
         ("{train.warmup: 0.2, train.decay: 0.9}", "train.warmup  and train.decay together are longer than the run"),
         ("train.warmup=1.0", "train.warmup  a share of the run lies between 0 and 1, steps are whole numbers, got 1.0"),
         ("train.warmup=-1", "train.warmup  must be at least 0, got -1"),
-        ("train.warmup=ten", "train.warmup  expected a number of steps or a share of the run (0.1), got the text 'ten'"),
+        (
+            "train.warmup=ten",
+            "train.warmup  expected a number of steps or a share of the run (0.1), got the text 'ten'",
+        ),
         ("train.decay=0", "train.decay  must be greater than 0"),
-        ("{train.decay: 0.2, train.decay_at: 1.0, train.epochs: 1, train.steps: null}", "train.decay_at  needs train.decay as a number of steps"),
+        (
+            "{train.decay: 0.2, train.decay_at_loss: 1.0, train.epochs: 1, train.steps: null}",
+            "train.decay_at_loss  needs train.decay as a number of steps",
+        ),
     ],
-)  # fmt: skip
+)
 def test_warm_up_and_decay_are_steps_or_shares_of_the_run(value, found):
     given = [value] if "{" not in value else value.strip("{}").replace(": ", "=").split(", ")
     if found is None:

@@ -9,7 +9,10 @@ from ptf.config.reference import json_schema, markdown, write
 from ptf.config.schema import jobs
 
 ROOT = Path(__file__).parents[2]
-GRPO = "{recipe: grpo, model: {path: m}, data: {sources: {a: {path: a, kind: prompt}}}, train: {steps: 1, lr: 1e-4}, rollout: {reward: {use: a:b}}}"
+GRPO = (
+    "{recipe: grpo, model: {path: m}, data: {sources: {a: {path: a, kind: prompt}}}, train: {steps: 1, lr: 1e-4}, "
+    "rollout: {reward: {use: a:b}}}"
+)
 
 
 @pytest.mark.parametrize("name", ["docs/config.md", "configs/schema.json"])
@@ -30,7 +33,7 @@ def test_every_key_has_a_row_and_a_description():
 
 def test_free_keys_are_marked():
     rows = {line.split("|")[1].strip(): line for line in markdown().splitlines() if line.startswith("| `")}
-    assert "| free |" in rows["`micro_rows`"]
+    assert "| free |" in rows["`micro_sequences`"]
     assert "| free |" in rows["`retries`"]  # below a free key
     assert "| frozen |" in rows["`lr`"]
 
@@ -42,7 +45,13 @@ def test_json_schema_takes_what_the_loader_takes():
     check.validate(whole)
     check.validate({"extends": "base.yaml", "compute": {"workers": 2}})  # a part of a config
     check.validate({"recipe": "sft", "algo": {}})
-    for wrong in ({"trian": {}}, {"train": {"steps": 0}}, {"recipe": "sft", "algo": {"kl": 1.0}}, {"recipe": "grop"}, {"train": {"lr": "1e-4"}}):
+    for wrong in (
+        {"trian": {}},
+        {"train": {"steps": 0}},
+        {"recipe": "sft", "algo": {"kl": 1.0}},
+        {"recipe": "grop"},
+        {"train": {"lr": "1e-4"}},
+    ):
         assert not check.is_valid(wrong), wrong
     assert json.loads(json.dumps(json_schema())) == json_schema()
     assert dump(loads(GRPO))

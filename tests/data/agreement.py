@@ -1,4 +1,5 @@
-"""ptf's masks beside the oracle's: equal ids and equal masks, or refused by both at the same turn for the same reason."""
+"""ptf's masks beside the oracle's: equal ids and equal masks, or refused by both at the same turn for the same
+reason."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ def judge(tokenizer: Tokenizer, oracle: Oracle, conversation: Conversation) -> V
 
 def outcome(tokenizer: Tokenizer, conversation: Conversation) -> list[Sample] | UserError:
     try:
-        return chat_samples(conversation.messages, tokenizer, "", conversation.train_on, conversation.tools, conversation.arguments)
+        return chat_samples(
+            conversation.messages, tokenizer, "", conversation.train_on, conversation.tools, conversation.arguments
+        )
     except UserError as e:
         return e
 
@@ -77,5 +80,8 @@ def difference(found: Sequence[Sample], expected: Sequence[Masked]) -> str | Non
         if not 0 < sum(mask) < len(mask):
             return f"sample {n} is trained as a whole or not at all"
         if not np.array_equal(sample.weights, np.array(mask, np.float32)):
-            return f"other mask in sample {n}, first at token {int((sample.weights != np.array(mask, np.float32)).argmax())}"
+            return (
+                f"other mask in sample {n}, first at token "
+                f"{int((sample.weights != np.array(mask, np.float32)).argmax())}"
+            )
     return None

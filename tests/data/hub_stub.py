@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 
 class HubStub(ThreadingHTTPServer):
-    """`commits`: commit → files; `branches`: (id, branch) → commit. `asked`: every path and range, in order. `fails`: so many requests for bytes are
-    answered with 503. `gated`: ids that only some may read."""
+    """`commits`: commit → files; `branches`: (id, branch) → commit. `asked`: every path and range, in order. `fails`:
+    so many requests for bytes are answered with 503. `gated`: ids that only some may read."""
 
     daemon_threads = True
 
@@ -72,9 +72,21 @@ class Answers(BaseHTTPRequestHandler):
             return self.answer(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
         if what == "tree":
             entries = [{"type": "directory", "path": "data", "oid": "0" * 40, "size": 0}]
-            entries += [{"type": "file", "path": name, "oid": hashlib.sha1(data).hexdigest(), "size": len(data)} for name, data in hub.commits[commit].items()]
+            entries += [
+                {"type": "file", "path": name, "oid": hashlib.sha1(data).hexdigest(), "size": len(data)}
+                for name, data in hub.commits[commit].items()
+            ]
             return self.answer(json.dumps(entries).encode(), 200, {"Content-Type": "application/json"})
-        body = {"id": id, "sha": commit, "private": False, "gated": False, "downloads": 0, "likes": 0, "tags": [], "siblings": []}
+        body = {
+            "id": id,
+            "sha": commit,
+            "private": False,
+            "gated": False,
+            "downloads": 0,
+            "likes": 0,
+            "tags": [],
+            "siblings": [],
+        }
         self.answer(json.dumps(body).encode(), 200, {"Content-Type": "application/json"})
 
     def answer(self, body: bytes, code: int, headers: Mapping[str, str]) -> None:

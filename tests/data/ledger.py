@@ -1,4 +1,5 @@
-"""A ledger of samples: what is trained through real sources, shuffles, mixer, packer and loader while the number of workers changes.
+"""A ledger of samples: what is trained through real sources, shuffles, mixer,
+packer and loader while the number of workers changes.
 
     python -m tests.data.ledger [samples [page]]
 
@@ -18,13 +19,13 @@ import numpy as np
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
 from ptf.data.pipeline import Lanes
-from ptf.data.sample import Atom, Sample
-from ptf.data.sources import SourceSpec
+from ptf.data.sample import PackUnit, Sample
+from ptf.data.sources.rows import SourceSpec
 
 BASE, LANES, ROWS, SEQ_LEN = 1000, 8, 16, 256
 
 
-def numbered(row: dict[str, Any], source: str) -> list[Atom]:
+def numbered(row: dict[str, Any], source: str) -> list[PackUnit]:
     """A document that begins with its number."""
     n = row["n"]
     tokens = np.full(2 + n % 37, n % 7, np.int32)
@@ -41,20 +42,36 @@ def numbers(batch: Batch) -> np.ndarray:
 
 
 def ledger(samples: int, directory: Path) -> np.ndarray:
-    """How often each of `samples` samples was trained in one epoch, while 1, 2, 4 and 1 workers each resume from the states before them."""
+    """How often each of `samples` samples was trained in one epoch, while 1, 2,
+    4 and 1 workers each resume from the states before them."""
     order = np.random.default_rng(0).permutation(samples)
     cut = samples // 3
     for name, part in {"a": order[:cut], "b": order[cut:]}.items():
         (directory / f"{name}.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in part))
-    sources = {name: SourceSpec(str(directory / f"{name}.jsonl"), weight, epochs=1) for name, weight in {"a": 1.0, "b": 1.5}.items()}
+    sources = {
+        name: SourceSpec(str(directory / f"{name}.jsonl"), weight, epochs=1)
+        for name, weight in {"a": 1.0, "b": 1.5}.items()
+    }
     state: dict[str, Any] | None = None
     counts = np.zeros(samples, np.int32)
     steps = samples * 20 // (ROWS * SEQ_LEN)  # about
     for world, share in ((1, 0.2), (2, 0.3), (4, 0.3), (1, 9.0)):
         loaders = []
         for rank in range(world):
-            lanes = Lanes(sources, None, numbered, lanes=LANES, seed=1, shuffle=64, seq_len=SEQ_LEN, lookahead=16, exhausted="drop")  # type: ignore[arg-type]
-            loaders.append(Loader(lanes, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=ROWS, seq_len=SEQ_LEN))
+            lanes = Lanes(
+                sources,
+                None,
+                numbered,
+                lanes=LANES,
+                seed=1,
+                shuffle=64,
+                seq_len=SEQ_LEN,
+                lookahead=16,
+                exhausted="drop",
+            )  # type: ignore[arg-type]
+            loaders.append(
+                Loader(lanes, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=ROWS, seq_len=SEQ_LEN)
+            )
             if state:
                 loaders[-1].load_state_dict(state)
         for _ in range(int(share * steps) + 1):
@@ -63,7 +80,9 @@ def ledger(samples: int, directory: Path) -> np.ndarray:
             if not len(found):
                 break
         states = [loader.state_dict() for loader in loaders]
-        state = pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}}))
+        state = pickle.loads(
+            pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}})
+        )
         for loader in loaders:
             loader.close()
     return counts
@@ -76,14 +95,20 @@ def page(found: dict[str, Any], command: str) -> str:
         "# The ledger of samples\n\n"
         f"Command: `{command}` (`make ledger`)  \nHardware: {cpu()}; {found['cpu_s']:.0f} s of one core  \n"
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
-        f"{found['samples']:,} documents of 2 to 38 tokens, a third of them in one source and the rest in another, each beginning with its number,\n"
-        f"through everything that real data go through: files, shuffle, mixer, packer, loader; {LANES} lanes, rows of {SEQ_LEN} tokens, {ROWS} a step, one\n"
-        "epoch of each source. About a fifth of the steps are dealt to 1 worker, three tenths to 2, three tenths to 4 and the rest to 1 again; at each\n"
-        "change the loaders are closed, their states pass through bytes, and new loaders go on from there. Every number in every batch is entered in a\n"
+        f"{found['samples']:,} documents of 2 to 38 tokens, a third of them in one source and the rest in another, "
+        "each beginning with its number,\n"
+        f"through everything that real data go through: files, shuffle, mixer, packer, loader; {LANES} lanes, "
+        f"rows of {SEQ_LEN} tokens, {ROWS} a step, one\n"
+        "epoch of each source. About a fifth of the steps are dealt to 1 worker, three tenths to 2, "
+        "three tenths to 4 and the rest to 1 again; at each\n"
+        "change the loaders are closed, their states pass through bytes, and new loaders go on from there. "
+        "Every number in every batch is entered in a\n"
         "ledger.\n\n"
         "| what | found |\n|---|---|\n"
-        f"| samples | {found['samples']:,} |\n| never trained | **{found['lost']:,}** |\n| trained more than once | **{found['repeated']:,}** |\n\n"
-        "The suite does the same with 40,000 samples, and sees what is lost where a state is not carried over (`tests/data/test_loader.py`).\n"
+        f"| samples | {found['samples']:,} |\n| never trained | **{found['lost']:,}** |\n"
+        f"| trained more than once | **{found['repeated']:,}** |\n\n"
+        "The suite does the same with 40,000 samples, and sees what is lost where a state is not carried over "
+        "(`tests/data/test_loader.py`).\n"
     )
 
 
@@ -91,7 +116,12 @@ def main() -> None:
     samples, began = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000, time.process_time()
     with tempfile.TemporaryDirectory() as directory:
         counts = ledger(samples, Path(directory))
-    found = {"samples": samples, "lost": int((counts == 0).sum()), "repeated": int((counts > 1).sum()), "cpu_s": round(time.process_time() - began, 1)}
+    found = {
+        "samples": samples,
+        "lost": int((counts == 0).sum()),
+        "repeated": int((counts > 1).sum()),
+        "cpu_s": round(time.process_time() - began, 1),
+    }
     print(json.dumps(found))
     if len(sys.argv) > 2:
         Path(sys.argv[2]).write_text(page(found, " ".join(["python -m tests.data.ledger", *sys.argv[1:]])))

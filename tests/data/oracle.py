@@ -1,8 +1,9 @@
 """The assistant's tokens found a second way: by characters, and by asking the template what it does with other words.
 
-The one idea: each part of a turn (thinking, content, a call's name and arguments) and of its context is replaced by a word that occurs nowhere else, and
-rendered again. Words that do not come out are what the template drops. Where a turn ends is known by hand (tests/data/templates.py). Spans are characters
-of rendered text, turns share a sample while the text of one begins the next, and tokens are told by their offsets. Imports nothing of ptf.
+The one idea: each part of a turn (thinking, content, a call's name and arguments) and of its context is replaced by a
+word that occurs nowhere else, and rendered again. Words that do not come out are what the template drops. Where a turn
+ends is known by hand (tests/data/templates.py). Spans are characters of rendered text, turns share a sample while the
+text of one begins the next, and tokens are told by their offsets. Imports nothing of ptf.
 """
 
 import json
@@ -14,9 +15,19 @@ from typing import Any, Literal
 
 Masked = tuple[list[int], list[bool]]  # a sample: ids, and which of them are trained
 Reason = Literal[
-    "no assistant turn", "speaks first", "template refuses", "never served", "left out", "nothing before", "stop inside", "endless",
-    "unseen context", "thinking closed", "no tags", "call not served",
-]  # fmt: skip
+    "no assistant turn",
+    "speaks first",
+    "template refuses",
+    "never served",
+    "left out",
+    "nothing before",
+    "stop inside",
+    "endless",
+    "unseen context",
+    "thinking closed",
+    "no tags",
+    "call not served",
+]
 
 
 LONG = 3000  # characters
@@ -43,13 +54,18 @@ class Span:
 
 class Oracle:
     def __init__(self, hf: Any, known: Any, **options: Any):
-        """`known`: what a person knows, a Case of templates.py. `options`: what the template is handed besides messages and tools."""
+        """`known`: what a person knows, a Case of templates.py. `options`: what the template is handed besides messages
+        and tools."""
         self.hf, self.known, self.options = hf, known, options
         self.added = {i: token.content for i, token in hf.added_tokens_decoder.items()}
         self.stops = either({known.answer, known.call or known.answer, hf.eos_token} - {None})
 
     def __call__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, last: bool = False, arguments: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        last: bool = False,
+        arguments: Mapping[str, Any] | None = None,
     ) -> list[Masked]:
         """The samples of a conversation, of which only the last turn is trained if `last`. Raises Refusal."""
         self.given = {**self.options, **(arguments or {})}
@@ -67,9 +83,18 @@ class Oracle:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False, tools: Any = None) -> str:
         if self.known.text_arguments:
-            written = lambda call: with_function(call, {**function(call), "arguments": json.dumps(arguments(call), ensure_ascii=False)})  # noqa: E731
-            messages = [{**m, "tool_calls": list(map(written, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
-        return self.hf.apply_chat_template(list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False, **self.given)
+
+            def written(call):
+                return with_function(
+                    call, {**function(call), "arguments": json.dumps(arguments(call), ensure_ascii=False)}
+                )
+
+            messages = [
+                {**m, "tool_calls": list(map(written, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages
+            ]
+        return self.hf.apply_chat_template(
+            list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False, **self.given
+        )
 
     def _span(self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tools: Any) -> Span:
         turn = len(before)
@@ -103,11 +128,16 @@ class Oracle:
             raise Refusal(turn, "stop inside", stop[0])
         return Span(text[: stop.end()], start)
 
-    def _put_together(self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], asked: str, tools: Any) -> str:
-        """Thinking and answer behind the served prompt, as docs/data.md says it: the thinking between its tags, then the turn without it as the template
-        writes it, or the content as it stands where the template does not write it."""
+    def _put_together(
+        self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any], asked: str, tools: Any
+    ) -> str:
+        """Thinking and answer behind the served prompt, as docs/data.md says it: the thinking between its tags, then
+        the turn without it as the template writes it, or the content as it stands where the template does not write
+        it."""
         turn, content = len(before), message["content"]
-        thought = next((message[key] for key in ("reasoning_content", "thinking") if str(message.get(key) or "").strip()), "").strip()
+        thought = next(
+            (message[key] for key in ("reasoning_content", "thinking") if str(message.get(key) or "").strip()), ""
+        ).strip()
         bare = {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
         if not thought and "</think>" in content:
             inside, _, behind = content.partition("</think>")
@@ -118,7 +148,9 @@ class Oracle:
         opened = asked.rstrip().endswith("<think>")
         if thought and not opened and "<think>" not in self.hf.chat_template:
             raise Refusal(turn, "no tags")
-        lead = f"{thought}{tail}</think>{tail}{tail}" if opened else f"<think>\n{thought}\n</think>\n\n" if thought else ""
+        lead = (
+            f"{thought}{tail}</think>{tail}{tail}" if opened else f"<think>\n{thought}\n</think>\n\n" if thought else ""
+        )
         try:
             shown, told = self._render(before, False, tools), self._render([*before, bare], False, tools)
             plain = self._render([*before, ANSWER], False, tools)
@@ -128,22 +160,33 @@ class Oracle:
             raise Refusal(turn, "template refuses", str(e)) from None
         plain_too = self._render([*before, {**ANSWER, "content": "w"}], False, tools)
         differ = next((n for n, (a, b) in enumerate(zip(plain, plain_too, strict=False)) if a != b), len(plain))
-        heads: list[int] = [at + len(header) for header in self.known.headers if (at := plain.rfind(header, 0, differ)) >= 0]
+        heads: list[int] = [
+            at + len(header) for header in self.known.headers if (at := plain.rfind(header, 0, differ)) >= 0
+        ]
         head: int = max([*heads, *([len(shown)] if plain.startswith(shown) else []), 0])
         served = asked.startswith(shown) and asked.startswith(plain[:head]) and head >= len(shown)
-        body = re.sub(r"\A\s*(<think>)?\s*</think>\s*", "", told[head:]) if served and told.startswith(plain[:head]) else ""
+        body = (
+            re.sub(r"\A\s*(<think>)?\s*</think>\s*", "", told[head:])
+            if served and told.startswith(plain[:head])
+            else ""
+        )
         if bare.get("tool_calls"):
             if not body:
                 raise Refusal(turn, "call not served")
         elif not body or bare["content"].strip() not in body:
-            return lead + self.known.before_answer + bare["content"] + self.known.answer * (False not in self.known.borrowed)
+            return (
+                lead
+                + self.known.before_answer
+                + bare["content"]
+                + self.known.answer * (False not in self.known.borrowed)
+            )
         if dropped := [part for word, part in words.items() if word not in echo[head:]]:
             raise Refusal(turn, "left out", dropped[0])
         return lead + body
 
     def _unseen(self, before: Sequence[Mapping[str, Any]], tools: Any, asked: str) -> str | None:
-        """What of the context neither comes out nor makes a difference: contents (an assistant's after its thinking, and not beside calls), the names of calls
-        and of tools."""
+        """What of the context neither comes out nor makes a difference: contents (an assistant's after its thinking,
+        and not beside calls), the names of calls and of tools."""
         places: list[tuple[str, Any]] = [("tool", k) for k in range(len(tools or ()))]
         for i, message in enumerate(before):
             ours = message["role"] == "assistant"
@@ -161,14 +204,20 @@ class Oracle:
                 return str(place)
         return None
 
-    def _with_words(self, before: Sequence[Mapping[str, Any]], tools: Any, words: Mapping[tuple[str, Any], str]) -> str | None:
+    def _with_words(
+        self, before: Sequence[Mapping[str, Any]], tools: Any, words: Mapping[tuple[str, Any], str]
+    ) -> str | None:
         messages: list[Any] = [dict(message) for message in before]
         named: list[Any] = list(tools or ())
         for (kind, at), word in words.items():
             if kind == "tool":
                 named[at] = with_function(named[at], {**function(named[at]), "name": word})
             elif kind == "content":
-                thought, end, _ = messages[at]["content"].rpartition("</think>") if messages[at]["role"] == "assistant" else ("", "", "")
+                thought, end, _ = (
+                    messages[at]["content"].rpartition("</think>")
+                    if messages[at]["role"] == "assistant"
+                    else ("", "", "")
+                )
                 messages[at]["content"] = thought + end + word
             else:
                 i, k = at
@@ -181,11 +230,15 @@ class Oracle:
             return None
 
     def _samples(self, spans: Sequence[Span]) -> Iterator[Masked]:
-        """Spans whose texts begin one another: one sample, as long as the ids of each prompt by itself begin it, since a server continues those.
-        Where they do not the text is cut and the sample ends; for the turns after it the ids before have changed."""
+        """Spans whose texts begin one another: one sample, as long as the ids of each prompt by itself begin it, since
+        a server continues those. Where they do not the text is cut and the sample ends;
+        for the turns after it the ids before have changed."""
         while spans:
             ids, places = self._tokens(spans[-1].text)
-            cut = next((n for n, span in enumerate(spans) if not self._continues(spans[-1].text, span.start, ids, places)), None)
+            cut = next(
+                (n for n, span in enumerate(spans) if not self._continues(spans[-1].text, span.start, ids, places)),
+                None,
+            )
             group, spans = (spans, ()) if cut is None else (spans[: cut + 1], spans[cut + 1 :])
             if cut is not None:
                 text, start = group[-1].text, group[-1].start
@@ -198,7 +251,8 @@ class Oracle:
             yield ids, mask
 
     def _continues(self, text: str, start: int, ids: list[int], places: list[tuple[int, int]]) -> bool:
-        """Whether the ids of the text up to a character are its first ids. Of a long one, only what stands behind its last added token is encoded again."""
+        """Whether the ids of the text up to a character are its first ids. Of a long one, only what stands behind its
+        last added token is encoded again."""
         end = first(places, start)
         begin = next((n for n in range(end - 1, -1, -1) if ids[n] in self.added), 0) if start > LONG else 0
         return self._tokens(text[places[begin][0] if begin else 0 : start])[0] == ids[begin:end]
@@ -222,9 +276,14 @@ def either(texts: set[str]) -> re.Pattern[str]:
 
 def served_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """What a server makes of a message: nulls are absent, but content is a string; a call's arguments are an object."""
-    message = {**{key: value for key, value in message.items() if value is not None}, "content": message.get("content") or ""}
+    message = {
+        **{key: value for key, value in message.items() if value is not None},
+        "content": message.get("content") or "",
+    }
     if message.get("tool_calls"):
-        message["tool_calls"] = [with_function(call, {**function(call), "arguments": arguments(call)}) for call in message["tool_calls"]]
+        message["tool_calls"] = [
+            with_function(call, {**function(call), "arguments": arguments(call)}) for call in message["tool_calls"]
+        ]
     return message
 
 
@@ -240,12 +299,22 @@ def disguised(message: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], di
     for key in ("reasoning_content", "thinking"):
         if str(message.get(key) or "").strip():
             other[key] = word(key)
-    pieces = re.split("(</?think>)", message["content"])  # white space and these tags stay as they are: templates look for them
-    pieces[::2] = [re.sub(r"\S(.*\S)?", lambda _: word("content"), piece, count=1, flags=re.DOTALL) for piece in pieces[::2]]
+    # white space and these tags stay as they are: templates look for them
+    pieces = re.split("(</?think>)", message["content"])
+    pieces[::2] = [
+        re.sub(r"\S(.*\S)?", lambda _: word("content"), piece, count=1, flags=re.DOTALL) for piece in pieces[::2]
+    ]
     other["content"] = "".join(pieces)
     if message.get("tool_calls"):
         other["tool_calls"] = [
-            with_function(call, {**function(call), "name": word("call"), "arguments": {key: word("argument") for key in arguments(call)}})
+            with_function(
+                call,
+                {
+                    **function(call),
+                    "name": word("call"),
+                    "arguments": {key: word("argument") for key in arguments(call)},
+                },
+            )
             for call in message["tool_calls"]
         ]
     return other, words
@@ -256,7 +325,8 @@ def function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_function(call: Mapping[str, Any], function: dict[str, Any]) -> dict[str, Any]:
-    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}  # servers take no bare ones
+    # servers take no bare ones
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
 
 
 def arguments(call: Mapping[str, Any]) -> dict[str, Any]:

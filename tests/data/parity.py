@@ -1,7 +1,8 @@
 """The ids that ptf trains on, beside those that AutoTokenizer makes of the files that ptf writes.
 
-The one idea: what trains is a tokenizer in memory, with the tokens that the job added to it; what serves is another one, read by transformers from the
-directory that was published. Both are asked about the same texts: by the batch, as data are encoded, and some as whole documents.
+The one idea: what trains is a tokenizer in memory, with the tokens that the job added to it; what serves is another
+one, read by transformers from the directory that was published. Both are asked about the same texts: by the batch, as
+data are encoded, and some as whole documents.
 """
 
 import os
@@ -21,7 +22,8 @@ from tests.data.texts import fuzzed
 
 REAL = ("qwen3", "gpt2", "phi3-mini", "minimind")
 CHARACTERS = string.ascii_letters + string.digits + " .,+-=\n\t"
-ADDED = ["<buy>", "<buy_2>", "price:", "数", " mid space ", "É"]  # of which one begins another, and some are made of what texts have anyway
+# of which one begins another, and some are made of what texts have anyway
+ADDED = ["<buy>", "<buy_2>", "price:", "数", " mid space ", "É"]
 DOCUMENTS = 50  # of the texts, one in so many is encoded as a document too
 
 
@@ -44,7 +46,8 @@ class Pair:
 
 
 def pairs(scratch: Path, shared: Path | None = None) -> Iterator[Pair]:
-    """Of a tokenizer of characters; where `shared` has them, of real ones too; and of some of them with added tokens and semantic ids."""
+    """Of a tokenizer of characters; where `shared` has them, of real ones too;
+    and of some of them with added tokens and semantic ids."""
     from transformers import AutoTokenizer
 
     character_tokenizer(CHARACTERS, scratch / "characters")
@@ -62,7 +65,8 @@ def pairs(scratch: Path, shared: Path | None = None) -> Iterator[Pair]:
 
 
 def compared(pair: Pair, seed: int, count: int) -> dict[str, Any]:
-    """How many texts were compared, refused by ptf, and how many differ in an id; and how often an added token was among them."""
+    """How many texts were compared, refused by ptf, and how many differ in an id;
+    and how often an added token was among them."""
     texts = pair.texts(seed, count)
     known = {i for text in pair.more for i in pair.ours.encode(text)[:1]} if pair.more else set()
     refused, differ, added = 0, list[str](), 0
@@ -81,10 +85,24 @@ def compared(pair: Pair, seed: int, count: int) -> dict[str, Any]:
     for text, ids in zip(documents, begun, strict=True):
         (sample,) = encode_document({"text": text}, pair.ours)[0]
         trained = sample.tokens.tolist()
-        behind = trained[len(ids) :] if trained[: len(ids)] == ids else trained[len(ids) - 1 :] if ids[-1] in pair.ours.stop_ids else None
-        if behind is None or len(behind) > 1 or not set(behind) <= set(pair.ours.stop_ids):  # what follows is the end of the text, at most
+        behind = (
+            trained[len(ids) :]
+            if trained[: len(ids)] == ids
+            else trained[len(ids) - 1 :]
+            if ids[-1] in pair.ours.stop_ids
+            else None
+        )
+        # what follows is the end of the text, at most
+        if behind is None or len(behind) > 1 or not set(behind) <= set(pair.ours.stop_ids):
             differ.append(text)
-    return {"texts": count, "documents": len(documents), "refused": refused, "with_added": added, "differ": len(differ), "first": differ[:3]}
+    return {
+        "texts": count,
+        "documents": len(documents),
+        "refused": refused,
+        "with_added": added,
+        "differ": len(differ),
+        "first": differ[:3],
+    }
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> list[int] | None:

@@ -2,7 +2,7 @@
 
 import json
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 
 from ptf.data.encode import encode_prompt
 from ptf.data.kinds import unread
-from ptf.data.pipeline import atoms_once, opened, prompts_once
-from ptf.data.sample import Atom
-from ptf.data.sources import Place, SourceSpec
+from ptf.data.pipeline import opened, pack_units_once, prompts_once
+from ptf.data.sample import PackUnit
+from ptf.data.sources.rows import Place, SourceSpec
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.recipes.dpo.recipe import DPO
@@ -25,10 +25,17 @@ from tests.data.dataset_forms import Form
 TEMPLATE = (  # it shows tools, calls and all that anybody says
     "{% if tools %}{% for tool in tools %}{{ '<tool>' + (tool | tojson) }}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '<call>' + ({'name': c.function.name, 'arguments': c.function.arguments} | tojson) + '</call>' }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + ({'name': c.function.name, 'arguments': "
+    "c.function.arguments} | tojson) + '</call>' }}{% endfor %}"
     "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|><|assistant|>' }}{% endif %}"
 )
-RECIPES: Mapping[str, Any] = {"sft": SFT(), "dpo": DPO(), "rm": RM(), "rm binary": RM("binary"), "rm regression": RM("regression")}
+RECIPES: Mapping[str, Any] = {
+    "sft": SFT(),
+    "dpo": DPO(),
+    "rm": RM(),
+    "rm binary": RM("binary"),
+    "rm regression": RM("regression"),
+}
 SUFFIXES = ("jsonl", "parquet")
 
 
@@ -80,15 +87,18 @@ def spec_of(form: Form, path: Path) -> SourceSpec:
     return SourceSpec(str(path), kind="prompt" if form.recipe == "grpo" else form.kind, columns=form.columns)
 
 
-def read(form: Form, path: Path, tokenizer: Tokenizer) -> list[Atom] | list[Prompt]:
+def read(form: Form, path: Path, tokenizer: Tokenizer) -> list[PackUnit] | list[Prompt]:
     """What a run makes of a file of its rows. Raises UserError for what it refuses."""
     if form.recipe == "grpo":
         return list(prompts_once(spec_of(form, path), "set", tokenizer))
-    encode: Callable[..., list[Atom]] = lambda row, source: RECIPES[form.recipe].encode(row, tokenizer, source)  # noqa: E731
-    return list(atoms_once({"set": spec_of(form, path)}, encode=encode, seq_len=1000))
+
+    def encode(row, source) -> list[PackUnit]:
+        return RECIPES[form.recipe].encode(row, tokenizer, source)
+
+    return list(pack_units_once({"set": spec_of(form, path)}, encode=encode, seq_len=1000))
 
 
-def plainly(form: Form, tokenizer: Tokenizer) -> list[Atom] | list[Prompt]:
+def plainly(form: Form, tokenizer: Tokenizer) -> list[PackUnit] | list[Prompt]:
     """What its plain row is, for the same recipe."""
     assert form.plain is not None
     if form.recipe == "grpo":
@@ -101,6 +111,8 @@ def not_read(form: Form, path: Path) -> tuple[str, ...]:
     return unread(spec, reader)
 
 
-def trained(atoms: list[Atom], tokenizer: Tokenizer) -> tuple[str, ...]:
+def trained(atoms: list[PackUnit], tokenizer: Tokenizer) -> tuple[str, ...]:
     """The text that is trained, of each sample."""
-    return tuple(tokenizer.decode(s.tokens[s.weights > 0]).replace("<|im_end|>", "<end>") for atom in atoms for s in atom)
+    return tuple(
+        tokenizer.decode(s.tokens[s.weights > 0]).replace("<|im_end|>", "<end>") for atom in atoms for s in atom
+    )

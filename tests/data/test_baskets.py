@@ -1,4 +1,5 @@
-"""Baskets are read in another order each time; nothing else about them changes, and what they count stays with the place."""
+"""Baskets are read in another order each time; nothing else about them changes,
+and what they count stays with the place."""
 
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.baskets import redrawn, reordered
+from ptf.data.baskets import permute_events, reorder_baskets
 from ptf.data.encode import encode_events, fit
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -34,7 +35,7 @@ def test_events_stay_whole_and_in_their_baskets(characters: Tokenizer, entries: 
         ((sample,),) = encode_events({"events": entries, "context": 1, "opening": opening}, characters)
     except UserError:
         return
-    other = reordered(sample, np.random.default_rng(seed))
+    other = permute_events(sample, np.random.default_rng(seed))
     if not any(isinstance(entry, list) for entry in entries):
         assert other is sample
         return
@@ -50,7 +51,10 @@ def test_events_stay_whole_and_in_their_baskets(characters: Tokenizer, entries: 
 
 def test_every_order_comes_and_a_key_names_one(characters: Tokenizer) -> None:
     (atom,) = encode_events({"events": ["x", list("abc")]}, characters)
-    read = lambda key: [characters.decode(redrawn(atom, f"{key}/{i}")[0].tokens) for i in range(60)]  # noqa: E731
+
+    def read(key):
+        return [characters.decode(reorder_baskets(atom, f"{key}/{i}")[0].tokens) for i in range(60)]
+
     assert set(read("key")) == {"x" + a + b + c for a, b, c in ["abc", "acb", "bac", "bca", "cab", "cba"]}
     assert read("key") == read("key") != read("another")
 

@@ -1,4 +1,5 @@
-"""Rows as tensors: laid out together they are what a plain loop over documents makes of each, and memory is used again only when nobody holds it."""
+"""Rows as tensors: laid out together they are what a plain loop over documents makes of each,
+and memory is used again only when nobody holds it."""
 
 from typing import Any
 
@@ -7,18 +8,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.batch import Batch, Memory, laid_out
+from ptf.data.batch import Batch, Memory, lay_out
 from ptf.data.documents import Documents
-from ptf.data.sample import Atom, Sample
+from ptf.data.sample import PackUnit, Sample
 
 WIDTH = 24
 
 
-def plain(rows: list[list[Atom]]) -> dict[str, Any]:
+def plain(rows: list[list[PackUnit]]) -> dict[str, Any]:
     """A document at a time, a token at a time."""
     shape = len(rows), WIDTH
     made: dict[str, Any] = {name: np.zeros(shape, np.int64) for name in ("tokens", "targets", "positions")}
-    made |= {"segments": np.full(shape, -1), "weights": np.zeros(shape, np.float32), "score": np.zeros(shape, np.float32), "atoms": []}
+    made |= {
+        "segments": np.full(shape, -1),
+        "weights": np.zeros(shape, np.float32),
+        "score": np.zeros(shape, np.float32),
+        "atoms": [],
+    }
     document = atom = -1
     for r, row in enumerate(rows):
         at = 0
@@ -28,7 +34,11 @@ def plain(rows: list[list[Atom]]) -> dict[str, Any]:
                 document += 1
                 made["atoms"].append(atom)
                 for i, token in enumerate(sample.tokens):
-                    made["tokens"][r, at], made["positions"][r, at], made["segments"][r, at] = token, sample.begins + i, document
+                    made["tokens"][r, at], made["positions"][r, at], made["segments"][r, at] = (
+                        token,
+                        sample.begins + i,
+                        document,
+                    )
                     if i + 1 < len(sample):
                         made["targets"][r, at], made["weights"][r, at] = sample.tokens[i + 1], sample.weights[i + 1]
                         made["score"][r, at] = sample.streams["score"][i + 1] if "score" in sample.streams else 0
@@ -37,36 +47,50 @@ def plain(rows: list[list[Atom]]) -> dict[str, Any]:
 
 
 @st.composite
-def packed(draw: Any) -> list[list[Atom]]:
+def packed(draw: Any) -> list[list[PackUnit]]:
     rng, streams = np.random.default_rng(draw(st.integers(0, 1000))), draw(st.booleans())
     rows = []
-    for lengths in draw(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=4), min_size=1, max_size=7)):
-        row: list[Atom] = []
+    for lengths in draw(
+        st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=4), min_size=1, max_size=7)
+    ):
+        row: list[PackUnit] = []
         room = WIDTH
         for atom in lengths:
             if sum(atom) <= room:
                 room -= sum(atom)
-                row.append(tuple(
-                    Sample(rng.integers(1, 99, n).astype(np.int32), rng.normal(size=n).astype(np.float32), str(n),
-                           {"score": rng.normal(size=n).astype(np.float32)} if streams and n % 2 else {}, begins=int(i and rng.integers(0, 3)))
-                    for i, n in enumerate(atom)
-                ))  # fmt: skip
+                row.append(
+                    tuple(
+                        Sample(
+                            rng.integers(1, 99, n).astype(np.int32),
+                            rng.normal(size=n).astype(np.float32),
+                            str(n),
+                            {"score": rng.normal(size=n).astype(np.float32)} if streams and n % 2 else {},
+                            begins=int(i and rng.integers(0, 3)),
+                        )
+                        for i, n in enumerate(atom)
+                    )
+                )
         rows.append(row)
     return rows
 
 
 @settings(deadline=None)
 @given(rows=packed(), micro_rows=st.integers(1, 8))
-def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(rows: list[list[Atom]], micro_rows: int) -> None:
+def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(
+    rows: list[list[PackUnit]], micro_rows: int
+) -> None:
     memory = Memory()
     memory.block(36 * len(rows) * WIDTH + 4)[:] = 255  # whatever was there before
     parts = [rows[i : i + micro_rows] for i in range(0, len(rows), micro_rows)]
-    for batch, part in zip(laid_out(Documents.of(rows), WIDTH, micro_rows, memory), parts, strict=True):
+    for batch, part in zip(lay_out(Documents.of(rows), WIDTH, micro_rows, memory), parts, strict=True):
         wanted, samples = plain(part), [sample for row in part for atom in row for sample in atom]
         for name in ("tokens", "targets", "positions", "segments", "weights"):
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name
         assert batch.atoms.tolist() == wanted["atoms"]
-        assert np.array_equal(batch.streams["score"].numpy() if batch.streams else np.zeros(batch.tokens.shape, np.float32), wanted["score"])
+        assert np.array_equal(
+            batch.streams["score"].numpy() if batch.streams else np.zeros(batch.tokens.shape, np.float32),
+            wanted["score"],
+        )
         told = zip(batch.lengths, batch.begins, batch.sources, strict=True)
         assert list(told) == [(len(sample), sample.begins, sample.source) for sample in samples]
         assert torch.equal(Batch.of(part, WIDTH).tokens, batch.tokens)
@@ -74,10 +98,11 @@ def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(rows: list[l
 
 def test_memory_is_used_again_when_nobody_holds_it() -> None:
     memory, rows = Memory(), [[(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
-    first = laid_out(Documents.of(rows), WIDTH, 1, memory)
+    first = lay_out(Documents.of(rows), WIDTH, 1, memory)
     place, kept = first[0].tokens.data_ptr(), first[1].weights[0, 3:]
     del first
-    assert laid_out(Documents.of(rows[:2]), WIDTH, 1, memory)[0].tokens.data_ptr() != place  # a part of one tensor is held still
+    # a part of one tensor is held still
+    assert lay_out(Documents.of(rows[:2]), WIDTH, 1, memory)[0].tokens.data_ptr() != place
     assert kept[:5].tolist() == [1.0] * 5
     del kept
-    assert laid_out(Documents.of(rows), WIDTH, 1, memory)[0].tokens.data_ptr() == place
+    assert lay_out(Documents.of(rows), WIDTH, 1, memory)[0].tokens.data_ptr() == place

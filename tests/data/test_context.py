@@ -13,7 +13,16 @@ from ptf.errors import UserError
 from tests.data.conversations import said
 from tests.data.templates import templated
 
-TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Looks it up", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Looks it up",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "lookup", "arguments": {"x": 1}}}]}
 ASKED = [said("user", "What is the weather like in Denver?"), said("assistant", "It is sunny today.")]
 
@@ -22,7 +31,12 @@ ASKED = [said("user", "What is the weather like in Denver?"), said("assistant", 
     ("template", "messages", "tools", "what"),
     [
         ("drops_tools", ASKED, TOOLS, "tool 0, 'lookup'"),
-        ("drops_results", [said("user", "a"), CALL, said("tool", "b"), said("assistant", "c")], TOOLS, "message 2 (tool), 'b'"),
+        (
+            "drops_results",
+            [said("user", "a"), CALL, said("tool", "b"), said("assistant", "c")],
+            TOOLS,
+            "message 2 (tool), 'b'",
+        ),
         ("first_system_only", [said("system", "a"), said("system", "b"), *ASKED], None, "message 1 (system), 'b'"),
         ("first_system_only", [said("developer", "be brief"), *ASKED], None, "message 0 (developer), 'be brief'"),
         (
@@ -37,7 +51,9 @@ def test_what_a_template_drops_is_named(template: str, messages: list[dict[str, 
     tokenizer = templated(template)
     with pytest.raises(UserError) as error:
         chat_samples(messages, tokenizer, tools=tools, train_on="last")
-    assert f"chat template {tokenizer.template_name}, turn {len(messages) - 1}: it does not show {what}" in str(error.value)
+    assert f"chat template {tokenizer.template_name}, turn {len(messages) - 1}: it does not show {what}" in str(
+        error.value
+    )
     assert "model.chat_template" in str(error.value)
     assert "data.unseen_context: allow" in str(error.value)
     allowing = Tokenizer(tokenizer.hf)
@@ -60,9 +76,13 @@ def test_a_prompt_without_its_tools_is_refused_too() -> None:
 def test_what_is_shown_in_other_words_is_shown(template: str) -> None:
     """JSON text, names alone, earlier thinking that is dropped."""
     messages = [
-        said("user", "hm"), {**CALL, "reasoning_content": "I ponder"}, said("tool", 'a "b"\n'), said("assistant", "<think>so</think>c"), said("user", "d"),
+        said("user", "hm"),
+        {**CALL, "reasoning_content": "I ponder"},
+        said("tool", 'a "b"\n'),
+        said("assistant", "<think>so</think>c"),
+        said("user", "d"),
         said("assistant", "e"),
-    ]  # fmt: skip
+    ]
     assert chat_samples(messages, templated(template), tools=TOOLS, train_on="last")
 
 
@@ -70,7 +90,9 @@ def test_what_is_there_to_see_costs_no_render(monkeypatch: pytest.MonkeyPatch) -
     """Two renders a turn, with and without the check; one more a turn where the words alone do not tell."""
     tokenizer, renders = templated("plain"), []
     render = tokenizer.hf.apply_chat_template
-    monkeypatch.setattr(tokenizer.hf, "apply_chat_template", lambda *args, **kwargs: renders.append(1) or render(*args, **kwargs))
+    monkeypatch.setattr(
+        tokenizer.hf, "apply_chat_template", lambda *args, **kwargs: renders.append(1) or render(*args, **kwargs)
+    )
 
     def counted(messages: list[dict[str, Any]], **changes: Any) -> int:
         renders.clear()
@@ -94,10 +116,15 @@ def test_the_arguments_of_a_row_are_its_own() -> None:
         (atom,) = encode_document(row, tokenizer)
         return tokenizer.decode(atom[0].tokens)
 
-    with pytest.raises(UserError, match=r"that is never served; give model\.chat_template .* model\.template_args .* data\.render: served"):
+    with pytest.raises(
+        UserError,
+        match=r"that is never served; give model\.chat_template .* model\.template_args .* data\.render: served",
+    ):
         trained(chat)
     for key in ("template_args", "chat_template_kwargs"):
-        assert trained({**chat, key: {"enable_thinking": False, "other": None}}).endswith("<think></think>It is sunny today.<|im_end|>")
+        assert trained({**chat, key: {"enable_thinking": False, "other": None}}).endswith(
+            "<think></think>It is sunny today.<|im_end|>"
+        )
     prompt = encode_prompt({"messages": ASKED[:1], "template_args": {"enable_thinking": False}}, tokenizer, "a", 0)
     assert tokenizer.decode(prompt.tokens).endswith("<think></think>")
     assert trained({**chat, "template_args": '{"enable_thinking": false}'}).endswith("sunny today.<|im_end|>")
@@ -109,7 +136,10 @@ def test_the_arguments_of_a_row_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"template_args": {"a": 1}, "chat_template_kwargs": {"a": 1}}, "both `template_args` and `chat_template_kwargs`"),
+        (
+            {"template_args": {"a": 1}, "chat_template_kwargs": {"a": 1}},
+            "both `template_args` and `chat_template_kwargs`",
+        ),
         ({"template_args": [1]}, "`template_args` must be an object"),
         ({"template_args": "x"}, "`template_args` must be an object"),
         ({"template_args": {"messages": []}}, "'messages' cannot be an argument of a chat template"),

@@ -42,7 +42,12 @@ def test_bad_prompts_are_refused(characters: Tokenizer, row: dict[str, Any], mes
 
 
 def sample(n: int, trained: int) -> Sample:
-    return Sample(np.arange(n, dtype=np.int32), (np.arange(n) >= n - trained).astype(np.float32), "", {"advantages": np.arange(n, dtype=np.float32)})
+    return Sample(
+        np.arange(n, dtype=np.int32),
+        (np.arange(n) >= n - trained).astype(np.float32),
+        "",
+        {"advantages": np.arange(n, dtype=np.float32)},
+    )
 
 
 def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
@@ -57,7 +62,8 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
     assert fit(atom, 4, "truncate") == []  # nothing that is trained is left
     (pair,) = fit((sample(10, 8), sample(4, 3)), 8, "truncate")
     assert [len(s) for s in pair] == [4, 4]
-    pieces = fit((sample(10, 4),), 3, "split")  # of 3, 3, 3 and 1 tokens: the first two train nothing, nor can the last, which nothing precedes
+    # of 3, 3, 3 and 1 tokens: the first two train nothing, nor can the last, which nothing precedes
+    pieces = fit((sample(10, 4),), 3, "split")
     assert [s.tokens.tolist() for (s,) in pieces] == [[6, 7, 8]]
     with pytest.raises(UserError, match="2 samples that belong together cannot be split"):
         fit((sample(10, 8), sample(4, 3)), 8, "split")
@@ -68,7 +74,17 @@ def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
     encoder = Encoder(lambda row, name: encode_document(row, characters, name), "sums", 20, "truncate")
     for line, messages in enumerate([[USER, ASSISTANT], [USER, long], [USER | {"content": "1" * 30}, ASSISTANT]], 1):
         encoder(at({"messages": messages}, line))
-    assert encoder.counts == {"rows": 3, "samples": 2, "tokens": 31, "trained": 2 + 11, "whole": 31, "dropped": 1, "truncated": 1, "bad": 0, "left_out": 1}
+    assert encoder.counts == {
+        "rows": 3,
+        "samples": 2,
+        "tokens": 31,
+        "trained": 2 + 11,
+        "whole": 31,
+        "dropped": 1,
+        "truncated": 1,
+        "bad": 0,
+        "left_out": 1,
+    }
     with pytest.raises(UserError, match=r"a\.jsonl:4 \(source sums\): the conversation has no assistant turn"):
         encoder(at({"messages": [USER]}, 4))
 
@@ -104,7 +120,8 @@ def test_without_a_template_a_prompt_is_plain_text() -> None:
     ((sample,),) = encode_document({"prompt": "The capital of France is", "completion": " Paris"}, plain)
     assert said(plain, sample) == ("The capital of France is Paris<|endoftext|>", " Paris<|endoftext|>")
     assert len(plain.encode("name")) == 1
-    ((sample,),) = encode_document({"prompt": "na", "completion": "me"}, plain)  # "name" is one token, but "na" is what is served
+    # "name" is one token, but "na" is what is served
+    ((sample,),) = encode_document({"prompt": "na", "completion": "me"}, plain)
     assert sample.tokens.tolist() == [*plain.encode("na"), *plain.encode("me"), plain.hf.eos_token_id]
 
 
@@ -158,18 +175,42 @@ def test_a_scored_row_may_be_a_conversation() -> None:
 @pytest.mark.parametrize(
     ("encode", "row", "message"),
     [
-        (encode_document, {"question": "1"}, r"needs `messages`, `prompt` and `completion`, `text`, or `events`; this one has \['question'\]"),
+        (
+            encode_document,
+            {"question": "1"},
+            r"needs `messages`, `prompt` and `completion`, `text`, or `events`; this one has \['question'\]",
+        ),
         (encode_document, {"prompt": "1", "completion": 2}, "an answer must be a string or messages"),
-        (encode_document, {"prompt": {"a": 1}, "completion": "2"}, "a prompt must be a string or a list of messages, not dict"),
+        (
+            encode_document,
+            {"prompt": {"a": 1}, "completion": "2"},
+            "a prompt must be a string or a list of messages, not dict",
+        ),
         (encode_document, {"prompt": [USER], "completion": [USER]}, "must end with a message of the assistant's"),
         (encode_document, {"text": ""}, "`text` must be a string, and not empty"),
-        (encode_document, {"events": ["a", ""]}, "`events` must be a list of strings and of lists of strings, none of them empty"),
+        (
+            encode_document,
+            {"events": ["a", ""]},
+            "`events` must be a list of strings and of lists of strings, none of them empty",
+        ),
         (encode_document, {"events": ["a", "b"], "context": 2}, "`context` must be a number of events below 2"),
         (encode_document, {"events": ["a"], "context": 0}, "one token has nothing to train"),
-        (encode_preference, {"chosen": "2", "rejected": "3"}, "without a `prompt`, `chosen` and `rejected` must be whole conversations"),
-        (encode_preference, {"prompt": "1", "chosen": "2"}, r"needs `chosen` and `rejected`, this row has \['chosen', 'prompt'\]"),
+        (
+            encode_preference,
+            {"chosen": "2", "rejected": "3"},
+            "without a `prompt`, `chosen` and `rejected` must be whole conversations",
+        ),
+        (
+            encode_preference,
+            {"prompt": "1", "chosen": "2"},
+            r"needs `chosen` and `rejected`, this row has \['chosen', 'prompt'\]",
+        ),
         (encode_preference, {"prompt": "1", "chosen": "2", "rejected": "2"}, "`chosen` and `rejected` are the same"),
-        (encode_scored, {"prompt": "1", "completion": "2", "reward": None}, "needs `prompt`, `completion` and `reward`"),
+        (
+            encode_scored,
+            {"prompt": "1", "completion": "2", "reward": None},
+            "needs `prompt`, `completion` and `reward`",
+        ),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": float("nan")}, "`reward` must be a finite number"),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": 1e39}, "`reward` must be a finite number"),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": 10**400}, "`reward` must be a finite number"),
@@ -182,16 +223,33 @@ def test_bad_rows_are_refused(characters: Tokenizer, encode: Any, row: dict[str,
 
 def test_columns_have_names_of_their_own_and_kinds_choose(characters: Tokenizer) -> None:
     row = {"question": "1+1=", "answer": "2", "text": "3", "n": 1}
-    assert shaped(row, {"prompt": "question", "completion": "answer"}) == {"prompt": "1+1=", "completion": "2", "text": "3", "n": 1}
+    assert shaped(row, {"prompt": "question", "completion": "answer"}) == {
+        "prompt": "1+1=",
+        "completion": "2",
+        "text": "3",
+        "n": 1,
+    }
     assert shaped(row, {"prompt": "question", "completion": "answer"}, "text") == {"text": "3", "n": 1}
-    assert shaped(row | {"messages": []}, {"prompt": "question", "completion": "answer"}, "completion") == {"prompt": "1+1=", "completion": "2", "n": 1}
+    assert shaped(row | {"messages": []}, {"prompt": "question", "completion": "answer"}, "completion") == {
+        "prompt": "1+1=",
+        "completion": "2",
+        "n": 1,
+    }
     pair = {"prompt": "1", "chosen": "2", "rejected": "3", "completion": "2"}
     assert shaped(pair, {}, "preference") == {"prompt": "1", "chosen": "2", "rejected": "3"}
-    with pytest.raises(UserError, match=r"there is no column 'questoin'; this row has \['answer', 'n', 'question', 'text'\]"):
+    with pytest.raises(
+        UserError, match=r"there is no column 'questoin'; this row has \['answer', 'n', 'question', 'text'\]"
+    ):
         shaped(row, {"prompt": "questoin"})
     with pytest.raises(UserError, match="a row of kind chat needs `messages`"):
         shaped(row, {}, "chat")
-    encoder = Encoder(lambda row, name: encode_document(row, characters, name), "s", 99, "error", columns={"prompt": "question", "completion": "answer"})
+    encoder = Encoder(
+        lambda row, name: encode_document(row, characters, name),
+        "s",
+        99,
+        "error",
+        columns={"prompt": "question", "completion": "answer"},
+    )
     ((sample,),) = encoder(at({"question": "1+1=", "answer": "2", "weight": 0.25}, 1))
     assert said(characters, sample) == (HEAD + ANSWER, ANSWER)
     assert set(sample.weights.tolist()) == {0.0, 0.25}
@@ -205,20 +263,33 @@ def test_bad_rows_are_set_aside_once_and_not_too_many(characters: Tokenizer, tmp
 
     def run(rows: list[dict[str, Any]]) -> Encoder:
         aside = Quarantine(file, 0.002)
-        encoder = Encoder(lambda row, name: encode_document(row, characters, name), "s", 20, "error", set_aside=aside.add)
+        encoder = Encoder(
+            lambda row, name: encode_document(row, characters, name), "s", 20, "error", set_aside=aside.add
+        )
         for i, row in enumerate(rows, 1):
             encoder(at(row, i))
         return encoder
 
     good, bad = {"text": "1+1=2"}, {"text": 1}
     assert run([good, bad, good, {"text": "1" * 30}]).counts == {
-        "rows": 4, "samples": 2, "tokens": 12, "trained": 10, "whole": 12, "dropped": 0, "truncated": 0, "bad": 2, "left_out": 2,
-    }  # fmt: skip
+        "rows": 4,
+        "samples": 2,
+        "tokens": 12,
+        "trained": 10,
+        "whole": 12,
+        "dropped": 0,
+        "truncated": 0,
+        "bad": 2,
+        "left_out": 2,
+    }
     noted = [(row.where, row.reason[:20]) for row in rows_in(file)]
     assert noted == [("a.jsonl:2", "`text` must be a str"), ("a.jsonl:4", "31 tokens do not fit")]
     with file.open("a") as out:
         out.write('{"where": "a.jso')  # a kill cut this off
     run([good, bad, bad])
     assert [row.where for row in rows_in(file)] == ["a.jsonl:2", "a.jsonl:4", "a.jsonl:3"]
-    with pytest.raises(UserError, match=r"3 of 3 rows are bad, more than data\.max_bad \(0\.002\) allows; the last is a\.jsonl:3: `text` must be"):
+    with pytest.raises(
+        UserError,
+        match=r"3 of 3 rows are bad, more than data\.max_bad \(0\.002\) allows; the last is a\.jsonl:3: `text` must be",
+    ):
         run([bad] * 10_000)

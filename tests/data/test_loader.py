@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
-from ptf.data.exchange import PeerEnded, _at_home, as_bytes, of_bytes
+from ptf.data.exchange import PeerEnded, _assign_shares, rows_from_bytes, rows_to_bytes
 from ptf.data.loader import Loader
-from ptf.data.passes import Planned, part, planned
+from ptf.data.passes import DataPlan, planned, rows_taken
 from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
-from ptf.data.sources import SourceSpec
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -35,12 +35,17 @@ LANES, ROWS, SEQ_LEN = 4, 8, 64
 
 
 def chat(name: str, i: int) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": f"{name}{i}."}, {"role": "assistant", "content": "x" * (i * i % 23)}]}
+    return {
+        "messages": [{"role": "user", "content": f"{name}{i}."}, {"role": "assistant", "content": "x" * (i * i % 23)}]
+    }
 
 
 def history(name: str, i: int) -> dict[str, Any]:
     """Its baskets are read in another order each time."""
-    return {"events": [f"{name}{i}.", ["xy", "z", "vw"][: 1 + i % 3], "-", [*"abcdefghij"[: 1 + i * i % 10]]], "opening": 3}
+    return {
+        "events": [f"{name}{i}.", ["xy", "z", "vw"][: 1 + i % 3], "-", [*"abcdefghij"[: 1 + i * i % 10]]],
+        "opening": 3,
+    }
 
 
 @pytest.fixture(scope="module", params=[chat, history])
@@ -63,15 +68,38 @@ def repeated(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
 
 
 def make(
-    sources: dict[str, SourceSpec], tokenizer: Tokenizer, rank: int = 0, world: int = 1, micro_rows: int = 8, encode: Any = repeated, **kwargs: Any
+    sources: dict[str, SourceSpec],
+    tokenizer: Tokenizer,
+    rank: int = 0,
+    world: int = 1,
+    micro_rows: int = 8,
+    encode: Any = repeated,
+    **kwargs: Any,
 ) -> Loader:
     peers = kwargs.pop("peers", None)
-    options: dict[str, Any] = {"lanes": LANES, "seed": 0, "shuffle": 8, "seq_len": SEQ_LEN, "lookahead": 6, "reorder": True} | kwargs
+    options: dict[str, Any] = {
+        "lanes": LANES,
+        "seed": 0,
+        "shuffle": 8,
+        "seq_len": SEQ_LEN,
+        "lookahead": 6,
+        "reorder": True,
+    } | kwargs
     made = Lanes(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
-    return Loader(made, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=micro_rows, seq_len=SEQ_LEN, prefetch=2, peers=peers)
+    return Loader(
+        made,
+        lanes=LANES,
+        rows=ROWS,
+        rank=rank,
+        world_size=world,
+        micro_rows=micro_rows,
+        seq_len=SEQ_LEN,
+        prefetch=2,
+        peers=peers,
+    )
 
 
-def plan_of(loader: Loader, steps: int | None = None, **options: Any) -> Planned:
+def plan_of(loader: Loader, steps: int | None = None, **options: Any) -> DataPlan:
     return planned(loader._factory, ROWS, steps, **options)  # type: ignore[arg-type]
 
 
@@ -87,7 +115,9 @@ def documents(batches: list[Batch], tokenizer: Tokenizer) -> Iterator[str]:
 
 def rows_of(batches: list[Batch]) -> list[tuple[bytes, bytes]]:
     """Each row's bytes."""
-    return [(b.tokens[i].numpy().tobytes(), b.weights[i].numpy().tobytes()) for b in batches for i in range(len(b.tokens))]
+    return [
+        (b.tokens[i].numpy().tobytes(), b.weights[i].numpy().tobytes()) for b in batches for i in range(len(b.tokens))
+    ]
 
 
 def run(loaders: list[Loader], steps: int) -> list[list[tuple[bytes, bytes]]]:
@@ -103,7 +133,9 @@ def together(loaders: list[Loader]) -> dict[str, Any]:
     """The states of all ranks, through what a checkpoint does to them."""
     states = [loader.state_dict() for loader in loaders]
     assert len({s["step"] for s in states}) == 1
-    return pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}}))
+    return pickle.loads(
+        pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +147,17 @@ def whole(sources: dict[str, SourceSpec], characters: Tokenizer) -> list[list[tu
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_global_batches_do_not_depend_on_the_number_of_workers(sources: Any, characters: Tokenizer, whole: Any, world: int) -> None:
+def test_global_batches_do_not_depend_on_the_number_of_workers(
+    sources: Any, characters: Tokenizer, whole: Any, world: int
+) -> None:
     loaders = [make(sources, characters, rank, world, micro_rows=3) for rank in range(world)]
     assert run(loaders, 30) == whole
     close(loaders)
 
 
 def test_ranks_exchange_rows_by_work(sources: Any, characters: Tokenizer, whole: Any) -> None:
-    """Every step has the rows that it has alone, each once; a rank makes its own lanes' only; the counts add up; the state is of the lanes."""
+    """Every step has the rows that it has alone, each once; a rank makes its own lanes' only; the counts add up;
+    the state is of the lanes."""
     peers = Threads.group(4)
     loaders = [make(sources, characters, rank, 4, peers=peers[rank]) for rank in range(4)]
     alone, heaviest = make(sources, characters), {"exchanged": 0, "in turn": 0}
@@ -131,9 +166,13 @@ def test_ranks_exchange_rows_by_work(sources: Any, characters: Tokenizer, whole:
             ranks = list(pool.map(next, loaders))
             rows = [rows_of(batches) for batches in ranks]
             assert [len(mine) for mine in rows] == [2] * 4
-            assert sorted(zip((j for loader in loaders for j in loader.numbers), (row for mine in rows for row in mine), strict=True)) == list(
-                enumerate(whole[step])
-            )
+            assert sorted(
+                zip(
+                    (j for loader in loaders for j in loader.numbers),
+                    (row for mine in rows for row in mine),
+                    strict=True,
+                )
+            ) == list(enumerate(whole[step]))
             heaviest["exchanged"] += max(sum(n * n for b in batches for n in b.lengths) for batches in ranks)
             (batch,) = next(alone)
             squares = torch.tensor([float(n * n) for n in batch.lengths])
@@ -154,17 +193,24 @@ def test_ranks_exchange_rows_by_work(sources: Any, characters: Tokenizer, whole:
 
 def test_shares_stay_where_their_rows_were_made() -> None:
     shares, made_by = [[0, 3], [1, 4], [2, 5]], [2, 0, 1, 2, 1, 0]
-    assert _at_home(shares, made_by) == [2, 0, 1]  # of its two rows, both, one and one
-    rows = [[(Sample(np.arange(5, dtype=np.int32), np.array([0, 1, weight, 0, 1], np.float32), "a"),)] for weight in (1.0, 0.3)]
+    assert _assign_shares(shares, made_by) == [2, 0, 1]  # of its two rows, both, one and one
+    rows = [
+        [(Sample(np.arange(5, dtype=np.int32), np.array([0, 1, weight, 0, 1], np.float32), "a"),)]
+        for weight in (1.0, 0.3)
+    ]
     for some in (rows[:1], rows):
-        again = of_bytes(as_bytes(some))
-        assert [[s.weights.tolist() for s in atom] for row in again for atom in row] == [[s.weights.tolist() for s in atom] for row in some for atom in row]
+        again = rows_from_bytes(rows_to_bytes(some))
+        assert [[s.weights.tolist() for s in atom] for row in again for atom in row] == [
+            [s.weights.tolist() for s in atom] for row in some for atom in row
+        ]
 
 
 @pytest.mark.parametrize("sources", [chat], indirect=True)
 def test_ranks_that_exchange_end_together(sources: Any, characters: Tokenizer, tmp_path: Path) -> None:
     """Where one fails, the others say so; where one is closed, none hangs."""
-    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(chat("a", i)) + "\n" for i in range(400)) + '{"messages": 1}\n')
+    (tmp_path / "bad.jsonl").write_text(
+        "".join(json.dumps(chat("a", i)) + "\n" for i in range(400)) + '{"messages": 1}\n'
+    )
     peers = Threads.group(2)
     bad = {"bad": SourceSpec(str(tmp_path / "bad.jsonl"), kind="chat")}
     loaders = [make(bad, characters, rank, 2, peers=peers[rank]) for rank in range(2)]
@@ -177,7 +223,8 @@ def test_ranks_that_exchange_end_together(sources: Any, characters: Tokenizer, t
     with ThreadPoolExecutor(2) as pool:
         errors, steps = zip(*pool.map(error_of, loaders), strict=True)
     alone = make(bad, characters)
-    assert steps == (error_of(alone)[1],) * 2  # what was made before is trained, whatever else is made and exchanged with it
+    # what was made before is trained, whatever else is made and exchanged with it
+    assert steps == (error_of(alone)[1],) * 2
     assert steps[0] > 0
     assert sorted("bad.jsonl:401" in error for error in errors) == [False, True]
     assert any("the loader of another worker failed" in error for error in errors)
@@ -219,7 +266,8 @@ def test_elastic_resume_repeats_and_loses_nothing(sources: Any, characters: Toke
 
 
 def test_every_row_once_before_any_twice(sources: Any, characters: Tokenizer, whole: Any) -> None:
-    """Each lane deals a source's rows in turn, so over all lanes the counts differ by no more than the lanes' windows can hold back."""
+    """Each lane deals a source's rows in turn, so over all lanes the counts differ by no more than the lanes' windows
+    can hold back."""
     loader = make(sources, characters, encode=once)
     seen: Counter[str] = Counter()
     for _ in range(60):
@@ -256,7 +304,9 @@ def test_the_state_is_of_what_was_consumed_not_of_what_was_packed(sources: Any, 
         pass
     counted = loader.state_dict()
     assert counted["step"] == 1
-    assert loader.counts["samples"] == sum(lane["atoms"]["streams"][s]["stream"]["counts"]["samples"] for lane in counted["lanes"].values() for s in "ab")
+    assert loader.counts["samples"] == sum(
+        lane["atoms"]["streams"][s]["stream"]["counts"]["samples"] for lane in counted["lanes"].values() for s in "ab"
+    )
     second = rows_of(next(loader))
     loader.close()
     other = make(sources, characters)
@@ -290,7 +340,7 @@ def test_close_leaves_no_thread(sources: Any, characters: Tokenizer) -> None:
 
 
 def test_workers_must_divide_and_lanes_must_be_there(sources: Any, characters: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"workers \(3\) must divide data.lanes \(4\) and train.rows \(8\)"):
+    with pytest.raises(UserError, match=r"workers \(3\) must divide data.partitions \(4\) and train.sequences \(8\)"):
         make(sources, characters, world=3)
     half = make(sources, characters, 0, 2).state_dict()
     with pytest.raises(UserError, match=r"no state of lanes \[1, 3\]"):
@@ -310,7 +360,7 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
     ranks = [make(finite, characters, rank, 2, encode=once, exhausted=exhausted) for rank in range(2)]
     assert not ranks[0].endless
-    parts = [part(loader._factory, loader.served, None) for loader in ranks]  # type: ignore[arg-type]
+    parts = [rows_taken(loader._factory, loader.served, None) for loader in ranks]  # type: ignore[arg-type]
     steps = -(-max(one.ends for one in parts) // ROWS)
     close(ranks)
     seen: Counter[str] = Counter()
@@ -340,11 +390,18 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
         assert 61 + 29 - 3 * LANES <= len(seen) < 61 + 29
 
 
-def trained(sources: dict[str, SourceSpec], characters: Tokenizer, lanes: int, shuffle: int = 8, **options: Any) -> Counter[str]:
+def trained(
+    sources: dict[str, SourceSpec], characters: Tokenizer, lanes: int, shuffle: int = 8, **options: Any
+) -> Counter[str]:
     """Of one epoch, the documents."""
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
-    encode = lambda row, name: encode_document(row, characters, name)  # noqa: E731
-    made = Lanes(finite, characters, encode, lanes=lanes, seed=0, shuffle=shuffle, seq_len=SEQ_LEN, lookahead=6, **options)
+
+    def encode(row, name):
+        return encode_document(row, characters, name)
+
+    made = Lanes(
+        finite, characters, encode, lanes=lanes, seed=0, shuffle=shuffle, seq_len=SEQ_LEN, lookahead=6, **options
+    )
     loader = Loader(made, lanes=lanes, rows=ROWS, micro_rows=8, seq_len=SEQ_LEN)
     seen: Counter[str] = Counter()
     for _ in range(plan_of(loader).steps[1]):
@@ -362,17 +419,24 @@ def write(path: Path, name: str, rows: int, bad: range = range(0)) -> SourceSpec
 
 @pytest.mark.parametrize(("rows", "lanes"), [(1, 8), (7, 8), (100, 512), (100, 3)])
 @pytest.mark.parametrize("shuffle", [0, 8])
-def test_an_epoch_is_every_row_once_whatever_the_lanes(characters: Tokenizer, tmp_path: Path, rows: int, lanes: int, shuffle: int) -> None:
+def test_an_epoch_is_every_row_once_whatever_the_lanes(
+    characters: Tokenizer, tmp_path: Path, rows: int, lanes: int, shuffle: int
+) -> None:
     """Also where most lanes have no row: they end at once, and do not take the next epoch's."""
     seen = trained({"a": write(tmp_path, "a", rows)}, characters, lanes, shuffle=shuffle)
     assert seen == Counter(f"a{i}" for i in range(rows))
 
 
-def test_without_weights_every_row_comes_once_and_sources_are_interleaved(characters: Tokenizer, tmp_path: Path) -> None:
+def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
+    characters: Tokenizer, tmp_path: Path
+) -> None:
     sources = {"a": write(tmp_path, "a", 10), "b": write(tmp_path, "b", 500)}
     assert trained(sources, characters, 2) == Counter([f"a{i}" for i in range(10)] + [f"b{i}" for i in range(500)])
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
-    encode = lambda row, name: encode_document(row, characters, name)  # noqa: E731
+
+    def encode(row, name):
+        return encode_document(row, characters, name)
+
     lane = Lanes(finite, characters, encode, lanes=1, seed=0, shuffle=2, seq_len=SEQ_LEN, lookahead=6)(0)
     order = [sample.source for row in lane for atom in row for sample in atom]
     at = [i for i, name in enumerate(order) if name == "a"]
@@ -401,7 +465,9 @@ def test_a_checkpoint_of_another_order_is_refused(sources: Any, characters: Toke
     state = loader.state_dict()
     for lane in state["lanes"].values():
         assert lane.pop("order")
-    with pytest.raises(UserError, match="read the data in another order: continue it with that version, or start a new run"):
+    with pytest.raises(
+        UserError, match="read the data in another order: continue it with that version, or start a new run"
+    ):
         loader.load_state_dict(state)
     loader.close()
 
@@ -415,7 +481,12 @@ def test_a_state_holds_places(sources: Any, characters: Tokenizer) -> None:
     places = [lane["atoms"]["streams"][name]["window"] for lane in state["lanes"].values() for name in "ab"]
     assert {window.dtype.name for window in places} == {"int32"}
     assert {window.shape[1] for window in places} == {7}
-    other = make(sources, characters, shuffle=50, encode=lambda row, name, tokenizer: encode_document({"text": "another"}, tokenizer, name))
+    other = make(
+        sources,
+        characters,
+        shuffle=50,
+        encode=lambda row, name, tokenizer: encode_document({"text": "another"}, tokenizer, name),
+    )
     with pytest.raises(UserError, match=r"a\.jsonl:\d+ is not what it was when the checkpoint was written"):
         other.load_state_dict(state)
     other.close()
@@ -435,6 +506,13 @@ def test_elastic_resume_loses_and_repeats_nothing_of_40000(tmp_path: Path) -> No
     counts = ledger(40_000, tmp_path)
     assert counts.min() == counts.max() == 1
     with pytest.MonkeyPatch.context() as patch:  # a loader whose state is of what was packed, not of what was consumed
-        patch.setattr(Loader, "state_dict", lambda self: {"step": self.step, "lanes": {str(n): settle(lane.state_dict()) for n, lane in self._served.items()}})
+        patch.setattr(
+            Loader,
+            "state_dict",
+            lambda self: {
+                "step": self.step,
+                "lanes": {str(n): settle(lane.state_dict()) for n, lane in self._served.items()},
+            },
+        )
         counts = ledger(4_000, tmp_path)
     assert counts.min() == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ptf.data.mixer import Mixer
 from ptf.data.pipeline import Mixture
-from ptf.data.sources import SourceSpec
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import Shuffle, settle
 from ptf.errors import UserError
 
@@ -65,7 +65,9 @@ def test_shares_of_10000_samples_are_within_one_percent_by_samples_and_by_tokens
     weights = {"short": 0.2, "long": 0.5, "rare": 0.003}
     size = {"short": lambda i: 1 + i % 5, "long": lambda i: 500 + i % 1500, "rare": lambda i: 90}
     for by in ("samples", "tokens"):
-        mixed = mixer(dict.fromkeys(weights, 1000), weights, size=None if by == "samples" else lambda item: size[item[0]](item[2]))
+        mixed = mixer(
+            dict.fromkeys(weights, 1000), weights, size=None if by == "samples" else lambda item: size[item[0]](item[2])
+        )
         got: Counter[str] = Counter()
         for name, _, i in take(mixed, 10_000):
             got[name] += 1 if by == "samples" else size[name](i)
@@ -83,9 +85,15 @@ def test_temperature_brings_shares_nearer() -> None:
 
 def test_rows_are_asked_for_where_they_matter_and_are_not_known() -> None:
     sources = {"a": SourceSpec("a.jsonl.gz"), "b": SourceSpec("b.jsonl")}
-    with pytest.raises(UserError, match=r"data\.sources\.a do not tell how many rows they have.*give it `rows`.*or give the sources a `weight`"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.sources\.a do not tell how many rows they have.*give it `rows`.*or give the sources a `weight`",
+    ):
         Mixture(sources, 0).shares({"a": None, "b": 10})
-    assert Mixture({**sources, "a": SourceSpec("a.jsonl.gz", rows=30)}, 0).shares({"a": None, "b": 10}) == {"a": 30.0, "b": 10.0}
+    assert Mixture({**sources, "a": SourceSpec("a.jsonl.gz", rows=30)}, 0).shares({"a": None, "b": 10}) == {
+        "a": 30.0,
+        "b": 10.0,
+    }
     assert Mixture({**sources, "b": SourceSpec("b.jsonl", 2.0)}, 0).shares({"a": None, "b": 10}) == {"a": 1.0, "b": 2.0}
     assert Mixture({"a": sources["a"]}, 0).shares({"a": None}) == {"a": 1.0}
     with pytest.raises(UserError, match=r"sources\.b\.rows is 11, but its files have 10"):
@@ -96,7 +104,9 @@ def test_rows_are_asked_for_where_they_matter_and_are_not_known() -> None:
 def test_every_policy_ends_where_it_says(window: int) -> None:
     sizes, epochs = {"a": 10, "b": 25}, {"a": 2, "b": 1}
     dropped = drained(mixer(sizes, exhausted="drop", epochs=epochs, window=window))
-    assert Counter(dropped) == Counter([("a", e, i) for e in (0, 1) for i in range(10)] + [("b", 0, i) for i in range(25)])
+    assert Counter(dropped) == Counter(
+        [("a", e, i) for e in (0, 1) for i in range(10)] + [("b", 0, i) for i in range(25)]
+    )
     assert {name for name, *_ in dropped[-5:]} == {"b"}
     stopped = Counter(name for name, *_ in drained(mixer(sizes, exhausted="stop", epochs=epochs, window=window)))
     assert (stopped["a"], stopped["b"]) == (20, 19)
@@ -106,11 +116,23 @@ def test_every_policy_ends_where_it_says(window: int) -> None:
     assert len(take(mixer(sizes, exhausted="drop", epochs={"a": 1}, window=window), 500)) == 500  # b is endless
 
 
-@given(steps=st.integers(0, 60), policy=st.sampled_from(["repeat", "drop", "stop"]), window=st.integers(1, 9), by=st.booleans())
+@given(
+    steps=st.integers(0, 60),
+    policy=st.sampled_from(["repeat", "drop", "stop"]),
+    window=st.integers(1, 9),
+    by=st.booleans(),
+)
 def test_a_mixture_resumes_and_ends_alike(steps: int, policy: str, window: int, by: bool) -> None:
     def make() -> Mixer:
         size = (lambda item: 1 + item[2]) if by else None
-        return mixer({"a": 11, "b": 17}, {"a": 1.0, "b": 2.5}, window=window, exhausted=policy, epochs={"a": 2, "b": 2}, size=size)
+        return mixer(
+            {"a": 11, "b": 17},
+            {"a": 1.0, "b": 2.5},
+            window=window,
+            exhausted=policy,
+            epochs={"a": 2, "b": 2},
+            size=size,
+        )
 
     whole, one, other = drained(make()), make(), make()
     steps = min(steps, len(whole))

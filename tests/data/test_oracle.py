@@ -1,5 +1,5 @@
-"""The mask against a second way to find it, on made-up conversations under templates of our own, and on real ones where PTF_DATA has them;
-`make bench-masks` does the same on many more."""
+"""The mask against a second way to find it, on made-up conversations under templates of our own, and on real ones where
+PTF_DATA has them; `make bench-masks` does the same on many more."""
 
 import functools
 import itertools
@@ -20,7 +20,8 @@ from tests.data.oracle import Masked, Oracle, Refusal
 from tests.data.templates import CASES, OURS, REAL, REFUSED, markers, templated
 
 NEVER = ("thinking_opened",)  # none of its turns is served as it is rendered
-SOME = {"gsm8k": 6, "oasst": 4, "sgd": 3, "tau": 1, "pairs": 2, "taskmaster": 2}  # conversations of each for each template
+# conversations of each for each template
+SOME = {"gsm8k": 6, "oasst": 4, "sgd": 3, "tau": 1, "pairs": 2, "taskmaster": 2}
 CALLS = [{"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": '{"x": "1"}'}}]
 CALL = {"role": "assistant", "content": None, "tool_calls": CALLS}
 TWO_TURNS = [said("user", "a"), said("assistant", "Yes, b."), said("user", "c"), said("assistant", "d")]
@@ -59,7 +60,8 @@ def test_each_refused_model_trains_by_default_or_by_a_key() -> None:
         plain = Conversation("test", TWO_TURNS)
         thinking = Conversation("test", [said("user", "a"), said("assistant", "<think>\nb\n</think>\n\nc")])
         assert any(spans_of(name, [plain]) == 2 for name in names), model
-        assert any(spans_of(name, [thinking]) == 1 for name in names) or model == "Gemma 4", model  # whose thinking has other tags
+        # whose thinking has other tags
+        assert any(spans_of(name, [thinking]) == 1 for name in names) or model == "Gemma 4", model
 
 
 def test_real_templates(shared: Path) -> None:
@@ -74,21 +76,55 @@ def test_real_templates(shared: Path) -> None:
     ("name", "messages", "expected"),
     [
         ("plain", LOOKED, ["Yes, b.<|im_end|>", '\n<call>lookup {"x": "1"}</call><|im_end|>']),
-        ("drops_thinking", TWO_TURNS, ["<think>\n\n</think>\n\nYes, b.<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]),
-        ("return_or_end", LOOKED, ["<|channel|>final<|message|>Yes, b.<|return|>", ' to=lookup<|channel|>commentary<|message|>{"x": "1"}<|call|>']),
-        ("next_role_stop", LOOKED, ["\n<think></think>\nYes, b.<|user|>",
-            "\n<think></think>\n<tool_call>lookup\n<key>x</key>\n<value>1</value>\n</tool_call><|observation|>"]),
-        ("closed_by_next", LOOKED, ["Yes, b.<|assistant_end|>", '<|tools_prefix|>[{"lookup": {"x": "1"}}]<|tools_suffix|>']),
-        ("two_stops", LOOKED, ["<|response_start|>Yes, b.<|response_end|><|turn_end|>",
-            '<|thinking_start|><|thinking_end|><|action_start|>[{"name": "lookup", "arguments": {"x": "1"}}]<|action_end|><|turn_end|>']),
-        ("thinking_opened, render: served", [said("user", "a"), said("assistant", "<think>b</think>c")], ["b\n</think>\n\nc</s>"]),
+        (
+            "drops_thinking",
+            TWO_TURNS,
+            ["<think>\n\n</think>\n\nYes, b.<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"],
+        ),
+        (
+            "return_or_end",
+            LOOKED,
+            [
+                "<|channel|>final<|message|>Yes, b.<|return|>",
+                ' to=lookup<|channel|>commentary<|message|>{"x": "1"}<|call|>',
+            ],
+        ),
+        (
+            "next_role_stop",
+            LOOKED,
+            [
+                "\n<think></think>\nYes, b.<|user|>",
+                "\n<think></think>\n<tool_call>lookup\n<key>x</key>\n<value>1</value>\n</tool_call><|observation|>",
+            ],
+        ),
+        (
+            "closed_by_next",
+            LOOKED,
+            ["Yes, b.<|assistant_end|>", '<|tools_prefix|>[{"lookup": {"x": "1"}}]<|tools_suffix|>'],
+        ),
+        (
+            "two_stops",
+            LOOKED,
+            [
+                "<|response_start|>Yes, b.<|response_end|><|turn_end|>",
+                (
+                    '<|thinking_start|><|thinking_end|><|action_start|>[{"name": "lookup", "arguments": {"x": '
+                    '"1"}}]<|action_end|><|turn_end|>'
+                ),
+            ],
+        ),
+        (
+            "thinking_opened, render: served",
+            [said("user", "a"), said("assistant", "<think>b</think>c")],
+            ["b\n</think>\n\nc</s>"],
+        ),
         ("thinking_switch, render: served", TWO_TURNS[:2], ["\n</think>\n\nYes, b.<|im_end|>"]),
         ("empty_thought_prompt, render: served", TWO_TURNS[:2], ["Yes, b.<|end|>"]),
         ("moving_tools, render: served", [said("system", "s"), *TWO_TURNS[:2]], [" Yes, b.</s>"]),
         ("text_arguments", [said("user", "a"), CALL], ['<|call_begin|>lookup<|sep|>{"x": "1"}<|call_end|></s>']),
         ("only_end_of_document", TWO_TURNS[:2], [" Yes, b.</s>"]),
     ],
-)  # fmt: skip
+)
 def test_what_a_person_would_train(name: str, messages: list[dict[str, Any]], expected: list[str]) -> None:
     """By the oracle, and by ptf."""
     hf = templated(name).hf
@@ -102,14 +138,20 @@ def test_what_a_person_would_train(name: str, messages: list[dict[str, Any]], ex
     assert spans_of(name, [Conversation("test", messages)]) == len(expected)
 
 
-TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Looks", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "lookup", "description": "Looks", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 @pytest.mark.parametrize(
     ("name", "messages", "turn", "reason"),
     [
         ("drops_tools", [said("user", "a"), CALL], 1, "left out"),
-        ("moving_tools", [said("user", "a"), {**CALL, "content": "loo"}], 1, "left out"),  # not shown beside a call, if some of it is found in the name
+        # not shown beside a call, if some of it is found in the name
+        ("moving_tools", [said("user", "a"), {**CALL, "content": "loo"}], 1, "left out"),
         ("drops_thinking", [said("user", "a"), said("assistant", "thi<think>b</think>c")], 1, "left out"),
         ("thinking_opened", TWO_TURNS, 1, "never served"),
         ("moving_tools", [said("user", "a"), said("system", "b"), said("assistant", "c")], 2, "template refuses"),
@@ -119,8 +161,18 @@ TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Loo
         ("first_system_only", [said("user", "a"), said("developer", "b"), said("assistant", "c")], 2, "unseen context"),
         ("first_system_only", [said("user", "a"), said("system", "b"), said("assistant", "c")], 2, "unseen context"),
         ("drops_results", [said("user", "a"), CALL, said("tool", "b"), said("assistant", "c")], 3, "unseen context"),
-        ("empty_thought_prompt, render: served", [said("user", "a"), said("assistant", "<think>b</think>c")], 1, "no tags"),
-        ("thinking_switch, enable_thinking: false", [said("user", "a"), said("assistant", "b") | {"reasoning_content": "c"}], 1, "never served"),
+        (
+            "empty_thought_prompt, render: served",
+            [said("user", "a"), said("assistant", "<think>b</think>c")],
+            1,
+            "no tags",
+        ),
+        (
+            "thinking_switch, enable_thinking: false",
+            [said("user", "a"), said("assistant", "b") | {"reasoning_content": "c"}],
+            1,
+            "never served",
+        ),
     ],
 )
 def test_the_oracle_says_why_not(name: str, messages: list[dict[str, Any]], turn: int | None, reason: str) -> None:
@@ -211,12 +263,18 @@ def test_mistakes_in_the_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     mistakes: list[tuple[str, Any, str, Any]] = [
         ("drops_tools, unseen_context: allow", ptf.data.chat, "_parts", lambda message: []),  # dropped calls pass
         ("drops_results", ptf.data.chat, "refuse_unseen", lambda *_, **__: None),  # dropped context passes
-        ("drops_thinking, enable_thinking: false", ptf.data.chat, "encode_growing",
-            lambda texts, tokenizer: tokenizer.encode_all([t.rstrip() for t in texts])),  # prompts lose their last line break
-        ("return_or_end", templated("return_or_end"), "stop_ids", (0,)),  # the directory's eos, which ends no turn of a chat
+        (
+            "drops_thinking, enable_thinking: false",
+            ptf.data.chat,
+            "encode_incrementally",
+            # prompts lose their last line break
+            lambda texts, tokenizer: tokenizer.encode_all([t.rstrip() for t in texts]),
+        ),
+        # the directory's eos, which ends no turn of a chat
+        ("return_or_end", templated("return_or_end"), "stop_ids", (0,)),
         ("next_role_stop", Tokenizer, "closing", lambda self, calls: ""),
         ("plain", Tokenizer, "render_text", without_tools),
-    ]  # fmt: skip
+    ]
     for name, owner, attribute, wrong in mistakes:
         assert problems(name) == 0
         with monkeypatch.context() as patch:

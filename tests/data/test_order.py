@@ -1,4 +1,5 @@
-"""Which rows a lane reads: every row once an epoch, whatever the lanes, in an order that mixes and that a place can go on from."""
+"""Which rows a lane reads: every row once an epoch, whatever the lanes,
+in an order that mixes and that a place can go on from."""
 
 import gzip
 import json
@@ -15,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data import blocks
-from ptf.data.blocks import Reader
 from ptf.data.order import LaneSource, Ordered, shares, size
 from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
-from ptf.data.sources import SourceSpec
+from ptf.data.sources import blocks
+from ptf.data.sources.blocks import Reader
+from ptf.data.sources.rows import SourceSpec
 
 FORMATS = ("jsonl", "jsonl.gz", "parquet")
 
@@ -59,7 +60,9 @@ def epochs(source: LaneSource, n: int) -> list[list[int]]:
 
 @settings(deadline=None, max_examples=25)
 @given(lanes=st.integers(1, 90), limit=st.sampled_from([None, 1, 35, 60]), shuffled=st.booleans())
-def test_every_row_goes_to_one_lane_in_every_epoch(directory: Path, lanes: int, limit: int | None, shuffled: bool) -> None:
+def test_every_row_goes_to_one_lane_in_every_epoch(
+    directory: Path, lanes: int, limit: int | None, shuffled: bool
+) -> None:
     each = ordered(directory, lanes, limit, shuffled)
     found = [epochs(each.lane(lane, 5), 3) for lane in range(lanes)]
     rows = list(range(limit or 61))
@@ -73,8 +76,12 @@ def test_every_row_goes_to_one_lane_in_every_epoch(directory: Path, lanes: int, 
 
 @settings(deadline=None, max_examples=25)
 @given(lanes=st.integers(1, 9), shuffled=st.booleans(), cuts=st.lists(st.integers(0, 50), min_size=1, max_size=4))
-def test_a_lane_goes_on_from_its_place_again_and_again(directory: Path, lanes: int, shuffled: bool, cuts: list[int]) -> None:
-    take = lambda source, n: [(p.epoch, p.read()["n"]) for p in (next(source) for _ in range(n))]  # noqa: E731
+def test_a_lane_goes_on_from_its_place_again_and_again(
+    directory: Path, lanes: int, shuffled: bool, cuts: list[int]
+) -> None:
+    def take(source, n):
+        return [(p.epoch, p.read()["n"]) for p in (next(source) for _ in range(n))]
+
     whole = take(ordered(directory, lanes, None, shuffled).lane(lanes - 1, 3), sum(cuts) + 20)
     one, parts = ordered(directory, lanes, None, shuffled).lane(lanes - 1, 3), []
     for n in [*cuts, 20]:
@@ -86,7 +93,8 @@ def test_a_lane_goes_on_from_its_place_again_and_again(directory: Path, lanes: i
 
 
 def test_what_is_permuted(directory: Path) -> None:
-    """Blocks by (seed, epoch); compressed files whole; nothing without a shuffle, or before the first rows are chosen."""
+    """Blocks by (seed, epoch); compressed files whole; nothing without a shuffle,
+    or before the first rows are chosen."""
     first, second, third = epochs(ordered(directory, 1).lane(0, 0), 3)
     (other,) = epochs(ordered(directory, 1, seed=1).lane(0, 0), 1)
     assert len({tuple(e) for e in (first, second, third, other)}) > 2
@@ -104,14 +112,37 @@ def test_ranges_tile_an_epoch(rows: int, lanes: int, epoch: int) -> None:
     assert {end - start for start, end in found} <= {rows // lanes, rows // lanes + 1}
 
 
+def test_epochs_in_which_a_lane_has_no_row_are_not_gone_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row and 512 lanes: a lane has it in one epoch of 512, and looks at no other."""
+    looked: list[int] = []
+    pieces = Ordered.pieces
+
+    def seen(self: Ordered, epoch: int, lane: int) -> np.ndarray:
+        looked.append(epoch)
+        return pieces(self, epoch, lane)
+
+    monkeypatch.setattr(Ordered, "pieces", seen)
+    lane = ordered(write(tmp_path / "one.parquet", [7]), 512).lane(5, 8)
+    assert [next(lane).epoch for _ in range(20)] == [5 + 512 * i for i in range(20)]
+    assert len(looked) <= 21
+
+
 def labelled(directory: Path, rows: int, groups: int) -> SourceSpec:
     """Rows sorted by a binary label."""
-    return SourceSpec(str(write(directory / "a.parquet", np.arange(rows) * 2 // rows, rows // groups)), kind="text", epochs=1)
+    return SourceSpec(
+        str(write(directory / "a.parquet", np.arange(rows) * 2 // rows, rows // groups)), kind="text", epochs=1
+    )
 
 
 def lanes_of(spec: SourceSpec, lanes: int, **options: Any) -> Lanes:
-    encode = lambda row, name: [(Sample(np.full(4, row["n"], np.int32), np.ones(4, np.float32), name),)]  # noqa: E731
-    return Lanes({"a": spec}, None, encode, lanes=lanes, seed=0, lookahead=64, **({"shuffle": 1024, "seq_len": 64} | options))  # type: ignore[arg-type]
+    def encode(row, name):
+        return [(Sample(np.full(4, row["n"], np.int32), np.ones(4, np.float32), name),)]
+
+    return Lanes(
+        {"a": spec}, None, encode, lanes=lanes, seed=0, lookahead=64, **({"shuffle": 1024, "seq_len": 64} | options)
+    )  # type: ignore[arg-type]
 
 
 def labels(made: Lanes) -> np.ndarray:

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptf.data.packing import Packer, balanced, pack_all
-from ptf.data.sample import Atom, Sample, length
+from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.stream import settle
 from ptf.errors import UserError
 
 
-def atom(lengths: list[int], number: int) -> Atom:
+def atom(lengths: list[int], number: int) -> PackUnit:
     return tuple(Sample(np.full(n, number, np.int32), np.ones(n, np.float32), str(number)) for n in lengths)
 
 
@@ -23,7 +23,7 @@ class Numbered:
     def __init__(self, lengths: np.ndarray):
         self.lengths, self.at = lengths, 0
 
-    def __next__(self) -> Atom:
+    def __next__(self) -> PackUnit:
         self.at += 1
         return atom([int(self.lengths[(self.at - 1) % len(self.lengths)])], self.at - 1)
 
@@ -34,11 +34,13 @@ class Numbered:
         self.at = state["at"]
 
 
-def numbers(rows: list[list[Atom]]) -> list[list[int]]:
+def numbers(rows: list[list[PackUnit]]) -> list[list[int]]:
     return [[int(a[0].source) for a in row] for row in rows]
 
 
-@given(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), max_size=60), st.integers(36, 50), st.integers(1, 40))
+@given(
+    st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), max_size=60), st.integers(36, 50), st.integers(1, 40)
+)
 def test_nothing_is_lost_repeated_or_split(lengths: list[list[int]], seq_len: int, lookahead: int) -> None:
     atoms = [atom(sizes, i) for i, sizes in enumerate(lengths)]
     rows = pack_all(atoms, seq_len, lookahead)
@@ -91,13 +93,17 @@ def test_fill(lengths: Any) -> None:
     rows = list(itertools.islice(Packer(Numbered(lengths(np.random.default_rng(0), 20000)), 4096, 64), 1000))
     fill = sum(length(a) for row in rows for a in row) / (len(rows) * 4096)
     assert fill >= 0.998
-    greedy = sum(length(a) for row in first_fit(iter(Numbered(lengths(np.random.default_rng(0), 20000)).__next__, None)) for a in row)
+    greedy = sum(
+        length(a)
+        for row in first_fit(iter(Numbered(lengths(np.random.default_rng(0), 20000)).__next__, None))
+        for a in row
+    )
     assert greedy / (1000 * 4096) < 0.97  # the bar tells packers apart
 
 
-def first_fit(atoms: Iterator[Atom]) -> Iterator[list[Atom]]:
+def first_fit(atoms: Iterator[PackUnit]) -> Iterator[list[PackUnit]]:
     """1,000 rows, each closed by the first atom that does not fit."""
-    row: list[Atom] = []
+    row: list[PackUnit] = []
     for _ in range(1000):
         while True:
             a = next(atoms)

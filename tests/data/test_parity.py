@@ -24,7 +24,9 @@ def test_a_difference_is_seen(tmp_path: Path, name: str) -> None:
     shared = shared_data()
     for pair in pairs(tmp_path, shared):
         if pair.name == name:
-            without = tmp_path / "characters" if shared is None or "qwen3" not in name else shared / "tokenizers" / "qwen3"
+            without = (
+                tmp_path / "characters" if shared is None or "qwen3" not in name else shared / "tokenizers" / "qwen3"
+            )
             other = dataclasses.replace(pair, theirs=AutoTokenizer.from_pretrained(without, local_files_only=True))
             assert compared(other, 0, 100)["differ"] > 50
             return

@@ -1,5 +1,6 @@
 """What is said of a run before it begins is what it then does; where it is an interval, that is in it."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,28 +12,46 @@ from ptf.data import passes, tokenized
 from ptf.data.encode import encode_document
 from ptf.data.passes import estimated, planned
 from ptf.data.pipeline import Lanes
-from ptf.data.sources import SourceSpec
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import TokenRows
 from ptf.data.tokenizer import Tokenizer
 
 ROWS, SIZES = 4, {"a": 90, "b": 40}
 MIXTURES: dict[str, dict[str, Any]] = {
-    "none": {}, "temperature": {"temperature": 2.0}, "weights": {"weights": (2.0, None)}, "tokens": {"weights": (1.0, 1.0), "by": "tokens"},
-    "drop": {"weights": (3.0, 1.0), "exhausted": "drop"}, "stop": {"weights": (1.0, 1.0), "exhausted": "stop"},
-}  # fmt: skip
+    "none": {},
+    "temperature": {"temperature": 2.0},
+    "weights": {"weights": (2.0, None)},
+    "tokens": {"weights": (1.0, 1.0), "by": "tokens"},
+    "drop": {"weights": (3.0, 1.0), "exhausted": "drop"},
+    "stop": {"weights": (1.0, 1.0), "exhausted": "stop"},
+}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("passes")
     for name, n in SIZES.items():
-        (root / f"{name}.jsonl").write_text("".join(json.dumps({"text": name + "x" * (i * i % 23)}) + "\n" for i in range(n)))
+        (root / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": name + "x" * (i * i % 23)}) + "\n" for i in range(n))
+        )
     return root
 
 
-def lanes_of(files: Path, tokenizer: Tokenizer, epochs: int | None, weights: tuple[float | None, float | None] = (None, None), **options: Any) -> Lanes:
-    sources = {name: SourceSpec(str(files / f"{name}.jsonl"), weight, epochs=epochs) for name, weight in zip(SIZES, weights, strict=True)}
-    encode = lambda row, name: encode_document(row, tokenizer, name)  # noqa: E731
+def lanes_of(
+    files: Path,
+    tokenizer: Tokenizer,
+    epochs: int | None,
+    weights: tuple[float | None, float | None] = (None, None),
+    **options: Any,
+) -> Lanes:
+    sources = {
+        name: SourceSpec(str(files / f"{name}.jsonl"), weight, epochs=epochs)
+        for name, weight in zip(SIZES, weights, strict=True)
+    }
+
+    def encode(row, name):
+        return encode_document(row, tokenizer, name)
+
     return Lanes(sources, tokenizer, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8, **options)
 
 
@@ -51,7 +70,9 @@ def trained(lanes: Lanes, rows: int | None) -> tuple[int, dict[str, float]]:
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize(("epochs", "steps"), [(2, None), (None, 30), (1, 5)])
-def test_what_is_said_is_what_is_trained(files: Path, characters: Tokenizer, mixture: str, epochs: int | None, steps: int | None) -> None:
+def test_what_is_said_is_what_is_trained(
+    files: Path, characters: Tokenizer, mixture: str, epochs: int | None, steps: int | None
+) -> None:
     if mixture in ("drop", "stop") and epochs is None:
         epochs = 9
     options = MIXTURES[mixture]
@@ -70,9 +91,45 @@ def test_what_is_said_is_what_is_trained(files: Path, characters: Tokenizer, mix
         assert low * 0.85 <= n <= high * 1.15
 
 
-def test_only_the_lengths_of_what_is_tokenized_are_read(files: Path, characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = lambda row, name: encode_document(row, characters, name)  # noqa: E731
-    options: dict[str, Any] = {"encode": encode, "seq_len": 64, "too_long": "error", "tokenizer": characters, "config_fingerprint": "c"}
+@pytest.mark.parametrize("few", [passes.FEW_ROWS, 10])
+def test_rows_of_compressed_files_are_counted_or_estimated(
+    files: Path, characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    """Their files do not tell how many rows they have; the run that ends with them is told all the same."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((files / "a.jsonl").read_bytes()))
+
+    def encode(row, name):
+        return encode_document(row, characters, name)
+
+    sources = {"a": SourceSpec(str(tmp_path / "a.jsonl.gz"), epochs=2)}
+    lanes = Lanes(sources, characters, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
+    ends, found = trained(lanes, None)
+    monkeypatch.setattr(passes, "FEW_ROWS", few)
+    said = planned(lanes, ROWS, None)
+    low, high = said.passes["a"]  # type: ignore[misc]
+    if few > SIZES["a"]:
+        assert said.exact
+        assert said.steps == (ends, ends)
+        assert low == high == pytest.approx(found["a"])
+    else:
+        assert not said.exact
+        assert said.steps[0] * 0.9 - 2 <= ends <= said.steps[1] * 1.1 + 2
+        assert low * 0.85 <= found["a"] <= high * 1.15
+
+
+def test_only_the_lengths_of_what_is_tokenized_are_read(
+    files: Path, characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(row, name):
+        return encode_document(row, characters, name)
+
+    options: dict[str, Any] = {
+        "encode": encode,
+        "seq_len": 64,
+        "too_long": "error",
+        "tokenizer": characters,
+        "config_fingerprint": "c",
+    }
     tokenized.write(str(tmp_path / "t"), SourceSpec(str(files / "a.jsonl")), "a", **options)
     sources = {"a": SourceSpec(str(tmp_path / "t"), kind="tokenized", epochs=2)}
     lanes = Lanes(sources, characters, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
@@ -85,7 +142,9 @@ def test_only_the_lengths_of_what_is_tokenized_are_read(files: Path, characters:
     assert planned(lanes, ROWS, None).exact
 
 
-def test_an_interval_where_too_much_would_be_encoded(files: Path, characters: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interval_where_too_much_would_be_encoded(
+    files: Path, characters: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(passes, "FEW_ROWS", 100)
     lanes = lanes_of(files, characters, 1)
     said = planned(lanes, ROWS, None)

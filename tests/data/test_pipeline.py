@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.pipeline import Prompts, prompts_once, prompts_stream
-from ptf.data.sources import SourceSpec
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -19,9 +19,17 @@ from ptf.errors import UserError
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
     root = tmp_path_factory.mktemp("prompts")
-    (root / "a.jsonl").write_text("".join(json.dumps({"prompt": f"a{i}", "answer": None, "n": [i]}) + "\n" for i in range(20)))
-    pq.write_table(pa.Table.from_pylist([{"prompt": f"b{i}", "day": datetime.date(2024, 1, 1 + i)} for i in range(10)]), root / "b.parquet")
-    return {"a": SourceSpec(str(root / "a.jsonl"), 3.0, "prompt"), "b": SourceSpec(str(root / "b.parquet"), 1.0, "prompt")}
+    (root / "a.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"a{i}", "answer": None, "n": [i]}) + "\n" for i in range(20))
+    )
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": f"b{i}", "day": datetime.date(2024, 1, 1 + i)} for i in range(10)]),
+        root / "b.parquet",
+    )
+    return {
+        "a": SourceSpec(str(root / "a.jsonl"), 3.0, "prompt"),
+        "b": SourceSpec(str(root / "b.parquet"), 1.0, "prompt"),
+    }
 
 
 def take(stream: Prompts, n: int) -> list[tuple]:
@@ -48,7 +56,11 @@ def test_prompts_are_mixed_shuffled_numbered_and_whole(sources: dict[str, Source
     order = [row["prompt"] for _, row, source, _ in prompts if source == "a"]
     assert len(set(order[:20])) == 20  # an epoch
     assert order[:20] != sorted(order[:20])
-    assert order != [row["prompt"] for _, row, source, _ in take(prompts_stream(sources, tokenizer=characters, seed=1, shuffle=1000), 40) if source == "a"]
+    assert order != [
+        row["prompt"]
+        for _, row, source, _ in take(prompts_stream(sources, tokenizer=characters, seed=1, shuffle=1000), 40)
+        if source == "a"
+    ]
     row = next(row for _, row, _, _ in prompts if row["prompt"] == "a7")
     assert row == {"prompt": "a7", "answer": None, "n": [7]}
 

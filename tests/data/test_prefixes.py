@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
-from ptf.data.exchange import as_bytes, of_bytes
+from ptf.data.exchange import rows_from_bytes, rows_to_bytes
 from ptf.data.packing import pack_all
 from ptf.data.passes import planned
 from ptf.data.pipeline import Lanes
-from ptf.data.prefixes import apart, families, pack_shared
-from ptf.data.sample import Atom, Sample, length
-from ptf.data.sources import SourceSpec
+from ptf.data.prefixes import families, pack_shared, separate
+from ptf.data.sample import PackUnit, Sample, length
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
-from ptf.data.token_file import columns_of
+from ptf.data.token_file import unit_columns
 from ptf.errors import UserError
 from tests.data.templates import templated
 from tests.tiny import write_jsonl
@@ -31,11 +31,15 @@ def answered(prompt: list[int], answer: list[int], source: str = "a") -> Sample:
     return Sample(tokens, weights, source, {"advantages": np.arange(len(tokens), dtype=np.float32) * (weights != 0)})
 
 
-answers = st.builds(answered, st.sampled_from([[1], [1, 2], [1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2], list(range(20))]), st.lists(st.integers(0, 9), max_size=20))
+answers = st.builds(
+    answered,
+    st.sampled_from([[1], [1, 2], [1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2], list(range(20))]),
+    st.lists(st.integers(0, 9), max_size=20),
+)
 pairs = st.tuples(*[st.builds(answered, st.just([1, 2, 3]), st.lists(st.integers(0, 9), min_size=1, max_size=9))] * 2)
 
 
-def whole(row: list[Atom]) -> list[tuple]:
+def whole(row: list[PackUnit]) -> list[tuple]:
     """Its samples, each with what it goes on from."""
     out, last = [], row[0][0]
     for sample in (sample for atom in row for sample in atom):
@@ -49,11 +53,13 @@ def whole(row: list[Atom]) -> list[tuple]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(answers.map(lambda s: (s,)), pairs), max_size=40))
-def test_every_sample_is_in_one_row_and_is_what_it_was(atoms: list[Atom]) -> None:
+def test_every_sample_is_in_one_row_and_is_what_it_was(atoms: list[PackUnit]) -> None:
     rows = pack_shared(atoms, WIDTH)
     assert all(0 < sum(map(length, row)) <= WIDTH for row in rows)
     assert Counter(one for row in rows for one in whole(row)) == Counter(one for atom in atoms for one in whole([atom]))
-    assert {tuple(map(id, atom)) for atom in atoms if len(atom) > 1} <= {tuple(map(id, atom)) for row in rows for atom in row}, "pairs stay together"
+    assert {tuple(map(id, atom)) for atom in atoms if len(atom) > 1} <= {
+        tuple(map(id, atom)) for row in rows for atom in row
+    }, "pairs stay together"
     assert sum(map(len, rows)) == len(atoms), "who shares a beginning is still an atom of its own"
     for row in rows:
         first = [atom[0] for atom in row if len(atom) == 1 and atom[0].begins == 0 and atom[0].weights.any()]
@@ -75,7 +81,8 @@ def test_the_answers_to_a_prompt_read_it_once_but_for_its_last_token():
 
 
 def test_rows_are_filled_with_what_is_left_of_other_families():
-    """12 answers of 8 to each of 3 prompts of 101: 36 rows of 128 without sharing; with it three answers to a row, and what is left over together."""
+    """12 answers of 8 to each of 3 prompts of 101: 36 rows of 128 without sharing; with it three answers to a row,
+    and what is left over together."""
     atoms = [(answered([p] * 101, [n % 10] * 8),) for p in range(3) for n in range(12)]
     assert len(pack_all(atoms, 128)) == 36
     assert [sum(map(length, row)) for row in pack_shared(atoms, 128)] == [100 + 3 * 9] * 12
@@ -85,8 +92,11 @@ def test_rows_are_filled_with_what_is_left_of_other_families():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(answers, min_size=1, max_size=30))
 def test_sharing_never_takes_more_tokens(samples: list[Sample]) -> None:
-    atoms: list[Atom] = [(s,) for s in samples]
-    tokens = lambda rows: sum(length(atom) for row in rows for atom in row)  # noqa: E731
+    atoms: list[PackUnit] = [(s,) for s in samples]
+
+    def tokens(rows):
+        return sum(length(atom) for row in rows for atom in row)
+
     assert tokens(pack_shared(atoms, WIDTH)) <= tokens(pack_all(atoms, WIDTH))
 
 
@@ -106,13 +116,14 @@ def test_what_has_something_in_a_stream_is_not_shared():
 
 def test_what_is_written_down_is_whole():
     (row,) = pack_shared([(answered([1, 2, 3], [n]),) for n in range(3)], WIDTH)
-    with pytest.raises(AssertionError, match="is whole"):
-        columns_of(row)
+    with pytest.raises(AssertionError, match="are complete"):
+        unit_columns(row)
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Sample]:
-    """Samples of one conversation: each answers after a beginning of what was said, shown otherwise from some point on."""
+    """Samples of one conversation: each answers after a beginning of what was said,
+    shown otherwise from some point on."""
     said = draw(st.lists(st.integers(0, 3), min_size=24, max_size=24))
     made = []
     for _ in range(draw(st.integers(1, 6))):
@@ -128,8 +139,12 @@ def conversations(draw: st.DrawFn) -> list[Sample]:
 @given(conversations())
 def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]) -> None:
     atoms = families(samples, WIDTH)
-    assert Counter(one for atom in atoms for one in whole([atom])) == Counter(one for s in samples for one in whole([(s,)]))
-    assert sorted((tuple(s.tokens), tuple(s.weights)) for atom in atoms for s in apart(atom)) == sorted((tuple(s.tokens), tuple(s.weights)) for s in samples)
+    assert Counter(one for atom in atoms for one in whole([atom])) == Counter(
+        one for s in samples for one in whole([(s,)])
+    )
+    assert sorted((tuple(s.tokens), tuple(s.weights)) for atom in atoms for s in separate(atom)) == sorted(
+        (tuple(s.tokens), tuple(s.weights)) for s in samples
+    )
     assert all(length(atom) <= WIDTH for atom in atoms)
     assert sum(map(length, atoms)) <= sum(map(len, samples))
     for atom in atoms:
@@ -146,13 +161,23 @@ def test_a_conversation_that_had_to_be_split_is_read_about_once() -> None:
 
 @pytest.fixture
 def chats(tmp_path) -> str:
-    said = lambda n, k: [{"role": r, "content": f"{w} {n} {k} more"} for r, w in (("user", "question"), ("assistant", "answer"))]  # noqa: E731
-    return str(write_jsonl(tmp_path / "chats.jsonl", [{"messages": [m for k in range(1 + n % 4) for m in said(n, k)]} for n in range(40)]))
+    def said(n, k):
+        return [{"role": r, "content": f"{w} {n} {k} more"} for r, w in (("user", "question"), ("assistant", "answer"))]
+
+    return str(
+        write_jsonl(
+            tmp_path / "chats.jsonl",
+            [{"messages": [m for k in range(1 + n % 4) for m in said(n, k)]} for n in range(40)],
+        )
+    )
 
 
 def lanes(path: str, share: bool, epochs: int | None = 1) -> Lanes:
     tokenizer = templated("drops_thinking")
-    encode = lambda row, source: encode_document(row, tokenizer, source)  # noqa: E731
+
+    def encode(row, source):
+        return encode_document(row, tokenizer, source)
+
     spec = SourceSpec(path, epochs=epochs)
     return Lanes({"chats": spec}, tokenizer, encode, lanes=2, seed=0, shuffle=8, seq_len=256, lookahead=4, share=share)
 
@@ -165,7 +190,9 @@ def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(ch
     tokens = {share: sum(length(atom) for row in found for atom in row) for share, found in rows.items()}
     assert tokens[True] < 0.7 * tokens[False]
     found = {share: planned(lanes(chats, share), 4, None) for share in (True, False)}
-    assert {share: p.steps[0] for share, p in found.items()} == {share: -(-max(ends(lanes(chats, share), k) for k in range(2)) // 4) for share in found}
+    assert {share: p.steps[0] for share, p in found.items()} == {
+        share: -(-max(ends(lanes(chats, share), k) for k in range(2)) // 4) for share in found
+    }
 
 
 def ends(made: Lanes, lane: int) -> int:
@@ -181,4 +208,4 @@ def test_what_is_shared_resumes_and_travels(chats: str) -> None:
     following = [next(stream) for _ in range(6)]
     assert any(sample.begins for row in following for atom in row for sample in atom)
     assert [whole(row) for row in following] == [whole(next(again)) for _ in range(6)]
-    assert [whole(row) for row in of_bytes(as_bytes(following))] == [whole(row) for row in following]
+    assert [whole(row) for row in rows_from_bytes(rows_to_bytes(following))] == [whole(row) for row in following]

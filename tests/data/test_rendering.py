@@ -1,4 +1,5 @@
-"""What a job says of rendering: a template and its arguments, written into the tokenizer; the date; where a turn ends."""
+"""What a job says of rendering: a template and its arguments, written into the tokenizer; the date;
+where a turn ends."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,11 @@ from tests.data.templates import bytes_tokenizer, templated
 
 CHAT = [said("user", "a"), said("assistant", "b")]
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(exclude_categories=["Cs"])),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab%}{\"'\\\n", max_size=4), inner, max_size=3),
     max_leaves=6,
 )
@@ -26,7 +31,9 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_arguments_are_defaults_of_any_value(characters: Tokenizer, value: Any) -> None:
-    template = with_arguments("{% macro m() %}{{ x | tojson }}{% endmacro %}{% for n in [1] %}{{ m() }}{% endfor %}\n", {"x": value})
+    template = with_arguments(
+        "{% macro m() %}{{ x | tojson }}{% endmacro %}{% for n in [1] %}{{ m() }}{% endfor %}\n", {"x": value}
+    )
     render = characters.hf.apply_chat_template
     assert json.loads(render(CHAT, chat_template=template, tokenize=False)) == value
     assert json.loads(render(CHAT, chat_template=template, tokenize=False, x="other")) == "other"
@@ -34,7 +41,7 @@ def test_arguments_are_defaults_of_any_value(characters: Tokenizer, value: Any) 
 
 def test_a_template_that_is_given_renders_the_same_once_saved(tmp_path: Path) -> None:
     made = Tokenizer(bytes_tokenizer())
-    made.give_template(templated("thinking_switch").hf.chat_template, {"enable_thinking": False})
+    made.set_template(templated("thinking_switch").hf.chat_template, {"enable_thinking": False})
     made.save(tmp_path)
     served = AutoTokenizer.from_pretrained(tmp_path)
     text = served.apply_chat_template(CHAT[:1], add_generation_prompt=True, tokenize=False)
@@ -55,7 +62,10 @@ def test_the_date_is_what_it_is_told_and_part_of_the_fingerprint(tmp_path: Path)
     assert "Today is 03 February 2026." in one.render_text(CHAT, False)
     assert one.render(CHAT, False) != other.render(CHAT, False)
     assert one.fingerprint() != other.fingerprint()
-    with pytest.raises(UserError, match=r"it was made with a chat template that rendered the date 2026-02-03, not 2026-02-04: set data\.date"):
+    with pytest.raises(
+        UserError,
+        match=r"it was made with a chat template that rendered the date 2026-02-03, not 2026-02-04: set data\.date",
+    ):
         other.refuse_other(one.identity, "it")
     one.save(tmp_path)
     again = Tokenizer.load(str(tmp_path))
@@ -74,7 +84,8 @@ def test_of_two_stops_the_one_at_which_a_server_stops_is_trained() -> None:
     assert [tokenizer.decode([i]) for i in tokenizer.stop_ids] == ["<|turn_end|>"]
     (sample,) = chat_samples(CHAT, tokenizer)
     assert tokenizer.decode(sample.tokens[sample.weights > 0]) == "<|response_start|>b<|response_end|><|turn_end|>"
-    other = Tokenizer(templated("two_stops").hf, extra_stops=tokenizer.encode("<|response_end|>"))  # a generation config that stops earlier
+    # a generation config that stops earlier
+    other = Tokenizer(templated("two_stops").hf, extra_stops=tokenizer.encode("<|response_end|>"))
     assert other.decode([other.stop_ids[0]]) == "<|response_end|>"
 
 
@@ -82,4 +93,7 @@ def test_saving_keeps_all_of_the_generation_config(characters: Tokenizer, tmp_pa
     characters.save(tmp_path / "a")
     (tmp_path / "a/generation_config.json").write_text('{"eos_token_id": [3, 7], "temperature": 0.6}')
     Tokenizer.load(str(tmp_path / "a")).save(tmp_path / "b")
-    assert json.loads((tmp_path / "b/generation_config.json").read_text()) == {"eos_token_id": [3, 7], "temperature": 0.6}
+    assert json.loads((tmp_path / "b/generation_config.json").read_text()) == {
+        "eos_token_id": [3, 7],
+        "temperature": 0.6,
+    }

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from ptf.data.encode import Encoder, encode_prompt
 from ptf.data.kinds import KINDS
-from ptf.data.pipeline import atoms_once, prompts_once
+from ptf.data.pipeline import pack_units_once, prompts_once
 from ptf.data.quarantine import BadRow, Quarantine, rows_in
-from ptf.data.sample import Atom, Sample
-from ptf.data.sources import SourceSpec
+from ptf.data.sample import PackUnit, Sample
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data import read_form
@@ -42,34 +42,51 @@ def line(**more: Any) -> str:
 
 
 BAD = {
-    "half of a character": (line().replace('"2"', r'"\ud800"'), r"half of a character \(a lone surrogate\) in '\\ud800'"),
+    "half of a character": (
+        line().replace('"2"', r'"\ud800"'),
+        r"half of a character \(a lone surrogate\) in '\\ud800'",
+    ),
     "tools that are no JSON": (line(tools="search"), "`tools` is not JSON that can be read"),
     "tools that are strings": (line(tools=["search"]), "`tools`: tool 0 is not JSON that can be read"),
     "tools that are numbers": (line(tools=[1]), "`tools`: tool 0 must be an object, or the JSON of one, not a number"),
     "deep JSON": (line(meta=0).replace(": 0", ": " + NESTED), "more than 200 objects and lists inside each other"),
-    "JSON that is less deep": (line(meta=0).replace(": 0", ": " + LESS), "more than 200 objects and lists inside each other"),
-    "deep arguments": (line(messages=[ASKED, CALL]).replace("ARGUMENTS", NESTED.replace('"', r"\"")), "the arguments of f is not JSON"),
+    "JSON that is less deep": (
+        line(meta=0).replace(": 0", ": " + LESS),
+        "more than 200 objects and lists inside each other",
+    ),
+    "deep arguments": (
+        line(messages=[ASKED, CALL]).replace("ARGUMENTS", NESTED.replace('"', r"\"")),
+        "the arguments of f is not JSON",
+    ),
     "a weight beyond all numbers": (line(weight=10**400), "the row's `weight` must be a number above 0"),
     "a weight that vanishes": (line(weight=1e-60), "the row's `weight` must be a number above 0"),
     "a number of 5,000 digits": (line(n=0).replace(": 0", ": " + "1" * 5000), "not JSON: Exceeds the limit"),
-    "reasoning that is an object": (line(messages=[ASKED, {**SAID, "thinking": {"a": 1}}]), "`thinking` must be a string, not an object"),
-    "calls that are a number": (line(messages=[ASKED, {**CALL, "tool_calls": 7}]), "`tool_calls` must be a list of tool calls, not a number"),
-}  # fmt: skip
+    "reasoning that is an object": (
+        line(messages=[ASKED, {**SAID, "thinking": {"a": 1}}]),
+        "`thinking` must be a string, not an object",
+    ),
+    "calls that are a number": (
+        line(messages=[ASKED, {**CALL, "tool_calls": 7}]),
+        "`tool_calls` must be a list of tool calls, not a number",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_a_rows_fault_is_named_and_set_aside(name: str, printable: Tokenizer, tmp_path: Path) -> None:
     text, reason = BAD[name]
-    (tmp_path / "a.jsonl").write_text(f"{line()}\n{text}\n{line(tools='')}\n{line(tools=[json.dumps({'name': 'f'})])}\n")
+    (tmp_path / "a.jsonl").write_text(
+        f"{line()}\n{text}\n{line(tools='')}\n{line(tools=[json.dumps({'name': 'f'})])}\n"
+    )
     source = {"set": SourceSpec(str(tmp_path / "a.jsonl"))}
 
-    def encode(row: Any, name: str) -> list[Atom]:
+    def encode(row: Any, name: str) -> list[PackUnit]:
         return RECIPES["sft"].encode(row, printable, name)
 
     with pytest.raises(UserError, match=rf"a\.jsonl:2 \(source set\): .*{reason}"):
-        list(atoms_once(source, encode=encode, seq_len=999))
+        list(pack_units_once(source, encode=encode, seq_len=999))
     aside = Quarantine(tmp_path / "bad.jsonl", 0.1)
-    atoms = list(atoms_once(source, encode=encode, seq_len=999, set_aside=aside.add))
+    atoms = list(pack_units_once(source, encode=encode, seq_len=999, set_aside=aside.add))
     assert len(atoms) == 3, "the others are read, and empty tools are none"
     assert "<tool>" not in printable.decode(atoms[1][0].tokens)
     assert "<tool>" in printable.decode(atoms[2][0].tokens)
@@ -80,7 +97,7 @@ def test_what_is_a_rows_fault_is_named_and_set_aside(name: str, printable: Token
 def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
     from ptf.config import loads
     from ptf.recipes.sft.recipe import SFT
-    from ptf.train.reading import held_out_rows, unread_columns
+    from ptf.train.dataloading import held_out_rows, unread_columns
 
     characters = read_form.tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.jsonl").write_text("\n".join([line(note=1), BAD["tools that are numbers"][0], line(other=1)]))
@@ -92,7 +109,9 @@ def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
     rows = held_out_rows(loads(yaml.safe_dump(job)), SFT(), characters, tmp_path / "quarantine")
     assert len([atom for row in rows["held"] for atom in row]) == 2
     assert [bad.where[-9:] for bad in rows_in(tmp_path / "quarantine" / "validation-held.jsonl")] == ["a.jsonl:2"]
-    assert unread_columns({"held": SourceSpec(str(tmp_path / "a.jsonl"))}) == ["source held: columns that nothing reads: note, other"]
+    assert unread_columns({"held": SourceSpec(str(tmp_path / "a.jsonl"))}) == [
+        "source held: columns that nothing reads: note, other"
+    ]
 
 
 def test_a_bad_prompt_has_a_place(printable: Tokenizer, tmp_path: Path) -> None:
@@ -105,7 +124,7 @@ def test_an_error_of_an_encoder_says_where_it_was_raised_and_others_stop_the_run
     aside: list[BadRow] = []
 
     def broken(error: Exception) -> Encoder:
-        def encode(row: Any, name: str) -> list[Atom]:
+        def encode(row: Any, name: str) -> list[PackUnit]:
             raise error
 
         return Encoder(encode, "set", 99, "error", set_aside=lambda bad, counts: aside.append(bad))
@@ -118,18 +137,93 @@ def test_an_error_of_an_encoder_says_where_it_was_raised_and_others_stop_the_run
 
 
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 0.5, 10**400, float("nan"), float("inf"), 1e-60, "", " ", "1", "{", "[]", "{}", '{"name": "f"}', '["f"]', "null", "user",
-    "assistant", "gpt", "tool", "\n\nHuman: a\n\nAssistant: b", "\ud800", [], {}, [None], [[]], [{}], {"a": None}, ["1"], [{"role": "user", "content": "1"}],
-    [{"role": "assistant", "content": "1"}], {"role": "assistant", "content": "1"}, [{"from": "gpt", "value": 1}], [{"input": "1", "output": None}],
-    [{"type": "text", "text": "1"}], [{"function": {"name": "f", "arguments": [1]}}], json.loads(LESS), ("x", 1),
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    0.5,
+    10**400,
+    float("nan"),
+    float("inf"),
+    1e-60,
+    "",
+    " ",
+    "1",
+    "{",
+    "[]",
+    "{}",
+    '{"name": "f"}',
+    '["f"]',
+    "null",
+    "user",
+    "assistant",
+    "gpt",
+    "tool",
+    "\n\nHuman: a\n\nAssistant: b",
+    "\ud800",
+    [],
+    {},
+    [None],
+    [[]],
+    [{}],
+    {"a": None},
+    ["1"],
+    [{"role": "user", "content": "1"}],
+    [{"role": "assistant", "content": "1"}],
+    {"role": "assistant", "content": "1"},
+    [{"from": "gpt", "value": 1}],
+    [{"input": "1", "output": None}],
+    [{"type": "text", "text": "1"}],
+    [{"function": {"name": "f", "arguments": [1]}}],
+    json.loads(LESS),
+    ("x", 1),
+)
 COLUMNS = (
-    *sorted({name for names in KINDS.values() for name in names}), "tools", "system", "system_prompt", "label", "weight", "margin", "conversations",
-    "conversation", "instruction", "input", "output", "context", "response", "query", "answers", "image", "opening", "values", "history",
-)  # fmt: skip
-KEYS = ("role", "content", "from", "value", "weight", "reward", "thinking", "reasoning_content", "tool_calls", "function", "name", "arguments", "images")
+    *sorted({name for names in KINDS.values() for name in names}),
+    "tools",
+    "system",
+    "system_prompt",
+    "label",
+    "weight",
+    "margin",
+    "conversations",
+    "conversation",
+    "instruction",
+    "input",
+    "output",
+    "context",
+    "response",
+    "query",
+    "answers",
+    "image",
+    "opening",
+    "values",
+    "history",
+)
+KEYS = (
+    "role",
+    "content",
+    "from",
+    "value",
+    "weight",
+    "reward",
+    "thinking",
+    "reasoning_content",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+    "images",
+)
 BASES = [
-    *((form.row | more, form.recipe, form.kind, form.columns) for form in FORMS for more in ({}, {"weight": 0.5, "margin": 1.0}) if not form.refused),
+    *(
+        (form.row | more, form.recipe, form.kind, form.columns)
+        for form in FORMS
+        for more in ({}, {"weight": 0.5, "margin": 1.0})
+        if not form.refused
+    ),
     ({"events": ["ab", ["c", "d"]], "context": 1, "opening": 2.0, "values": {"v": [1, None]}}, "sft", "auto", {}),
     ({"messages": [ASK, ANSWER | {"reward": 0.5}], "tools": [TOOL]}, "rm binary", "scored", {}),
 ]
@@ -152,20 +246,28 @@ def changed(random: Random, value: Any) -> Any:
 @given(seed=st.integers(0, 2**32))
 def test_any_row_becomes_atoms_or_is_bad_for_a_reason_of_ours(printable: Tokenizer, seed: int) -> None:
     """Through the encoder that a run has; a reason that begins with the type of an error was not foreseen."""
-    random, aside, atoms = Random(seed), list[BadRow](), list[Atom]()
+    random, aside, atoms = Random(seed), list[BadRow](), list[PackUnit]()
     row, recipe, kind, columns = random.choice(BASES)
     row, columns = dict(row), {ours: there for ours, there in columns.items() if random.random() < 0.9}
     for _ in range(random.randint(0, 2)):
         row = changed(random, row) if random.random() < 0.7 else row | {random.choice(COLUMNS): random.choice(VALUES)}
         row = row if isinstance(row, dict) else {"text": row}
 
-    def encode(row: Any, name: str) -> list[Atom]:
+    def encode(row: Any, name: str) -> list[PackUnit]:
         if recipe == "grpo":
-            return [(Sample(prompt := encode_prompt(row, printable, name, 0).tokens, np.ones(len(prompt), np.float32), name),)]
+            return [
+                (
+                    Sample(
+                        prompt := encode_prompt(row, printable, name, 0).tokens, np.ones(len(prompt), np.float32), name
+                    ),
+                )
+            ]
         return RECIPES[recipe].encode(row, printable, name)
 
     kind = "prompt" if recipe == "grpo" else random.choice([kind, kind, kind, *KINDS])
-    encoder = Encoder(encode, "set", 999, "truncate", columns=columns, kind=kind, set_aside=lambda bad, counts: aside.append(bad))
+    encoder = Encoder(
+        encode, "set", 999, "truncate", columns=columns, kind=kind, set_aside=lambda bad, counts: aside.append(bad)
+    )
     atoms = encoder(at(row, columnar=random.random() < 0.5))
     assert bool(atoms) != bool(aside), "it is trained, or it is said why not"
     for bad in aside:

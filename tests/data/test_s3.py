@@ -12,12 +12,12 @@ import pytest
 import s3fs
 
 from ptf import storage
-from ptf.data import blocks
-from ptf.data.blocks import Reader
 from ptf.data.order import Ordered
-from ptf.data.sources import rows_once
+from ptf.data.sources import blocks
+from ptf.data.sources.blocks import Reader
+from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
-from tests.data.test_sources import take, write
+from tests.data.sources.test_rows import take, write
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto, which requirements/gpu.txt leaves out")
 
@@ -58,7 +58,10 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
 
 def put(server: Server, tmp_path: Path, suffix: str, rows: int = 90, files: int = 3) -> str:
     for f in range(files):
-        made = write(tmp_path / f"part{f}.{suffix}", [{"n": n, "text": "x" * 2000} for n in range(f * rows // files, (f + 1) * rows // files)])
+        made = write(
+            tmp_path / f"part{f}.{suffix}",
+            [{"n": n, "text": "x" * 2000} for n in range(f * rows // files, (f + 1) * rows // files)],
+        )
         s3fs.S3FileSystem().put_file(str(made), f"{server.bucket}/data/{made.name}")
     return f"s3://{server.bucket}/data"
 
@@ -75,7 +78,9 @@ def test_rows_stream_and_resume(server: Server, tmp_path: Path, suffix: str, mon
     assert found + take(again, 20) == list(range(1, 90, 2))
 
 
-def test_rows_stream_through_an_outage(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rows_stream_through_an_outage(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(blocks, "LINES_BYTES", 10_000)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # so that it is our own asking again that is seen
     uri = put(server, tmp_path, "jsonl")

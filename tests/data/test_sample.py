@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.data.sample import Atom, Sample, dump_atoms, load_atoms
+from ptf.data.sample import PackUnit, Sample, dump_units, load_units
 
 
 @st.composite
@@ -19,11 +19,15 @@ def samples(draw: st.DrawFn) -> Sample:
 
 def same(a: Sample, b: Sample) -> bool:
     arrays = [(a.tokens, b.tokens), (a.weights, b.weights), *((a.streams[k], b.streams[k]) for k in a.streams)]
-    return a.source == b.source and a.streams.keys() == b.streams.keys() and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in arrays)
+    return (
+        a.source == b.source
+        and a.streams.keys() == b.streams.keys()
+        and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in arrays)
+    )
 
 
 @given(st.lists(st.lists(samples(), min_size=1, max_size=3).map(tuple), max_size=5))
-def test_atoms_survive_being_written_out(atoms: list[Atom]) -> None:
-    again = load_atoms(dump_atoms(atoms))
+def test_atoms_survive_being_written_out(atoms: list[PackUnit]) -> None:
+    again = load_units(dump_units(atoms))
     assert [len(a) for a in again] == [len(a) for a in atoms]
     assert all(same(s, t) for a, b in zip(atoms, again, strict=True) for s, t in zip(a, b, strict=True))

@@ -70,7 +70,9 @@ def test_states_hold_plain_values_only() -> None:
     def plain(value: Any) -> bool:
         if isinstance(value, dict):
             return all(isinstance(k, str) and plain(v) for k, v in value.items())
-        return isinstance(value, int | float | str | np.ndarray) or (isinstance(value, list | tuple) and all(map(plain, value)))
+        return isinstance(value, int | float | str | np.ndarray) or (
+            isinstance(value, list | tuple) and all(map(plain, value))
+        )
 
     stream = shuffled(10, 5)
     take(stream, 3)

@@ -1,6 +1,9 @@
-"""The file of tokenized data: what comes back is what was written, to the bit, and reading many rows at once is reading them one by one."""
+"""The file of tokenized data: what comes back is what was written, to the bit,
+and reading many rows at once is reading them one by one."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,10 @@ from ptf import storage
 from ptf.data import tokenized
 from ptf.data.items import atoms_of, stored_items
 from ptf.data.pipeline import Encoded, Lanes
-from ptf.data.sample import Atom, Sample
-from ptf.data.sources import SourceSpec
+from ptf.data.sample import PackUnit, Sample
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
-from ptf.data.token_file import RowFile, TokenRows, columns_of, runs, side_by_side, weights_of
+from ptf.data.token_file import RowFile, TokenRows, expand_runs, runs, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -27,28 +30,47 @@ weights = st.lists(st.sampled_from([0.0, 1.0, -0.0, 0.3, float("nan"), float("in
 def sample(values: list[float], source: str, streams: bool) -> Sample:
     n = len(values)
     tokens = (np.arange(n) * 7919 - (1 << 31) * (n % 2)).astype(np.int32)
-    carried = {"score": np.array(values, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)} if streams else {}
+    carried = (
+        {"score": np.array(values, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
+        if streams
+        else {}
+    )
     return Sample(tokens, np.array(values, np.float32), source, carried)
 
 
-def stored(rows: list[list[Atom]], path: Path, group: int) -> list[TokenRows]:
+def stored(rows: list[list[PackUnit]], path: Path, group: int) -> list[TokenRows]:
     file = RowFile(path)
     for at in range(0, len(rows), group):
-        file.write(side_by_side(map(columns_of, rows[at : at + group])))
+        file.write(side_by_side(map(unit_columns, rows[at : at + group])))
     file.close()
     table = pq.ParquetFile(path)
     return [TokenRows(table.read_row_group(i)) for i in range(table.num_row_groups)]
 
 
-def said(atoms: list[Atom]) -> Any:
+def said(atoms: list[PackUnit]) -> Any:
     """Everything of atoms; of floats, the bits."""
-    bits = lambda streams: [(name, v.dtype.name, v.shape, v.tobytes()) for name, v in sorted(streams.items())]  # noqa: E731
-    return [[(s.tokens.tobytes(), s.weights.dtype.name, s.weights.tobytes(), s.source, bits(s.streams), s.begins) for s in atom] for atom in atoms]
+
+    def bits(streams):
+        return [(name, v.dtype.name, v.shape, v.tobytes()) for name, v in sorted(streams.items())]
+
+    return [
+        [
+            (s.tokens.tobytes(), s.weights.dtype.name, s.weights.tobytes(), s.source, bits(s.streams), s.begins)
+            for s in atom
+        ]
+        for atom in atoms
+    ]
 
 
 @settings(deadline=None, max_examples=40)
-@given(shape=st.lists(st.lists(st.lists(weights, min_size=1, max_size=3), max_size=3), min_size=1, max_size=9), group=st.integers(1, 5), streams=st.booleans())
-def test_every_row_comes_back_to_the_bit(tmp_path_factory: pytest.TempPathFactory, shape: Any, group: int, streams: bool) -> None:
+@given(
+    shape=st.lists(st.lists(st.lists(weights, min_size=1, max_size=3), max_size=3), min_size=1, max_size=9),
+    group=st.integers(1, 5),
+    streams=st.booleans(),
+)
+def test_every_row_comes_back_to_the_bit(
+    tmp_path_factory: pytest.TempPathFactory, shape: Any, group: int, streams: bool
+) -> None:
     rows = [[tuple(sample(values, "ab"[len(values) % 2], streams) for values in atom) for atom in row] for row in shape]
     blocks = stored(rows, tmp_path_factory.mktemp("rows") / "rows.parquet", group)
     back = [block.atoms(i) for block in blocks for i in range(len(block))]
@@ -71,7 +93,7 @@ def test_every_row_comes_back_to_the_bit(tmp_path_factory: pytest.TempPathFactor
 @given(weights)
 def test_runs_are_the_weights(values: list[float]) -> None:
     found = np.array(values, np.float32)
-    assert weights_of(runs(found)).tobytes() == found.tobytes()
+    assert expand_runs(runs(found)).tobytes() == found.tobytes()
     assert (runs(found)[1:, 1] != runs(found)[:-1, 1]).all()
 
 
@@ -81,7 +103,12 @@ def written(directory: Path, tokenizer: Tokenizer, **more: Any) -> SourceSpec:
     for i in range(700):
         sizes = [[3 + i % 17]] if i % 7 else [[], [[2], [3, 4]], [[40]], [[5, 6]]][i // 7 % 4]
         sizes = [n if isinstance(n, list) else [n] for n in sizes]
-        made.append([tuple(Sample(np.full(n, i, np.int32), np.arange(n, dtype=np.float32) // 3, "s") for n in atom) for atom in sizes])
+        made.append(
+            [
+                tuple(Sample(np.full(n, i, np.int32), np.arange(n, dtype=np.float32) // 3, "s") for n in atom)
+                for atom in sizes
+            ]
+        )
     directory.mkdir(exist_ok=True)
     stored(made, directory / "rows.parquet", 50)
     storage.commit(directory, tokenized.made_by(tokenizer) | more)
@@ -89,11 +116,24 @@ def written(directory: Path, tokenizer: Tokenizer, **more: Any) -> SourceSpec:
 
 
 @pytest.mark.parametrize(("seq_len", "shuffle"), [(64, 60), (64, 1), (32, 60), (64, 900)])
-def test_many_rows_at_once_are_the_rows_one_by_one(characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int, shuffle: int) -> None:
-    """The same rows, counts and states behind each; also where some atoms do not fit, of which all has to be looked at one by one."""
+def test_many_rows_at_once_are_the_rows_one_by_one(
+    characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int, shuffle: int
+) -> None:
+    """The same rows, counts and states behind each; also where some atoms do not fit,
+    of which all has to be looked at one by one."""
     spec, together = written(tmp_path / "t", characters), []
-    options: dict[str, Any] = {"lanes": 3, "seed": 1, "shuffle": shuffle, "lookahead": 8, "seq_len": seq_len, "too_long": "drop"}
-    lane = lambda: Lanes({"a": spec}, characters, None, **options)(1)  # type: ignore[arg-type]  # noqa: E731
+    options: dict[str, Any] = {
+        "lanes": 3,
+        "seed": 1,
+        "shuffle": shuffle,
+        "lookahead": 8,
+        "seq_len": seq_len,
+        "too_long": "drop",
+    }
+
+    def lane():
+        return Lanes({"a": spec}, characters, None, **options)(1)  # type: ignore[arg-type]
+
     one_by_one, run = (lambda self, most: None), Encoded.run
 
     def counted(self: Encoded, most: int) -> Any:
@@ -105,7 +145,10 @@ def test_many_rows_at_once_are_the_rows_one_by_one(characters: Tokenizer, tmp_pa
     single = lane()
     monkeypatch.setattr(Encoded, "run", counted)
     many = lane()
-    plain = lambda state: json.dumps(settle(state), default=lambda array: array.tolist(), sort_keys=True)  # noqa: E731
+
+    def plain(state):
+        return json.dumps(settle(state), default=lambda array: array.tolist(), sort_keys=True)
+
     for i, row in enumerate(single):
         assert said(next(many)) == said(row)
         assert many.counts() == single.counts()
@@ -121,7 +164,7 @@ def test_many_rows_at_once_are_the_rows_one_by_one(characters: Tokenizer, tmp_pa
 
 def test_another_form_is_refused(characters: Tokenizer, tmp_path: Path) -> None:
     spec = written(tmp_path / "t", characters, storage=1)
-    with pytest.raises(UserError, match=r"stored tokenized data in another form: tokenize it again"):
+    with pytest.raises(UserError, match=r"stored tokenized data in another form; tokenize it again"):
         tokenized.reader(spec.path, characters)
 
 
@@ -134,3 +177,19 @@ def test_a_flipped_byte_is_refused(characters: Tokenizer, tmp_path: Path) -> Non
     file.write_bytes(data)
     with pytest.raises(storage.Corrupt, match=r"rows\.parquet has changed"):
         tokenized.reader(spec.path, characters)
+
+
+def test_reading_does_not_import_pandas(tmp_path: Path) -> None:
+    """pyarrow imports it for its own conversions to numpy, at a second of CPU time a process."""
+    file = RowFile(tmp_path / "rows.parquet")
+    five = Sample(np.arange(5, dtype=np.int32), np.ones(5, np.float32), "a")
+    file.write(side_by_side([unit_columns([(five,)])]))
+    file.close()
+    program = (
+        "import sys, pyarrow.parquet as pq\n"
+        "from ptf.data.token_file import TokenRows\n"
+        "rows = TokenRows(pq.ParquetFile(sys.argv[1]).read_row_group(0, use_threads=False))\n"
+        "assert rows.atoms(0)[0][0].tokens.tolist() == [0, 1, 2, 3, 4]\n"
+        "assert 'pandas' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "rows.parquet")], check=True, timeout=120)

@@ -9,9 +9,9 @@ import pytest
 
 from ptf.data import tokenized
 from ptf.data.encode import encode_document
-from ptf.data.pipeline import Lanes, atoms_once
-from ptf.data.sample import Atom, Sample
-from ptf.data.sources import SourceSpec
+from ptf.data.pipeline import Lanes, pack_units_once
+from ptf.data.sample import PackUnit, Sample
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
@@ -22,19 +22,24 @@ LIMITS: dict[str, Any] = {"seq_len": 32, "too_long": "drop"}
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
     path = tmp_path / "rows.jsonl"
-    chats = [[{"role": "user", "content": f"{i}."}, {"role": "assistant", "content": "x" * (i * i % 31)}] for i in range(1500)]
+    chats = [
+        [{"role": "user", "content": f"{i}."}, {"role": "assistant", "content": "x" * (i * i % 31)}]
+        for i in range(1500)
+    ]
     path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))
     return str(path)
 
 
-def write(path: str, directory: Path, tokenizer: Tokenizer, encode: Any = None, config: str = "c", **options: Any) -> Any:
+def write(
+    path: str, directory: Path, tokenizer: Tokenizer, encode: Any = None, config: str = "c", **options: Any
+) -> Any:
     encode = encode or (lambda row, name: encode_document(row, tokenizer, name))
     prints = {"tokenizer": tokenizer, "config_fingerprint": config}
     return tokenized.write(str(directory), SourceSpec(path), "sums", encode=encode, **LIMITS, **prints, **options)
 
 
 def lane(spec: SourceSpec, i: int, tokenizer: Tokenizer, shuffle: int = 50) -> Any:
-    def encode(row: Any, name: str) -> list[Atom]:
+    def encode(row: Any, name: str) -> list[PackUnit]:
         return encode_document(row, tokenizer, name)
 
     return Lanes({"sums": spec}, tokenizer, encode, lanes=3, seed=1, shuffle=shuffle, lookahead=8, **LIMITS)(i)
@@ -50,7 +55,10 @@ def test_training_sees_the_same_rows_as_on_the_fly(rows: str, characters: Tokeni
     for i in range(3):
         one, other = lane(SourceSpec(rows), i, characters, 0), lane(ahead, i, characters, 0)
         assert rows_of(one, 400) == rows_of(other, 400)  # more than an epoch of about 240 rows a lane
-    epochs = [[row for i in range(3) for row in lane(replace(spec, epochs=1), i, characters)] for spec in (SourceSpec(rows), ahead)]
+    epochs = [
+        [row for i in range(3) for row in lane(replace(spec, epochs=1), i, characters)]
+        for spec in (SourceSpec(rows), ahead)
+    ]
     one, other = ([s.tokens.tobytes() for row in epoch for (s,) in row] for epoch in epochs)
     assert one != other  # their blocks are others
     assert sorted(one) == sorted(other)
@@ -63,10 +71,21 @@ def test_training_sees_the_same_rows_as_on_the_fly(rows: str, characters: Tokeni
 
 def test_one_pass_sees_the_same_atoms(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     manifest = write(rows, tmp_path / "t", characters)
-    direct = list(atoms_once({"sums": SourceSpec(rows)}, encode=lambda row, name: encode_document(row, characters, name), **LIMITS))
-    ahead = list(atoms_once({"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=None, tokenizer=characters, **LIMITS))  # type: ignore[arg-type]
+    direct = list(
+        pack_units_once(
+            {"sums": SourceSpec(rows)}, encode=lambda row, name: encode_document(row, characters, name), **LIMITS
+        )
+    )
+    ahead = list(
+        pack_units_once(
+            {"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=None, tokenizer=characters, **LIMITS
+        )
+    )  # type: ignore[arg-type]
     assert len(direct) == len(ahead) == manifest["samples"]
-    assert all(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.weights, b.weights) for (a,), (b,) in zip(direct, ahead, strict=True))
+    assert all(
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.weights, b.weights)
+        for (a,), (b,) in zip(direct, ahead, strict=True)
+    )
 
 
 def test_the_manifest_counts(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
@@ -91,7 +110,8 @@ def test_what_is_left_out_is_the_same_share_of_an_epoch(rows: str, characters: T
             lanes[0] = again
             counts = [one.counts() for one in lanes if sum(map(len, one))]
             share = sum(c["left_out"] for c in counts) / sum(c["rows"] for c in counts)
-            assert share == pytest.approx(manifest["dropped"] / 1500, abs=0.002)  # lanes have looked at the first row that is not trained
+            # lanes have looked at the first row that is not trained
+            assert share == pytest.approx(manifest["dropped"] / 1500, abs=0.002)
 
 
 def test_what_is_there_is_reused_unless_it_was_made_otherwise(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
@@ -100,14 +120,17 @@ def test_what_is_there_is_reused_unless_it_was_made_otherwise(rows: str, charact
     assert write(rows, tmp_path / "t", characters, config="d")["config"] == "d"
     with pytest.raises(UserError, match="nowhere"):
         write("nowhere", tmp_path / "t", characters)  # the one for "c" is gone
-    assert json.loads((tmp_path / "t/manifest.json").read_text())["config"] == "d"  # a write that fails leaves what is there, and nothing beside it
+    # a write that fails leaves what is there, and nothing beside it
+    assert json.loads((tmp_path / "t/manifest.json").read_text())["config"] == "d"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     write(rows, tmp_path / "t", characters)
     other = character_tokenizer("x0123456789.", tmp_path / "other")
-    with pytest.raises(UserError, match=r"made with another tokenizer than the model's: of .* that one made \[.*\], this one \["):
+    with pytest.raises(
+        UserError, match=r"made with another tokenizer than the model's: of .* that one made \[.*\], this one \["
+    ):
         lane(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, other)
     (tmp_path / "t/manifest.json").unlink()
     with pytest.raises(UserError, match="its writing never finished"):
@@ -115,24 +138,29 @@ def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path
 
 
 def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
-    def pairs(row: Any, name: str) -> list[Atom]:
+    def pairs(row: Any, name: str) -> list[PackUnit]:
         (atom,) = encode_document(row, characters, name)
         return [] if len(atom[0]) % 2 else [(atom[0], Sample(atom[0].tokens[:3], atom[0].weights[:3], "second"))] * 2
 
     write(rows, tmp_path / "t", characters, pairs)
-    direct = list(atoms_once({"sums": SourceSpec(rows)}, encode=pairs, **LIMITS))
-    ahead = list(atoms_once({"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=pairs, tokenizer=characters, **LIMITS))
+    direct = list(pack_units_once({"sums": SourceSpec(rows)}, encode=pairs, **LIMITS))
+    ahead = list(
+        pack_units_once(
+            {"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=pairs, tokenizer=characters, **LIMITS
+        )
+    )
     assert [[s.tokens.tolist() for s in a] for a in direct] == [[s.tokens.tolist() for s in a] for a in ahead]
     epoch = [lane(SourceSpec(str(tmp_path / "t"), kind="tokenized", epochs=1), i, characters) for i in range(3)]
     assert sum(len(list(one)) for one in epoch)
-    assert sum(one.passed["sums"] for one in epoch) == pytest.approx(1500, abs=20)  # those without samples at a lane's end come with its next sample
+    # those without samples at a lane's end come with its next sample
+    assert sum(one.passed["sums"] for one in epoch) == pytest.approx(1500, abs=20)
     assert {tuple(s.source for s in a) for a in ahead} == {("sums", "second")}
 
 
 def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     """One value a token, or k of them; of pairs too; also where the first rows leave nothing."""
 
-    def encode(row: Any, name: str) -> list[Atom]:
+    def encode(row: Any, name: str) -> list[PackUnit]:
         if row["messages"][0]["content"] < "0.~":  # the first row
             return []
         ((s,),) = encode_document(row, characters, name)
@@ -142,8 +170,12 @@ def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_pa
         return [(one, Sample(s.tokens[::-1], s.weights, name, {key: values + 1 for key, values in streams.items()}))]
 
     write(rows, tmp_path / "t", characters, encode)
-    direct = list(atoms_once({"sums": SourceSpec(rows)}, encode=encode, **LIMITS))
-    ahead = list(atoms_once({"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=encode, tokenizer=characters, **LIMITS))
+    direct = list(pack_units_once({"sums": SourceSpec(rows)}, encode=encode, **LIMITS))
+    ahead = list(
+        pack_units_once(
+            {"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=encode, tokenizer=characters, **LIMITS
+        )
+    )
     assert len(direct) > 100
     for a, b in zip(direct, ahead, strict=True):
         for one, other in zip(a, b, strict=True):
@@ -153,25 +185,36 @@ def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize("within", [True, False])
-def test_streams_that_only_some_samples_carry_are_refused(rows: str, characters: Tokenizer, tmp_path: Path, within: bool) -> None:
+def test_streams_that_only_some_samples_carry_are_refused(
+    rows: str, characters: Tokenizer, tmp_path: Path, within: bool
+) -> None:
     """Of one row, or of rows far from each other."""
 
-    def encode(row: Any, name: str) -> list[Atom]:
+    def encode(row: Any, name: str) -> list[PackUnit]:
         ((s,),) = encode_document(row, characters, name)
         bare, carrying = s, Sample(s.tokens, s.weights, name, {"score": s.weights})
         late = int(row["messages"][0]["content"][:-1]) > 1200
         return [(bare, carrying)] if within else [(carrying if late else bare,)]
 
-    with pytest.raises(UserError, match="carried by some of the row's samples" if within else r"samples carry other streams than the first one: \['score'\]"):
+    with pytest.raises(
+        UserError,
+        match="only some of the row's samples have"
+        if within
+        else r"samples have other per-token values than the first: \['score'\]",
+    ):
         write(rows, tmp_path / "t", characters, encode)
 
 
-def test_processes_write_what_one_does(characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_write_what_one_does(
+    characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """In order, with the same counts and bad rows; a bad row that is not to be skipped is an error as ever."""
     monkeypatch.setattr(tokenized, "FEW_BYTES", 0)
-    monkeypatch.setattr(tokenized, "TOLD_S", 0.0)
+    monkeypatch.setattr(tokenized, "PROGRESS_S", 0.0)
     source = tmp_path / "rows.jsonl"
-    lines = [json.dumps({"prompt": f"{i}+", "completion": "x" * (i * i % 40)}) if i % 700 != 9 else "{" for i in range(3000)]
+    lines = [
+        json.dumps({"prompt": f"{i}+", "completion": "x" * (i * i % 40)}) if i % 700 != 9 else "{" for i in range(3000)
+    ]
     source.write_text("\n".join(lines))
     made = [write(str(source), tmp_path / f"t{n}", characters, max_bad=0.1, processes=n) for n in (1, 3)]
     out = capfd.readouterr().out

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ptf.data.tokenizer import PLAIN_CLASSES, PLAIN_FAMILIES, Tokenizer, character_tokenizer, loader
+from ptf.data.tokenizer import PLAIN_CLASSES, PLAIN_FAMILIES, Tokenizer, character_tokenizer, tokenizer_class
 from ptf.errors import UserError
 from tests.data.templates import templated
 
@@ -27,7 +27,9 @@ def test_one_id_a_character_and_back(characters: Tokenizer, text: str) -> None:
 
 def test_character_tokenizer_is_one_that_transformers_loads(characters: Tokenizer) -> None:
     hf = AutoTokenizer.from_pretrained(characters.hf.name_or_path)
-    assert hf.apply_chat_template(CHAT, add_generation_prompt=False, return_dict=False) == characters.render(CHAT, False)
+    assert hf.apply_chat_template(CHAT, add_generation_prompt=False, return_dict=False) == characters.render(
+        CHAT, False
+    )
     assert (hf.eos_token, hf.pad_token, hf.unk_token) == ("<|im_end|>", "<|pad|>", "<unk>")
     assert len(hf) == characters.vocab_size == 8 + 42
 
@@ -42,8 +44,11 @@ def test_unknown_characters_are_refused(characters: Tokenizer) -> None:
 def test_render_is_what_a_server_renders() -> None:
     tokenizer = templated("plain")
     for prompt in (False, True):
-        assert tokenizer.render(CHAT, prompt) == tokenizer.hf.apply_chat_template(CHAT, add_generation_prompt=prompt, return_dict=False)
-    assert [tokenizer.decode([i]) for i in tokenizer.stop_ids] == ["<|im_end|>", "<|endoftext|>"]  # the directory's eos alone would never stop a chat
+        assert tokenizer.render(CHAT, prompt) == tokenizer.hf.apply_chat_template(
+            CHAT, add_generation_prompt=prompt, return_dict=False
+        )
+    # the directory's eos alone would never stop a chat
+    assert [tokenizer.decode([i]) for i in tokenizer.stop_ids] == ["<|im_end|>", "<|endoftext|>"]
 
 
 def test_stop_ids_come_from_the_generation_config_too(characters: Tokenizer, tmp_path: Path) -> None:
@@ -64,19 +69,24 @@ def test_fingerprint_tells_tokenizers_apart(characters: Tokenizer, tmp_path: Pat
 
 
 def test_fingerprint_catches_a_lost_normalizer(shared: Path) -> None:
-    """Phi-3: AutoTokenizer builds LlamaTokenizer and drops the file's normalizer; the vocabulary is the same, the ids are not."""
+    """Phi-3: AutoTokenizer builds LlamaTokenizer and drops the file's normalizer; the vocabulary is the same,
+    the ids are not."""
     from transformers import PreTrainedTokenizerFast
 
     directory = str(shared / "tokenizers/phi3-mini")
     auto, direct = Tokenizer.load(directory), Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))
     assert auto.hf.get_vocab() == direct.hf.get_vocab()
     assert auto.fingerprint() != direct.fingerprint()
-    trap = auto.class_trap()
+    trap = auto.class_mismatch()
     assert trap is not None
-    assert re.match(r"AutoTokenizer makes a LlamaTokenizer\w* of .*phi3-mini, whose ids differ from its tokenizer.json's: '  two  spaces.* is \[", trap)
-    assert direct.class_trap() is None
+    assert re.match(
+        r"AutoTokenizer makes a LlamaTokenizer\w* of .*phi3-mini, whose ids differ from its tokenizer.json's: "
+        r"'  two  spaces.* is \[",
+        trap,
+    )
+    assert direct.class_mismatch() is None
     qwen3 = Tokenizer.load(str(shared / "tokenizers/qwen3"))
-    assert qwen3.class_trap() is None
+    assert qwen3.class_mismatch() is None
     assert qwen3.vocab_size == 151669
     assert [qwen3.decode([i]) for i in qwen3.stop_ids] == ["<|im_end|>", "<|endoftext|>"]
 
@@ -85,7 +95,10 @@ def test_another_tokenizer_is_refused_by_its_first_difference(characters: Tokeni
     characters.refuse_other(characters.identity, "it")
     characters.refuse_other(json.loads(json.dumps(characters.identity)), "it")
     other = character_tokenizer("!abcdefghijklmnopqrstuvwxyz0123456789 .,+-=", tmp_path / "other")
-    with pytest.raises(UserError, match=r"^it was made with another tokenizer than the model's: of '.*' that one made \[.*\], this one \[.*\]$"):
+    with pytest.raises(
+        UserError,
+        match=r"^it was made with another tokenizer than the model's: of '.*' that one made \[.*\], this one \[.*\]$",
+    ):
         characters.refuse_other(other.identity, "it")
     template = Tokenizer.load(characters.hf.name_or_path)
     template.hf.chat_template += "\n"
@@ -107,7 +120,9 @@ def test_a_document_begins_as_servers_begin_it(shared: Path) -> None:
 def test_fingerprint_is_the_same_in_another_process(characters: Tokenizer) -> None:
     code = "import sys; from ptf.data.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).fingerprint())"
     env = os.environ | {"PYTHONHASHSEED": "1"}
-    found = subprocess.run([sys.executable, "-c", code, characters.hf.name_or_path], capture_output=True, text=True, check=True, env=env).stdout.strip()
+    found = subprocess.run(
+        [sys.executable, "-c", code, characters.hf.name_or_path], capture_output=True, text=True, check=True, env=env
+    ).stdout.strip()
     assert found == characters.fingerprint()
 
 
@@ -126,19 +141,23 @@ def test_a_refusing_template_is_named(characters: Tokenizer, tmp_path: Path) -> 
     characters.save(tmp_path)
     strict = Tokenizer.load(str(tmp_path))
     strict.hf.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match=f"chat template {tmp_path.name}#[0-9a-f]{{8}} refuses the messages: roles must alternate"):
+    with pytest.raises(
+        UserError, match=f"chat template {tmp_path.name}#[0-9a-f]{{8}} refuses the messages: roles must alternate"
+    ):
         strict.render(CHAT, True)
 
 
 @pytest.mark.parametrize("kind", sorted(PLAIN_CLASSES))
 @pytest.mark.parametrize("family", sorted(PLAIN_FAMILIES, key=str))
-def test_a_plain_directory_is_loaded_as_auto_tokenizer_loads_it(characters: Tokenizer, tmp_path: Path, family: str | None, kind: str) -> None:
+def test_a_plain_directory_is_loaded_as_auto_tokenizer_loads_it(
+    characters: Tokenizer, tmp_path: Path, family: str | None, kind: str
+) -> None:
     """Of these AutoTokenizer is not asked, since importing it takes longer than the rest of a process's imports."""
     characters.save(tmp_path)
     edit(tmp_path / "tokenizer_config.json", tokenizer_class=kind)
     if family:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    assert loader(str(tmp_path)) is not AutoTokenizer
+    assert tokenizer_class(str(tmp_path)) is not AutoTokenizer
     auto, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(str(tmp_path))
     assert type(auto) is type(ours.hf)
     assert Tokenizer(auto).fingerprint() == ours.fingerprint()
@@ -152,11 +171,13 @@ def test_a_plain_directory_is_loaded_as_auto_tokenizer_loads_it(characters: Toke
         *((family, {}) for family in ("phi3", "qwen2", "mistral", "other")),
     ],
 )
-def test_any_other_directory_is_auto_tokenizers(characters: Tokenizer, tmp_path: Path, family: str | None, keys: dict) -> None:
+def test_any_other_directory_is_auto_tokenizers(
+    characters: Tokenizer, tmp_path: Path, family: str | None, keys: dict
+) -> None:
     characters.save(tmp_path)
     edit(tmp_path / "tokenizer_config.json", **{"tokenizer_class": "PreTrainedTokenizerFast", **keys})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    assert loader(str(tmp_path)) is AutoTokenizer
+    assert tokenizer_class(str(tmp_path)) is AutoTokenizer
 
 
 def edit(file: Path, **keys: object) -> None:
@@ -164,7 +185,10 @@ def edit(file: Path, **keys: object) -> None:
 
 
 def test_a_process_imports_no_more_of_transformers_than_it_needs(characters: Tokenizer) -> None:
-    code = f"import sys, ptf.data.tokenizer as t; t.Tokenizer.load({characters.hf.name_or_path!r}); print([n for n in {HEAVY} if n in sys.modules])"
+    code = (
+        f"import sys, ptf.data.tokenizer as t; t.Tokenizer.load({characters.hf.name_or_path!r}); "
+        f"print([n for n in {HEAVY} if n in sys.modules])"
+    )
     run = [sys.executable, "-c", code]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == "[]"
     assert all(name in sys.modules for name in HEAVY[:1])  # negative control: this file asks for AutoTokenizer

@@ -13,7 +13,11 @@ HEAD = "<|im_start|><|assistant|>"
 
 def chat(*marks: Any) -> list[dict[str, Any]]:
     """A question and an answer for each mark."""
-    return [m for i, mark in enumerate(marks) for m in ({"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}", "w": mark})]
+    return [
+        m
+        for i, mark in enumerate(marks)
+        for m in ({"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}", "w": mark})
+    ]
 
 
 def trained(tokenizer: Tokenizer, messages: list[dict[str, Any]], train_on: str) -> dict[str, float]:
@@ -47,10 +51,19 @@ def test_a_field_says_how_much_a_turn_counts(characters: Tokenizer) -> None:
     ("messages", "what"),
     [
         (chat(0, False), "no turn of the conversation counts: `w` is 0 or false on every one"),
-        (chat(1, None), r"message 3 \(assistant\): `w`, which says how much it counts, must be true, false or a number from 0, not None"),
+        (
+            chat(1, None),
+            (
+                r"message 3 \(assistant\): `w`, which says how much it counts, must be true, "
+                r"false or a number from 0, not None"
+            ),
+        ),
         (chat(1, -1), "not -1"),
         (chat(1, "yes"), "not 'yes'"),
-        ([{"role": "user", "content": "q", "w": 1}, {"role": "assistant", "content": "a", "w": 1}], r"message 0 \(user\): only what the assistant says"),
+        (
+            [{"role": "user", "content": "q", "w": 1}, {"role": "assistant", "content": "a", "w": 1}],
+            r"message 0 \(user\): only what the assistant says",
+        ),
     ],
 )
 def test_marks_that_do_not_say_it_are_refused(characters: Tokenizer, messages: list[dict[str, Any]], what: str) -> None:
@@ -59,13 +72,18 @@ def test_marks_that_do_not_say_it_are_refused(characters: Tokenizer, messages: l
 
 
 def test_every_token_once_where_a_template_splits(characters: Tokenizer, tmp_path: Any) -> None:
-    """A template that shows earlier answers otherwise than they were served: what samples have in common is trained in the first of them alone."""
+    """A template that shows earlier answers otherwise than they were served:
+    what samples have in common is trained in the first of them alone."""
     characters.save(tmp_path)
     tokenizer = Tokenizer.load(str(tmp_path))
     tokenizer.hf.chat_template = (
-        "{% for m in messages %}<|im_start|><|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}old {% endif %}{{ m.content }}<|im_end|>"
+        "{% for m in messages %}<|im_start|><|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}old {% "
+        "endif %}{{ m.content }}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|><|assistant|>{% endif %}"
     )
     first, second = chat_samples(chat(1, 1), tokenizer, train_on="all")
     assert tokenizer.decode(first.tokens[first.weights > 0]) == f"<|user|>q0<|im_end|>{HEAD}a0<|im_end|>"
-    assert tokenizer.decode(second.tokens[second.weights > 0]) == f"old a0<|im_end|><|im_start|><|user|>q1<|im_end|>{HEAD}a1<|im_end|>"
+    assert (
+        tokenizer.decode(second.tokens[second.weights > 0])
+        == f"old a0<|im_end|><|im_start|><|user|>q1<|im_end|>{HEAD}a1<|im_end|>"
+    )

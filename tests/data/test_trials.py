@@ -17,19 +17,29 @@ def test_a_resumed_run_is_one_that_never_stopped(seed: int, characters: Tokenize
     assert (found.differences, found.not_once, found.not_said) == (0, 0, 0)
 
 
-IN_MIDST = Trial({"a": 600}, {"a": "jsonl.gz"}, {"a": None}, 1, 4, None, {"temperature": 1.0}, 64, None, [1], 12, False, 3)  # ends within an epoch
+# ends within an epoch
+IN_MIDST = Trial(
+    {"a": 600}, {"a": "jsonl.gz"}, {"a": None}, 1, 4, None, {"temperature": 1.0}, 64, None, [1], 12, False, 3
+)
 
 
-def test_what_was_announced_is_what_came_where_rows_leave_nothing(characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of the samples that wait in a window at the end stand for such rows is chance: the rows cannot be counted by a ratio of samples."""
+def test_what_was_announced_is_what_came_where_rows_leave_nothing(
+    characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of the samples that wait in a window at the end stand for such rows is chance:
+    the rows cannot be counted by a ratio of samples."""
     assert tried(IN_MIDST, tmp_path, characters).not_said == 0
     real = Encoded._items
     monkeypatch.setattr(Encoded, "_items", lambda self, row, atoms, without: real(self, row, atoms, 0))
     assert tried(IN_MIDST, tmp_path, characters).not_said == 1
 
 
-def test_a_trial_sees_a_place_that_is_off_by_a_step(characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_sees_a_place_that_is_off_by_a_step(
+    characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Loader.state_dict
-    monkeypatch.setattr(Loader, "state_dict", lambda self: (state := real(self), next(self), state | {"lanes": real(self)["lanes"]})[-1])
+    monkeypatch.setattr(
+        Loader, "state_dict", lambda self: (state := real(self), next(self), state | {"lanes": real(self)["lanes"]})[-1]
+    )
     trial = Trial({"a": 50}, {"a": "jsonl"}, {"a": None}, 4, 4, 2, {"temperature": 1.0}, 8, None, [1, 2], 2, False)
     assert tried(trial, tmp_path, characters).differences

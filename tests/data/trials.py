@@ -1,7 +1,9 @@
-"""Random trials of a run that is stopped and resumed: another number of ranks each time, any lanes, rows, formats and mixtures.
+"""Random trials of a run that is stopped and resumed: another number of ranks each time, any lanes, rows,
+formats and mixtures.
 
-The one idea: every sample carries its number, so what was trained can be read back from the batches, and compared with a run that never stopped, with
-what an epoch is, and with what was said before the run began. Used by a test and by benchmarks/resume_trials.py.
+The one idea: every sample carries its number, so what was trained can be read back from the batches, and compared with
+a run that never stopped, with what an epoch is, and with what was said before the run began.
+Used by a test and by benchmarks/resume_trials.py.
 """
 
 import gzip
@@ -21,15 +23,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ptf import storage
-from ptf.data import blocks, tokenized
+from ptf.data import tokenized
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
 from ptf.data.order import LaneSource
-from ptf.data.passes import Planned, planned
+from ptf.data.passes import DataPlan, planned
 from ptf.data.pipeline import Lanes
-from ptf.data.sample import Atom, Sample
-from ptf.data.sources import SourceSpec
-from ptf.data.token_file import RowFile, columns_of, side_by_side
+from ptf.data.sample import PackUnit, Sample
+from ptf.data.sources import blocks
+from ptf.data.sources.rows import SourceSpec
+from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from tests.data.peers import Threads, close
 
@@ -37,8 +40,9 @@ BASE, SEQ_LEN, SOURCES = 1000, 128, "abc"
 FORMATS = ("jsonl", "parquet", "jsonl.gz", "tokenized")
 
 
-def encode(row: dict[str, Any], source: str) -> list[Atom]:
-    """Documents that begin with the source and the number of the row, and which of its documents it is; of some rows none, of some several."""
+def encode(row: dict[str, Any], source: str) -> list[PackUnit]:
+    """Documents that begin with the source and the number of the row, and which of its documents it is;
+    of some rows none, of some several."""
     n = row["n"]
     made = []
     for i in range(0 if n % 11 == 5 else 1 + (n % 7 == 3)):
@@ -75,20 +79,35 @@ class Trial:
         epochs = rng.choice([1, 1, 2, None])
         mixture: dict[str, Any] = {"temperature": rng.choice([1.0, 1.0, 2.0])}
         if any(weights.values()):
-            mixture |= {"by": rng.choice(["samples", "tokens"]), "exhausted": rng.choice(["repeat", "drop", "stop"]) if epochs else "repeat"}
+            mixture |= {
+                "by": rng.choice(["samples", "tokens"]),
+                "exhausted": rng.choice(["repeat", "drop", "stop"]) if epochs else "repeat",
+            }
         formats = {name: rng.choice(FORMATS) for name in names}
         worlds = [w for w in (1, 2, 4, 8) if lanes % w == 0]
         rows = max(worlds) * rng.randint(1, 4)
         stops = [rng.choice(worlds) for _ in range(rng.randint(2, 5))]
         limit = rng.choice([None, None, None, rng.randint(1, most_rows)])
         return Trial(
-            sizes, formats, weights, lanes, rows, epochs, mixture, rng.choice([0, 1, 8, 64]), limit, stops, rng.randint(1, 12), rng.random() < 0.3,
+            sizes,
+            formats,
+            weights,
+            lanes,
+            rows,
+            epochs,
+            mixture,
+            rng.choice([0, 1, 8, 64]),
+            limit,
+            stops,
+            rng.randint(1, 12),
+            rng.random() < 0.3,
             rng.randint(0, 99),
-        )  # fmt: skip
+        )
 
 
 def numbers_of(trial: Trial, name: str) -> list[int]:
-    """The numbers of a source's rows; the first leaves a sample. With weights all do: then it can be seen from the samples which rows were passed."""
+    """The numbers of a source's rows; the first leaves a sample. With weights all do: then it can be seen from the
+    samples which rows were passed."""
     all_do = any(trial.weights.values())
     return list(itertools.islice((n for n in itertools.count(1) if not all_do or n % 11 != 5), trial.sizes[name]))
 
@@ -105,7 +124,9 @@ def written(trial: Trial, directory: Path, tokenizer: Tokenizer) -> dict[str, So
             path.mkdir(exist_ok=True)
             file = RowFile(path / "rows.parquet")
             for at in range(0, n, max(1, n // 5)):
-                file.write(side_by_side(columns_of(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)]))
+                file.write(
+                    side_by_side(unit_columns(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)])
+                )
             file.close()
             storage.commit(path, tokenized.made_by(tokenizer))
         else:
@@ -113,12 +134,24 @@ def written(trial: Trial, directory: Path, tokenizer: Tokenizer) -> dict[str, So
             path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
         kind = "tokenized" if trial.formats[name] == "tokenized" else "auto"
         told = n if trial.formats[name] == "jsonl.gz" else None
-        found[name] = SourceSpec(str(path), trial.weights[name], kind, limit=trial.limit, epochs=trial.epochs, rows=told)
+        found[name] = SourceSpec(
+            str(path), trial.weights[name], kind, limit=trial.limit, epochs=trial.epochs, rows=told
+        )
     return found
 
 
 def lanes_of(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer) -> Lanes:
-    return Lanes(sources, tokenizer, encode, lanes=trial.lanes, seed=trial.seed, shuffle=trial.shuffle, seq_len=SEQ_LEN, lookahead=8, **trial.mixture)
+    return Lanes(
+        sources,
+        tokenizer,
+        encode,
+        lanes=trial.lanes,
+        seed=trial.seed,
+        shuffle=trial.shuffle,
+        seq_len=SEQ_LEN,
+        lookahead=8,
+        **trial.mixture,
+    )
 
 
 def documents(batch: Batch, row: int) -> list[tuple[int, ...]]:
@@ -133,15 +166,23 @@ def documents(batch: Batch, row: int) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def ranks(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer, world: int, state: Any, exchange: bool = False):
+def ranks(
+    trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer, world: int, state: Any, exchange: bool = False
+):
     peers = Threads.group(world) if exchange and world > 1 else [None] * world
     loaders = [
         Loader(
-            lanes_of(trial, sources, tokenizer), lanes=trial.lanes, rows=trial.rows, rank=rank, world_size=world, micro_rows=trial.rows, seq_len=SEQ_LEN,
+            lanes_of(trial, sources, tokenizer),
+            lanes=trial.lanes,
+            rows=trial.rows,
+            rank=rank,
+            world_size=world,
+            micro_rows=trial.rows,
+            seq_len=SEQ_LEN,
             peers=peer,
         )
         for rank, peer in enumerate(peers)
-    ]  # fmt: skip
+    ]
     try:
         if state is not None:
             for loader in loaders:
@@ -159,7 +200,7 @@ def stepped(loaders: list[Loader]) -> list[list[tuple[int, ...]]]:
         number: documents(batch, i)
         for loader, (batch,) in zip(loaders, batches, strict=True)
         for i, number in enumerate(loader.numbers)
-    }  # fmt: skip
+    }
     return [found[number] for number in sorted(found)]
 
 
@@ -178,7 +219,9 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
     try:
         sources = written(trial, directory, tokenizer)
         total = trial.steps * len(trial.worlds)
-        said = planned(lanes_of(trial, sources, tokenizer), trial.rows, total if trial.epochs is None else None, exact=True)
+        said = planned(
+            lanes_of(trial, sources, tokenizer), trial.rows, total if trial.epochs is None else None, exact=True
+        )
         total = max(said.steps[1] + 1, total) if trial.epochs else total
         with ranks(trial, sources, tokenizer, 1, None) as (alone,):
             whole = [stepped([alone]) for _ in range(total)]
@@ -193,7 +236,13 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
             largest = max(largest, *(len(pickle.dumps(one)) for one in lanes.values()))
         differences = sum(a != b for a, b in zip(whole, parts, strict=True))
         seen = Counter(document for step in whole for row in step for document in row)
-        return Outcome(differences, _not_once(trial, seen), _not_said(trial, lanes_of(trial, sources, tokenizer), said, whole), total, largest)
+        return Outcome(
+            differences,
+            _not_once(trial, seen),
+            _not_said(trial, lanes_of(trial, sources, tokenizer), said, whole),
+            total,
+            largest,
+        )
     finally:
         blocks.LINES_BYTES = before
 
@@ -204,13 +253,19 @@ def _not_once(trial: Trial, seen: Counter) -> int:
     wanted: Counter = Counter()
     for name, n in trial.sizes.items():
         rows = numbers_of(trial, name)[: trial.limit or n]
-        wanted.update({(SOURCES.index(name), k, i): trial.epochs for k in rows for i in range(len(encode({"n": k}, name)))})
+        wanted.update(
+            {(SOURCES.index(name), k, i): trial.epochs for k in rows for i in range(len(encode({"n": k}, name)))}
+        )
     return sum(((wanted - seen) + (seen - wanted)).values())
 
 
-def _not_said(trial: Trial, lanes: Lanes, said: Planned, whole: list[list[list[tuple[int, ...]]]]) -> int:
+def _not_said(trial: Trial, lanes: Lanes, said: DataPlan, whole: list[list[list[tuple[int, ...]]]]) -> int:
     found = dict.fromkeys(trial.sizes, 0.0)
-    read = {(name, lane): _Read(lanes.opened(name)[0].lane(lane, lanes.window), name, trial) for name in trial.sizes for lane in range(trial.lanes)}
+    read = {
+        (name, lane): _Read(lanes.opened(name)[0].lane(lane, lanes.window), name, trial)
+        for name in trial.sizes
+        for lane in range(trial.lanes)
+    }
     for number, row in enumerate(itertools.chain.from_iterable(whole)):
         for source, *document in row:
             found[SOURCES[source]] += read[SOURCES[source], number % trial.lanes].rows_of(tuple(document))
@@ -224,12 +279,14 @@ def _not_said(trial: Trial, lanes: Lanes, said: Planned, whole: list[list[list[t
 
 
 class _Read:
-    """The documents of a lane in the order in which its rows are read, and for how many rows each stands: its share of its own row, and with the first
-    of a row those without any document that were read since the last one that had some."""
+    """The documents of a lane in the order in which its rows are read, and for how many rows each stands: its share of
+    its own row, and with the first of a row those without any document that were read since the last one that had
+    some."""
 
     def __init__(self, rows: LaneSource, name: str, trial: Trial) -> None:
         self._rows, self._name, self._numbers, self._without = rows, name, numbers_of(trial, name), 0
-        self._found: dict[tuple[int, ...], list[float]] = {}  # of every document, of each time that it was read and has not come yet
+        # of every document, of each time that it was read and has not come yet
+        self._found: dict[tuple[int, ...], list[float]] = {}
 
     def rows_of(self, document: tuple[int, ...]) -> float:
         """Of the next time that it comes."""

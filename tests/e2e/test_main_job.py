@@ -1,4 +1,5 @@
-"""The main job by the commands that a user types: SFT on two workers, a kill and a resume, GRPO on vLLM, what is published, in order."""
+"""The main job by the commands that a user types: SFT on two workers, a kill and a resume, GRPO on vLLM,
+what is published, in order."""
 
 import json
 import os
@@ -30,25 +31,52 @@ class Place:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.env = {
-            **os.environ, "HOME": str(home / "home"), "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(home), "METAFLOW_USER": "test",
-            "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
+            **os.environ,
+            "HOME": str(home / "home"),
+            "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(home),
+            "METAFLOW_USER": "test",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": str(ROOT),
+        }
         (home / "home").mkdir()
 
     def sets(self, name: str, *more: str) -> list[str]:
-        return [f"output={self.home}/{name}", "track.tensorboard=false", "track.print_every=1", "compute.threads=1", "evaluate.limit=20", *more]
+        return [
+            f"output={self.home}/{name}",
+            "track.tensorboard=false",
+            "track.print_every=1",
+            "compute.threads=1",
+            "evaluate.limit=20",
+            *more,
+        ]
 
     def command(self, flow: str, *words: str) -> list[str]:
         return [sys.executable, str(ROOT / "flows" / f"{flow}_flow.py"), *words]
 
     def run_words(self, config: str, sets: list[str]) -> list[str]:
-        return ["run", "--config", str(ROOT / config), *(w for s in sets for w in ("--set", s)), "--run-id-file", str(self.home / "run_id")]
+        return [
+            "run",
+            "--config",
+            str(ROOT / config),
+            *(w for s in sets for w in ("--set", s)),
+            "--run-id-file",
+            str(self.home / "run_id"),
+        ]
 
     def do(self, command: list[str], timeout: float = 1200) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     def start(self, command: list[str], log: Path, **more: str) -> subprocess.Popen:
-        return subprocess.Popen(command, cwd=ROOT, env=self.env | more, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=self.env | more,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +111,7 @@ def kill_at(log: Path, output: Path, named: str, step: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-STEPS = ["train.steps=24", "train.decay=4", "train.decay_at=null", "checkpoint.every=5", "train.validate_every=8"]
+STEPS = ["train.steps=24", "train.decay=4", "train.decay_at_loss=null", "checkpoint.every=5", "train.validate_every=8"]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +132,9 @@ def alone(place):
 @pytest.fixture(scope="module")
 def on_the_fly(place):
     """The same from the rows as they are, whose blocks, and so their order, are others."""
-    job = load(str(ROOT / SFT), overrides=place.sets("on_the_fly", "compute.launcher=local", "data.pretokenize=false", *STEPS))
+    job = load(
+        str(ROOT / SFT), overrides=place.sets("on_the_fly", "compute.launcher=local", "data.pretokenize=false", *STEPS)
+    )
     return run(resolved(job), "alone")
 
 
@@ -152,8 +182,10 @@ GENERATE = """
 import json, sys
 prompts, directory, limit = json.loads(sys.argv[1]), sys.argv[2], 8
 from vllm import LLM, SamplingParams
-llm = LLM(directory, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 26, max_model_len=64, disable_log_stats=True)
-out = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=limit), use_tqdm=False)
+llm = LLM(directory, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 26, max_model_len=64,
+          disable_log_stats=True)
+out = llm.generate([{"prompt_token_ids": p} for p in prompts],
+                   SamplingParams(temperature=0, max_tokens=limit), use_tqdm=False)
 print("ANSWERS", json.dumps([o.outputs[0].text for o in out]))
 """
 
@@ -161,7 +193,7 @@ print("ANSWERS", json.dumps([o.outputs[0].text for o in out]))
 def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, sft):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ptf.rl.vllm_engine import engine_env
+    from ptf.rl.engines.vllm_engine import engine_env
 
     root = place.home / "sft" / "published"
     directory = root / json.loads((root / "latest.json").read_text())["version"]
@@ -170,17 +202,27 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
     assert "test/pass@1" in manifest["metrics"]
     ours = answers_of(run_directory(place.home / "sft"))
     tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
-    prompts = [tokenizer.apply_chat_template(a["prompt"]["messages"], add_generation_prompt=True, return_dict=False) for a in ours]
+    prompts = [
+        tokenizer.apply_chat_template(a["prompt"]["messages"], add_generation_prompt=True, return_dict=False)
+        for a in ours
+    ]
     theirs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))[0, len(prompt) :]
+        out = model.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))[
+            0, len(prompt) :
+        ]
         theirs.append(tokenizer.decode(out, skip_special_tokens=True))
     assert len(ours) == 20
     assert [a["answer"] for a in ours] == theirs
     env = {**place.env, **engine_env(place.home / "vllm")}
     done = subprocess.run(
-        [sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)], env=env, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     served = re.search(r"^ANSWERS (.*)$", done.stdout, re.M)
     assert served, done.stderr[-2000:]
@@ -222,8 +264,20 @@ def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
 
 @pytest.mark.cluster
 def test_torchrun_runs_the_same_job_without_ray(place, on_the_fly):
-    overrides = [w for s in place.sets("torchrun", "compute.workers=2", "data.pretokenize=false", *STEPS) for w in ("--set", s)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ptf.run", str(ROOT / SFT), *overrides]
+    overrides = [
+        w for s in place.sets("torchrun", "compute.workers=2", "data.pretokenize=false", *STEPS) for w in ("--set", s)
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "ptf.run",
+        str(ROOT / SFT),
+        *overrides,
+    ]
     done = place.do([*command, "--lineage", "a"])
     assert done.returncode == 0, done.stderr[-3000:]
     for a, b in zip(facts(on_the_fly), facts(place.home / "torchrun" / "a"), strict=True):

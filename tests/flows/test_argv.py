@@ -24,7 +24,12 @@ TOY = FLOW.with_name("toy.yaml")
         ("run --config my.cfg --tag c.yaml", "run --tag c.yaml", "my.cfg", ""),
         ("run --set a.b=c --set d=e=f", "run", "", "a.b=c d=e=f"),
         ("--set=a.b=c run --set d=-1", "run", "", "a.b=c d=-1"),
-        ("--quiet run --set a=1 --tag x --config a.yaml --max-workers 2", "--quiet run --tag x --max-workers 2", "a.yaml", "a=1"),
+        (
+            "--quiet run --set a=1 --tag x --config a.yaml --max-workers 2",
+            "--quiet run --tag x --max-workers 2",
+            "a.yaml",
+            "a=1",
+        ),
         ("--config-value config kv.config step train", "--config-value config kv.config step train", "", ""),
         ("show", "show", "", ""),
     ],
@@ -58,7 +63,9 @@ def test_the_command_is_found_among_options(line, verb):
 def test_files_and_overrides_become_one_whole_config(tmp_path):
     longer = tmp_path / "longer.yaml"
     longer.write_text("train: {steps: 7}\n")
-    line, note = rewrite(sort(["--quiet", "run", "--config", str(TOY), str(longer), "--set", "train.lr=5e-7"]), ("sft",), TOY)
+    line, note = rewrite(
+        sort(["--quiet", "run", "--config", str(TOY), str(longer), "--set", "train.lr=5e-7"]), ("sft",), TOY
+    )
     labels = ["--tag", "recipe:sft", "--tag", "model:some/model", "--tag", "data:chat"]
     assert line[:2] + line[3:] == ["--config-value", "config", "--quiet", "run", *labels]
     assert loads(line[2]) == load(TOY, longer, overrides=["train.lr=5e-7"])
@@ -79,7 +86,17 @@ def test_overrides_alone_change_the_default():
 
 
 @pytest.mark.parametrize(
-    "line", ["", "show", "--help", "resume", "spin train", "card list", "--config-value config {} run", "--config-value config kv.config step train"]
+    "line",
+    [
+        "",
+        "show",
+        "--help",
+        "resume",
+        "spin train",
+        "card list",
+        "--config-value config {} run",
+        "--config-value config kv.config step train",
+    ],
 )
 def test_the_rest_is_left_alone(line, tmp_path):
     assert rewrite(sort(line.split()), ("sft",), tmp_path / "absent.yaml") == (line.split(), None)

@@ -37,11 +37,18 @@ def log(job, *rows: dict) -> Path:
 def drawn(spec: dict) -> dict[str, list[tuple[float, float]]]:
     """The curves of a chart."""
     values = spec["data"]["values"]
-    return {name: [(v["step"], v["value"]) for v in values if v["of"] == name] for name in {v["of"]: None for v in values}}
+    return {
+        name: [(v["step"], v["value"]) for v in values if v["of"] == name] for name in {v["of"]: None for v in values}
+    }
 
 
 def test_only_whole_lines_and_finite_numbers_are_read(job):
-    file = log(job, {"step": 1, "loss": float("nan"), "kl": 2, "phase": "a", "ok": True}, {"loss": 3.0}, {"step": 2, "loss": 1.5})
+    file = log(
+        job,
+        {"step": 1, "loss": float("nan"), "kl": 2, "phase": "a", "ok": True},
+        {"loss": 3.0},
+        {"step": 2, "loss": 1.5},
+    )
     with file.open("ab") as half:
         half.write('{"step": 3, "loss": "é'.encode()[:-1])
     assert charts.read(file) == [{"step": 1, "kl": 2}, {"step": 2, "loss": 1.5}]
@@ -49,7 +56,19 @@ def test_only_whole_lines_and_finite_numbers_are_read(job):
 
 
 def test_charts_follow_the_columns():
-    rows = [{"step": n, "time": n, "mem_gib": 1, "seconds/rollout": 2, "seconds/update": 3, "reward_std": 1, "reward": 0, "loss": 4} for n in (1, 2)]
+    rows = [
+        {
+            "step": n,
+            "time": n,
+            "mem_gib": 1,
+            "seconds/rollout": 2,
+            "seconds/update": 3,
+            "reward_std": 1,
+            "reward": 0,
+            "loss": 4,
+        }
+        for n in (1, 2)
+    ]
     rows[1] = {**rows[1], "loss/dev": 5}
     found = charts.charts(rows)
     assert list(found) == ["loss", "reward", "seconds", "mem_gib"]
@@ -93,7 +112,15 @@ def test_a_page_says_where_it_went_on_from_how_far_it_is_and_what_was_said(job):
     for step in (1, 2):
         (file.parent / f"checkpoints/step_{step:08}").mkdir(parents=True)
     (file.parent / "checkpoints/step_00000001/manifest.json").write_text("{}")
-    said = [{"step": n, "prompt": {"messages": [{"role": "user", "content": "1|1"}]}, "answer": f"<b>{n}_[x](y)", "reward": n / 4} for n in (1, 2)]
+    said = [
+        {
+            "step": n,
+            "prompt": {"messages": [{"role": "user", "content": "1|1"}]},
+            "answer": f"<b>{n}_[x](y)",
+            "reward": n / 4,
+        }
+        for n in (1, 2)
+    ]
     (file.parent / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said) + '{"step": 3, "pro')
     page = cards.TrainingPage(card := Page(), job, "run")
     assert "left" not in card[0].render()["source"], "no step of this attempt is known yet"
@@ -126,8 +153,13 @@ def test_answers_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path):
     prompts = [{"messages": [{"role": "user", "content": "x" * 400 + end}]} for end in "ab"]
     for name, answers in (("start/test", "34"), ("test", "21"), ("gone", "00")):
         (tmp_path / "answers" / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"prompt": prompt, "answer": answer, "outcome": float(answer == "2")} for prompt, answer in zip(prompts, answers, strict=True)]
-        (tmp_path / "answers" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:: -1 if "/" in name else 1]))
+        rows = [
+            {"prompt": prompt, "answer": answer, "outcome": float(answer == "2")}
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        (tmp_path / "answers" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows[:: -1 if "/" in name else 1])
+        )
     (table,) = cards.side_by_side(tmp_path, ["test", "absent"])
     assert [row[1:] for row in table.render()["data"]] == [["3", "2", "0 → 1"], ["4", "1", "0 → 0"]]
 

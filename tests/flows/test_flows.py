@@ -36,7 +36,8 @@ TWO = ROOT / "flows" / "sft_then_rl_flow.py"
 def test_a_bad_line_ends_in_one_message_before_there_is_a_run(tmp_path, line, message):
     toy = Toy(tmp_path)
     (tmp_path / "grpo.yaml").write_text(
-        "recipe: grpo\nmodel: {path: m}\ndata: {sources: {p: {path: p.jsonl, kind: prompt}}}\nrollout: {reward: {use: 'a:b'}}\ntrain: {steps: 1, lr: 1.0}\n"
+        "recipe: grpo\nmodel: {path: m}\ndata: {sources: {p: {path: p.jsonl, kind: prompt}}}\nrollout: {reward: {use: "
+        "'a:b'}}\ntrain: {steps: 1, lr: 1.0}\n"
     )
     done = toy(*line.split())
     assert done.returncode == 2
@@ -63,10 +64,13 @@ def test_two_trainings_in_one_flow_are_all_its_steps(tmp_path):
     assert names == ["start", *(f"{stage}_first" for stage in stages), *stages, "end"]
 
 
-@pytest.mark.parametrize(("path", "message"), [("some/model", "is not made by another job"), ("job:nowhere.yaml", "nowhere.yaml")])
+@pytest.mark.parametrize(
+    ("path", "message"), [("some/model", "is not made by another job"), ("job:nowhere.yaml", "nowhere.yaml")]
+)
 def test_a_second_training_without_a_first_is_refused(tmp_path, path, message):
     (tmp_path / "rl.yaml").write_text(
-        f"recipe: grpo\nmodel: {{path: '{path}'}}\ndata: {{sources: {{p: {{path: p.jsonl, kind: prompt}}}}}}\nrollout: {{reward: {{use: 'a:b'}}}}\n"
+        f"recipe: grpo\nmodel: {{path: '{path}'}}\ndata: {{sources: {{p: {{path: p.jsonl, kind: prompt}}}}}}\n"
+        "rollout: {reward: {use: 'a:b'}}\n"
         "train: {steps: 1, lr: 1.0}\n"
     )
     done = Toy(tmp_path)("run", "--config", "rl.yaml", flow=TWO)
@@ -82,10 +86,18 @@ def test_the_second_training_begins_with_what_the_first_published(tmp_path):
     raw["train"] |= {"steps": 2, "validate_every": 0}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(raw | {"output": str(tmp_path / "first")}))
     rl = {key: raw[key] for key in ("seed", "compute", "checkpoint", "track", "train")} | {
-        "recipe": "grpo", "output": str(tmp_path / "second"), "model": {"path": f"job:{tmp_path}/sft.yaml"},
+        "recipe": "grpo",
+        "output": str(tmp_path / "second"),
+        "model": {"path": f"job:{tmp_path}/sft.yaml"},
         "data": {"sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
-        "rollout": {"engine": "native", "prompts": 2, "group": 4, "max_new_tokens": 4, "reward": {"use": "late_reward:score"}},
-    }  # fmt: skip
+        "rollout": {
+            "engine": "native",
+            "prompts": 2,
+            "group_size": 4,
+            "max_new_tokens": 4,
+            "reward": {"use": "late_reward:score"},
+        },
+    }
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(rl))
     (tmp_path / "flow").mkdir()
     toy = Toy(tmp_path / "flow")
@@ -109,7 +121,8 @@ def test_the_second_training_begins_with_what_the_first_published(tmp_path):
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
-    """A run that is refused, its resume that is stopped, the resume of that resume, which finishes, and a spin of it."""
+    """A run that is refused, its resume that is stopped, the resume of that resume, which finishes,
+    and a spin of it."""
     toy = Toy(tmp_path_factory.mktemp("story"))
     refused = toy("run", "--set", "train.lr=0.5", act="refuse")
     stopped, task = toy.until_training(*again(refused.stderr))
@@ -118,7 +131,13 @@ def story(tmp_path_factory):
     task_gone, unwound = is_gone(task), (toy.directory / "unwound").exists()
     finished = toy(*again(err))
     spun = toy("spin", "train")
-    return {"toy": toy, "refused": refused, "stopped": (stopped.returncode, out + err, task_gone, unwound), "finished": finished, "spun": spun}
+    return {
+        "toy": toy,
+        "refused": refused,
+        "stopped": (stopped.returncode, out + err, task_gone, unwound),
+        "finished": finished,
+        "spun": spun,
+    }
 
 
 def again(stderr: str) -> list[str]:
@@ -133,7 +152,8 @@ def test_a_user_error_in_a_step_is_one_message_and_is_not_retried(story):
     assert done.returncode == 1
     assert done.stdout.count("no file matches data/*.jsonl") == 1
     assert "Traceback" not in done.stdout + done.stderr
-    assert len(story["toy"].trained()) == 4  # once in each of refused, stopped, finished and spun, although flow.steps.train.retries is 2
+    # once in each of refused, stopped, finished and spun, although flow.steps.train.retries is 2
+    assert len(story["toy"].trained()) == 4
 
 
 def test_sigterm_unwinds_the_task_and_ends_the_run(story):
@@ -188,7 +208,10 @@ def test_the_card_of_a_publication_that_fails_says_why(tmp_path):
     done = toy("run", act="unpublished")
     assert done.returncode == 1
     html = toy("card", "get", "--id", "publish", f"{again(done.stderr)[-1]}/publish/6").stdout
-    assert any(b"not published: loss/dev is 2" in base64.b64decode(data) for data in re.findall(r'"([A-Za-z0-9+/]{200,}=*)"', html))
+    assert any(
+        b"not published: loss/dev is 2" in base64.b64decode(data)
+        for data in re.findall(r'"([A-Za-z0-9+/]{200,}=*)"', html)
+    )
 
 
 def test_nothing_is_written_under_home(story):
@@ -216,9 +239,12 @@ def test_nothing_outlives_a_flow_that_is_killed(tmp_path, who, number):
 def test_runs_are_found_by_their_tags_and_read_in_a_notebook(story):
     code = (
         "from metaflow import Flow, namespace; namespace(None); run = Flow('ToyFlow').latest_successful_run\n"
-        "print(run.data.artifact.model, run.data.config['train']['lr'], run.id in [r.id for r in Flow('ToyFlow').runs('recipe:sft', 'data:chat')],"
+        "print(run.data.artifact.model, run.data.config['train']['lr'], "
+        "run.id in [r.id for r in Flow('ToyFlow').runs('recipe:sft', 'data:chat')],"
         " list(Flow('ToyFlow').runs('recipe:dpo')))"
     )
     toy = story["toy"]
-    done = subprocess.run([sys.executable, "-c", code], cwd=toy.directory, env=toy.env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=toy.directory, env=toy.env, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.split() == ["a-model", "0.5", "True", "[]"], done.stderr

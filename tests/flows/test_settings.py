@@ -17,7 +17,10 @@ from tests.flows.toy import FLOW, Toy
         ({"gpu": 0}, {"resources": {"gpu": 0}}),
         ({"cpu": 4, "memory": 9000}, {"resources": {"cpu": 4, "memory": 9000}}),
         ({"environment": {"A": "b"}}, {"environment": {"vars": {"A": "b"}}}),
-        ({"gpu": 8, "retries": 3, "minutes": 90}, {"resources": {"gpu": 8}, "retry": {"times": 3}, "timeout": {"minutes": 90}}),
+        (
+            {"gpu": 8, "retries": 3, "minutes": 90},
+            {"resources": {"gpu": 8}, "retry": {"times": 3}, "timeout": {"minutes": 90}},
+        ),
     ],
 )
 def test_settings_become_decorators(settings, expected):
@@ -27,7 +30,10 @@ def test_settings_become_decorators(settings, expected):
 
 def test_the_graph_has_them_and_is_whole_without_a_config(tmp_path):
     toy = Toy(tmp_path)
-    with_config, without = (json.loads(toy(*words, "output-raw", "--json").stdout) for words in (("--config", str(FLOW.with_name("toy.yaml"))), ()))
+    with_config, without = (
+        json.loads(toy(*words, "output-raw", "--json").stdout)
+        for words in (("--config", str(FLOW.with_name("toy.yaml"))), ())
+    )
     found = {deco["name"]: deco["attributes"] for deco in with_config["graph"]["train"]["decorators"]}
     assert found["resources"]["cpu"] == 2
     assert found["retry"]["times"] == 2

@@ -26,14 +26,25 @@ class Toy:
             "METAFLOW_CLIENT_CACHE_PATH": str(directory / "cache"),
         }
 
-    def __call__(self, *words: str, act: str = "", flow: Path = FLOW, within_s: float = 300) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *words: str, act: str = "", flow: Path = FLOW, within_s: float = 300
+    ) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, str(flow), *words]
-        return subprocess.run(line, cwd=self.directory, env=self.env | {"TOY": act}, capture_output=True, text=True, timeout=within_s)
+        return subprocess.run(
+            line, cwd=self.directory, env=self.env | {"TOY": act}, capture_output=True, text=True, timeout=within_s
+        )
 
     def until_training(self, *words: str) -> "tuple[subprocess.Popen[str], int]":
         """Start it, wait until its train step hangs; the process of the run, and the pid of the task."""
         before, line = len(self.trained()), [sys.executable, str(FLOW), *words]
-        run = subprocess.Popen(line, cwd=self.directory, env=self.env | {"TOY": "hang"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        run = subprocess.Popen(
+            line,
+            cwd=self.directory,
+            env=self.env | {"TOY": "hang"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         wait_for(lambda: len(self.trained()) > before or run.poll() is not None)
         assert run.poll() is None, run.communicate()
         return run, self.trained()[-1]["pid"]

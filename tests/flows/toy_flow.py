@@ -1,5 +1,5 @@
-"""The flow as it is, with toy work: train leaves a line in trained.jsonl, the others do nothing. TOY=refuse, =hang, =preempt: what train does next;
-=unpublished: what publish does."""
+"""The flow as it is, with toy work: train leaves a line in trained.jsonl, the others do nothing. TOY=refuse, =hang,
+=preempt: what train does next; =unpublished: what publish does."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""These tests need a GPU and nothing beyond torch, transformers, safetensors, pyarrow, fsspec and pydantic: `make test-gpu`."""
+"""These tests need a GPU and nothing beyond torch, transformers, safetensors, pyarrow, fsspec and pydantic:
+`make test-gpu`."""
 
 import pytest
 import torch

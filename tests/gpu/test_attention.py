@@ -43,7 +43,9 @@ def test_flex_equals_per_document(dtype, bound, window, sinks):
         out = backend(q.device)(batch.segments.to(device), batch.positions.to(device))(of, q, k, v)
         (out.float() * upstream.to(device)).sum().backward()
         grads = [t.grad for t in (q, k, v)] + ([of.sinks.grad] if of.sinks is not None else [])
-        results.append([(out * real.to(device)[..., None, None]).detach().float().cpu(), *(g.float().cpu() for g in grads)])
+        results.append(
+            [(out * real.to(device)[..., None, None]).detach().float().cpu(), *(g.float().cpu() for g in grads)]
+        )
     for expected, got in zip(*results, strict=True):
         assert (got - expected).abs().max() <= bound * expected.abs().max()
 
@@ -58,9 +60,13 @@ def losses(directory, device: torch.device, dtype: torch.dtype):
     bridge.load_hf(model, directory, family)
     model.to(dtype)
     batch = packed(ROWS, 256).to(device)
-    loss = model(batch.tokens, batch.positions, batch.segments, lambda x, h: cross_entropy(x, h, batch.targets, batch.weights))
+    loss = model(
+        batch.tokens, batch.positions, batch.segments, lambda x, h: cross_entropy(x, h, batch.targets, batch.weights)
+    )
     loss.backward()
-    logprobs, *_ = model(batch.tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights))
+    logprobs, *_ = model(
+        batch.tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights)
+    )
     grads = {n: p.grad.float().cpu() for n, p in model.named_parameters()}
     return float(loss.detach()), logprobs.detach().float().cpu(), grads
 
@@ -82,7 +88,10 @@ def test_attention_is_compiled_once_for_rows_of_one_shape():
 
     of = attention(None, False)
     q, k, v = (t.cuda() for t in inputs())
-    seen = lambda batch: Flex(batch.segments.cuda(), batch.positions.cuda())  # noqa: E731
+
+    def seen(batch):
+        return Flex(batch.segments.cuda(), batch.positions.cuda())
+
     seen(packed(ROWS, 256))(of, q, k, v)
     counters.clear()
     for seed in range(5):

@@ -29,8 +29,21 @@ def test_a_run_follows_the_cpus(tmp_path, precision, bound):
 
 def test_grpo_with_the_native_engine_agrees_with_itself(tmp_path):
     raw = arithmetic(tmp_path)
-    raw |= {"recipe": "grpo", "rollout": {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 6, "reward": {"use": "ptf.rl.rewards:numeric"}}}
-    raw["data"] = {**raw["data"], "sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
+    raw |= {
+        "recipe": "grpo",
+        "rollout": {
+            "engine": "native",
+            "prompts": 8,
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "reward": {"use": "ptf.rl.rewards:numeric"},
+        },
+    }
+    raw["data"] = {
+        **raw["data"],
+        "sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
+        "validation": {},
+    }
     raw["train"] = {**raw["train"], "steps": 3}
     raw["compute"]["device"] = "cuda"
     rows = read_metrics(run(loads(yaml.safe_dump(raw)), "a") / "metrics.jsonl")

@@ -5,22 +5,40 @@ from pathlib import Path
 import torch
 
 CONFIGS = {
-    "olmo2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    "olmo2": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},  # tied, learned positions, dropout
     "mixtral": {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "num_local_experts": 4,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },  # stored an expert at a time, computed stacked
-    "cohere": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},  # scaled logits
+    # scaled logits
+    "cohere": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2},  # no attention
-}  # fmt: skip
+}
 
 
 def foreign(directory: Path, model_type: str, vocab: int = 97) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = AutoConfig.for_model(model_type, vocab_size=vocab, initializer_range=0.2, **({"max_position_embeddings": 256} | CONFIGS[model_type]), **ids)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=vocab,
+        initializer_range=0.2,
+        **({"max_position_embeddings": 256} | CONFIGS[model_type]),
+        **ids,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

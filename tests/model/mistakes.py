@@ -1,4 +1,5 @@
-"""Porting mistakes, each of which the logit verifier must catch: a wrong config mapping, wrong names, or a wrong computation."""
+"""Porting mistakes, each of which the logit verifier must catch: a wrong config mapping, wrong names,
+or a wrong computation."""
 
 import contextlib
 import importlib
@@ -121,7 +122,9 @@ def _norm_last(attention: nn.Module) -> None:
     import ptf.model.attention as module
 
     def forward(x: torch.Tensor, rope: Any, attend: Any) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, attention.head_dim)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (-1, attention.head_dim)) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         q, k = attention.q_norm(module.rotate(q, rope)), attention.k_norm(module.rotate(k, rope))
         return attention.o_proj(attend(attention, q, k, v).flatten(-2))
 
@@ -169,9 +172,17 @@ MISTAKES = (
     Mistake("rope base 1 % off", "llama", ropes(lambda r: replace(r, theta=r.theta * 1.01))),
     Mistake("rope scaling ignored", "llama", ropes(lambda r: Rope(r.theta))),
     Mistake("rope scaling by half the factor", "llama", ropes(lambda r: replace(r, factor=max(1.0, r.factor / 2)))),
-    Mistake("Llama 3 scaling with the ends swapped", "llama", ropes(lambda r: replace(r, high=r.high * 2) if r.kind == "llama3" else r)),
+    Mistake(
+        "Llama 3 scaling with the ends swapped",
+        "llama",
+        ropes(lambda r: replace(r, high=r.high * 2) if r.kind == "llama3" else r),
+    ),
     Mistake("YaRN without its attention factor", "llama", ropes(lambda r: replace(r, scale=1.0))),
-    Mistake("YaRN with beta_fast and beta_slow swapped", "llama", ropes(lambda r: replace(r, low=r.high, high=r.low) if r.kind == "yarn" else r)),
+    Mistake(
+        "YaRN with beta_fast and beta_slow swapped",
+        "llama",
+        ropes(lambda r: replace(r, low=r.high, high=r.low) if r.kind == "yarn" else r),
+    ),
     Mistake("norm epsilon ten times too large", "llama", mapped(lambda c: replace(c, norm_eps=c.norm_eps * 10))),
     Mistake("tied head taken for untied", "llama", mapped(lambda c: replace(c, tied=not c.tied))),
     Mistake("attention biases left out", "llama", fields(qkv_bias=False, out_bias=False)),
@@ -196,9 +207,15 @@ MISTAKES = (
     Mistake("head size from the width", "qwen3", mapped(lambda c: replace(c, head_dim=c.dim // c.heads))),
     Mistake("chosen experts not normalised", "qwen3_moe", experts(normalise=False)),
     Mistake("chosen experts always normalised", "qwen3_moe", experts(normalise=True)),
-    Mistake("one expert too few", "qwen3_moe", mapped(lambda c: replace(c, moe=replace(c.moe, top_k=max(1, c.moe.top_k - 1))))),
+    Mistake(
+        "one expert too few",
+        "qwen3_moe",
+        mapped(lambda c: replace(c, moe=replace(c.moe, top_k=max(1, c.moe.top_k - 1)))),
+    ),
     Mistake("expert gates and ups swapped", "qwen3_moe", swapped("experts.gate_proj", "experts.up_proj")),
-    Mistake("experts in reverse order", "qwen3_moe", model=each("moe.router", lambda r: r.weight.copy_(r.weight.flip(0)))),
+    Mistake(
+        "experts in reverse order", "qwen3_moe", model=each("moe.router", lambda r: r.weight.copy_(r.weight.flip(0)))
+    ),
     Mistake("an expert transposed", "qwen3_moe", model=each("moe.experts", _transposed)),
     Mistake("experts in every layer", "qwen3_moe", layers(lambda i, kind: replace(kind, moe=True))),
     Mistake("norms not offset by one", "gemma3_text", fields(norm_offset=False)),
@@ -206,9 +223,13 @@ MISTAKES = (
     Mistake("attention scaled by the head size, not the config's scalar", "gemma3_text", fields(attention_scale=None)),
     Mistake("SiLU for GELU", "gemma3_text", fields(activation="silu")),
     Mistake("no norm after attention and MLP", "gemma3_text", fields(sandwich=False)),
-    Mistake("norm after attention taken for the one before the MLP", "gemma3_text", swapped("attn_post_norm", "mlp_norm")),
+    Mistake(
+        "norm after attention taken for the one before the MLP", "gemma3_text", swapped("attn_post_norm", "mlp_norm")
+    ),
     Mistake("one rotary base for all layers", "gemma3_text", mapped(_one_rope)),
-    Mistake("global layers one too early", "gemma3_text", mapped(lambda c: replace(c, kinds=(*c.kinds[1:], c.kinds[0])))),
+    Mistake(
+        "global layers one too early", "gemma3_text", mapped(lambda c: replace(c, kinds=(*c.kinds[1:], c.kinds[0])))
+    ),
     Mistake("logits not soft-capped", "gemma3_text", fields(softcap=None)),
     Mistake("window one long", "gemma3_text", _shift_window(1)),
     Mistake("vision tensors not known", "gemma3", lambda family: replace(family, carried=())),
@@ -221,5 +242,7 @@ MISTAKES = (
     Mistake("gate and up as halves", "gpt_oss", patch=(Interleave, "read", _halves)),
     Mistake("router bias left out", "gpt_oss", model=each("moe.router", _zero("bias"))),
     Mistake("expert biases of the up projection left out", "gpt_oss", model=each("moe.experts", _zero("up_bias"))),
-    Mistake("YaRN truncates where the config says not to", "gpt_oss", ropes(lambda r: replace(r, truncate=not r.truncate))),
-)  # fmt: skip
+    Mistake(
+        "YaRN truncates where the config says not to", "gpt_oss", ropes(lambda r: replace(r, truncate=not r.truncate))
+    ),
+)

@@ -19,7 +19,11 @@ class SameMLP(nn.Module):
 
     def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
         super().__init__()
-        for name, (into, out) in {"gate": (c.dim, c.hidden), "up": (c.dim, c.hidden), "down": (c.hidden, c.dim)}.items():
+        for name, (into, out) in {
+            "gate": (c.dim, c.hidden),
+            "up": (c.dim, c.hidden),
+            "down": (c.hidden, c.dim),
+        }.items():
             setattr(self, f"{name}_proj", parts.linear(f"{path}.{name}_proj", into, out, c.mlp_bias))
         self.act = F.silu if c.activation == "silu" else lambda x: F.gelu(x, approximate="tanh")
 
@@ -79,4 +83,6 @@ class DeepHead(nn.Module):
         return self.out(F.silu(self.into(x)))
 
     def loss(self, x: Tensor, batch) -> Tensor:
-        return cross_entropy(F.silu(self.into(x)), Head(self.out.weight, self.vocab, bias=self.out.bias), batch.targets, batch.weights)
+        return cross_entropy(
+            F.silu(self.into(x)), Head(self.out.weight, self.vocab, bias=self.out.bias), batch.targets, batch.weights
+        )

@@ -30,9 +30,15 @@ from tests.tiny import packed
 ROWS = ([30, 11, 6], [47], [5, 41], [17, 1, 29])  # four micro-batches, by the lengths of their documents
 WIDTH = 47  # odd: a tensor group of 2 must fill it up
 SHAPE = {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 48, "intermediate_size": 64, "vocab_size": 131,
-    "num_hidden_layers": 2, "attention_bias": True,
-}  # fmt: skip
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "vocab_size": 131,
+    "num_hidden_layers": 2,
+    "attention_bias": True,
+}
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 
@@ -61,13 +67,19 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
     config |= {k: 4 for k in ("num_experts", "num_local_experts") if k in config} | {"num_experts_per_tok": 2}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    model, ours = trainer.load_model(directory, World(), ModelConfig(path=str(directory), init="random"), seed=0, precision="fp32")
+    model, ours = trainer.load_model(
+        directory, World(), ModelConfig(path=str(directory), init="random"), seed=0, precision="fp32"
+    )
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             real = p[: SHAPE["vocab_size"]] if name.startswith(("embed", "head")) else p
             real += 0.1 * torch.randn(real.shape, generator=g)
-    save_file({n: t.contiguous() for n, t in bridge.hf_tensors(model, ours)}, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in bridge.hf_tensors(model, ours)},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return str(directory)
 
 
@@ -79,7 +91,9 @@ def train(case: Case) -> Trained:
     world = World(rank, 1 if mesh is None else mesh.size(), mesh=mesh)
     spec = ModelConfig(path=case.directory, lora=LORA if case.lora else None)
     trainer.parallelize = partial(parallelize, plan={**PLAN, **case.plan})  # type: ignore[assignment]
-    model, _ = trainer.load_model(Path(case.directory), world, spec, seed=0, precision=case.precision, recomputed=case.recomputed)
+    model, _ = trainer.load_model(
+        Path(case.directory), world, spec, seed=0, precision=case.precision, recomputed=case.recomputed
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_b"):
@@ -90,7 +104,9 @@ def train(case: Case) -> Trained:
         batches = [packed([list(row)], WIDTH, seed=100 * step + i) for i, row in enumerate(ROWS)]
         units, total = sum(float(b.weights.sum()) for b in batches), 0.0
         for b in batches[world.data_rank :: world.data_size]:
-            loss = model(b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights))
+            loss = model(
+                b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights)
+            )
             if (balance := model.balance()) is not None:
                 loss = loss + 0.01 * balance * float(b.weights.sum())
             (loss * (world.data_size / units)).backward()
@@ -126,9 +142,15 @@ def on_ranks(size: int, cases: Sequence[Case], directory: Path) -> list[Trained]
 
 
 def difference(a: Trained, b: Trained) -> tuple[float, float]:
-    """Largest over the steps: of the losses, relative; of the gradients, norm of the difference over the norm. Infinite if not of the same tensors."""
+    """Largest over the steps: of the losses, relative; of the gradients, norm of the difference over the norm.
+    Infinite if not of the same tensors."""
     loss = max(abs(x - y) / abs(x) for x, y in zip(a.losses, b.losses, strict=True))
-    norm = lambda g: float(torch.cat([t.double().flatten() for t in g]).norm())  # noqa: E731
+
+    def norm(g):
+        return float(torch.cat([t.double().flatten() for t in g]).norm())
+
     if any(x.keys() != y.keys() for x, y in zip(a.gradients, b.gradients, strict=True)):
         return loss, float("inf")
-    return loss, max(norm([x[n] - y[n] for n in x]) / norm(x.values()) for x, y in zip(a.gradients, b.gradients, strict=True) if x)
+    return loss, max(
+        norm([x[n] - y[n] for n in x]) / norm(x.values()) for x, y in zip(a.gradients, b.gradients, strict=True) if x
+    )

@@ -67,4 +67,9 @@ def test_every_field_is_in_the_table():
 
     table = TEXT[TEXT.index("| `DecoderConfig`") : TEXT.index("**The ops**")]
     told = {"head", "rows"}  # of a job, not of a family
-    assert not [f.name for kind in (DecoderConfig, MoE) for f in fields(kind) if f"`{f.name}`" not in table and f.name not in told]
+    assert not [
+        f.name
+        for kind in (DecoderConfig, MoE)
+        for f in fields(kind)
+        if f"`{f.name}`" not in table and f.name not in told
+    ]

@@ -35,9 +35,12 @@ def test_every_family_is_looked_at() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("mixer", [m for m in MIXERS if m.model_type != "mamba"], ids=lambda m: f"{m.model_type}, {m.path}")
+@pytest.mark.parametrize(
+    "mixer", [m for m in MIXERS if m.model_type != "mamba"], ids=lambda m: f"{m.model_type}, {m.path}"
+)
 def test_a_document_is_what_it_is_alone(mixer: Mixer) -> None:
-    """A handful of what benchmarks/leakage.py does in full; nothing crosses, and every fault is seen in every row that can show it."""
+    """A handful of what benchmarks/leakage.py does in full; nothing crosses,
+    and every fault is seen in every row that can show it."""
     rng = np.random.default_rng(0)
     found = look(mixer, batch_of(lengths(rng, 12), rng), rng)
     assert found.crossing.max() == 0
@@ -51,14 +54,21 @@ def test_a_document_is_what_it_is_alone(mixer: Mixer) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
 def test_the_masks_of_a_gpu_see_what_a_cpu_sees(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention, not compiled (torch has no backward for it on a CPU), in layers with and without window, with and without sinks."""
+    """FlexAttention, not compiled (torch has no backward for it on a CPU), in layers with and without window,
+    with and without sinks."""
     monkeypatch.setattr(attention, "_compiled_flex", lambda: attention._flex)
     model = model_of(model_type)
     batch = packed([[10, 20, 18], [30, 1]], WIDTH)
     tokens = batch.tokens % model.config.vocab
     with torch.no_grad():
         both = [
-            model(tokens, batch.positions, batch.segments, lambda x, head: head.logits(x), kind(batch.segments, batch.positions))
+            model(
+                tokens,
+                batch.positions,
+                batch.segments,
+                lambda x, head: head.logits(x),
+                kind(batch.segments, batch.positions),
+            )
             for kind in (PerDocument, Flex)
         ]
     assert (both[0] - both[1])[batch.segments >= 0].abs().max() <= 1e-5 * both[0].abs().max()

@@ -27,7 +27,10 @@ def test_a_checkpoint_survives_the_way_through_ours_byte_for_byte(tmp_path):
         model = ours(directory)
         family = bridge.family_of(bridge.read_config(directory))
         bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / f"out{tied}", writes=True)
-        before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / f"out{tied}" / "model.safetensors")
+        before, after = (
+            load_file(directory / "model.safetensors"),
+            load_file(tmp_path / f"out{tied}" / "model.safetensors"),
+        )
         assert before.keys() == after.keys()
         assert all(torch.equal(before[k], after[k]) for k in before)
 
@@ -36,7 +39,12 @@ def test_large_models_are_written_in_shards_that_load(tmp_path, monkeypatch):
     monkeypatch.setattr(bridge, "SHARD_BYTES", 50_000)
     directory = checkpoint(tmp_path / "in")
     model = ours(directory)
-    bridge.save_hf(bridge.hf_tensors(model, bridge.family_of(bridge.read_config(directory))), directory, tmp_path / "out", writes=True)
+    bridge.save_hf(
+        bridge.hf_tensors(model, bridge.family_of(bridge.read_config(directory))),
+        directory,
+        tmp_path / "out",
+        writes=True,
+    )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     again = ours(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

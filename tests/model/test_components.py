@@ -1,4 +1,5 @@
-"""Components of the user's own: what keeps a tensor's name and shape is that tensor, everything else goes by its unified name."""
+"""Components of the user's own: what keeps a tensor's name and shape is that tensor,
+everything else goes by its unified name."""
 
 import random
 from functools import partial
@@ -15,7 +16,7 @@ from ptf.config.section import Plug
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.components import own_tensors, places
-from ptf.model.declared import next_token_loss
+from ptf.model.custom_head import next_token_loss
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family, family_of
 from ptf.model.flops import Flops
@@ -34,7 +35,9 @@ FAMILIES = (*DENSE, *MIXTURES)
 
 
 def checkpoint(model_type: str, directory: Path) -> Path:
-    more = {"vocab_size": 131} | ({"mlp_only_layers": [], "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {})
+    more = {"vocab_size": 131} | (
+        {"mlp_only_layers": [], "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {}
+    )
     config = family_of({"model_type": model_type}).small(random.Random(3)) | more
     random_reference(config, 3).save_pretrained(directory)
     return directory
@@ -73,16 +76,22 @@ def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_bes
     directory = checkpoint(model_type, tmp_path / "m")
     model, family, new = loaded(directory, narrow(model_type), seed=5)
     inside = next(iter(narrow(model_type))).rpartition(".")[2]
-    assert new == tuple(f"layers.{i}.{inside}.{name}.weight" for i in range(model.config.layers) for name in ("into", "out"))
+    assert new == tuple(
+        f"layers.{i}.{inside}.{name}.weight" for i in range(model.config.layers) for name in ("into", "out")
+    )
     again, other = loaded(directory, narrow(model_type), seed=5)[0], loaded(directory, narrow(model_type), seed=6)[0]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert not torch.equal(model.get_parameter(new[0]), other.get_parameter(new[0]))
     assert not torch.equal(model.get_parameter(new[0]), model.get_parameter(new[2]))
-    assert model.get_parameter(new[0]).abs().max() <= model.config.dim**-0.5  # as nn.Linear leaves it, not as random_init would
+    # as nn.Linear leaves it, not as random_init would
+    assert model.get_parameter(new[0]).abs().max() <= model.config.dim**-0.5
     plain = load_file(directory / "model.safetensors")
 
     bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
-    exported, own = load_file(tmp_path / "out" / "model.safetensors"), load_file(tmp_path / "out" / "components.safetensors")
+    exported, own = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(tmp_path / "out" / "components.safetensors"),
+    )
     assert tuple(sorted(own)) == tuple(sorted(new))
     assert {n for n in plain if ".mlp." not in n} == set(exported)
     assert all(torch.equal(plain[n], exported[n]) for n in exported)
@@ -94,7 +103,7 @@ def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_bes
     received, _, _ = loaded(directory, narrow(model_type), seed=8)  # weight sync
     tensors = dict(bridge.hf_tensors(model, family))
     assert bridge.hf_names(received, family) == tensors.keys()
-    bridge.copy_hf(received, tensors, family)
+    bridge.load_hf_tensors(received, tensors, family)
     assert torch.equal(states(received), states(model))
 
 
@@ -103,7 +112,11 @@ def test_one_tensor_more_leaves_the_others_as_they_are(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
     replace = {"layers.0.mlp": partial(ScaledMLP, scale=2.0), "layers.*.attn": GatedAttention}
     model, family, new = loaded(directory, replace)
-    assert new == ("layers.0.attn.gate", "layers.0.mlp.scale", *(f"layers.{i}.attn.gate" for i in range(1, model.config.layers)))
+    assert new == (
+        "layers.0.attn.gate",
+        "layers.0.mlp.scale",
+        *(f"layers.{i}.attn.gate" for i in range(1, model.config.layers)),
+    )
     assert (model.layers[0].mlp.scale == 2).all()
     assert (model.layers[0].mlp.shift == 0.25).all()
     assert torch.equal(model.layers[0].mlp.up_proj.weight, loaded(directory)[0].layers[0].mlp.up_proj.weight)
@@ -172,7 +185,10 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt_oss"])
 def test_sharded_components_begin_train_and_checkpoint_as_one_process_does(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
-    replace = {pattern: Plug(use=f"tests.model.own:{kind.__name__}") for pattern, kind in {**narrow(model_type), "layers.*.attn": GatedAttention}.items()}
+    replace = {
+        pattern: Plug(use=f"tests.model.own:{kind.__name__}")
+        for pattern, kind in {**narrow(model_type), "layers.*.attn": GatedAttention}.items()
+    }
     spec = ModelConfig(path=str(directory), replace=replace, head=Plug(use="tests.model.own:DeepHead"))
     alone = _trained(directory, spec, tmp_path / "alone", False)
     ranks = two_ranks(partial(_trained, directory, spec, tmp_path / "both", True), tmp_path)
@@ -180,12 +196,14 @@ def test_sharded_components_begin_train_and_checkpoint_as_one_process_does(tmp_p
     assert {"own:head.out.bias", "own:layers.0.attn.gate"} <= alone.keys() == ranks[0].keys() == begun.keys()
     for name in alone:
         assert torch.allclose(alone[name], ranks[0][name], atol=1e-4), name
-        assert not torch.allclose(alone[name], begun[name], atol=1e-3) or not alone[name].any(), name  # negative control: training moved it
+        # negative control: training moved it
+        assert not torch.allclose(alone[name], begun[name], atol=1e-3) or not alone[name].any(), name
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt_oss"])
 def test_own_components_get_adapters_where_they_ask_for_projections(tmp_path, model_type):
-    """LoRA beside `model.replace`: a projection made by `parts.linear` is adapted and merged, what no checkpoint has trains whole."""
+    """LoRA beside `model.replace`: a projection made by `parts.linear` is adapted and merged,
+    what no checkpoint has trains whole."""
     directory = checkpoint(model_type, tmp_path / "m")
     same = {"layers.*.moe": SameMoE} if model_type in MIXTURES else {"layers.*.mlp": SameMLP}
     model, family = bridge.build(directory, parts=Parts({**same, "layers.*.attn": GatedAttention}, lora=Lora(rank=4)))
@@ -225,7 +243,8 @@ def test_tensors_of_other_components_are_refused(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
     model, family, _ = loaded(directory, {"layers.*.mlp": ScaledMLP})
     bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
-    with pytest.raises(UserError, match=r"layers\.0\.mlp\.scale.*no such tensor"):  # the rest would load, and compute another function
+    # the rest would load, and compute another function
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.scale.*no such tensor"):
         loaded(tmp_path / "out")
     own = load_file(tmp_path / "out" / "components.safetensors")
     own.pop("layers.0.mlp.scale")

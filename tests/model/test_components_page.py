@@ -45,5 +45,7 @@ def test_the_example_trains_and_comes_back(model_type: str, tmp_path: Path) -> N
         losses = [trainer.step([batch], SFT(), step)["loss"] for step in range(3)]
         assert losses[-1] < losses[0]
         bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
-        back, _ = load_model(tmp_path / "out", world, spec.model_copy(update={"path": str(tmp_path / "out")}), seed=1, precision="fp32")
+        back, _ = load_model(
+            tmp_path / "out", world, spec.model_copy(update={"path": str(tmp_path / "out")}), seed=1, precision="fp32"
+        )
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))

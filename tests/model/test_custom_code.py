@@ -32,8 +32,12 @@ def place(tmp_path, monkeypatch) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "code.py").write_text(CODE.format(mark=str(tmp_path / "ran")))
-    (directory / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Tokens", "auto_map": {"AutoTokenizer": [None, "code.Tokens"]}}))
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}})
+    )
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Tokens", "auto_map": {"AutoTokenizer": [None, "code.Tokens"]}})
+    )
     return directory
 
 

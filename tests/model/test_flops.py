@@ -39,14 +39,18 @@ def accumulated(total: Any, a: Any, b: Any, *more: Any, out_shape: Any = None, *
     return 2 * prod(a) * b[-1]
 
 
-COUNTED = {torch.ops.aten._grouped_mm: product, torch.ops.aten.addmm_: accumulated}  # each row of a meets one of b's matrices; torch has no formula
+# each row of a meets one of b's matrices; torch has no formula
+COUNTED = {torch.ops.aten._grouped_mm: product, torch.ops.aten.addmm_: accumulated}
 
 
 class OnlyWhatIsSeen:
-    """Attention that multiplies exactly the pairs that a query may see, for torch's counter: its formulas count whole squares."""
+    """Attention that multiplies exactly the pairs that a query may see, for torch's counter:
+    its formulas count whole squares."""
 
     def __init__(self, batch: Batch) -> None:
-        self.starts = [(row, int(at)) for row in range(len(batch.tokens)) for at in (batch.positions[row] == 0).nonzero()]
+        self.starts = [
+            (row, int(at)) for row in range(len(batch.tokens)) for at in (batch.positions[row] == 0).nonzero()
+        ]
         self.lengths = batch.lengths
 
     def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,8 +90,11 @@ def rows(documents: list[list[int]] = ROWS, width: int = WIDTH) -> Batch:
 def counted(model: Decoder, batch: Batch, attend: Any = None) -> float:
     """What torch counts in a forward and a backward pass."""
     reduce = partial(cross_entropy, targets=batch.targets, weights=batch.weights)
-    if model.config.head == "declared":
-        reduce = lambda x, head: head.loss(x, batch)  # noqa: E731
+    if model.config.head == "custom":
+
+        def reduce(x, head):
+            return head.loss(x, batch)
+
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
         model(batch.tokens, batch.positions, batch.segments, reduce, attend or OnlyWhatIsSeen(batch)).backward()
     return counter.get_total_flops()
@@ -114,7 +121,11 @@ def train_adapters(model: Decoder) -> Decoder:
     return model
 
 
-LORAS = {"all": Lora(rank=4), "q": Lora(rank=4, targets=("layers.*.attn.q_proj",)), "second": Lora(rank=4, targets=("layers.1.*_proj",))}
+LORAS = {
+    "all": Lora(rank=4),
+    "q": Lora(rank=4, targets=("layers.*.attn.q_proj",)),
+    "second": Lora(rank=4, targets=("layers.1.*_proj",)),
+}
 
 
 @pytest.mark.parametrize("model_type", MODULES)
@@ -141,7 +152,8 @@ def test_a_declared_head_counts_its_own_projections() -> None:
 
 
 def test_attention_over_squares_is_not_what_is_counted() -> None:
-    """Negative control: with torch's own attention, whose formula counts a document's whole square and ignores windows, the counts part."""
+    """Negative control: with torch's own attention, whose formula counts a document's whole square and ignores windows,
+    the counts part."""
 
     class Squares(OnlyWhatIsSeen):
         def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -162,6 +174,9 @@ def test_pairs_are_those_of_the_mask(window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 7])
 def test_attention_of_what_goes_on_from_another_document_is_counted(window: int | None) -> None:
     flops = Flops(0.0, {window: 1.0}, 0.0)
-    seen = lambda start, end: sum(p + 1 if window is None else min(p + 1, window) for p in range(start, end))  # noqa: E731
+
+    def seen(start, end):
+        return sum(p + 1 if window is None else min(p + 1, window) for p in range(start, end))
+
     assert flops.step([30, 4, 9], 0, [0, 20, 3]) == seen(0, 30) + seen(20, 24) + seen(3, 12)
     assert flops.step([30, 4, 9], 0) < flops.step([30, 4, 9], 0, [0, 20, 3])

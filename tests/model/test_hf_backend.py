@@ -28,11 +28,16 @@ from tests.model.ranks import two_ranks
 from tests.tiny import arithmetic, packed
 
 SPEC = ModelConfig(path="-", backend="hf")
-BATCHES = [packed([[9, 14], [20, 3, 1]], 30, seed=1), packed([[25], [7, 7, 7]], 30, seed=2), packed([[11, 12], [2, 2]], 30, seed=3)]
+BATCHES = [
+    packed([[9, 14], [20, 3, 1]], 30, seed=1),
+    packed([[25], [7, 7, 7]], 30, seed=2),
+    packed([[11, 12], [2, 2]], 30, seed=3),
+]
 TRAIN = TrainConfig(steps=3, lr=1e-2, schedule="constant", weight_decay=0.1, clip=1.0, precision="fp32")
 
 
-DAMPED = TRAIN.model_copy(update={"eps": 1e-3})  # AdamW would make a whole step of the rounding in a gradient that is 0, such as a key bias's
+# AdamW would make a whole step of the rounding in a gradient that is 0, such as a key bias's
+DAMPED = TRAIN.model_copy(update={"eps": 1e-3})
 
 
 def loaded(directory: Path, world: World | None = None):
@@ -99,7 +104,11 @@ def test_documents_of_a_row_do_not_see_each_other(model_type, tmp_path):
 
     model.hf.get_input_embeddings().register_forward_hook(remember)
     hidden = model(batch.tokens, batch.positions, batch.segments, lambda x, head: x)
-    (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)) * (batch.segments == 1)[..., None]).sum().backward()
+    (
+        hidden
+        * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+        * (batch.segments == 1)[..., None]
+    ).sum().backward()
     by_document = [g.abs().max().item() for g in seen[0].grad]
     assert by_document[0] == by_document[2] == 0.0
     assert by_document[1] > 0
@@ -137,7 +146,9 @@ def test_a_job_trains_exports_and_resumes(tmp_path):
     assert export_difference(directory / "model", probe["tokens"], probe["logprobs"]) < 1e-5
     assert AutoConfig.from_pretrained(directory / "model").model_type == "olmo2"
     raw["model"]["path"] = str(directory / "model")
-    again = read_metrics(run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "steps": 1}})), "b") / "metrics.jsonl")
+    again = read_metrics(
+        run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "steps": 1}})), "b") / "metrics.jsonl"
+    )
     assert again[0]["loss"] < 0.8 * rows[0]["loss"]
 
 
@@ -145,7 +156,11 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
     directory = foreign(tmp_path / "m", "gpt2")
 
     def drawn(seed: int) -> dict[str, torch.Tensor]:
-        return dict(bridge.hf_tensors(*load_model(directory, World(), SPEC.model_copy(update={"init": "random"}), seed=seed, precision="fp32")))
+        return dict(
+            bridge.hf_tensors(
+                *load_model(directory, World(), SPEC.model_copy(update={"init": "random"}), seed=seed, precision="fp32")
+            )
+        )
 
     a, b, c = drawn(1), drawn(1), drawn(2)
     assert all(torch.equal(a[n], b[n]) for n in a)
@@ -196,8 +211,11 @@ def test_two_ranks_are_one(tmp_path, monkeypatch):
 
 def job(**changes) -> str:
     raw = {
-        "recipe": "sft", "model": {"path": "m", "backend": "hf"}, "data": {"sources": {"a": {"path": "a.jsonl"}}}, "train": {"steps": 1, "lr": 1e-4},
-    }  # fmt: skip
+        "recipe": "sft",
+        "model": {"path": "m", "backend": "hf"},
+        "data": {"sources": {"a": {"path": "a.jsonl"}}},
+        "train": {"steps": 1, "lr": 1e-4},
+    }
     for key, value in changes.items():
         section, _, name = key.partition("__")
         raw[section] = {**raw.get(section, {}), name: value} if name else value
@@ -211,7 +229,13 @@ def job(**changes) -> str:
         ({"model__head": {"use": "a:b"}}, "model.head", "is not"),
         ({"model__tokens": {"added": ["<x>"]}}, "model.tokens", "is not"),
         (
-            {"evaluate": {"sources": {"q": {"path": "q.jsonl", "kind": "prompt"}}, "reward": {"use": "a:b"}, "engine": "native"}},
+            {
+                "evaluate": {
+                    "sources": {"q": {"path": "q.jsonl", "kind": "prompt"}},
+                    "reward": {"use": "a:b"},
+                    "engine": "native",
+                }
+            },
             "evaluate.engine",
             "native is not",
         ),
@@ -232,16 +256,21 @@ def test_what_is_no_plain_causal_language_model_is_refused_by_name(tmp_path):
         assert model_type in str(error.value)
     directory = foreign(tmp_path / "m", "olmo2")
     config = bridge.read_config(directory)
-    for change, word in (({"model_type": "olmo9"}, "no such architecture"), ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised .gptq")):
+    for change, word in (
+        ({"model_type": "olmo9"}, "no such architecture"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised .gptq"),
+    ):
         (directory / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=word):
             hf_backend.build(directory)
 
 
 def test_a_model_that_looks_ahead_is_refused(tmp_path):
-    config = AutoConfig.for_model("bert", vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    config = AutoConfig.for_model(
+        "bert", vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bert")
-    with pytest.raises(UserError, match="bert looks at tokens ahead"):
+    with pytest.raises(UserError, match="bert attends to later tokens"):
         loaded(tmp_path / "bert")
 
 
@@ -250,14 +279,16 @@ def test_logits_that_are_made_in_another_way_are_refused(tmp_path):
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
     hf_backend.check(model, whole)  # control
     whole.lm_head.register_forward_hook(lambda module, args, output: output + 0.1 * output.abs().sqrt())
-    with pytest.raises(UserError, match="olmo2 does not make its logits by its head"):
+    with pytest.raises(UserError, match="the logits of olmo2 are not its head applied"):
         hf_backend.check(model, whole)
 
 
 def test_every_tensor_that_does_not_fit_is_named(tmp_path):
     directory = foreign(tmp_path / "m", "olmo2")
     config = bridge.read_config(directory)
-    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "intermediate_size": 47, "layer_types": None}))
+    (directory / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 3, "intermediate_size": 47, "layer_types": None})
+    )
     with pytest.raises(UserError) as error:
         loaded(directory)
     assert "missing: model.layers.2.mlp.up_proj.weight" in str(error.value)

@@ -24,7 +24,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def home(model, tmp_path) -> Path:
-    """A cache as the hub's client lays it out: two commits of one model, the main branch at the second and a tag at the first."""
+    """A cache as the hub's client lays it out: two commits of one model, the main branch at the second and a tag at the
+    first."""
     root = tmp_path / "hf" / "hub" / "models--me--tiny"
     for commit, eps in ((COMMIT, 1e-5), (OTHER, 1e-6)):
         snapshot = root / "snapshots" / commit
@@ -37,16 +38,21 @@ def home(model, tmp_path) -> Path:
 
 
 def located(home: Path, path: str, revision: str | None = None, **environment: str) -> tuple[str, str]:
-    """What `hub.fetch` gives in a process of its own, for the client reads its environment once: (directory, what it printed or its message)."""
+    """What `hub.fetch` gives in a process of its own, for the client reads its environment once: (directory,
+    what it printed or its message)."""
     code = (
         "import sys; from ptf.model import hub; from ptf.errors import UserError\n"
         "try: print(hub.fetch(sys.argv[1], sys.argv[2] or None))\n"
         "except UserError as error: print(error, file=sys.stderr)"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code, path, revision or ""], capture_output=True, text=True, timeout=300,
-        cwd=Path(__file__).parents[2], env={"PATH": "/usr/bin:/bin", "HF_HOME": str(home), "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
+        [sys.executable, "-c", code, path, revision or ""],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).parents[2],
+        env={"PATH": "/usr/bin:/bin", "HF_HOME": str(home), "OMP_NUM_THREADS": "1", **environment},
+    )
     assert "Traceback" not in run.stderr
     lines = run.stdout.strip().splitlines()
     return (lines[-1] if lines else ""), "\n".join(lines[:-1]) + run.stderr.strip()
@@ -61,12 +67,16 @@ def test_a_cached_model_needs_no_network_and_its_revision_is_honoured(home, envi
     for revision, commit in ((None, OTHER), ("v1", COMMIT), (COMMIT, COMMIT)):
         directory, said = located(home, "me/tiny", revision, **environment)
         assert directory.endswith(f"models--me--tiny/snapshots/{commit}")
-        assert (commit in said) or (revision == COMMIT and environment is NO_NETWORK)  # which one it is, where it might not be the newest
+        # which one it is, where it might not be the newest
+        assert (commit in said) or (revision == COMMIT and environment is NO_NETWORK)
 
 
 def test_what_is_not_in_the_cache_is_said_with_what_to_do(home):
     for environment, why in ((OFFLINE, "HF_HUB_OFFLINE"), (NO_NETWORK, "cannot be reached")):
-        for path, revision, command in (("me/other", None, "hf download me/other`"), ("me/tiny", "v2", "hf download me/tiny --revision v2`")):
+        for path, revision, command in (
+            ("me/other", None, "hf download me/other`"),
+            ("me/tiny", "v2", "hf download me/tiny --revision v2`"),
+        ):
             directory, said = located(home, path, revision, **environment)
             assert directory == ""
             assert why in said
@@ -148,5 +158,5 @@ def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_pa
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     assert not list((tmp_path / "whole").glob("*.index.json"))
     (local / shards[1]).unlink()
-    with pytest.raises(UserError, match=f"files that are not there: {shards[1]}"):
+    with pytest.raises(UserError, match=f"files that do not exist: {shards[1]}"):
         loaded(local)

@@ -1,4 +1,5 @@
-"""LoRA: an adapter changes nothing until it is trained, and what it changes is the same merged, exported, sharded or read by PEFT."""
+"""LoRA: an adapter changes nothing until it is trained, and what it changes is the same merged, exported,
+sharded or read by PEFT."""
 
 import json
 import random
@@ -37,7 +38,11 @@ ONE = Lora(4, 8.0, rslora=True, targets=("layers.0.attn.q_proj",))
 
 def checkpoint(model_type: str, directory: Path, **more) -> Path:
     """A random member of the family; in a mixture of experts, all layers are."""
-    more = {"vocab_size": 131} | more | ({"mlp_only_layers": [], "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {})
+    more = (
+        {"vocab_size": 131}
+        | more
+        | ({"mlp_only_layers": [], "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {})
+    )
     config = family_of({"model_type": model_type}).small(random.Random(3)) | more
     random_reference(config, 3).save_pretrained(directory)
     return directory
@@ -108,7 +113,9 @@ def test_every_projection_but_routers_and_head_is_a_target_unless_the_job_says_o
     last = {name.split(".", 2)[2] for name in adapters(mixture) if name.startswith("layers.1.")}
     assert last == attention | {f"moe.experts.{p}_proj" for p in ("gate", "up", "down")}
     few, _ = loaded(tmp_path / "m", Lora(targets=("layers.0.attn.[qv]_proj", "layers.*.moe.router")))
-    assert {n for n in adapters(few) if n.startswith("layers.0.")} == {f"layers.0.{p}.weight" for p in ("attn.q_proj", "attn.v_proj", "moe.router")}
+    assert {n for n in adapters(few) if n.startswith("layers.0.")} == {
+        f"layers.0.{p}.weight" for p in ("attn.q_proj", "attn.v_proj", "moe.router")
+    }
     assert {n for n in adapters(few) if n.startswith("layers.1.")} == {"layers.1.moe.router.weight"}
 
 
@@ -117,7 +124,9 @@ def test_a_target_that_matches_nothing_is_refused_with_the_names_there_are(tmp_p
     with pytest.raises(UserError) as error:
         loaded(directory, Lora(targets=("layers.*.attn.q_proj", "*.query", "head", "layers.*.mlp.up_proj")))
     text = str(error.value)
-    assert text.startswith("model.lora.targets: *.query, head, layers.*.mlp.up_proj matches nothing; there is layers.*.attn.q_proj, ")
+    assert text.startswith(
+        "model.lora.targets: *.query, head, layers.*.mlp.up_proj matches nothing; there is layers.*.attn.q_proj, "
+    )
     assert "layers.*.moe.experts.up_proj" in text
     assert "\n" not in text
 
@@ -148,7 +157,10 @@ def test_experts_adapters_are_those_of_each_tokens_expert(tmp_path):
 def test_adapters_begin_from_seed_and_name_and_leave_random_weights_as_they_were(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
     spec = ModelConfig(path=str(directory), init="random", lora=LoraConfig(rank=4))
-    start = lambda seed, spec=spec: dict(load_model(directory, World(), spec, seed=seed, precision="fp32")[0].named_parameters())  # noqa: E731
+
+    def start(seed, spec=spec):
+        return dict(load_model(directory, World(), spec, seed=seed, precision="fp32")[0].named_parameters())
+
     first, again, other, plain = start(1), start(1), start(2), start(1, ModelConfig(path=str(directory), init="random"))
     read = start(1, ModelConfig(path=str(directory), lora=LoraConfig(rank=4)))
     for name, p in first.items():
@@ -167,42 +179,72 @@ def test_adapters_begin_from_seed_and_name_and_leave_random_weights_as_they_were
 
 def gradients(model: Decoder) -> set[str]:
     batch = packed_rows([[30, 11]], 48)
-    model(batch.tokens, batch.positions, batch.segments, partial(cross_entropy, targets=batch.targets, weights=batch.weights)).backward()
+    model(
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        partial(cross_entropy, targets=batch.targets, weights=batch.weights),
+    ).backward()
     return {name for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_gradients_go_where_something_trains_and_nowhere_else(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
-    start = lambda **more: load_model(directory, World(), ModelConfig(path=str(directory), **more), seed=0, precision="fp32")[0]  # noqa: E731
+
+    def start(**more):
+        return load_model(directory, World(), ModelConfig(path=str(directory), **more), seed=0, precision="fp32")[0]
+
     adapted = start(lora=LoraConfig(rank=2))
     assert gradients(adapted) == adapter_names(adapted) != set()
     both = start(lora=LoraConfig(rank=2), train=["norm", "layers.1.attn.q_proj"])
     q_proj = {n for n, _ in both.named_parameters() if n.startswith("layers.1.attn.q_proj.")}
     assert gradients(both) == adapter_names(both) | {"norm.weight"} | q_proj
     some = start(train=["layers.0", "embed"])
-    assert gradients(some) == {n for n, _ in some.named_parameters() if n.startswith("layers.0.") or n == "embed.weight"}
+    assert gradients(some) == {
+        n for n, _ in some.named_parameters() if n.startswith("layers.0.") or n == "embed.weight"
+    }
     every = start()
     assert gradients(every) == {n for n, _ in every.named_parameters()}
-    with pytest.raises(UserError, match=r"model\.train: layers\.\*\.query matches nothing; there is embed\.weight, layers\.\*\.attn_norm\.weight, "):
+    with pytest.raises(
+        UserError,
+        match=r"model\.train: layers\.\*\.query matches nothing; there is embed\.weight, "
+        r"layers\.\*\.attn_norm\.weight, ",
+    ):
         start(train=["layers.*.query", "norm"])
 
 
 def test_what_no_checkpoint_has_trains_beside_the_adapters(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
-    scalar, family = load_model(directory, World(), ModelConfig(path=str(directory), lora=LoraConfig(rank=2)), seed=0, precision="fp32", head="scalar")
+    scalar, family = load_model(
+        directory,
+        World(),
+        ModelConfig(path=str(directory), lora=LoraConfig(rank=2)),
+        seed=0,
+        precision="fp32",
+        head="scalar",
+    )
     assert {n for n, p in scalar.named_parameters() if p.requires_grad} == {*adapter_names(scalar), "head.weight"}
     assert PeftFormat(scalar, family).obstacles() == ["head.weight (not an adapter)"]
 
 
 def test_a_component_of_the_users_own_trains_whole_and_its_projections_may_be_adapted(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
-    model, family = loaded(directory, Lora(4, 8.0, targets=("layers.0.mlp.into", "layers.0.attn.q_proj")), replace={"layers.0.mlp": NarrowMLP})
+    model, family = loaded(
+        directory,
+        Lora(4, 8.0, targets=("layers.0.mlp.into", "layers.0.attn.q_proj")),
+        replace={"layers.0.mlp": NarrowMLP},
+    )
     freeze(model, family, None)
-    assert {n for n, p in model.named_parameters() if p.requires_grad} - adapter_names(model) == {"layers.0.mlp.into.weight", "layers.0.mlp.out.weight"}
+    assert {n for n, p in model.named_parameters() if p.requires_grad} - adapter_names(model) == {
+        "layers.0.mlp.into.weight",
+        "layers.0.mlp.out.weight",
+    }
     mlp: Any = trained(model).layers[0].mlp
     found = dict(bridge.hf_tensors(model, family))
-    torch.testing.assert_close(found[OWN + "layers.0.mlp.into.weight"], mlp.into.weight + 2 * mlp.into.lora_b @ mlp.into.lora_a)
+    torch.testing.assert_close(
+        found[OWN + "layers.0.mlp.into.weight"], mlp.into.weight + 2 * mlp.into.lora_b @ mlp.into.lora_a
+    )
     assert torch.equal(found[OWN + "layers.0.mlp.out.weight"], mlp.out.weight)
     assert "layers.0.mlp.into.weight (Hugging Face has no such projection)" in PeftFormat(model, family).obstacles()
 
@@ -224,12 +266,18 @@ def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
     assert torch.equal(logits(again), logits(model))
     tokens = torch.randint(0, model.config.vocab, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours = model(tokens, torch.arange(40)[None], torch.zeros(1, 40, dtype=torch.long), lambda x, head: head.logits(x))
+        ours = model(
+            tokens, torch.arange(40)[None], torch.zeros(1, 40, dtype=torch.long), lambda x, head: head.logits(x)
+        )
         with adapters_off(model):
-            base = model(tokens, torch.arange(40)[None], torch.zeros(1, 40, dtype=torch.long), lambda x, head: head.logits(x))
+            base = model(
+                tokens, torch.arange(40)[None], torch.zeros(1, 40, dtype=torch.long), lambda x, head: head.logits(x)
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            theirs = PeftModel.from_pretrained(reference(directory), tmp_path / "adapter").eval()(input_ids=tokens).logits
+            theirs = (
+                PeftModel.from_pretrained(reference(directory), tmp_path / "adapter").eval()(input_ids=tokens).logits
+            )
     assert relative(theirs, ours) <= 1e-5
     assert relative(base, ours) > 1e-3, "negative control: without the adapter"
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -246,7 +294,9 @@ def test_what_the_adapter_format_cannot_hold_is_named(tmp_path):
         "norm": {"lora": {}, "train": ["norm"]},
         "nothing": {"lora": {}},
     }.items():
-        model, family = load_model(directory, World(), ModelConfig(path=str(directory), **spec), seed=0, precision="fp32")
+        model, family = load_model(
+            directory, World(), ModelConfig(path=str(directory), **spec), seed=0, precision="fp32"
+        )
         found[name] = PeftFormat(model, family).obstacles()
     assert found["nothing"] == []
     assert found["norm"] == ["norm.weight (not an adapter)"]
@@ -256,32 +306,44 @@ def test_what_the_adapter_format_cannot_hold_is_named(tmp_path):
     random_reference(config, 0).save_pretrained(mixed)
     model, family = loaded(mixed, LORA)
     model.requires_grad_(False)
-    assert [n.split(" (")[0] for n in PeftFormat(model, family).obstacles()] == [f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    assert [n.split(" (")[0] for n in PeftFormat(model, family).obstacles()] == [
+        f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")
+    ]
 
 
-EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 48, "intermediate_size": 64}  # 2 ranks divide it
+# 2 ranks divide it
+EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 48, "intermediate_size": 64}
 
 
 def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tensor]:
-    """A few steps of training adapters, the last layer's attention and the final norm: the losses, and what is exported then."""
+    """A few steps of training adapters, the last layer's attention and the final norm: the losses,
+    and what is exported then."""
     size = 1 if mesh is None else mesh[0] * mesh[1] * mesh[2]
     rank = 0 if mesh is None else torch.distributed.get_rank()
     world = World(rank, size, mesh=None if mesh is None else make_mesh("cpu", size, mesh[0], mesh[2]))
     spec = ModelConfig(path=str(directory), lora=LoraConfig(rank=4, alpha=8), train=["norm", "layers.1.attn"])
     model, family = load_model(directory, world, spec, seed=0, precision="fp32")
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)  # AdamW would make much of a gradient's rounding
+    # AdamW would make much of a gradient's rounding
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     losses = []
     for step in range(4):
-        batches = [packed_rows([rows], 48, seed=10 * step + i) for i, rows in enumerate([[30, 11], [48], [5, 41], [17, 30]])]
+        batches = [
+            packed_rows([rows], 48, seed=10 * step + i) for i, rows in enumerate([[30, 11], [48], [5, 41], [17, 30]])
+        ]
         units, total = sum(float(b.weights.sum()) for b in batches), 0.0
         for b in batches[world.data_rank :: world.data_size]:
-            loss = model(b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights))
+            loss = model(
+                b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights)
+            )
             (loss * (world.data_size / units)).backward()
             total += float(loss.detach()) / units
         losses.append(float(world.sum(total)))
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": torch.tensor(losses), **dict([*bridge.hf_tensors(model, family), *PeftFormat(model, family).tensors()])}
+    return {
+        "losses": torch.tensor(losses),
+        **dict([*bridge.hf_tensors(model, family), *PeftFormat(model, family).tensors()]),
+    }
 
 
 MESHES = {"sharded": (1, 2, 1), "tensor": (1, 1, 2)}
@@ -299,7 +361,9 @@ def test_two_ranks_train_and_export_what_one_does(tmp_path):
         checkpoint(family, tmp_path / family, **EVEN, **experts)
         alone[family], fresh = steps(tmp_path / family, None), dict(bridge.hf_tensors(*loaded(tmp_path / family, None)))
         moved = [name for name in fresh if relative(alone[family][name], fresh[name]) > 1e-3]
-        assert {p for p in ("q_proj", "down_proj") for n in moved if p in n} == {"q_proj", "down_proj"}, "negative control: something must have been trained"
+        assert {p for p in ("q_proj", "down_proj") for n in moved if p in n} == {"q_proj", "down_proj"}, (
+            "negative control: something must have been trained"
+        )
     for both in two_ranks(partial(on_both, tmp_path), tmp_path):
         for run, pair in both.items():
             one = alone[run.split()[0]]

@@ -36,7 +36,10 @@ def test_grouped_experts_equal_a_loop(bias: bool, dtype: torch.dtype) -> None:
     expected = torch.zeros_like(x)
     for b, t, k in [(b, t, k) for b in range(2) for t in range(9) for k in range(2)]:
         i = chosen[b, t, k]
-        gate, up = (F.linear(x[b, t], getattr(e, f"{n}_proj")[i], getattr(e, f"{n}_bias")[i] if bias else None) for n in ("gate", "up"))
+        gate, up = (
+            F.linear(x[b, t], getattr(e, f"{n}_proj")[i], getattr(e, f"{n}_bias")[i] if bias else None)
+            for n in ("gate", "up")
+        )
         y = F.linear(F.silu(gate) * up, e.down_proj[i], e.down_bias[i] if bias else None)
         expected[b, t] += share[b, t, k].to(dtype) * y
     assert (found - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 5e-2) * expected.abs().max()
@@ -45,7 +48,10 @@ def test_grouped_experts_equal_a_loop(bias: bool, dtype: torch.dtype) -> None:
 def test_balance_equals_transformers() -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    config = family_of({"model_type": "qwen3_moe"}).small(random.Random(3)) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    config = family_of({"model_type": "qwen3_moe"}).small(random.Random(3)) | {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     hf = random_reference(config, 0)
     ids = torch.randint(0, config["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(0))
     logits = hf(input_ids=ids, output_router_logits=True).router_logits
@@ -54,7 +60,13 @@ def test_balance_equals_transformers() -> None:
     ours = []
     for layer, router in zip(layers, logits, strict=True):
         probability = router.softmax(-1)
-        ours.append(layer._routing(probability, probability.topk(config["num_experts_per_tok"], -1).indices, torch.ones(len(router), dtype=torch.bool)))
+        ours.append(
+            layer._routing(
+                probability,
+                probability.topk(config["num_experts_per_tok"], -1).indices,
+                torch.ones(len(router), dtype=torch.bool),
+            )
+        )
     assert float(balance(ours).detach()) == pytest.approx(float(theirs), rel=1e-5)
 
 

@@ -61,7 +61,8 @@ def test_other_ways_to_cut_and_a_wrong_plan(models, tmp_path) -> None:
         replace(plain, mesh=(1, 2, 1), recomputed="block"),
         replace(plain, mesh=(2, 1, 1)),
         replace(plain, mesh=(1, 1, 2), plan=WRONG),
-        replace(plain, mesh=(1, 1, 2), precision="bf16", directory=models["qwen3"]),  # without experts, to which rounding may send other tokens
+        # without experts, to which rounding may send other tokens
+        replace(plain, mesh=(1, 1, 2), precision="bf16", directory=models["qwen3"]),
     ]
     *found, rounded = on_ranks(2, cases, tmp_path / "ranks")
     *right, wrong = [difference(train(plain), one) for one in found]
@@ -99,7 +100,11 @@ def test_the_plan_knows_every_parameter(model_type) -> None:
         family = family_of({"model_type": model_type})
         with torch.device("meta"):
             model = Decoder(family.config(family.small(random.Random(f"plan/{number}"))))
-        lost = [n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)) and style_of(n, PLAN) is None]
+        lost = [
+            n
+            for n, m in model.named_modules()
+            if any(True for _ in m.parameters(recurse=False)) and style_of(n, PLAN) is None
+        ]
         assert lost == []
 
 
@@ -109,7 +114,10 @@ def test_a_pattern_takes_one_word_for_a_star() -> None:
     assert style_of("layers.3", PLAN) is None
 
 
-@pytest.mark.parametrize(("ranks", "message"), [(3, r"3 does not divide.*4 attention heads, 2 key-value heads.*take one of 1, 2"), (4, "2 key-value heads")])
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [(3, r"3 does not divide.*4 attention heads, 2 key-value heads.*set it to one of 1, 2"), (4, "2 key-value heads")],
+)
 def test_a_group_that_does_not_divide_the_heads_is_refused(models, ranks, message) -> None:
     with pytest.raises(UserError, match=message):
         refuse(bridge.shape(Path(models["gpt_oss"])), ranks)
@@ -122,10 +130,19 @@ def test_compiled_parts_compute_the_same(models) -> None:
     ways: tuple[tuple[bool, Recompute], ...] = ((False, "none"), (True, "none"), (True, "selective"))
     for compiled, recomputed in ways:
         model, _ = load_model(
-            Path(models["qwen3"]), World(), ModelConfig(path=models["qwen3"]), seed=0, precision="fp32", compiled=compiled, recomputed=recomputed
+            Path(models["qwen3"]),
+            World(),
+            ModelConfig(path=models["qwen3"]),
+            seed=0,
+            precision="fp32",
+            compiled=compiled,
+            recomputed=recomputed,
         )
         for b in batches:
-            model(b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights)).backward()
+            model(
+                b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights)
+            ).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     plain, *others = gradients
-    assert all(0 < (other - plain).norm() / plain.norm() < 5e-6 for other in others)  # 0 would be the same kernels: nothing was compiled
+    # 0 would be the same kernels: nothing was compiled
+    assert all(0 < (other - plain).norm() / plain.norm() < 5e-6 for other in others)

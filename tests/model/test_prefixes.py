@@ -1,4 +1,5 @@
-"""A document that goes on from another's beginning is, in every family, what it is with that beginning before it: logits, log-probs and gradients."""
+"""A document that goes on from another's beginning is, in every family, what it is with that beginning before it:
+logits, log-probs and gradients."""
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import torch
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.prefixes import families, pack_shared
-from ptf.data.sample import Atom, Sample
+from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.chunked import cross_entropy, token_logprobs
@@ -17,10 +18,10 @@ from tests.model.test_attention import model_of
 WIDTH = 96
 
 
-def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[Atom]:
+def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[PackUnit]:
     """Of different lengths; what a prompt's answers have before them is longer than any small model's window."""
     rng = np.random.default_rng(seed)
-    made: list[Atom] = []
+    made: list[PackUnit] = []
     for p in range(prompts):
         prompt = rng.integers(0, vocab, 20 + 3 * p)
         for _ in range(each):
@@ -30,13 +31,20 @@ def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[
     return made
 
 
-def said(model, rows: list[list[Atom]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+def said(model, rows: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """Log-probs of each sample's answer by its source, and the gradient of the sum of squares of all."""
     batch = Batch.of(rows, WIDTH)
-    logprobs = model(batch.tokens, batch.positions, batch.segments, lambda x, head: token_logprobs(x, head, batch.targets, batch.weights)).logprobs
+    logprobs = model(
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        lambda x, head: token_logprobs(x, head, batch.targets, batch.weights),
+    ).logprobs
     grads = torch.autograd.grad(logprobs.square().sum(), list(model.parameters()), allow_unused=True)
     kept = logprobs.detach()
-    return {source: kept[(batch.segments == d) & (batch.weights != 0)] for d, source in enumerate(batch.sources)}, [g for g in grads if g is not None]
+    return {source: kept[(batch.segments == d) & (batch.weights != 0)] for d, source in enumerate(batch.sources)}, [
+        g for g in grads if g is not None
+    ]
 
 
 @pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
@@ -56,7 +64,7 @@ def test_what_is_read_once_changes_nothing(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
 def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> None:
-    """As SFT does with `data.share_beginnings`: turns that each end elsewhere in one conversation."""
+    """As SFT does with `data.share_prefixes`: turns that each end elsewhere in one conversation."""
     model = model_of(model_type)
     rng = np.random.default_rng(1)
     text = rng.integers(0, model.config.vocab, 60).astype(np.int32)
@@ -75,7 +83,8 @@ def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> N
 
 @pytest.mark.parametrize("fault", ["another beginning", "one token too few", "from position 0"])
 def test_a_wrong_beginning_is_seen(fault: str) -> None:
-    """Negative controls: what goes on from another beginning says something else, though its own tokens are the same."""
+    """Negative controls: what goes on from another beginning says something else,
+    though its own tokens are the same."""
     model = model_of("qwen3")
     rows = pack_shared(answers(model.config.vocab, prompts=2), WIDTH)
     batch = Batch.of(rows, WIDTH)
@@ -83,12 +92,20 @@ def test_a_wrong_beginning_is_seen(fault: str) -> None:
     begins = [s.begins for row in rows for atom in row for s in atom]
     for d, n in enumerate(begins):
         if n:
-            positions[batch.segments == d] -= {"another beginning": 0, "one token too few": 1, "from position 0": n}[fault]
+            positions[batch.segments == d] -= {"another beginning": 0, "one token too few": 1, "from position 0": n}[
+                fault
+            ]
         elif fault == "another beginning":
             own = (batch.segments == d) & (batch.positions < 15)
             tokens[own] = (tokens[own] + 1) % model.config.vocab
-    reduce = lambda x, head: token_logprobs(x, head, batch.targets, batch.weights).logprobs.detach()  # noqa: E731
-    right, wrong = model(batch.tokens, batch.positions, batch.segments, reduce), model(tokens, positions, batch.segments, reduce)
+
+    def reduce(x, head):
+        return token_logprobs(x, head, batch.targets, batch.weights).logprobs.detach()
+
+    right, wrong = (
+        model(batch.tokens, batch.positions, batch.segments, reduce),
+        model(tokens, positions, batch.segments, reduce),
+    )
     for d, n in enumerate(begins):
         if n:
             assert (right - wrong)[batch.segments == d].abs().max() > 1e-3
@@ -105,7 +122,13 @@ def test_the_masks_of_a_gpu_see_the_same_beginnings(model_type: str, monkeypatch
     batch = Batch.of(rows, WIDTH)
     with torch.no_grad():
         both = [
-            model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x), kind(batch.segments, batch.positions))
+            model(
+                batch.tokens,
+                batch.positions,
+                batch.segments,
+                lambda x, head: head.logits(x),
+                kind(batch.segments, batch.positions),
+            )
             for kind in (PerDocument, Flex)
         ]
     assert (both[0] - both[1])[batch.segments >= 0].abs().max() <= 1e-5 * both[0].abs().max()
@@ -116,7 +139,12 @@ def test_a_document_that_goes_on_does_not_see_what_its_first_goes_on_with():
     model = model_of("qwen3")
     (row,) = pack_shared(answers(model.config.vocab, prompts=1, each=2), WIDTH)
     batch = Batch.of([row], WIDTH)
-    loss = lambda tokens: model(tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights)).logprobs.detach()  # noqa: E731
+
+    def loss(tokens):
+        return model(
+            tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights)
+        ).logprobs.detach()
+
     before = loss(batch.tokens)
     for one, other in ((0, 1), (1, 0)):
         own = (batch.segments == one) & (batch.weights.roll(1, 1) != 0)  # the answer's own tokens
@@ -131,6 +159,11 @@ def test_a_shared_beginning_sends_its_gradient_from_all():
     found = []
     for rows in (pack_shared(atoms, WIDTH), pack_all(atoms, WIDTH)):
         batch = Batch.of(rows, WIDTH)
-        total = model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: cross_entropy(x, head, b.targets, b.weights))
+        total = model(
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            lambda x, head, b=batch: cross_entropy(x, head, b.targets, b.weights),
+        )
         found.append(torch.autograd.grad(total, [model.embed.weight])[0])
     assert (found[0] - found[1]).abs().max() <= 2e-5 * found[1].abs().max()

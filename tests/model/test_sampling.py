@@ -20,16 +20,27 @@ from tests.model.test_chunked import Problem, gap
 
 # state 0: any of six, 1: one alone, 2: three of them, the last token of all among them
 ALLOWED = [[0, 3, 7, 11, 20, 30], [15], [2, 15, 30]]
-EDGES = Edges(torch.tensor([0, *itertools.accumulate(map(len, ALLOWED))]), torch.tensor(list(itertools.chain(*ALLOWED))))
+EDGES = Edges(
+    torch.tensor([0, *itertools.accumulate(map(len, ALLOWED))]), torch.tensor(list(itertools.chain(*ALLOWED)))
+)
 
 
 def drawn(problem: Problem, seed: int = 0) -> torch.Tensor:
-    """States [B, T, 3]: of every other one, two tokens that are no targets are taken out; the problem's targets become tokens that these allow."""
+    """States [B, T, 3]: of every other one, two tokens that are no targets are taken out;
+    the problem's targets become tokens that these allow."""
     states = torch.randint(0, 3, problem.targets.shape, generator=torch.Generator().manual_seed(seed))
-    chosen = [ALLOWED[s][t % len(ALLOWED[s])] for s, t in zip(states.flatten().tolist(), problem.targets.flatten().tolist(), strict=True)]
+    chosen = [
+        ALLOWED[s][t % len(ALLOWED[s])]
+        for s, t in zip(states.flatten().tolist(), problem.targets.flatten().tolist(), strict=True)
+    ]
     problem.targets = torch.tensor(chosen).view_as(states)
-    taken = [[t for t in ALLOWED[s] if t != target][-2:] if i % 2 else [] for i, (s, target) in enumerate(zip(states.flatten().tolist(), chosen, strict=True))]
-    return torch.tensor([[s, *t, *[-1] * (2 - len(t))] for s, t in zip(states.flatten().tolist(), taken, strict=True)]).view(*states.shape, 3)
+    taken = [
+        [t for t in ALLOWED[s] if t != target][-2:] if i % 2 else []
+        for i, (s, target) in enumerate(zip(states.flatten().tolist(), chosen, strict=True))
+    ]
+    return torch.tensor(
+        [[s, *t, *[-1] * (2 - len(t))] for s, t in zip(states.flatten().tolist(), taken, strict=True)]
+    ).view(*states.shape, 3)
 
 
 def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +52,9 @@ def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tup
         barred = torch.ones(3, head.vocab, dtype=torch.bool)
         for state, tokens in enumerate(ALLOWED):
             barred[state, tokens] = False
-        out = barred[states[..., 0]] | (torch.nn.functional.one_hot(states[..., 1:] + 1, head.vocab + 1)[..., 1:].sum(-2) > 0)
+        out = barred[states[..., 0]] | (
+            torch.nn.functional.one_hot(states[..., 1:] + 1, head.vocab + 1)[..., 1:].sum(-2) > 0
+        )
         logits = logits.masked_fill(out, -torch.inf)
     if how.top_p < 1:
         found = logits.value if isinstance(logits, Traced) else logits
@@ -52,7 +65,13 @@ def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tup
     return picked, -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(2, 40), st.floats(0.01, 0.999), st.sampled_from([0.3, 1.0, 4.0]))
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 5),
+    st.integers(2, 40),
+    st.floats(0.01, 0.999),
+    st.sampled_from([0.3, 1.0, 4.0]),
+)
 @settings(deadline=None)
 def test_a_nucleus_is_that_of_transformers(seed, n, vocab, top_p, spread):
     logits = torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
@@ -113,14 +132,17 @@ def test_what_is_taken_out_is_not_drawn():
     logits = torch.randn(3, 31)
     found = restrict(logits.clone(), torch.tensor([[0, 7, 30], [2, -1, -1], [2, 2, 15]]), EDGES)
     assert [(row > NEVER).nonzero().squeeze(1).tolist() for row in found] == [[0, 3, 11, 20], ALLOWED[2], [30]]
-    half = restrict(logits[:, 10:20].clone(), torch.tensor([[0, 7, 11], [1, 3, 25], [2, -1, 15]]), EDGES, 10)  # of a vocabulary over ranks
+    # of a vocabulary over ranks
+    half = restrict(logits[:, 10:20].clone(), torch.tensor([[0, 7, 11], [1, 3, 25], [2, -1, 15]]), EDGES, 10)
     assert [(row > NEVER).nonzero().squeeze(1).tolist() for row in half] == [[], [5], []]
 
 
 HOWS = {
-    "allowed": Processing(edges=EDGES), "allowed, cold": Processing(0.7, edges=EDGES), "nucleus": Processing(0.8, 0.9),
+    "allowed": Processing(edges=EDGES),
+    "allowed, cold": Processing(0.7, edges=EDGES),
+    "nucleus": Processing(0.8, 0.9),
     "both": Processing(1.3, 0.8, EDGES),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -134,7 +156,9 @@ def test_losses_and_gradients_are_those_of_the_distribution_sampled_from(name, d
     kept &= picked.detach() > -torch.inf  # this problem's targets are not all in their nuclei
     problem.weights = problem.weights * kept
     said = token_logprobs(problem.x, problem.head, problem.targets, problem.weights, how, states)
-    assert excess([said.logprobs[kept], said.entropy[kept]], [picked[kept].detach(), entropy[kept].detach()]) <= ROUNDINGS
+    assert (
+        excess([said.logprobs[kept], said.entropy[kept]], [picked[kept].detach(), entropy[kept].detach()]) <= ROUNDINGS
+    )
     coefficients = problem.upstream * kept
     expected = torch.autograd.grad((picked[kept] * problem.upstream[kept]).sum(), exact.leaves(), retain_graph=True)
     mine = torch.autograd.grad((said.logprobs * coefficients).sum(), leaves, retain_graph=True)
@@ -166,7 +190,10 @@ def cut() -> tuple[float, list[torch.Tensor]]:
 
 def allowed_loss(problem: Problem, states: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
     leaves = problem.leaves()
-    loss = (token_logprobs(problem.x, problem.head, problem.targets, problem.weights, HOWS["allowed"], states).logprobs * problem.upstream).sum()
+    loss = (
+        token_logprobs(problem.x, problem.head, problem.targets, problem.weights, HOWS["allowed"], states).logprobs
+        * problem.upstream
+    ).sum()
     return loss.item(), list(torch.autograd.grad(loss, leaves))
 
 
@@ -183,4 +210,4 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="states"):
         ask(HOWS["allowed"])
     with pytest.raises(NotImplementedError, match=r"rollout\.top_p"):
-        Projection(problem.x.flatten(0, 1), replace(problem.head, group=object()), [], HOWS["nucleus"])  # type: ignore[arg-type]
+        Projection(problem.x.flatten(0, 1), replace(problem.head, group=object()), [], HOWS["nucleus"])

@@ -1,4 +1,5 @@
-"""What a checkpoint directory may hold, and what is said of one that is broken. MXFP4 as transformers dequantises it."""
+"""What a checkpoint directory may hold, and what is said of one that is broken.
+MXFP4 as transformers dequantises it."""
 
 import json
 import shutil
@@ -72,15 +73,17 @@ def test_an_index_that_names_absent_files_or_tensors(directory):
     shutil.copy(file, directory / part)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, part)}))
     loaded(directory)  # control
-    index.write_text(json.dumps({"weight_map": {**dict.fromkeys(names, part), names[0]: "model-00002-of-00002.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {**dict.fromkeys(names, part), names[0]: "model-00002-of-00002.safetensors"}})
+    )
     (line,) = refused(directory)
-    assert "names files that are not there: model-00002-of-00002.safetensors" in line
+    assert "names files that do not exist: model-00002-of-00002.safetensors" in line
     index.write_text(json.dumps({"weight_map": dict.fromkeys([*names, "model.absent"], part)}))
     assert "model.absent" in "".join(refused(directory))
     for text in ("{", "[]", "{}"):
         index.write_text(text)
         (line,) = refused(directory)
-        assert "model.safetensors.index.json is no index of tensors" in line
+        assert "model.safetensors.index.json is not an index of tensors" in line
 
 
 def test_no_weights_or_only_ones_in_another_format(directory):
@@ -126,9 +129,19 @@ def test_a_quantised_checkpoint_is_refused(directory, method):
 # MXFP4
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "num_local_experts": 3, "num_experts_per_tok": 2, "max_position_embeddings": 128, "sliding_window": 8, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+}
 
 
 def packed(tensor: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,10 +158,14 @@ def quantised(tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
     directory = tmp_path / "oss"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **SIZES), dtype=torch.bfloat16).save_pretrained(directory)
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gpt_oss", **SIZES), dtype=torch.bfloat16
+        ).save_pretrained(directory)
     whole = load_file(directory / "model.safetensors")
     stored = dict(whole)
-    for seed, name in enumerate(sorted(n for n in whole if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj"))):
+    for seed, name in enumerate(
+        sorted(n for n in whole if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj"))
+    ):
         blocks, scales = packed(whole[name], seed)
         del stored[name]
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
@@ -157,7 +174,10 @@ def quantised(tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
         assert whole[name].abs().max() > 0
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
     config = bridge.read_config(directory)
-    quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
+    quantisation = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
     return directory, whole
 
@@ -170,7 +190,11 @@ def test_mxfp4_is_dequantised_as_transformers_does(quantised):
             assert files.shape(name) == tuple(tensor.shape)
             assert torch.equal(files.read(name, tuple(slice(0, n) for n in tensor.shape)), tensor), name
         name = "model.layers.1.mlp.experts.gate_up_proj"
-        for part in ((slice(1, 2), slice(5, 40), slice(3, 9)), (slice(0, 3), slice(32, 64), slice(0, 64)), (slice(2, 3), slice(63, 64), slice(1, 2))):
+        for part in (
+            (slice(1, 2), slice(5, 40), slice(3, 9)),
+            (slice(0, 3), slice(32, 64), slice(0, 64)),
+            (slice(2, 3), slice(63, 64), slice(1, 2)),
+        ):
             assert torch.equal(files.read(name, part), whole[name][part])
 
 

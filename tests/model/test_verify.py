@@ -13,7 +13,11 @@ from tests.model.mistakes import MISTAKES, Mistake
 @pytest.mark.parametrize("model_type", MODULES)
 def test_family_equals_transformers(model_type: str) -> None:
     report = verify(model_type, configs=12)
-    failures = [(c.logits, c.gradients, c.worst_gradient, c.diverges, c.problems, c.config) for c in report.cases if not c.passed]
+    failures = [
+        (c.logits, c.gradients, c.worst_gradient, c.diverges, c.problems, c.config)
+        for c in report.cases
+        if not c.passed
+    ]
     assert len(report.cases) == 12
     assert not failures
 

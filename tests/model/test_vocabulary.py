@@ -1,4 +1,5 @@
-"""Rows of the vocabulary: those that only fill up a tile never count, never move and never leave; those of new tokens begin as they are told."""
+"""Rows of the vocabulary: those that only fill up a tile never count, never move and never leave;
+those of new tokens begin as they are told."""
 
 import json
 import random
@@ -48,7 +49,12 @@ def loaded(directory: Path) -> Decoder:
 
 
 def loss_of(model: Decoder, batch, head=lambda h: h) -> torch.Tensor:
-    return model(batch.tokens, batch.positions, batch.segments, lambda x, h: cross_entropy(x, head(h), batch.targets, batch.weights))
+    return model(
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        lambda x, h: cross_entropy(x, head(h), batch.targets, batch.weights),
+    )
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -69,7 +75,9 @@ def test_padding_rows_are_zero_and_stay_zero(tmp_path, model_type, drawn):
         optimizer.step()
     assert all((p[VOCAB:] == 0).all() for p in tables)
     assert not any(torch.equal(a, b) for a, b in zip(before, tables, strict=True))
-    logits = model(*(getattr(packed([[9]], 9), n) for n in ("tokens", "positions", "segments")), lambda x, head: head.logits(x))
+    logits = model(
+        *(getattr(packed([[9]], 9), n) for n in ("tokens", "positions", "segments")), lambda x, head: head.logits(x)
+    )
     assert logits.shape[-1] == VOCAB  # what samplers draw from
 
 
@@ -112,7 +120,10 @@ def _sharded(directory: Path, out: Path, drawn: bool) -> dict:
 
 @pytest.mark.parametrize("vocab", [131, 50])  # rank 1 holds some padding; nothing but padding
 def test_a_sharded_model_reads_and_writes_only_real_rows(tmp_path, vocab):
-    config = family_of({"model_type": "qwen3"}).small(random.Random(4)) | {"vocab_size": vocab, "tie_word_embeddings": False}
+    config = family_of({"model_type": "qwen3"}).small(random.Random(4)) | {
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+    }
     random_reference(config, 4).save_pretrained(tmp_path / "m")
     found = two_ranks(partial(_sharded, tmp_path / "m", tmp_path / "out", False), tmp_path)
     stored, back = load_file(tmp_path / "m" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -139,7 +150,11 @@ def tables_of(directory: Path) -> dict[str, torch.Tensor]:
     """`embed` and, where it is not tied, `head`."""
     model = loaded(directory)
     c = model.config
-    return {n: p.detach()[: c.vocab] for n, p in (("embed", model.embed.weight), ("head", model.head.weight)) if n == "embed" or not c.tied}
+    return {
+        n: p.detach()[: c.vocab]
+        for n, p in (("embed", model.embed.weight), ("head", model.head.weight))
+        if n == "embed" or not c.tied
+    }
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -165,7 +180,9 @@ def test_rows_of_new_tokens_begin_as_they_are_told(tmp_path, model_type, policy,
         untouched = [i for i in range(VOCAB) if i not in ids]
         assert torch.equal(table[untouched], old[name][untouched])
     before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert {n for n in after if len(after[n]) != len(before.get(n, after[n]))} <= {n for n in after if "embed_tokens" in n or "lm_head" in n}
+    assert {n for n in after if len(after[n]) != len(before.get(n, after[n]))} <= {
+        n for n in after if "embed_tokens" in n or "lm_head" in n
+    }
 
 
 def test_the_extended_model_is_what_transformers_makes_of_it(tmp_path):

@@ -1,4 +1,5 @@
-"""What the recipes' losses are compared with: transformers in float64, one document at a time, and the papers' equations written out."""
+"""What the recipes' losses are compared with: transformers in float64, one document at a time,
+and the papers' equations written out."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +35,15 @@ def score(network: Any, sample: Sample) -> Tensor:
 
 
 NAMES = {
-    "model.embed_tokens.": "embed.", "model.norm.": "norm.", "model.layers.": "layers.", ".self_attn.": ".attn.", "lm_head.": "head.", "score.": "head.",
-    ".input_layernorm.": ".attn_norm.", ".post_attention_layernorm.": ".mlp_norm.",
-}  # fmt: skip
+    "model.embed_tokens.": "embed.",
+    "model.norm.": "norm.",
+    "model.layers.": "layers.",
+    ".self_attn.": ".attn.",
+    "lm_head.": "head.",
+    "score.": "head.",
+    ".input_layernorm.": ".attn_norm.",
+    ".post_attention_layernorm.": ".mlp_norm.",
+}
 
 
 def unified(name: str) -> str:
@@ -52,7 +59,8 @@ def gradients(network: Any) -> dict[str, Tensor]:
 
 
 def adapted(network: Any, ours: Any) -> tuple[Callable[[Tensor], Any], dict[str, Tensor]]:
-    """The network, with the adapters of our model in its weights: W + s · B A; and what trains, under ptf's names: they, and a scalar head."""
+    """The network, with the adapters of our model in its weights: W + s · B A; and what trains,
+    under ptf's names: they, and a scalar head."""
     leaves = {name: p.detach().double().requires_grad_() for name, p in ours.named_parameters() if p.requires_grad}
     weights, pairs = {}, adapters(ours)
     for name, parameter in network.named_parameters():
@@ -64,7 +72,11 @@ def adapted(network: Any, ours: Any) -> tuple[Callable[[Tensor], Any], dict[str,
 
 def apart(ours: Any, theirs: dict[str, Tensor]) -> float:
     """Largest difference of any gradient, relative to the largest gradient of that tensor."""
-    found = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    found = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in ours.named_parameters()
+        if p.grad is not None
+    }
     assert found.keys() == theirs.keys()
     cut = {n: found[n][: len(theirs[n])] for n in theirs}  # ptf fills the vocabulary up
     return max(float((cut[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in cut)

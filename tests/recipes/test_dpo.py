@@ -13,7 +13,7 @@ from ptf.compute.world import World
 from ptf.config.schema import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.packing import idle, pack_all
-from ptf.data.sample import Atom, Sample
+from ptf.data.sample import PackUnit, Sample
 from ptf.model.decoder import Decoder
 from ptf.recipes.documents import ends, pairs, sums, weights
 from ptf.recipes.dpo.recipe import DPO
@@ -33,13 +33,20 @@ FORMS = {
 }
 
 
-def atoms(count: int, seed: int = 0, weight: float = 1.0) -> list[Atom]:
+def atoms(count: int, seed: int = 0, weight: float = 1.0) -> list[PackUnit]:
     rng = np.random.default_rng(seed)
     made = [tuple(sample(int(rng.integers(4, 14)), 100 * seed + 2 * i + k) for k in range(2)) for i in range(count)]
-    return [tuple(Sample(s.tokens, s.weights * np.float32(weight + i), s.source) for s in atom) for i, atom in enumerate(made)] if weight != 1 else made
+    return (
+        [
+            tuple(Sample(s.tokens, s.weights * np.float32(weight + i), s.source) for s in atom)
+            for i, atom in enumerate(made)
+        ]
+        if weight != 1
+        else made
+    )
 
 
-def batches(made: list[Atom], width: int = 40) -> list[Batch]:
+def batches(made: list[PackUnit], width: int = 40) -> list[Batch]:
     rows = pack_all(made, width)
     rows.append([idle(rows)])  # as ranks get that have fewer rows
     return [Batch.of(rows[i : i + 2], width) for i in range(0, len(rows), 2)]
@@ -52,10 +59,10 @@ def places(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def load(place: Path, **spec: object) -> Decoder:
-    return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32")[0]  # type: ignore[arg-type]
+    return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32")[0]
 
 
-def expected(recipe: DPO, policy, reference, made: list[Atom]) -> torch.Tensor:
+def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tensor:
     """The mean over pairs, each counting its weight."""
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for chosen, rejected in made:
@@ -72,12 +79,14 @@ def expected(recipe: DPO, policy, reference, made: list[Atom]) -> torch.Tensor:
                 loss = (gap - 1 / (2 * recipe.beta)) ** 2
             else:
                 e = recipe.label_smoothing
-                loss = -(1 - e) * torch.log(torch.sigmoid(recipe.beta * gap)) - e * torch.log(torch.sigmoid(-recipe.beta * gap))
+                loss = -(1 - e) * torch.log(torch.sigmoid(recipe.beta * gap)) - e * torch.log(
+                    torch.sigmoid(-recipe.beta * gap)
+                )
         total, units = total + weight * loss, units + weight
     return total / units
 
 
-def ours(recipe: Recipe, policy: Decoder, companions: dict[str, Decoder], made: list[Atom]) -> float:
+def ours(recipe: Recipe, policy: Decoder, companions: dict[str, Decoder], made: list[PackUnit]) -> float:
     """Leaves the gradient in the policy."""
     found = batches(made)
     units, total = float(sum(recipe.units(b) for b in found)), 0.0
@@ -104,7 +113,10 @@ def test_a_pair_the_wrong_way_round_is_another_loss(places):
     """Negative control."""
     made = atoms(7)
     policy, reference, recipe = load(places[0]), {"reference": load(places[1])}, FORMS["dpo"]
-    assert abs(ours(recipe, policy, reference, made) - ours(recipe, policy, reference, [atom[::-1] for atom in made])) > 0.1
+    assert (
+        abs(ours(recipe, policy, reference, made) - ours(recipe, policy, reference, [atom[::-1] for atom in made]))
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize("form", ["dpo", "conservative", "means"])
@@ -151,7 +163,8 @@ def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
 
 
 def test_experts_are_balanced_beside_an_own_reference(tmp_path):
-    """The routing that the balance looks at is the policy's, with its gradient, and not that of the reference's pass."""
+    """The routing that the balance looks at is the policy's, with its gradient,
+    and not that of the reference's pass."""
     place = moe_checkpoint("qwen3_moe", tmp_path / "moe")
     policy = load(place, lora=LoraConfig(rank=4))
     assert policy.config.moe
@@ -170,7 +183,9 @@ def test_pairs_and_documents_are_found_however_they_are_packed(lengths, width):
     for batch in batches(made, width):
         values = torch.rand(batch.tokens.shape, dtype=torch.float64)
         total, last, counted = sums(values, batch), ends(batch), weights(batch)
-        documents = [(r, d) for r in range(len(batch.segments)) for d in dict.fromkeys(batch.segments[r].tolist()) if d >= 0]
+        documents = [
+            (r, d) for r in range(len(batch.segments)) for d in dict.fromkeys(batch.segments[r].tolist()) if d >= 0
+        ]
         for r, d in documents:
             here = batch.segments[r] == d
             trained = here & (batch.weights[r] != 0)

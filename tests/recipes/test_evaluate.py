@@ -1,4 +1,5 @@
-"""The evaluate stage of recipes that compare or score: the numbers that training saw, from the files that training left."""
+"""The evaluate stage of recipes that compare or score: the numbers that training saw,
+from the files that training left."""
 
 import contextlib
 import json
@@ -21,7 +22,11 @@ from tests.train.test_preferences import RECIPES, preferences
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=2, max_size=40).filter(lambda xs: 0 < sum(t for _, t in xs) < len(xs)))
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=2, max_size=40).filter(
+        lambda xs: 0 < sum(t for _, t in xs) < len(xs)
+    )
+)
 def test_auc_is_the_share_of_pairs_in_the_right_order(found):
     pairs = [(a > b) + (a == b) / 2 for a, true in found if true for b, other in found if not other]
     scores, truth = (np.array(column) for column in zip(*found, strict=True))
@@ -46,19 +51,30 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     seen = {key: value for key, value in last.items() if key.endswith("/held_out")}
     assert {"loss/held_out", "accuracy/held_out"} <= seen.keys()
     assert {key: found[key] for key in seen} == pytest.approx(seen, abs=1e-5)
-    beside = {"scores": {"auc/held_out", "auc_by_length/held_out", "calibration_error/held_out"}}.get(name, {"accuracy_by_length/held_out"})
+    beside = {"scores": {"auc/held_out", "auc_by_length/held_out", "calibration_error/held_out"}}.get(
+        name, {"accuracy_by_length/held_out"}
+    )
     start = {key.removeprefix("start/"): value for key, value in found.items() if key.startswith("start/")}
     assert found.keys() - seen.keys() == beside | {f"start/{key}" for key in start}
     assert all(0 <= found[key] <= 1 for key in beside)
     assert start.keys() == {*seen, *beside} - {"accuracy_by_length/held_out"}, "the same of what training started from"
-    before = evaluate(loads(yaml.safe_dump(raw | {"evaluate": {"start": False}})), train(raw, "unmoved", train__steps=1, train__lr=1e-12))
+    before = evaluate(
+        loads(yaml.safe_dump(raw | {"evaluate": {"start": False}})),
+        train(raw, "unmoved", train__steps=1, train__lr=1e-12),
+    )
     assert start == pytest.approx({key: before[key] for key in start}, abs=1e-5 if "scores" not in name else 2e-3)
 
 
 def test_of_distillation_it_measures_kl_to_the_teacher_and_the_loss_of_the_data(tmp_path):
     """Whatever was trained on, beside the model that training started from."""
     raw = preferences(tmp_path, "kd ahead")
-    forward = train({**raw, "algo": {"teachers": raw["algo"]["teachers"], "ce": 1.0}}, "forward", train__steps=1, train__lr=1e-12, train__validate_every=1)
+    forward = train(
+        {**raw, "algo": {"teachers": raw["algo"]["teachers"], "ce": 1.0}},
+        "forward",
+        train__steps=1,
+        train__lr=1e-12,
+        train__validate_every=1,
+    )
     start = facts(forward)[-1]
     run = train(raw, "run", train__lr=5e-3)
     found = evaluate(loads(yaml.safe_dump(raw)), run)
@@ -83,7 +99,9 @@ def test_transformers_reads_the_same_scores(tmp_path):
     run = train(raw, "run", train__steps=4)
     tokenizer = Tokenizer.load(str(run / "model"))
     atoms = encode_preference({"prompt": "3+4=", "chosen": "7", "rejected": "81"}, tokenizer)
-    model, _ = load_model(run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar")
+    model, _ = load_model(
+        run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar"
+    )
     ours = RM().scores(model, Batch.of([atoms], 64)).tolist()
     theirs = AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
     assert theirs.config.num_labels == 1
@@ -92,13 +110,26 @@ def test_transformers_reads_the_same_scores(tmp_path):
     assert ours[0] != pytest.approx(ours[1], abs=1e-4)
 
 
-@pytest.mark.parametrize(("mode", "before", "now", "published"), [
-    ("max", 0.5, 0.45, True), ("max", 0.5, 0.39, False), ("max", 0.5, 0.9, True), ("min", 0.5, 0.55, True), ("min", 0.5, 0.61, False),
-    ("min", 0.5, 0.1, True), ("min", 0.5, float("nan"), False), ("max", None, 0.0, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "before", "now", "published"),
+    [
+        ("max", 0.5, 0.45, True),
+        ("max", 0.5, 0.39, False),
+        ("max", 0.5, 0.9, True),
+        ("min", 0.5, 0.55, True),
+        ("min", 0.5, 0.61, False),
+        ("min", 0.5, 0.1, True),
+        ("min", 0.5, float("nan"), False),
+        ("max", None, 0.0, True),
+    ],
+)
 def test_what_is_worse_than_what_is_published_is_not_published(mode, before, now, published):
     there = {} if before is None else {"kl/dev": before}
-    with contextlib.nullcontext() if published else pytest.raises(UserError, match=r"not published: kl/dev is .*max_drop 0\.1"):
+    with (
+        contextlib.nullcontext()
+        if published
+        else pytest.raises(UserError, match=r"not published: kl/dev is .*max_drop 0\.1")
+    ):
         refuse_regression({"kl/dev": now}, there, "kl/dev", 0.1, mode)
     with pytest.raises(UserError, match=r"publish\.metric: the evaluation has no 'kl/test'; it has kl/dev"):
         refuse_regression({"kl/dev": now}, there, "kl/test", 0.1, mode)
@@ -118,13 +149,23 @@ HERE = "tests.recipes.test_evaluate"
 def generating(tmp_path) -> dict:
     raw = arithmetic(tmp_path)
     raw["data"].pop("validation")
-    asked = {"sources": {"test": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "reward": {"use": "ptf.tasks.arithmetic:exact"}, "limit": 4}
-    return raw | {"train": {**raw["train"], "validate_every": 0, "steps": 2}, "evaluate": asked | {"samples": 1, "max_new_tokens": 4}}
+    asked = {
+        "sources": {"test": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
+        "reward": {"use": "ptf.tasks.arithmetic:exact"},
+        "limit": 4,
+    }
+    return raw | {
+        "train": {**raw["train"], "validate_every": 0, "steps": 2},
+        "evaluate": asked | {"samples": 1, "max_new_tokens": 4},
+    }
 
 
 def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
     raw = generating(tmp_path)
-    raw["evaluate"]["metrics"] = {"longest": {"use": f"{HERE}:longest"}, "at_least": {"use": f"{HERE}:longest", "args": {"at_least": 999}}}
+    raw["evaluate"]["metrics"] = {
+        "longest": {"use": f"{HERE}:longest"},
+        "at_least": {"use": f"{HERE}:longest", "args": {"at_least": 999}},
+    }
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/longest"}}))
     check(job)
     run = train(raw, "run")
@@ -135,7 +176,9 @@ def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
     assert "start/test/longest" in found
 
 
-@pytest.mark.parametrize(("name", "message"), [("broken", "evaluate.metrics.mine: .*:broken failed: KeyError"), ("json", "is not callable")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("broken", "evaluate.metrics.mine: .*:broken failed: KeyError"), ("json", "is not callable")]
+)
 def test_a_metric_that_fails_is_named(name, message):
     with pytest.raises((UserError, ConfigError), match=message):
         own_metric("mine", Plug(use=f"{HERE}:{name}"), [])
@@ -144,9 +187,18 @@ def test_a_metric_that_fails_is_named(name, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"publish": {"metric": "test/pas@1"}}, r"publish.metric: the evaluation will have no 'test/pas@1'; it will have test/pass@1"),
-        ({"publish": {"metric": "loss/held_out", "mode": "min"}}, r"publish.metric: the evaluation will have no 'loss/held_out'"),
-        ({"evaluate": {"metrics": {"m": {"use": f"{HERE}:longst"}}}}, r"evaluate.metrics.m: .*has no 'longst'  \(did you mean longest"),
+        (
+            {"publish": {"metric": "test/pas@1"}},
+            r"publish.metric: the evaluation will have no 'test/pas@1'; it will have test/pass@1",
+        ),
+        (
+            {"publish": {"metric": "loss/held_out", "mode": "min"}},
+            r"publish.metric: the evaluation will have no 'loss/held_out'",
+        ),
+        (
+            {"evaluate": {"metrics": {"m": {"use": f"{HERE}:longst"}}}},
+            r"evaluate.metrics.m: .*has no 'longst'  \(did you mean longest",
+        ),
         ({"evaluate": {"reward": {"use": "nowhere.at:all"}}}, "evaluate.reward: nowhere.at:all: no module 'nowhere'"),
     ],
 )

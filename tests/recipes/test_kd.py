@@ -1,4 +1,5 @@
-"""Distillation against the papers' equations: forms, temperatures, several teachers, top-k, ahead of training or beside it."""
+"""Distillation against the papers' equations: forms, temperatures, several teachers, top-k,
+ahead of training or beside it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,11 @@ import torch
 from ptf.config.schema import LoraConfig
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
-from ptf.data.sample import Atom, Sample
+from ptf.data.sample import PackUnit, Sample
 from ptf.errors import UserError
 from ptf.recipes.kd.knobs import TeacherConfig
 from ptf.recipes.kd.recipe import KD, shared_vocabulary
-from ptf.train.annotate import of_samples
+from ptf.train.precompute import of_samples
 from tests.recipes import dense
 from tests.recipes.test_dpo import load, ours, stirred
 from tests.tiny import checkpoint, sample
@@ -32,7 +33,7 @@ FORMS = {
 }
 
 
-def atoms(count: int, seed: int = 0) -> list[Atom]:
+def atoms(count: int, seed: int = 0) -> list[PackUnit]:
     rng = np.random.default_rng(seed)
     made = [sample(int(rng.integers(4, 14)), 100 * seed + i) for i in range(count)]
     return [(Sample(s.tokens, s.weights * np.float32(0.5 + i % 3), s.source),) for i, s in enumerate(made)]
@@ -49,10 +50,13 @@ def places(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def expected(recipe: KD, student, teachers, made: list[Atom]) -> torch.Tensor:
+def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tensor:
     """The mean over trained tokens, each counting its weight."""
     total, units = torch.zeros((), dtype=torch.float64), 0.0
-    shares = {name: teacher.weight / sum(t.weight for t in recipe.teachers.values()) for name, teacher in recipe.teachers.items()}
+    shares = {
+        name: teacher.weight / sum(t.weight for t in recipe.teachers.values())
+        for name, teacher in recipe.teachers.items()
+    }
     for (one,) in made:
         tokens, weights = torch.tensor(one.tokens[None].astype("int64")), torch.tensor(one.weights[1:]).double()
         logits = student(tokens).logits[0, :-1]
@@ -65,8 +69,15 @@ def expected(recipe: KD, student, teachers, made: list[Atom]) -> torch.Tensor:
                 best = t.topk(recipe.top_k).indices
                 s, t = (torch.cat([p.gather(1, best), 1 - p.gather(1, best).sum(1, keepdim=True)], 1) for p in (s, t))
             m = recipe.beta * t + (1 - recipe.beta) * s
-            kl = lambda p, q: (p * (p / q).log()).sum(-1)  # noqa: E731
-            apart = {"forward": kl(t, s), "reverse": kl(s, t), "js": recipe.beta * kl(t, m) + (1 - recipe.beta) * kl(s, m)}[recipe.form]
+
+            def kl(p, q):
+                return (p * (p / q).log()).sum(-1)
+
+            apart = {
+                "forward": kl(t, s),
+                "reverse": kl(s, t),
+                "js": recipe.beta * kl(t, m) + (1 - recipe.beta) * kl(s, m),
+            }[recipe.form]
             loss = loss + share * recipe.temperature**2 * apart
         total, units = total + (weights * loss).sum(), units + float(weights.sum())
     return total / units
@@ -87,7 +98,10 @@ def test_loss_and_gradient_are_those_of_the_equations(places, form):
 def test_a_teacher_that_says_other_things_is_another_loss(places):
     """Negative control."""
     student, made = load(places["student"]), atoms(9)
-    losses = [ours(replace(FORMS["forward"]), student, {"big": load(places[name])}, made) for name in ("big", "small", "student")]
+    losses = [
+        ours(replace(FORMS["forward"]), student, {"big": load(places[name])}, made)
+        for name in ("big", "small", "student")
+    ]
     assert losses[2] == pytest.approx(0, abs=1e-6)
     assert min(abs(losses[0] - losses[1]), losses[0], losses[1]) > 0.1
 

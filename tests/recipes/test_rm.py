@@ -1,4 +1,5 @@
-"""Reward models against the equations: transformers' own classifier reads the scores, one answer at a time, in float64."""
+"""Reward models against the equations: transformers' own classifier reads the scores, one answer at a time,
+in float64."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from ptf.compute.world import World
 from ptf.config.schema import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
-from ptf.data.sample import Atom, length
+from ptf.data.sample import PackUnit, length
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
@@ -45,37 +46,53 @@ def load(place: Path, **spec: Any) -> Decoder:
     return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32", head="scalar")[0]
 
 
-def data(recipe: RM, weight: float) -> list[Atom]:
+def data(recipe: RM, weight: float) -> list[PackUnit]:
     made, rng = atoms(6, weight=weight), np.random.default_rng(0)
     if recipe.form == "pair":
         if not recipe.margin:
             return made
-        return [tuple(replace(s, streams={"margin": np.full(len(s), i / 4, np.float32)}) for s in atom) for i, atom in enumerate(made)]
+        return [
+            tuple(replace(s, streams={"margin": np.full(len(s), i / 4, np.float32)}) for s in atom)
+            for i, atom in enumerate(made)
+        ]
     found = []
     for s in (s for atom in made for s in atom):  # the last token has a score, and up to two before it
         weights, scores = np.zeros((2, len(s)), np.float32)
         places = {len(s) - 1, *rng.integers(1, len(s), 2).tolist()}
         for place in places:
-            weights[place], scores[place] = s.weights.max(), {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.form]()
+            weights[place], scores[place] = (
+                s.weights.max(),
+                {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.form](),
+            )
         found.append((replace(s, weights=weights, streams={"score": scores, "answer_length": scores}),))
     assert any((sample.weights != 0).sum() > 1 for (sample,) in found)
     return found
 
 
-def expected(recipe: RM, network, made: list[Atom]) -> torch.Tensor:
+def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for atom in made:
         weight = float(atom[0].weights.max())
         if recipe.form == "pair":
             scores = [dense.score(network, s) for s in atom]
             margin = float(atom[0].streams["margin"][0]) if recipe.margin else 0.0
-            loss = -torch.log(torch.sigmoid(scores[0] - scores[1] - margin)) + recipe.centring * (scores[0] + scores[1]) ** 2
+            loss = (
+                -torch.log(torch.sigmoid(scores[0] - scores[1] - margin))
+                + recipe.centring * (scores[0] + scores[1]) ** 2
+            )
             total, units = total + weight * loss, units + weight
             continue
         (s,) = atom
         for end in np.flatnonzero(s.weights):  # each is read by itself, with nothing after it
-            y, score = float(s.streams["score"][end]), dense.score(network, replace(s, tokens=s.tokens[: end + 1], weights=s.weights[: end + 1], streams={}))
-            loss = (score - y) ** 2 if recipe.form == "regression" else -y * logsigmoid(score) - (1 - y) * logsigmoid(-score)
+            y, score = (
+                float(s.streams["score"][end]),
+                dense.score(network, replace(s, tokens=s.tokens[: end + 1], weights=s.weights[: end + 1], streams={})),
+            )
+            loss = (
+                (score - y) ** 2
+                if recipe.form == "regression"
+                else -y * logsigmoid(score) - (1 - y) * logsigmoid(-score)
+            )
             total, units = total + weight * loss, units + weight
     return total / units
 
@@ -120,7 +137,10 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
         messages[i]["reward"] = reward
     recipe, model = RM(form="binary"), load(place)
     ((whole,),) = recipe.encode({"messages": messages}, characters, "s")
-    rows = [{"prompt": bare(messages[:i]), "completion": messages[i]["content"], "reward": messages[i]["reward"]} for i in (1, 3, 5)]
+    rows = [
+        {"prompt": bare(messages[:i]), "completion": messages[i]["content"], "reward": messages[i]["reward"]}
+        for i in (1, 3, 5)
+    ]
     alone = [recipe.encode(row, characters, "s")[0] for row in rows]
     together, apart = (Batch.of([made], sum(map(length, made))) for made in ([(whole,)], alone))
     for name in ("score", "answer_length"):
@@ -128,7 +148,9 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
     assert recipe.judged(together, "answer_length").tolist() == [2.0, 4.0, 2.0], "with the end of each turn"
     scores = recipe.scores(model, apart)
     assert recipe.scores(model, together).tolist() == pytest.approx(scores.tolist(), abs=1e-5)
-    assert recipe.scores(model, replace(together, weights=together.weights.roll(-1))).tolist() != pytest.approx(scores.tolist(), abs=1e-3)
+    assert recipe.scores(model, replace(together, weights=together.weights.roll(-1))).tolist() != pytest.approx(
+        scores.tolist(), abs=1e-3
+    )
     assert float(recipe.units(together)) == float(recipe.units(apart)) == 3.0
 
 
@@ -136,9 +158,20 @@ def test_scores_at_every_token_as_they_once_were_are_refused(place):
     """And where there is no row at all there is nothing to refuse."""
     recipe, model = RM(form="binary"), load(place)
     sample = data(recipe, 1.0)[0][0]
-    with pytest.raises(UserError, match="tokenize them again"):
-        recipe.loss(model, Batch.of([[(replace(sample, streams={"score": sample.streams["score"]}),)]], len(sample)), {})
-    assert float(recipe.loss(model, Batch.of([[(replace(sample, weights=np.zeros(len(sample), np.float32), streams={}),)]], len(sample)), {})[0]) == 0.0
+    with pytest.raises(UserError, match="tokenize it again"):
+        recipe.loss(
+            model, Batch.of([[(replace(sample, streams={"score": sample.streams["score"]}),)]], len(sample)), {}
+        )
+    assert (
+        float(
+            recipe.loss(
+                model,
+                Batch.of([[(replace(sample, weights=np.zeros(len(sample), np.float32), streams={}),)]], len(sample)),
+                {},
+            )[0]
+        )
+        == 0.0
+    )
 
 
 def bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,7 +209,11 @@ def characters(tmp_path_factory) -> Tokenizer:
         (RM(form="binary"), rated(1, 0, -1), "from 0 to 1, not -1"),
         (RM(form="regression"), rated(1, "good"), "message 3: `reward` must be a finite number, not 'good'"),
         (RM(form="regression"), rated(None, None), "no message of the assistant's has a `reward`"),
-        (RM(form="regression"), rated(1, role="user"), r"message 0 \(user\) has a `reward`, but only what the assistant says"),
+        (
+            RM(form="regression"),
+            rated(1, role="user"),
+            r"message 0 \(user\) has a `reward`, but only what the assistant says",
+        ),
         (RM(form="regression"), {"messages": rated(1)["messages"][1:]}, "the assistant speaks first"),
     ],
 )

@@ -1,4 +1,5 @@
-"""A step of two sharded ranks against the equations: each has a part of the batches, and both have the whole gradient."""
+"""A step of two sharded ranks against the equations: each has a part of the batches,
+and both have the whole gradient."""
 
 import os
 from pathlib import Path
@@ -11,29 +12,41 @@ from torch import Tensor
 from ptf.compute.world import World, make_mesh
 from ptf.config.schema import LoraConfig, ModelConfig, TrainConfig
 from ptf.data.packing import pack_all
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.model.decoder import Decoder
-from ptf.train.deal import deal
+from ptf.train.batch_sharding import deal
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
 from tests.recipes import dense, test_dpo, test_kd, test_rm
 from tests.tiny import SIZES, checkpoint
 
 PLACE = "PTF_TEST_MODELS"  # the environment says to the ranks where the models are
-RECIPES = {"dpo": test_dpo.FORMS["dpo"], "kd": test_kd.FORMS["two"], "kd of top": test_kd.FORMS["top of two"], "rm": test_rm.FORMS["centred"]}
+RECIPES = {
+    "dpo": test_dpo.FORMS["dpo"],
+    "kd": test_kd.FORMS["two"],
+    "kd of top": test_kd.FORMS["top of two"],
+    "rm": test_rm.FORMS["centred"],
+}
 CASES = [(name, lora) for name in RECIPES for lora in (None, LoraConfig(rank=4))]
 
 
-def atoms(name: str) -> list[Atom]:
+def atoms(name: str) -> list[PackUnit]:
     return test_kd.atoms(9) if "kd" in name else test_dpo.atoms(7)
 
 
 def load(name: str, world: World, lora: LoraConfig | None) -> tuple[Decoder, dict[str, Decoder]]:
     """What is trained, and what stands beside it."""
     root, recipe = Path(os.environ[PLACE]), RECIPES[name]
-    one = lambda place, **more: load_model(root / place, world, ModelConfig(path="-", lora=more.pop("lora", None)), seed=0, precision="fp32", **more)[0]  # noqa: E731
+
+    def one(place, **more):
+        return load_model(
+            root / place, world, ModelConfig(path="-", lora=more.pop("lora", None)), seed=0, precision="fp32", **more
+        )[0]
+
     model = test_dpo.stirred(one(recipe.head, head=recipe.head, lora=lora))
-    return model, {role: model if role == "reference" and lora else one(role).requires_grad_(False) for role in recipe.companions}
+    return model, {
+        role: model if role == "reference" and lora else one(role).requires_grad_(False) for role in recipe.companions
+    }
 
 
 def on_rank() -> list[tuple[float, dict[str, Tensor]]]:
@@ -41,8 +54,12 @@ def on_rank() -> list[tuple[float, dict[str, Tensor]]]:
     world, found = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), []
     for name, lora in CASES:
         model, beside = load(name, world, lora)
-        means, _ = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), beside).passes(deal(pack_all(atoms(name), 40), world, 1, 40), RECIPES[name], ())
-        found.append((means["loss"], {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}))  # type: ignore[union-attr]
+        means, _ = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), beside).passes(
+            deal(pack_all(atoms(name), 40), world, 1, 40), RECIPES[name], ()
+        )
+        found.append(
+            (means["loss"], {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
+        )  # type: ignore[union-attr]
     return found
 
 
@@ -55,9 +72,11 @@ def expected(name: str, lora: LoraConfig | None, root: Path) -> tuple[float, dic
     elif name == "rm":
         loss = test_rm.expected(recipe, theirs, atoms(name))
     else:
-        loss = test_kd.expected(recipe, theirs, {teacher: dense.model(root / teacher) for teacher in recipe.teachers}, atoms(name))
+        loss = test_kd.expected(
+            recipe, theirs, {teacher: dense.model(root / teacher) for teacher in recipe.teachers}, atoms(name)
+        )
     loss.backward()
-    return float(loss.detach()), {n: leaf.grad for n, leaf in leaves.items()} if lora else dense.gradients(network)  # type: ignore[return-value]
+    return float(loss.detach()), {n: leaf.grad for n, leaf in leaves.items()} if lora else dense.gradients(network)
 
 
 @pytest.mark.cluster
@@ -68,7 +87,9 @@ def test_two_sharded_ranks_have_the_loss_and_the_gradient_of_the_equations(tmp_p
     checkpoint(tmp_path / "reference", seed=2)
     checkpoint(tmp_path / "big", seed=2, hidden_size=96, num_hidden_layers=3, tie_word_embeddings=False)
     checkpoint(tmp_path / "small", seed=3, hidden_size=32, vocab_size=120)
-    Qwen3ForSequenceClassification(Qwen3Config(**SIZES, num_labels=1, initializer_range=0.2)).save_pretrained(tmp_path / "scalar")
+    Qwen3ForSequenceClassification(Qwen3Config(**SIZES, num_labels=1, initializer_range=0.2)).save_pretrained(
+        tmp_path / "scalar"
+    )
     monkeypatch.setenv(PLACE, str(tmp_path))
     (tmp_path / "ranks").mkdir()
     for case, *ranks in zip(CASES, *two_ranks(on_rank, tmp_path / "ranks"), strict=True):
@@ -77,4 +98,7 @@ def test_two_sharded_ranks_have_the_loss_and_the_gradient_of_the_equations(tmp_p
             assert loss == pytest.approx(wanted, rel=2e-5), case
             assert found.keys() == gradients.keys()
             for n, gradient in gradients.items():
-                assert float((found[n][: len(gradient)] - gradient).abs().max() / gradient.abs().max()) < 1e-4, (case, n)
+                assert float((found[n][: len(gradient)] - gradient).abs().max() / gradient.abs().max()) < 1e-4, (
+                    case,
+                    n,
+                )

@@ -1,6 +1,8 @@
-"""Attempts at a run, each a process that is forked from this one, which has imported what a run imports and never trained.
+"""Attempts at a run, each a process that is forked from this one, which has imported what a run imports and never
+trained.
 
-The one idea: what a fork inherits is code, not state, so an attempt takes a second and not six, and killing it kills what killing a user's run does.
+The one idea: what a fork inherits is code, not state, so an attempt takes a second and not six, and killing it kills
+what killing a user's run does.
 """
 
 import contextlib
@@ -30,10 +32,15 @@ def nothing() -> None: ...
 
 
 def attempt(
-    raw: dict[str, Any], lineage: str, trap: Trap | None, log: Path, before: Callable[[], object] = nothing, after: Callable[[], object] = nothing
+    raw: dict[str, Any],
+    lineage: str,
+    trap: Trap | None,
+    log: Path,
+    before: Callable[[], object] = nothing,
+    after: Callable[[], object] = nothing,
 ) -> int:
-    """Run it in a process of its own, and how that ended: 0, a status, or minus a signal. `before` is called there first, `after` last. Temporary
-    files and what is remembered of verified files lie beside the log."""
+    """Run it in a process of its own, and how that ended: 0, a status, or minus a signal. `before` is called there
+    first, `after` last. Temporary files and what is remembered of verified files lie beside the log."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -88,7 +95,10 @@ def _ended(pid: int, killed_after: float | None = None) -> int:
 def warm(raw: dict[str, Any], log: Path) -> dict[str, Any]:
     """Import what a run of this job imports, which a run in a process of its own finds. Returns what that run left."""
     note, known = log.with_suffix(".modules"), set(sys.modules)
-    after = lambda: note.write_text("\n".join(name for name in sys.modules if name not in known))  # noqa: E731
+
+    def after():
+        return note.write_text("\n".join(name for name in sys.modules if name not in known))
+
     assert attempt(raw, LINEAGE, None, log, after=after) == 0, log.read_text()[-3000:]
     for name in note.read_text().splitlines():
         with contextlib.suppress(Exception):  # names that are no modules of files

@@ -1,7 +1,8 @@
 """Damaging every kind of file that a run reads again, and what is then made of it.
 
-The one idea: a scene is a directory as ptf left it, and the very call by which a run reads it. A trial puts the directory back, harms one file of it, and
-calls: what comes of it is what was written, or an error that names the file, or the console says what was done instead. Anything else is silent.
+The one idea: a scene is a directory as ptf left it, and the very call by which a run reads it. A trial puts the
+directory back, harms one file of it, and calls: what comes of it is what was written, or an error that names the file,
+or the console says what was done instead. Anything else is silent.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from random import Random
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.rl.sync import SyncError
+from ptf.rl.weights.verification import SyncError
 
 
 def files(root: Path) -> list[Path]:
@@ -33,8 +34,9 @@ Harm = Callable[["Scene", Random], list[Path]]  # what was touched
 
 @dataclass(frozen=True)
 class Scene:
-    """`read` gives what a run goes on with, to be compared by ==. `foreign`: the same of another run, step or version. `older`: what else it may go on with
-    where the console says so, in words that match `said`. `harmed`: the files that are harmed (by default all)."""
+    """`read` gives what a run goes on with, to be compared by ==. `foreign`: the same of another run, step or version.
+    `older`: what else it may go on with where the console says so, in words that match `said`. `harmed`:
+    the files that are harmed (by default all)."""
 
     root: Path
     read: Callable[[], Any]
@@ -111,12 +113,18 @@ def grow(scene: Scene, rng: Random) -> list[Path]:
 
 HARMS: dict[str, Harm] = {f.__name__: f for f in (truncate, flip, drop, swap, foreign, grow)}
 
-NAMED, SAID, EQUAL, CHANCE = "refused by name", "an older one, or none, and said so", "what was written all the same", "the same bytes by chance"
+NAMED, SAID, EQUAL, CHANCE = (
+    "refused by name",
+    "an older one, or none, and said so",
+    "what was written all the same",
+    "the same bytes by chance",
+)
 OUTCOMES = NAMED, SAID, EQUAL, CHANCE
 
 
 def trials(scene: Scene, whole: Path, count: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Harm what is `whole` so many times, each time anew: how often what came of it, and what was silent, or an error that names nothing."""
+    """Harm what is `whole` so many times, each time anew: how often what came of it, and what was silent,
+    or an error that names nothing."""
     harms = scene.harms or HARMS
     rng, outcomes, faults = Random(seed), Counter[str](), list[str]()
     put(whole, scene.root)
@@ -129,7 +137,11 @@ def trials(scene: Scene, whole: Path, count: int, seed: int) -> tuple[Counter[st
         touched = harms[kind](scene, rng)
         names = {path.name for path in touched} | {path.parent.name for path in touched}
         at = f"{kind} of {', '.join(str(path.relative_to(scene.root)) for path in touched)} (trial {n} of seed {seed})"
-        changed = {str(path.relative_to(scene.root)) for path in touched if not same(path, whole / path.relative_to(scene.root))}
+        changed = {
+            str(path.relative_to(scene.root))
+            for path in touched
+            if not same(path, whole / path.relative_to(scene.root))
+        }
         try:
             found, said = quietly(scene.read)
         except (UserError, SyncError) as error:

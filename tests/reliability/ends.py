@@ -15,16 +15,22 @@ from ptf.compute.tracking import is_clock, read_metrics
 
 
 def result(directory: Path) -> dict[str, Any]:
-    """What a finished run left, without what a clock made: rows of metrics, rollouts, files of the export, and files of the last checkpoint (weights,
-    optimizer, the state of data and controller) by SHA-256."""
+    """What a finished run left, without what a clock made: rows of metrics, rollouts, files of the export, and files of
+    the last checkpoint (weights, optimizer, the state of data and controller) by SHA-256."""
     rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")]
     last = max((directory / "checkpoints").glob("step_*"))
     samples = directory / "samples.jsonl"
     return {
-        "metrics": json.dumps(rows), "samples": samples.read_text() if samples.exists() else "", "model": hashed(directory / "model"),
+        "metrics": json.dumps(rows),
+        "samples": samples.read_text() if samples.exists() else "",
+        "model": hashed(directory / "model"),
         "checkpoint": {"name": last.name} | hashed(last, without=(storage.MANIFEST, ".metadata")),
-        "tensors": {f"{index.parent.relative_to(last)}/{name}": value for index in last.rglob(".metadata") for name, value in tensors(index.parent).items()},
-    }  # fmt: skip
+        "tensors": {
+            f"{index.parent.relative_to(last)}/{name}": value
+            for index in last.rglob(".metadata")
+            for name, value in tensors(index.parent).items()
+        },
+    }
 
 
 def tensors(directory: Path) -> dict[str, bytes]:
@@ -34,8 +40,9 @@ def tensors(directory: Path) -> dict[str, bytes]:
     reader = FileSystemReader(directory)
     found = {
         name: torch.empty(what.size, dtype=what.properties.dtype)
-        for name, what in reader.read_metadata().state_dict_metadata.items() if isinstance(what, TensorStorageMetadata)
-    }  # fmt: skip
+        for name, what in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(what, TensorStorageMetadata)
+    }
     load(found, storage_reader=reader, no_dist=True)
     return {name: value.numpy().tobytes() for name, value in found.items()}
 
@@ -43,8 +50,9 @@ def tensors(directory: Path) -> dict[str, bytes]:
 def hashed(directory: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
     return {
         str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(directory.rglob("*")) if file.is_file() and file.name not in without
-    }  # fmt: skip
+        for file in sorted(directory.rglob("*"))
+        if file.is_file() and file.name not in without
+    }
 
 
 def names(root: Path) -> set[str]:
@@ -56,7 +64,11 @@ def differences(found: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]
     wrong = []
     for key, value in whole.items():
         if isinstance(value, dict):
-            wrong += [f"{key}/{name}" for name in sorted(value.keys() | found[key].keys()) if value.get(name) != found[key].get(name)]
+            wrong += [
+                f"{key}/{name}"
+                for name in sorted(value.keys() | found[key].keys())
+                if value.get(name) != found[key].get(name)
+            ]
         elif found[key] != value:
             wrong.append(key)
     return wrong

@@ -1,5 +1,6 @@
-"""Faults of an engine's process on Ray, one in each step, in a random order: `python -m tests.reliability.engine_faults DIRECTORY SEED` prints a JSON line
-for each fault. The run must end with the answers, rewards and weights of one in which nothing went wrong."""
+"""Faults of an engine's process on Ray, one in each step, in a random order: `python -m tests.reliability.engine_faults
+DIRECTORY SEED` prints a JSON line for each fault. The run must end with the answers,
+rewards and weights of one in which nothing went wrong."""
 
 import json
 import sys
@@ -41,12 +42,21 @@ class Stamped:
 
 
 def job(directory: Path, seed: int) -> dict[str, Any]:
-    raw = arithmetic(directory) | {"recipe": "grpo", "seed": seed, "algo": {"minibatches": 2}, "checkpoint": {"every": 100}}
+    raw = arithmetic(directory) | {
+        "recipe": "grpo",
+        "seed": seed,
+        "algo": {"minibatches": 2},
+        "checkpoint": {"every": 100},
+    }
     raw["track"] = {"tensorboard": False, "samples_every": 1, "samples": 4}
-    raw["data"] = {**raw["data"], "sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
+    raw["data"] = {
+        **raw["data"],
+        "sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},
+        "validation": {},
+    }
     raw["train"] = {**raw["train"], "steps": len(FAULTS) + 1, "validate_every": 0, "deterministic": True}
     reward = {"use": "tests.rl.plugs:varied"}
-    return raw | {"rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 6, "reward": reward}}
+    return raw | {"rollout": {"engine": "native", "prompts": 4, "group_size": 4, "max_new_tokens": 6, "reward": reward}}
 
 
 def played(directory: Path, seed: int) -> list[dict[str, Any]]:
@@ -55,7 +65,10 @@ def played(directory: Path, seed: int) -> list[dict[str, Any]]:
     place.mkdir()
     run(loads(yaml.safe_dump(raw)), "whole")
     engine = {"use": "tests.rl.faulty:Engine", "args": {"place": str(place), "faults": faults}}
-    raw |= {"rollout": {**raw["rollout"], "engine": engine}, "compute": {"launcher": "ray", "device": "cpu", "threads": 1, "timeout_s": DEADLINE_S}}
+    raw |= {
+        "rollout": {**raw["rollout"], "engine": engine},
+        "compute": {"launcher": "ray", "device": "cpu", "threads": 1, "timeout_s": DEADLINE_S},
+    }
     heard = sys.stdout = Stamped(sys.stdout)
     run(loads(yaml.safe_dump(raw)), "faulty")
     sys.stdout = heard.stream
@@ -65,10 +78,16 @@ def played(directory: Path, seed: int) -> list[dict[str, Any]]:
     for step, fault in enumerate(faults):
         mark = place / f"engine-{step}"
         wrong = [f"{', '.join(apart)} are not those of the run without faults"] if apart else []
-        after = [when - mark.stat().st_mtime for when, line in heard.lines if mark.exists() and FAULTS[fault] in line and when >= mark.stat().st_mtime]
+        after = [
+            when - mark.stat().st_mtime
+            for when, line in heard.lines
+            if mark.exists() and FAULTS[fault] in line and when >= mark.stat().st_mtime
+        ]
         wrong += [] if mark.exists() else ["the fault did not happen"]
         wrong += [] if after else ["it was not named"]
-        rows.append({"fault": fault, "step": step + 1, "named_s": round(after[0], 2) if after else None, "wrong": wrong})
+        rows.append(
+            {"fault": fault, "step": step + 1, "named_s": round(after[0], 2) if after else None, "wrong": wrong}
+        )
     return rows
 
 

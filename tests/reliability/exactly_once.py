@@ -1,7 +1,9 @@
-"""A ledger of every answer of an on-policy run through all its kills: that each was trained exactly once, and none lost or sampled otherwise.
+"""A ledger of every answer of an on-policy run through all its kills: that each was trained exactly once,
+and none lost or sampled otherwise.
 
-The one idea: it is kept beside the run, by whoever kills it. Each attempt appends what was sampled, scored, trained and restored; what survives of an
-attempt are its steps before the one from which the next attempt went on. An answer is known by its tokens and by the engine's log-probs of them.
+The one idea: it is kept beside the run, by whoever kills it. Each attempt appends what was sampled, scored, trained and
+restored; what survives of an attempt are its steps before the one from which the next attempt went on. An answer is
+known by its tokens and by the engine's log-probs of them.
 """
 
 import hashlib
@@ -21,7 +23,8 @@ def known_by(sample: Sample) -> str:
 
 
 def keep(ledger: Path, attempt: int) -> None:
-    """In the process that trains: append to the ledger, a line an event. A line is one write, so a kill leaves whole ones."""
+    """In the process that trains: append to the ledger, a line an event. A line is one write,
+    so a kill leaves whole ones."""
     from ptf.data.trajectory import samples_of
     from ptf.rl import controller
     from ptf.rl.cluster import LocalGroup
@@ -37,15 +40,28 @@ def keep(ledger: Path, attempt: int) -> None:
         done = call(self, method, *args)
         if method == "rollout" and args[2].startswith("step "):  # not those of an evaluation
             at[0] = args[1]
-            note("sampled", args[1], answers=[known_by(sample) for group in done for t in group for sample in samples_of(t)])
+            note(
+                "sampled",
+                args[1],
+                answers=[known_by(sample) for group in done for t in group for sample in samples_of(t)],
+            )
         if method == "update" and self.spec.name == "policy":
-            note("trained", args[1], answers=[known_by(sample) for atoms in args[0] for atom in atoms for sample in atom])
+            note(
+                "trained", args[1], answers=[known_by(sample) for atoms in args[0] for atom in atoms for sample in atom]
+            )
         return done
 
     def scoring(rewards: Any, groups: Sequence[Group]) -> list[Group]:
         scored = score(rewards, groups)
         values = [t.outcome.value if isinstance(t.outcome, Reward) else None for group in scored for t in group]
-        note("scored", at[0], answers=[[known_by(s), v] for s, v in zip((s for g in scored for t in g for s in samples_of(t)), values, strict=True)])
+        note(
+            "scored",
+            at[0],
+            answers=[
+                [known_by(s), v]
+                for s, v in zip((s for g in scored for t in g for s in samples_of(t)), values, strict=True)
+            ],
+        )
         return scored
 
     def beginning(self: controller.Controller) -> None:
@@ -60,7 +76,8 @@ def read(ledger: Path) -> list[dict[str, Any]]:
 
 
 def surviving(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What became of the model that there is at the end: of each attempt, the steps before those that a later one made again."""
+    """What became of the model that there is at the end: of each attempt,
+    the steps before those that a later one made again."""
     found: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "restored":
@@ -71,13 +88,16 @@ def surviving(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def audit(events: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Counts over a run; `whole` is the ledger of the same run without kills. All but `answers` and `sampled_again` must be 0."""
+    """Counts over a run; `whole` is the ledger of the same run without kills.
+    All but `answers` and `sampled_again` must be 0."""
     kept = surviving(events)
     wanted = {(one["event"], one["step"]): one["answers"] for one in whole if "answers" in one}
     lost = twice = other = 0
     for step in range(steps):
-        sampled, trained = (Counter(name for one in kept if (one["event"], one["step"]) == (event, step) for name in one["answers"])
-                            for event in ("sampled", "trained"))  # fmt: skip
+        sampled, trained = (
+            Counter(name for one in kept if (one["event"], one["step"]) == (event, step) for name in one["answers"])
+            for event in ("sampled", "trained")
+        )
         due = Counter(wanted["sampled", step])
         lost += (due - trained).total()
         twice += (trained - due).total()
@@ -97,10 +117,17 @@ def audit(events: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]], ste
         seen.add(key)
     answers = sum(len(answers) for (event, _), answers in wanted.items() if event == "sampled")
     return {
-        "answers": answers, "sampled_again": again, "lost": lost, "trained_twice": twice, "not_in_the_history": other, "sampled_otherwise": resampled,
+        "answers": answers,
+        "sampled_again": again,
+        "lost": lost,
+        "trained_twice": twice,
+        "not_in_the_history": other,
+        "sampled_otherwise": resampled,
         "scored_otherwise": rescored,
-    }  # fmt: skip
+    }
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
-    return [f"{count} answers {name}" for name, count in found.items() if name not in ("answers", "sampled_again") and count]
+    return [
+        f"{count} answers {name}" for name, count in found.items() if name not in ("answers", "sampled_again") and count
+    ]

@@ -1,7 +1,9 @@
-"""A reward, an environment and an engine in which one thing goes wrong, at the n-th time that they are asked in a run. They say in a file when.
+"""A reward, an environment and an engine in which one thing goes wrong,
+at the n-th time that they are asked in a run. They say in a file when.
 
-The one idea: what is asked is counted by bytes in a file, for a process that died starts anew; a fault that `lasts` comes again for the same question and
-for no other, so whether it was asked again or not at all can be told apart. The module imports little: each process of a reward reads it.
+The one idea: what is asked is counted by bytes in a file, for a process that died starts anew; a fault that `lasts`
+comes again for the same question and for no other, so whether it was asked again or not at all can be told apart. The
+module imports little: each process of a reward reads it.
 """
 
 import json
@@ -54,9 +56,18 @@ def befall(fault: str) -> None:
 
 ENDS = ["raise", "exit", "interrupt", "hang", "SIGSTOP", "SIGKILL", "SIGSEGV", "fork", "noise", "half", "deaf"]
 REWARDS: dict[str, Any] = {
-    "NaN": float("nan"), "infinity": float("inf"), "huge": 1e308, "minus huge": -1e308, "10**400": 10**400, "None": None, "a text": "0.5", "a list": [1.0],
-    "a dict": {"reward": 1.0}, "a complex number": 1j, "no number": NoNumber(),
-}  # fmt: skip
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "huge": 1e308,
+    "minus huge": -1e308,
+    "10**400": 10**400,
+    "None": None,
+    "a text": "0.5",
+    "a list": [1.0],
+    "a dict": {"reward": 1.0},
+    "a complex number": 1j,
+    "no number": NoNumber(),
+}
 
 
 class Counted:
@@ -104,7 +115,7 @@ class Environment:
         return [{"role": "user", "content": f"{self.rng.randrange(10)}+"}]
 
     def act(self, text: str) -> Any:
-        from ptf.rl.env import Turn
+        from ptf.rl.environments.protocol import Turn
 
         self.heard.append(text)
         said = [{"role": "user", "content": f"{self.rng.randrange(10)}-"}]
@@ -114,13 +125,28 @@ class Environment:
         befall(self.fault)
         if self.fault in REWARDS:
             return Turn(said, reward=REWARDS[self.fault], done=right.done)
-        return {"no turn": 1.0, "too few messages": Turn(), "no data": Turn([{"role": "user", "content": lambda: 0}]), "no messages": Turn(messages=7)}.get(
-            self.fault, right
-        )  # pyright: ignore[reportArgumentType]
+        return {
+            "no turn": 1.0,
+            "too few messages": Turn(),
+            "no data": Turn([{"role": "user", "content": lambda: 0}]),
+            "no messages": Turn(messages=7),
+        }.get(self.fault, right)  # pyright: ignore[reportArgumentType]
 
 
 TURNS = ["no turn", "too few messages", "no data", "no messages"]
 CALLS = [
-    "raise", "NaN", "huge", "texts", "too few", "too many", "None", "empty", "longer", "other context", "other weights", "beyond the vocabulary", "fractions",
+    "raise",
+    "NaN",
+    "huge",
+    "texts",
+    "too few",
+    "too many",
+    "None",
+    "empty",
+    "longer",
+    "other context",
+    "other weights",
+    "beyond the vocabulary",
+    "fractions",
     "out of memory",
-]  # fmt: skip
+]

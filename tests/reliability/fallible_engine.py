@@ -5,13 +5,27 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ptf.rl.native_engine import NativeEngine
+from ptf.rl.engines.native import NativeEngine
 from tests.reliability.fallible import Counted, befall
 
 
 class Engine(NativeEngine):
-    def __init__(self, directory: str, *, device: str, dtype: str, version: int, seed: int, max_length: int, place: str, fault: str, at: int) -> None:
-        super().__init__(directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed)
+    def __init__(
+        self,
+        directory: str,
+        *,
+        device: str,
+        dtype: str,
+        version: int,
+        seed: int,
+        max_length: int,
+        place: str,
+        fault: str,
+        at: int,
+    ) -> None:
+        super().__init__(
+            directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed
+        )
         self.fault, self.counted = fault, Counted(place, at, lasts=False)
 
     def answer(self, requests):
@@ -21,11 +35,16 @@ class Engine(NativeEngine):
         befall(self.fault)
         first, n = calls[0], len(calls[0].sampled)
         changes = {
-            "NaN": {"logprobs": np.full(n, np.nan, np.float32)}, "huge": {"logprobs": np.full(n, -1e308)}, "texts": {"sampled": np.array(["a"] * n)},
-            "empty": {"sampled": first.sampled[:0]}, "longer": {"sampled": np.tile(first.sampled, 20)}, "other weights": {"versions": first.versions - 1},
-            "other context": {"context": first.context[1:]}, "beyond the vocabulary": {"sampled": first.sampled + 10**6},
+            "NaN": {"logprobs": np.full(n, np.nan, np.float32)},
+            "huge": {"logprobs": np.full(n, -1e308)},
+            "texts": {"sampled": np.array(["a"] * n)},
+            "empty": {"sampled": first.sampled[:0]},
+            "longer": {"sampled": np.tile(first.sampled, 20)},
+            "other weights": {"versions": first.versions - 1},
+            "other context": {"context": first.context[1:]},
+            "beyond the vocabulary": {"sampled": first.sampled + 10**6},
             "fractions": {"sampled": first.sampled + 0.5},
-        }  # fmt: skip
+        }
         if self.fault == "out of memory":
             raise MemoryError("no room")
         if self.fault in changes:

@@ -1,7 +1,9 @@
-"""One fault in a tiny GRPO or PPO run: whether it became a number, how soon it was named, and whether what came of the run is right.
+"""One fault in a tiny GRPO or PPO run: whether it became a number, how soon it was named,
+and whether what came of the run is right.
 
-The one idea: a run without a fault tells what every answer is worth. A fault that passes must leave the bits of that run; of one that lasts, the answers
-of its step that have no reward must be those of the question that failed, and all others must have the reward that they have there.
+The one idea: a run without a fault tells what every answer is worth. A fault that passes must leave the bits of that
+run; of one that lasts, the answers of its step that have no reward must be those of the question that failed, and all
+others must have the reward that they have there.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-import ptf.rl.fit  # noqa: F401  here, and not in every fork
+import ptf.rl.assemble  # noqa: F401  here, and not in every fork
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.run import run
@@ -31,18 +33,43 @@ from tests.tiny import arithmetic
 STEPS, PROMPTS, GROUP, TURNS_EACH = 4, 4, 4, 2
 DEADLINE_S, NAMED_S, ENDS_S = 2.0, 10.0, 180.0
 SAID = {
-    "raise": "out of order", "exit": "process died", "interrupt": "process died", "hang": "longer than", "SIGSTOP": "longer than", "SIGKILL": "process died",
-    "SIGSEGV": "process died", "fork": "out of turn", "noise": "cannot be read", "half": "longer than", "deaf": "process died", "NaN": "nan",
-    "infinity": "inf", "huge": "1e+308", "minus huge": "-1e+308", "10**400": "OverflowError", "None": "None", "a text": "0.5", "a list": "list",
-    "a dict": "dict", "a complex number": "complex", "no number": "no number", "no turn": "not a ptf.rl.env.Turn", "too few messages": "no message",
-    "no data": "cannot be sent", "no messages": "messages of a turn",
-}  # fmt: skip
+    "raise": "out of order",
+    "exit": "process died",
+    "interrupt": "process died",
+    "hang": "longer than",
+    "SIGSTOP": "longer than",
+    "SIGKILL": "process died",
+    "SIGSEGV": "process died",
+    "fork": "instead of",
+    "noise": "cannot be read",
+    "half": "longer than",
+    "deaf": "process died",
+    "NaN": "nan",
+    "infinity": "inf",
+    "huge": "1e+308",
+    "minus huge": "-1e+308",
+    "10**400": "OverflowError",
+    "None": "None",
+    "a text": "0.5",
+    "a list": "list",
+    "a dict": "dict",
+    "a complex number": "complex",
+    "no number": "no number",
+    "no turn": "not a ptf.rl.environments.protocol.Turn",
+    "too few messages": "no message",
+    "no data": "cannot be sent",
+    "no messages": "messages of a turn",
+}
 NOT_ASKED_AGAIN = ("too few messages",)  # it is an answer, after which the conversation cannot go on
 REPEATED = "asked_again"  # in metrics: differs where a fault passed
 PLACES = {"reward": [*ENDS, *REWARDS], "environment": [*ENDS, *REWARDS, *TURNS], "engine": CALLS}
 SAID_OF_ENGINES = {
-    "raise": "out of order", "out of memory": "no room", "too few": "answers to", "too many": "answers to", "None": "NoneType",
-}  # fmt: skip
+    "raise": "out of order",
+    "out of memory": "no room",
+    "too few": "answers to",
+    "too many": "answers to",
+    "None": "NoneType",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,11 @@ def drawn(seed: int) -> Trial:
     rng = np.random.default_rng([seed // len(every), 7])
     place, fault = every[int(rng.permutation(len(every))[seed % len(every)])]
     rng = np.random.default_rng(seed)
-    asked = {"reward": STEPS * PROMPTS * GROUP, "environment": STEPS * PROMPTS * GROUP * (1 + TURNS_EACH), "engine": STEPS}[place]
+    asked = {
+        "reward": STEPS * PROMPTS * GROUP,
+        "environment": STEPS * PROMPTS * GROUP * (1 + TURNS_EACH),
+        "engine": STEPS,
+    }[place]
     lasts = place != "engine" and bool(rng.integers(2))
     return Trial(["grpo", "ppo"][int(rng.integers(2))], place, fault, int(rng.integers(1, asked + 1)), lasts)
 
@@ -68,22 +99,40 @@ def drawn(seed: int) -> Trial:
 def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
     raw = arithmetic(directory) | {"recipe": trial.recipe, "algo": {"minibatches": 2}, "checkpoint": {"every": 100}}
     raw["track"] = {"tensorboard": False, "samples_every": 1, "samples": PROMPTS}
-    raw["data"] = {**raw["data"], "sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
+    raw["data"] = {
+        **raw["data"],
+        "sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},
+        "validation": {},
+    }
     raw["train"] = {**raw["train"], "steps": STEPS, "validate_every": 0}
-    raw["rollout"] = {"engine": "native", "prompts": PROMPTS, "group": GROUP, "max_new_tokens": 6, "reward_timeout_s": DEADLINE_S, "max_no_result": 0.5}
+    raw["rollout"] = {
+        "engine": "native",
+        "prompts": PROMPTS,
+        "group_size": GROUP,
+        "max_new_tokens": 6,
+        "reward_timeout_s": DEADLINE_S,
+        "max_no_result": 0.5,
+    }
     args = {"place": str(place), "fault": trial.fault, "at": trial.at, "lasts": trial.lasts}
     never = {**args, "at": 10**9}
     if trial.place == "environment":
         raw["rollout"] |= {"environment": {"use": "tests.reliability.fallible:Environment", "args": args}}
     else:
-        raw["rollout"]["reward"] = {"use": "tests.reliability.fallible:reward", "args": args if trial.place == "reward" else never}
+        raw["rollout"]["reward"] = {
+            "use": "tests.reliability.fallible:reward",
+            "args": args if trial.place == "reward" else never,
+        }
     if trial.place == "engine":
-        raw["rollout"]["engine"] = {"use": "tests.reliability.fallible_engine:Engine", "args": {"place": str(place), "fault": trial.fault, "at": trial.at}}
+        raw["rollout"]["engine"] = {
+            "use": "tests.reliability.fallible_engine:Engine",
+            "args": {"place": str(place), "fault": trial.fault, "at": trial.at},
+        }
     return raw
 
 
 def attempt(raw: Mapping[str, Any], lineage: str) -> tuple[int, list[tuple[float, str]]]:
-    """Run it in a fork, and how that ended (0; 1 for an error that its last line names; minus a signal), with the moment that each line was said at."""
+    """Run it in a fork, and how that ended (0; 1 for an error that its last line names; minus a signal), with the
+    moment that each line was said at."""
     heard, says = os.pipe()
     pid = os.fork()
     if not pid:
@@ -141,7 +190,9 @@ class Trials:
     def undisturbed(self, trial: Trial) -> dict[str, Any]:
         key = (trial.recipe, "environment" if trial.place == "environment" else "reward")
         if key not in self.whole:
-            status, lines = attempt(job(self.directory, Trial(*key, "raise", 10**9, False), self.directory), "-".join(key))
+            status, lines = attempt(
+                job(self.directory, Trial(*key, "raise", 10**9, False), self.directory), "-".join(key)
+            )
             assert status == 0, lines[-20:]
             self.whole[key] = found_of(self.directory / "runs" / "-".join(key))
         return self.whole[key]
@@ -155,12 +206,29 @@ class Trials:
         found, fired = found_of(made), place / "fired"
         happened = [json.loads(line) for line in fired.read_text().splitlines()] if fired.exists() else []
         wrong = [] if happened else ["the fault did not happen"]
-        said = (SAID_OF_ENGINES.get(trial.fault, "the rollout engine") if trial.place == "engine" else self._said(trial, happened)) if happened else ""
-        after = [when - happened[0]["time"] for when, line in lines if happened and said in line and when >= happened[0]["time"] - 0.05]
+        said = (
+            (
+                SAID_OF_ENGINES.get(trial.fault, "the rollout engine")
+                if trial.place == "engine"
+                else self._said(trial, happened)
+            )
+            if happened
+            else ""
+        )
+        after = [
+            when - happened[0]["time"]
+            for when, line in lines
+            if happened and said in line and when >= happened[0]["time"] - 0.05
+        ]
         differs = self._differs(trial, status, want, found, happened)
-        unseen = trial.fault == "fork" and not after and not differs  # nobody was asked after it whom the second answer could have misled
+        # nobody was asked after it whom the second answer could have misled
+        unseen = trial.fault == "fork" and not after and not differs
         if not unseen and (not after or after[0] > NAMED_S):
-            wrong.append(f"{said!r} was said after {after[0]:.1f} s" if after else f"{said!r} was not said: {[line for _, line in lines][-5:]}")
+            wrong.append(
+                f"{said!r} was said after {after[0]:.1f} s"
+                if after
+                else f"{said!r} was not said: {[line for _, line in lines][-5:]}"
+            )
         if status < 0:
             wrong.append(f"the run ended with {status}")
         wrong += differs
@@ -188,21 +256,32 @@ class Trials:
         without = sum("reward" not in row for rows in found["answers"].values() for row in rows)
         return f"{without} answers without a result" if without else "asked again"
 
-    def _differs(self, trial: Trial, status: int, want: dict[str, Any], found: dict[str, Any], happened: list[dict[str, Any]]) -> list[str]:
-        """Every answer has the reward that it has undisturbed, or none; and where nothing lasted all is as it would have been."""
+    def _differs(
+        self, trial: Trial, status: int, want: dict[str, Any], found: dict[str, Any], happened: list[dict[str, Any]]
+    ) -> list[str]:
+        """Every answer has the reward that it has undisturbed, or none; and where nothing lasted all is as it would
+        have been."""
         wrong, questions = [], {entry["question"] for entry in happened}
         apart = next((step for step in want["answers"] if found["answers"].get(step) != want["answers"][step]), None)
         if apart is None:
             same = found["metrics"] == want["metrics"] and found["weights"] == want["weights"]
             return [] if same else ["answers are the same, metrics or weights are not"]
         if trial.place == "engine":
-            return [] if apart not in found["answers"] and apart not in found["metrics"] and status else ["steps after an engine's fault were made"]
+            return (
+                []
+                if apart not in found["answers"] and apart not in found["metrics"] and status
+                else ["steps after an engine's fault were made"]
+            )
         if not trial.lasts and trial.fault not in NOT_ASKED_AGAIN:
             return [f"step {apart} differs though the fault passed"]
         for a, b in zip(found["answers"].get(apart, []), want["answers"][apart], strict=False):
             if "reward" in a and a["reward"] != b.get("reward"):
                 wrong.append(f"step {apart}: the reward {a['reward']} in place of {b.get('reward')}")
-            elif "reward" not in a and trial.place == "reward" and json.dumps([a["prompt"]["answer"], a["answer"]], sort_keys=True) not in questions:
+            elif (
+                "reward" not in a
+                and trial.place == "reward"
+                and json.dumps([a["prompt"]["answer"], a["answer"]], sort_keys=True) not in questions
+            ):
                 wrong.append(f"step {apart}: {a['answer']!r} has no result though nothing went wrong with it")
         if apart in found["answers"] and len(found["answers"][apart]) != len(want["answers"][apart]):
             wrong.append(f"step {apart}: {len(found['answers'][apart])} answers")

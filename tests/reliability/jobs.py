@@ -1,4 +1,5 @@
-"""Tiny jobs of every recipe, which write everything that a run writes: seconds each, with a checkpoint every few steps."""
+"""Tiny jobs of every recipe, which write everything that a run writes: seconds each,
+with a checkpoint every few steps."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,8 @@ def job(directory: Path) -> dict[str, Any]:
 
 
 def preference(name: str) -> Callable[[Path], dict[str, Any]]:
-    """DPO, a reward model or distillation; of some names, what the reference or the teacher says is found before training."""
+    """DPO, a reward model or distillation; of some names, what the reference or the teacher says is found before
+    training."""
 
     def made(directory: Path) -> dict[str, Any]:
         from tests.train.test_preferences import preferences
@@ -43,10 +45,18 @@ def on_policy(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str
             tokenizer.save(teacher)
             raw["algo"]["teacher"] = str(teacher)
         raw |= {
-            "recipe": recipe, "checkpoint": {"every": EVERY, "keep": 2}, "track": {"tensorboard": False, "samples_every": 1, "samples": 4},
-            "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:by_length"}},
+            "recipe": recipe,
+            "checkpoint": {"every": EVERY, "keep": 2},
+            "track": {"tensorboard": False, "samples_every": 1, "samples": 4},
+            "rollout": {
+                "engine": "native",
+                "prompts": 4,
+                "group_size": 4,
+                "max_new_tokens": 6,
+                "reward": {"use": "tests.rl.plugs:by_length"},
+            },
             "evaluate": {"sources": {"dev": prompts}, "limit": 6},
-        }  # fmt: skip
+        }
         raw["data"] |= {"sources": {"p": prompts}, "validation": {}}
         raw["train"] |= {"steps": STEPS, "validate_every": 3}
         return raw

@@ -1,6 +1,8 @@
-"""Killing runs (SIGKILL), continuing them, and whether they then end as one that never stopped, with nothing left behind.
+"""Killing runs (SIGKILL), continuing them, and whether they then end as one that never stopped,
+with nothing left behind.
 
-`Trials` kills forked attempts at traps; `Command` kills what a user starts from the command line, which must end with the same bits.
+`Trials` kills forked attempts at traps; `Command` kills what a user starts from the command line,
+which must end with the same bits.
 """
 
 import contextlib
@@ -33,8 +35,9 @@ KINDS = {"phase": 7, "file": 5, "bytes": 2, "time": 6}  # how often each is draw
 
 
 class Trials:
-    """Over one recipe's job. The run that never stops is made first: by a process that imports all anew (`warmed`), by one that is forked afterwards,
-    whose answers are in the ledger, and by one whose phases and file operations are counted. The three must be the same."""
+    """Over one recipe's job. The run that never stops is made first: by a process that imports all anew (`warmed`), by
+    one that is forked afterwards, whose answers are in the ledger, and by one whose phases and file operations are
+    counted. The three must be the same."""
 
     def __init__(self, recipe: str, directory: Path, warmed: bool = True, fault: Callable[[], None] = nothing) -> None:
         self.recipe, self.directory, self.raw, self.fault = recipe, directory, JOBS[recipe](directory), fault
@@ -46,7 +49,9 @@ class Trials:
         assert alone is None or differences(self.whole, alone) == []
         self.names = names(directory / "whole" / "out")
         self.answers = exactly_once.read(self.log("whole").with_suffix(".answers"))
-        self.sizes = sorted({file.stat().st_size for file in (directory / "whole" / "out").rglob("*") if file.is_file()} - {0})
+        self.sizes = sorted(
+            {file.stat().st_size for file in (directory / "whole" / "out").rglob("*") if file.is_file()} - {0}
+        )
 
     def log(self, name: str) -> Path:
         (self.directory / name).mkdir(exist_ok=True)
@@ -55,7 +60,9 @@ class Trials:
     def made(self, name: str, before: Callable[[], object], after: Callable[[], object] = nothing) -> dict[str, Any]:
         """A run from its beginning to its end."""
         log = self.log(name)
-        assert attempt(self.raw | {"output": str(log.parent / "out")}, LINEAGE, None, log, before, after) == 0, log.read_text()[-3000:]
+        assert attempt(self.raw | {"output": str(log.parent / "out")}, LINEAGE, None, log, before, after) == 0, (
+            log.read_text()[-3000:]
+        )
         return result(log.parent / "out" / LINEAGE)
 
     @cached_property
@@ -76,8 +83,8 @@ class Trials:
         return (lambda: exactly_once.keep(log.with_suffix(".answers"), attempt)) if self.steps else nothing
 
     def drawn(self, rng: Random, part: float = 1.0) -> Trap:
-        """A kind by its share; phases alike, however often they are visited; sizes between those of files that a run writes. Of the first `part` of a
-        whole run's visits, operations and time."""
+        """A kind by its share; phases alike, however often they are visited; sizes between those of files that a run
+        writes. Of the first `part` of a whole run's visits, operations and time."""
         kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         if kind == "time":
             return Trap(kind, round(rng.uniform(0, part * self.seconds), 4))
@@ -114,7 +121,12 @@ class Trials:
         rows = log.parent / "out" / LINEAGE / "metrics.jsonl"
         where = note_of(log).read_text() if note_of(log).exists() else None
         done = {"where": where} if where else {"rows": rows.read_bytes().count(b"\n") if rows.exists() else 0}
-        return {"kind": trap.kind, "point": str(trap), "reached": status < 0, **({"signal": -status, **done} if status < 0 else {})}
+        return {
+            "kind": trap.kind,
+            "point": str(trap),
+            "reached": status < 0,
+            **({"signal": -status, **done} if status < 0 else {}),
+        }
 
     def judged(self, log: Path, status: int, shared: set[str]) -> dict[str, Any]:
         """`outcome`: same, or what was not. A trial that went well is removed."""
@@ -130,7 +142,9 @@ class Trials:
         left += [f"/dev/shm/{name}" for name in sorted(in_shared_memory() - shared) if not used_by_others(name)]
         outcome += [f"left: {what}" for what in left]
         if self.steps and not status and log.with_suffix(".answers").exists():
-            found["answers"] = exactly_once.audit(exactly_once.read(log.with_suffix(".answers")), self.answers, self.steps)
+            found["answers"] = exactly_once.audit(
+                exactly_once.read(log.with_suffix(".answers")), self.answers, self.steps
+            )
             outcome += exactly_once.wrong(found["answers"])
         if not outcome:
             shutil.rmtree(log.parent)
@@ -144,7 +158,8 @@ class Command:
         self.trials = trials
 
     def trial(self, name: str, rng: Random) -> dict[str, Any]:
-        """Killed with its process group a random while after a row of metrics is there, or after its first line, and continued by the same command."""
+        """Killed with its process group a random while after a row of metrics is there, or after its first line, and
+        continued by the same command."""
         log = self.trials.log(name)
         out, shared = log.parent / "out", in_shared_memory()
         config = log.with_suffix(".yaml")
@@ -153,7 +168,10 @@ class Command:
         delay = round(rng.uniform(0, 1.5 * self.trials.seconds / (step + 2)), 4)
         rows = out / LINEAGE / "metrics.jsonl"
         process = self._started(config, log)
-        there = lambda: rows.exists() and rows.read_bytes().count(b"\n") >= step if step else log.read_bytes()  # noqa: E731
+
+        def there():
+            return rows.exists() and rows.read_bytes().count(b"\n") >= step if step else log.read_bytes()
+
         ends = time.monotonic() + DEADLINE_S
         while not there() and process.poll() is None and time.monotonic() < ends:
             time.sleep(0.005)
@@ -171,12 +189,14 @@ class Command:
     def _started(self, config: Path, log: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ptf.cli", "train", str(config), "--lineage", LINEAGE]
         with log.open("a") as out:
-            return subprocess.Popen(command, env={**os.environ, **places(log)}, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(
+                command, env={**os.environ, **places(log)}, stdout=out, stderr=out, start_new_session=True
+            )
 
 
 def main() -> None:
-    """`python -m tests.reliability.kills DIRECTORY TRIALS`, in JSON: a list of [recipe, traps, fault or null], whose outcome is a JSON line each. A run
-    that never stops is made once a recipe, and has no faults."""
+    """`python -m tests.reliability.kills DIRECTORY TRIALS`, in JSON: a list of [recipe, traps, fault or null], whose
+    outcome is a JSON line each. A run that never stops is made once a recipe, and has no faults."""
     adopt_orphans()
     directory, made = Path(sys.argv[1]), dict[str, Trials]()
     for n, (recipe, traps, fault) in enumerate(json.loads(sys.argv[2])):

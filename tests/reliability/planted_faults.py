@@ -1,4 +1,5 @@
-"""Ways in which a run could fail to continue as if nothing had been, each planted in every attempt of a trial: negative controls."""
+"""Ways in which a run could fail to continue as if nothing had been, each planted in every attempt of a trial:
+negative controls."""
 
 import subprocess
 from collections.abc import Callable
@@ -57,4 +58,6 @@ def orphan() -> None:
     subprocess.Popen(["sleep", "600"], start_new_session=True)
 
 
-FAULTS: dict[str, Callable[[], None]] = {f.__name__: f for f in (place_in_the_data, place_in_the_prompts, optimizer, half_made, orphan)}
+FAULTS: dict[str, Callable[[], None]] = {
+    f.__name__: f for f in (place_in_the_data, place_in_the_prompts, optimizer, half_made, orphan)
+}

@@ -18,7 +18,8 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def adopt_orphans() -> None:
-    """Whatever descends from this process and has lost its parent becomes this one's child: a process that is left behind is one that is still there."""
+    """Whatever descends from this process and has lost its parent becomes this one's child: a process that is left
+    behind is one that is still there."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -33,13 +34,16 @@ def used_by_others(name: str) -> bool:
         return True
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if path in (process / "maps").read_text() or any(os.path.realpath(number) == path for number in (process / "fd").iterdir()):
+            if path in (process / "maps").read_text() or any(
+                os.path.realpath(number) == path for number in (process / "fd").iterdir()
+            ):
                 return True
     return False
 
 
 def living() -> list[str]:
-    """Processes that this one has started or adopted and that do not end within a grace period, which are then killed."""
+    """Processes that this one has started or adopted and that do not end within a grace period,
+    which are then killed."""
     ends = time.monotonic() + GRACE_S
     while True:
         try:
@@ -53,7 +57,9 @@ def living() -> list[str]:
     found = []
     for task in Path("/proc/self/task").iterdir():
         for pid in map(int, (task / "children").read_text().split()):
-            found.append(f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:200]}")
+            found.append(
+                f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:200]}"
+            )
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return found

@@ -1,7 +1,7 @@
 """Two resumes of one killed run at once, and what becomes of each.
 
-The one idea: every attempt is a process forked from this one, which has imported everything but never trained. On disk the two share the run's
-directory; in an object store they share its checkpoints alone, as two machines do.
+The one idea: every attempt is a process forked from this one, which has imported everything but never trained. On disk
+the two share the run's directory; in an object store they share its checkpoints alone, as two machines do.
 """
 
 import contextlib
@@ -45,10 +45,13 @@ def object_store(bucket: str) -> Iterator[str]:
     try:
         assert server.stdout is not None
         os.environ |= {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{int(server.stdout.readline())}", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{int(server.stdout.readline())}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_EC2_METADATA_DISABLED": "true",
-        }  # fmt: skip
-        made = "import sys, s3fs; s3fs.S3FileSystem().mkdir(sys.argv[1])"  # in another process: what s3fs keeps must not be forked
+        }
+        # in another process: what s3fs keeps must not be forked
+        made = "import sys, s3fs; s3fs.S3FileSystem().mkdir(sys.argv[1])"
         subprocess.run([sys.executable, "-c", made, bucket], check=True)
         yield f"s3://{bucket}"
     finally:
@@ -107,12 +110,22 @@ def until(there: Callable[[], bool]) -> None:
 
 
 def bits(directory: Path, root: str) -> dict[str, Any]:
-    """What a finished run left: rows of metrics by step, without what a clock made; the exported weights; the SHA-256 of the state of its last
-    checkpoint (weights and optimizer)."""
-    rows = {row["step"]: {k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")}
-    manifest = storage.verify(max(uri.rpartition("/")[0] for uri in storage.listing(f"{root}/step_*/{storage.MANIFEST}")))
+    """What a finished run left: rows of metrics by step, without what a clock made; the exported weights; the SHA-256
+    of the state of its last checkpoint (weights and optimizer)."""
+    rows = {
+        row["step"]: {k: v for k, v in row.items() if not is_clock(k)}
+        for row in read_metrics(directory / "metrics.jsonl")
+    }
+    manifest = storage.verify(
+        max(uri.rpartition("/")[0] for uri in storage.listing(f"{root}/step_*/{storage.MANIFEST}"))
+    )
     state = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".distcp")}
-    return {"step": manifest["step"], "metrics": rows, "state": state, "model": (directory / "model" / "model.safetensors").read_bytes()}
+    return {
+        "step": manifest["step"],
+        "metrics": rows,
+        "state": state,
+        "model": (directory / "model" / "model.safetensors").read_bytes(),
+    }
 
 
 class Trials:
@@ -143,7 +156,10 @@ class Trials:
         time.sleep(rng.uniform(0, 0.5 * self.seconds))
         first.kill()
         delay = rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.5)])
-        two = [Attempt(self.raw | {"output": output}, lineage, place / f"{n}.log", n * delay) for n, output in enumerate(places)]
+        two = [
+            Attempt(self.raw | {"output": output}, lineage, place / f"{n}.log", n * delay)
+            for n, output in enumerate(places)
+        ]
         killed = False
         if kill_holder:
             until(lambda: any(one.poll() is not None for one in two))  # one was refused
@@ -163,7 +179,11 @@ class Trials:
             if one.status == 0:
                 ended += 1
                 wrong += [f"{one.log.name}: {name} differs" for name in self.differs(one)]
-            elif re.search(r"(Held: .* is being written by process \d+ on \S+, since .*run this again|LeaseLost: .* taken over by)", one.said):
+            elif re.search(
+                r"(Held: .* is being written by process \d+ on \S+, since .*run this again|LeaseLost: "
+                r".* taken over by)",
+                one.said,
+            ):
                 refused += 1
             else:
                 wrong.append(f"{one.log.name}: ended with {one.status}: {one.said[-300:]}")
@@ -188,7 +208,8 @@ def main() -> None:
     directory, store, count, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int((sys.argv[4:] or ["0"])[0])
     with contextlib.ExitStack() as held:
         bucket = held.enter_context(object_store("checkpoints")) if store == "s3" else None
-        # What reads the store in this process would leave s3fs's thread and locks to those that are forked after it: a child of its own does it.
+        # What reads the store in this process would leave s3fs's thread and locks to those that are forked after it:
+        # a child of its own does it.
         trials, rng = Trials(directory, bucket), Random(f"{store}/{seed}")
         for number in range(count):
             print(json.dumps(trials.trial(number, rng, kill_holder=number % 3 == 2)), flush=True)

@@ -1,6 +1,8 @@
-"""The files that a run reads again, one kind of them at a time, made by tiny real runs; and how a run reads them (tests/reliability/damage.py).
+"""The files that a run reads again, one kind of them at a time, made by tiny real runs; and how a run reads them
+(tests/reliability/damage.py).
 
-The one idea: every scene has a counterpart of another run, step or version with the same names, whose files are the likeliest to be taken for its own.
+The one idea: every scene has a counterpart of another run, step or version with the same names, whose files are the
+likeliest to be taken for its own.
 """
 
 import contextlib
@@ -28,13 +30,14 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Held, Lease, LeaseLost, Process, Record
 from ptf.compute.tracking import Rows
 from ptf.config import Job, loads
-from ptf.data import hub, prepare, tokenized
-from ptf.data.sources import blocks_once
+from ptf.data import prepare, tokenized
+from ptf.data.sources import hub
+from ptf.data.sources.rows import blocks_once
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.eval import evaluate, read_compared
 from ptf.model import bridge
-from ptf.rl.sync import OnPath, check, written
-from ptf.train import rendered, start
+from ptf.rl.weights.verification import BucketFiles, check, write_buckets
+from ptf.train import job_tokenizer, starting_model
 from ptf.train.export import probe_of, refuse_damaged
 from ptf.train.tokenize import tokenize
 from steps import retrain
@@ -59,7 +62,8 @@ def at(job: Job, **changes: Any) -> Job:
 
 
 class Made:
-    """Runs `a` and `b` of two seeds, and what else there is, below a directory; each made when it is first asked for."""
+    """Runs `a` and `b` of two seeds, and what else there is, below a directory;
+    each made when it is first asked for."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -101,11 +105,13 @@ class Made:
         prompts = {"path": str(self.directory / "prompts.jsonl"), "kind": "prompt"}
         reward = {"use": "tests.rl.plugs:by_length"}
         raw = self.raw | {
-            "recipe": "grpo", "rollout": {"engine": "native", "prompts": 4, "group": 2, "max_new_tokens": 4, "reward": reward},
+            "recipe": "grpo",
+            "rollout": {"engine": "native", "prompts": 4, "group_size": 2, "max_new_tokens": 4, "reward": reward},
             "evaluate": {"sources": {"dev": prompts}, "limit": 8, "max_new_tokens": 4, "samples": 1},
             "data": {**self.raw["data"], "sources": {"p": prompts}, "validation": {}},
-            "train": {**self.raw["train"], "steps": 3, "validate_every": 0}, "checkpoint": {"every": 1, "keep": 3},
-        }  # fmt: skip
+            "train": {**self.raw["train"], "steps": 3, "validate_every": 0},
+            "checkpoint": {"every": 1, "keep": 3},
+        }
         return loads(yaml.safe_dump(raw))
 
     @cached_property
@@ -117,8 +123,12 @@ class Made:
         return self.trained(at(self.online, seed=2), "d")
 
     def of_run(self, kind: str, run: Path, other: Path, *names: str) -> tuple[Path, Path]:
-        """Copies of a few files of two runs: a scene's directory, which keeps the lineage's name, and the counterpart."""
-        for source, place in ((run, self.place("scenes", kind, run.name)), (other, self.place("others", kind, run.name))):
+        """Copies of a few files of two runs: a scene's directory, which keeps the lineage's name,
+        and the counterpart."""
+        for source, place in (
+            (run, self.place("scenes", kind, run.name)),
+            (other, self.place("others", kind, run.name)),
+        ):
             place.mkdir(parents=True)
             for name in names:
                 (shutil.copytree if (source / name).is_dir() else shutil.copyfile)(source / name, place / name)
@@ -148,7 +158,10 @@ def rows_of(place: str, tokenizer: Tokenizer) -> list[Any]:
     found = []
     for block, *_ in blocks_once(tokenized.reader(place, tokenizer)):
         atoms = (atom for i in range(len(block)) for atom in tokenized.decode(block.row(i), ""))
-        found += [[(s.tokens.tolist(), s.weights.tolist(), {k: v.tolist() for k, v in s.streams.items()}) for s in atom] for atom in atoms]
+        found += [
+            [(s.tokens.tolist(), s.weights.tolist(), {k: v.tolist() for k, v in s.streams.items()}) for s in atom]
+            for atom in atoms
+        ]
     return found
 
 
@@ -159,15 +172,27 @@ def encoded(kind: str, made: Made, places: dict[str, str], others: dict[str, str
         shutil.copytree(place, root / Path(place).name)
         shutil.copytree(others[name], counterpart / Path(place).name)
     tokenizer = Tokenizer.load(made.job.model.path)
-    return Scene(root, lambda: {name: rows_of(str(root / Path(place).name), tokenizer) for name, place in places.items()}, counterpart)
+    return Scene(
+        root,
+        lambda: {name: rows_of(str(root / Path(place).name), tokenizer) for name, place in places.items()},
+        counterpart,
+    )
 
 
 def tokenized_data(made: Made) -> Scene:
-    other = write_jsonl(made.directory / "other.jsonl", [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}] * 30)
+    other = write_jsonl(
+        made.directory / "other.jsonl",
+        [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}] * 30,
+    )
     sources = {"sums": {"path": str(other)}}
     tokenizer = Tokenizer.load(made.job.model.path)
     there = tokenize(made.job, tokenizer, 1)
-    elsewhere = at(made.job, output=str(made.directory / "elsewhere"), data__sources=sources, data__validation={"held_out": {"path": str(other), "limit": 7}})
+    elsewhere = at(
+        made.job,
+        output=str(made.directory / "elsewhere"),
+        data__sources=sources,
+        data__validation={"held_out": {"path": str(other), "limit": 7}},
+    )
     return encoded("tokenized", made, there, tokenize(elsewhere, tokenizer, 1))
 
 
@@ -252,8 +277,18 @@ def retraining(made: Made) -> Scene:
     job = at(made.job, publish={"to": str(root), "metric": "loss/held_out", "mode": "min"})
     artifact = Artifact("x", data={"sums": "changed"})
     for place, base in ((root, "two"), (counterpart, "third")):
-        storage.write_record(f"{place}/{retrain.LAST}", retrain._trial(job, artifact, base) | {"lineage": f"retrained-{base}", "how": "was not better"})
-    return Scene(root, lambda: retrain.news(job, artifact), counterpart, "changed since", older=[True], harmed=lambda name: name == retrain.LAST)
+        storage.write_record(
+            f"{place}/{retrain.LAST}",
+            retrain._trial(job, artifact, base) | {"lineage": f"retrained-{base}", "how": "was not better"},
+        )
+    return Scene(
+        root,
+        lambda: retrain.news(job, artifact),
+        counterpart,
+        "changed since",
+        older=[True],
+        harmed=lambda name: name == retrain.LAST,
+    )
 
 
 def job_file(made: Made) -> Scene:
@@ -330,7 +365,7 @@ def in_the_run(made: Made, kind: str, ask: Callable[[Job, Path], Any]) -> Scene:
 
 def starting_weights(made: Made) -> Scene:
     def ask(job: Job, run: Path) -> Any:
-        return held(start.start_directory(job.model, Path(job.model.path), run, job.model.path, job.seed))
+        return held(starting_model.start_directory(job.model, Path(job.model.path), run, job.model.path, job.seed))
 
     return in_the_run(made, "start", ask)
 
@@ -338,7 +373,7 @@ def starting_weights(made: Made) -> Scene:
 def extended_model(made: Made) -> Scene:
     def ask(job: Job, run: Path) -> Any:
         job = at(job, model__tokens={"semantic_ids": [3, job.seed + 1]})
-        return held(start.extended(job.model, Path(job.model.path), run, job.seed)[1])
+        return held(starting_model.extended(job.model, Path(job.model.path), run, job.seed)[1])
 
     return in_the_run(made, "extended", ask)
 
@@ -346,22 +381,27 @@ def extended_model(made: Made) -> Scene:
 def rendering(made: Made) -> Scene:
     """The tokenizer with the template of the job and the date of the run, and that date."""
     template = made.directory / "template.jinja"
-    template.write_text("{{ strftime_now('%d') }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+    template.write_text(
+        "{{ strftime_now('%d') }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
 
     def ask(job: Job, run: Path) -> Any:
         job = at(job, model__chat_template=str(template))
-        place = Path(start.tokenizer_directory(job, job.model, Path(job.model.path), run))
-        return held(place), rendered.pinned_date(run)
+        place = Path(starting_model.tokenizer_directory(job, job.model, Path(job.model.path), run))
+        return held(place), job_tokenizer.pinned_date(run)
 
     return in_the_run(made, "rendered", ask)
 
 
 def lease_file(made: Made) -> Scene:
-    """Whoever holds it checks it, and another process asks for it: afterwards one of them at most may write. The time of a heartbeat and who else
-    is named may be damaged without a consequence."""
+    """Whoever holds it checks it, and another process asks for it: afterwards one of them at most may write. The time
+    of a heartbeat and who else is named may be damaged without a consequence."""
     root, counterpart = made.place("scenes", "lease", "a"), made.place("others", "lease", "a")
     me, other = Process.this(), Process.this()
-    for place, record in ((root, Record(7, me, time.time(), time.monotonic())), (counterpart, Record(8, other, time.time(), time.monotonic()))):
+    for place, record in (
+        (root, Record(7, me, time.time(), time.monotonic())),
+        (counterpart, Record(8, other, time.time(), time.monotonic())),
+    ):
         place.mkdir(parents=True)
         (place / leases.FILE).write_text(record.text)
     file = str(root / leases.FILE)
@@ -408,7 +448,15 @@ def remembered(made: Made, kind: str) -> Scene:
 
     def ask(place: Path) -> Any:
         with remembering(place / "cache"):
-            return held(Path(prepare.prepare(lambda directory: (Path(directory) / "x.txt").write_text("abc" * 50), "key", str(place / "prepared"))))
+            return held(
+                Path(
+                    prepare.prepare(
+                        lambda directory: (Path(directory) / "x.txt").write_text("abc" * 50),
+                        "key",
+                        str(place / "prepared"),
+                    )
+                )
+            )
 
     for place in (root, counterpart):
         place.mkdir()
@@ -417,7 +465,9 @@ def remembered(made: Made, kind: str) -> Scene:
     for file in (counterpart / "cache").rglob("*.json"):
         (ours,) = (root / "cache").rglob("*.json")
         file.rename(file.with_name(ours.name))
-    return Scene(root, lambda: ask(root), counterpart, harmed=lambda name: name.startswith("cache/") and name.endswith(".json"))
+    return Scene(
+        root, lambda: ask(root), counterpart, harmed=lambda name: name.startswith("cache/") and name.endswith(".json")
+    )
 
 
 def memory(made: Made) -> Scene:
@@ -437,7 +487,13 @@ def memory_and_data(made: Made) -> Scene:
         return both
 
     data = Scene(scene.root, scene.read, scene.foreign, harmed=lambda name: name.endswith("x.txt"))
-    return Scene(scene.root, scene.read, scene.foreign, harmed=scene.harmed, harms={name: also(harm) for name, harm in HARMS.items()})
+    return Scene(
+        scene.root,
+        scene.read,
+        scene.foreign,
+        harmed=scene.harmed,
+        harms={name: also(harm) for name, harm in HARMS.items()},
+    )
 
 
 def hub_pieces(made: Made) -> Scene:
@@ -449,11 +505,11 @@ def hub_pieces(made: Made) -> Scene:
     ours, theirs = (stub.push("x/y", files) for files in contents)
 
     def ask(commit: str) -> Any:
-        hub._reached.cache_clear()
+        hub._check_reachable.cache_clear()
         return {name: hub.open_read(hub.uri("x/y", commit, name)).read() for name in hub.tree("x/y", commit)}
 
     assert (ask(ours), ask(theirs)) == tuple(contents)
-    return Scene(hub._kept("x/y", ours), lambda: ask(ours), hub._kept("x/y", theirs))
+    return Scene(hub._cache_directory("x/y", ours), lambda: ask(ours), hub._cache_directory("x/y", theirs))
 
 
 def weights_on_their_way(made: Made) -> Scene:
@@ -461,12 +517,15 @@ def weights_on_their_way(made: Made) -> Scene:
     root, counterpart = made.place("scenes", "sync", "files"), made.place("others", "sync", "files")
     manifests = []
     for seed, place in ((0, root), (1, counterpart)):
-        tensors = [(f"layers.{i}.weight", torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * seed + i))) for i in range(6)]
-        manifests.append(written(tensors, place, 5, limit=100)[1])
-    buckets = OnPath(sorted((root / "5").iterdir()))
+        tensors = [
+            (f"layers.{i}.weight", torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * seed + i)))
+            for i in range(6)
+        ]
+        manifests.append(write_buckets(tensors, place, 5, limit=100)[1])
+    buckets = BucketFiles(sorted((root / "5").iterdir()))
 
     def read() -> Any:
-        check(buckets, manifests[0], held=4)
+        check(buckets, manifests[0], current=4)
         return {name: tensor.tolist() for bucket in buckets for name, tensor in bucket}
 
     return Scene(root, read, counterpart)

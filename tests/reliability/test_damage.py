@@ -1,4 +1,5 @@
-"""A handful of what benchmarks/damage.py does in full: whatever file of a run is harmed, nothing else is read than was written without a word."""
+"""A handful of what benchmarks/damage.py does in full: whatever file of a run is harmed,
+nothing else is read than was written without a word."""
 
 import contextlib
 import hashlib
@@ -95,9 +96,15 @@ def only(root: Path, pattern: str) -> Path:
 FAULTS = {  # what was read without a word before it was verified
     "a number in metrics.jsonl": (scenes.metrics_file, lambda root: digit(root / "metrics.jsonl")),
     "an answer that was kept": (scenes.samples_file, lambda root: digit(root / "samples.jsonl")),
-    "annotations of other data": (scenes.annotated_data, lambda root: swapped(only(root, "sums-*"), only(root, "held_out-*"))),
+    "annotations of other data": (
+        scenes.annotated_data,
+        lambda root: swapped(only(root, "sums-*"), only(root, "held_out-*")),
+    ),
     "a bit of the starting weights": (scenes.starting_weights, lambda root: bit(root / "start" / "model.safetensors")),
-    "the starting weights for the extended ones": (scenes.extended_model, lambda root: swapped(root / "start", root / "extended")),
+    "the starting weights for the extended ones": (
+        scenes.extended_model,
+        lambda root: swapped(root / "start", root / "extended"),
+    ),
     "a bit of the exported model": (scenes.exported_model, lambda root: bit(root / "model" / "model.safetensors")),
     "a log-prob of the probe": (scenes.exported_model, lambda root: digit(root / "probe.json")),
     "a loss for the gate": (scenes.held_out_rows, lambda root: digit(root / "held_out" / "held_out.jsonl")),
@@ -108,7 +115,10 @@ FAULTS = {  # what was read without a word before it was verified
     "what the last retraining was made of": (scenes.retraining, lambda root: digit(root / "retrained.json")),
     "a setting in job.yaml": (scenes.job_file, lambda root: digit(root / "job.yaml")),
     "a lease that is no text": (scenes.lease_file, lambda root: (root / "lease.json").write_bytes(b"\xff")),
-    "a copy's list that is no text": (scenes.localised_model, lambda root: only(root, "*.files.json").write_bytes(b"\xff")),
+    "a copy's list that is no text": (
+        scenes.localised_model,
+        lambda root: only(root, "*.files.json").write_bytes(b"\xff"),
+    ),
     "a pretokenizer": (scenes.tokenizer_of_a_resume, lambda root: pretokenized(root / "tokenizer.json")),
     "what ends an answer": (scenes.tokenizer_of_a_resume, lambda root: digit(root / "generation_config.json")),
 }
@@ -116,8 +126,19 @@ FAULTS = {  # what was read without a word before it was verified
 
 def pretokenized(file: Path) -> None:
     said = json.loads(file.read_text())
-    splits = {"type": "Split", "pattern": {"String": "+-+-"}, "behavior": "Removed", "invert": False}  # of no text that is probed
-    file.write_text(json.dumps({**said, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [p for p in (splits, said["pre_tokenizer"]) if p]}}))
+    # of no text that is probed
+    splits = {"type": "Split", "pattern": {"String": "+-+-"}, "behavior": "Removed", "invert": False}
+    file.write_text(
+        json.dumps(
+            {
+                **said,
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [p for p in (splits, said["pre_tokenizer"]) if p],
+                },
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)

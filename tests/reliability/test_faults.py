@@ -1,10 +1,11 @@
-"""A handful of what benchmarks/faults.py does in full: no fault becomes a reward, each is named, and nothing else changes."""
+"""A handful of what benchmarks/faults.py does in full: no fault becomes a reward, each is named,
+and nothing else changes."""
 
 import pytest
 
 from ptf.data.trajectory import Reward
-from ptf.rl import rewards
-from ptf.rl.rewards import scored_by
+from ptf.rl.rewards import functions
+from ptf.rl.rewards.functions import scored_by
 from tests.reliability.fallible import CALLS, ENDS, REWARDS, TURNS
 from tests.reliability.faults import Trial, Trials, drawn
 
@@ -31,7 +32,11 @@ def test_a_fault_is_named_and_is_no_reward(trials: Trials, trial: Trial, outcome
 def test_a_fault_that_becomes_a_reward_is_seen(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, in the fork that is the run."""
     trials.undisturbed(Trial("grpo", "reward", "NaN", 20, True))
-    monkeypatch.setattr(rewards, "scored_by", lambda *args: [one if isinstance(one, Reward) else Reward(0.0) for one in scored_by(*args)])
+    monkeypatch.setattr(
+        functions,
+        "scored_by",
+        lambda *args: [one if isinstance(one, Reward) else Reward(0.0) for one in scored_by(*args)],
+    )
     wrong = trials.play(Trial("grpo", "reward", "NaN", 20, True), "zero")["wrong"]
     assert any("the reward 0.0 in place of" in line for line in wrong)
 

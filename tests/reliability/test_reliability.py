@@ -19,20 +19,35 @@ UPDATE = ["phase", 4, "after policy.update"]
 AHEAD = "DPO, reference found ahead"
 TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
     ("SFT", [["phase", 4, "after storage.finish"], ["phase", 1, "before fit.export"]], None, "^same$"),
-    ("SFT", [["bytes", 200_000]], "orphan", "^left: process [0-9]+: sleep 600 ;? ?(left: process [0-9]+: sleep 600 )?$"),
+    (
+        "SFT",
+        [["bytes", 200_000]],
+        "orphan",
+        "^left: process [0-9]+: sleep 600 ;? ?(left: process [0-9]+: sleep 600 )?$",
+    ),
     ("SFT", [STEP_8], "place_in_the_data", "metrics differs.*model/model.safetensors differs.*host_00000.pt differs"),
     ("SFT", [STEP_8], "optimizer", "metrics differs.*exp_avg"),
     (AHEAD, [ANNOTATED], "half_made", r"^left: annotated/\.partial-"),
     ("GRPO", [UPDATE, ["phase", 2, "after rollout.rollout"]], None, "^same$"),
-    ("GRPO", [UPDATE], "place_in_the_prompts", "metrics differs.*samples differs.* answers lost; .* answers trained_twice"),
+    (
+        "GRPO",
+        [UPDATE],
+        "place_in_the_prompts",
+        "metrics differs.*samples differs.* answers lost; .* answers trained_twice",
+    ),
 ]
 
 
 def test_killed_runs_end_as_one_that_never_stopped(tmp_path: Path) -> None:
     """And leave nothing behind; faults that are planted are reported (negative controls)."""
     given = json.dumps([trial[:3] for trial in TRIALS])
-    command, environment = [sys.executable, "-m", "tests.reliability.kills", str(tmp_path), given], {"OMP_NUM_THREADS": "1", "SUITE_GRACE_S": "1"}
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False)
+    command, environment = (
+        [sys.executable, "-m", "tests.reliability.kills", str(tmp_path), given],
+        {"OMP_NUM_THREADS": "1", "SUITE_GRACE_S": "1"},
+    )
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for (recipe, traps, fault, outcome), one in zip(TRIALS, found, strict=True):
@@ -56,18 +71,33 @@ def test_the_ledger_of_answers_counts_what_went_wrong() -> None:
     whole = attempt(0, 0, (0, a, a), (1, b, b))
     assert counts(whole) == {"answers": 6}
     assert counts(attempt(0, 0, (0, a, a), (1, b, [])), attempt(1, 1, (1, b, b))) == {"answers": 6, "sampled_again": 3}
-    assert counts(attempt(0, 0, (0, a, a), (1, b, b)), attempt(1, 0, (0, a, a), (1, b, b))) == {"answers": 6, "sampled_again": 6}
+    assert counts(attempt(0, 0, (0, a, a), (1, b, b)), attempt(1, 0, (0, a, a), (1, b, b))) == {
+        "answers": 6,
+        "sampled_again": 6,
+    }
     assert counts(attempt(0, 0, (0, a, a))) == {"answers": 6, "lost": 3, "not_in_the_history": 3}
     assert counts(attempt(0, 0, (0, a, a), (1, b, ["c", "d", "d"]))) == {"answers": 6, "lost": 1, "trained_twice": 1}
     assert counts(attempt(0, 0, (0, a, a), (1, b, [])), attempt(1, 1, (1, b, [*b, "c"])))["trained_twice"] == 1
     other = ["c", "d", "x"]
-    assert counts(attempt(0, 0, (0, a, a), (1, other, [])), attempt(1, 1, (1, b, b))) == {"answers": 6, "sampled_again": 3, "sampled_otherwise": 1}
+    assert counts(attempt(0, 0, (0, a, a), (1, other, [])), attempt(1, 1, (1, b, b))) == {
+        "answers": 6,
+        "sampled_again": 3,
+        "sampled_otherwise": 1,
+    }
 
 
 def test_of_two_resumes_at_once_one_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """The other says who holds the run; where that one is killed too, the next goes on at once."""
     command = [sys.executable, "-m", "tests.reliability.resumes", str(tmp_path), "disk", "3"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["wrong"] for one in found] == [[], [], []]

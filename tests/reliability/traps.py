@@ -1,7 +1,9 @@
-"""Killing a process at a named instant: the n-th visit to a phase, the n-th file operation, the first byte over a size in whatever file.
+"""Killing a process at a named instant: the n-th visit to a phase, the n-th file operation,
+the first byte over a size in whatever file.
 
-The one idea: the trap is armed in the process that is to die, and what trips it is SIGKILL (or, for a size, the kernel's SIGXFSZ, in the middle of a
-write): nothing of the process is left to tidy up. Moments on the clock are the parent's affair, which kills the whole process group.
+The one idea: the trap is armed in the process that is to die, and what trips it is SIGKILL (or, for a size, the
+kernel's SIGXFSZ, in the middle of a write): nothing of the process is left to tidy up. Moments on the clock are the
+parent's affair, which kills the whole process group.
 """
 
 import os
@@ -14,7 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FILES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.copyfile", "shutil.rmtree"}  # audited by Python
+# audited by Python
+FILES = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "os.link",
+    "shutil.copyfile",
+    "shutil.rmtree",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,8 @@ def count_files(output: str, visit: Callable[[int, str], Any]) -> None:
 
 
 def count_phases(visit: Callable[[int, str], Any]) -> None:
-    """`visit` is called before and after each of what a step, a save, a start and an export consist of, with the number of such visits so far."""
+    """`visit` is called before and after each of what a step, a save, a start and an export consist of,
+    with the number of such visits so far."""
     import torch
 
     import ptf.compute.saver
@@ -82,10 +96,10 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.recipes.ppo.recipe import PPO, Critic
     from ptf.recipes.rm.recipe import RM
     from ptf.recipes.sft.recipe import SFT
-    from ptf.rl.child import Child
     from ptf.rl.cluster import LocalGroup
     from ptf.rl.samples import Samples
-    from ptf.train import annotate
+    from ptf.rl.worker_process import WorkerProcess
+    from ptf.train import precompute
     from ptf.train.trainer import Trainer
 
     seen: dict[str, int] = {}
@@ -110,13 +124,37 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
 
     losses = [(of, "loss") for of in (SFT, DPO, RM, KD, GRPO, PPO, Critic, OPD) if "loss" in vars(of)]
     for owner, name in (
-        *losses, (Loader, "__next__"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step"), (Trainer, "step"), (ptf.train.fit, "held_out_loss"),
-        (ptf.train.fit, "export"), (ptf.train.fit.Fit, "restore"), (ptf.run, "record"), (ptf.run, "remove_leftovers"), (ptf.rl.roles, "export"),
-        (ptf.compute.saver, "copied"), (ptf.compute.saver, "write"), (checkpoint, "write"), (checkpoint, "save_host"), (checkpoint, "load_tensors"),
-        (checkpoint, "load_host"), (storage, "finish"), (storage, "remove"), (storage, "commit"), (storage, "verify"), (storage.Hashing, "write"),
-        (tracking.Rows, "add"), (tokenized.RowFile, "write"), (annotate, "tokenize"), (annotate._Annotating, "annotate"),
-        (ptf.rl.controller, "score_groups"), (ptf.rl.controller.Controller, "save"), (ptf.rl.controller.Controller, "_restore"), (Samples, "log"),
-        (Child, "_start"),
-    ):  # fmt: skip
+        *losses,
+        (Loader, "__next__"),
+        (torch.Tensor, "backward"),
+        (torch.optim.AdamW, "step"),
+        (Trainer, "step"),
+        (ptf.train.fit, "held_out_loss"),
+        (ptf.train.fit, "export"),
+        (ptf.train.fit.Fit, "restore"),
+        (ptf.run, "record"),
+        (ptf.run, "remove_leftovers"),
+        (ptf.rl.roles, "export"),
+        (ptf.compute.saver, "copied"),
+        (ptf.compute.saver, "write"),
+        (checkpoint, "write"),
+        (checkpoint, "save_host"),
+        (checkpoint, "load_tensors"),
+        (checkpoint, "load_host"),
+        (storage, "finish"),
+        (storage, "remove"),
+        (storage, "commit"),
+        (storage, "verify"),
+        (storage.Hashing, "write"),
+        (tracking.Rows, "add"),
+        (tokenized.RowFile, "write"),
+        (precompute, "tokenize"),
+        (precompute._Annotating, "annotate"),
+        (ptf.rl.controller, "score_groups"),
+        (ptf.rl.controller.Controller, "save"),
+        (ptf.rl.controller.Controller, "_restore"),
+        (Samples, "log"),
+        (WorkerProcess, "_start"),
+    ):
         watched(owner, name)
     watched(LocalGroup, "call", lambda group, method, *_: f"{group.spec.name}.{method}")

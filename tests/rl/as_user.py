@@ -1,5 +1,6 @@
-"""`python -m tests.rl.as_user UID COMMAND…`: as root, run a command as a user without rights, who can read the interpreter and this tree even where they
-lie in root's home. `UID` 0 stays root, without the capability that namespaces need, as in most containers. Nothing of the machine changes."""
+"""`python -m tests.rl.as_user UID COMMAND…`: as root, run a command as a user without rights, who can read the
+interpreter and this tree even where they lie in root's home. `UID` 0 stays root, without the capability that namespaces
+need, as in most containers. Nothing of the machine changes."""
 
 import ctypes
 import os
@@ -7,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ptf.rl.sandbox.judge import find_mode
+from ptf.rl.rewards.sandbox.judge import find_mode
 
 CAP_SYS_ADMIN = 21
 USER = "54321"
@@ -21,15 +22,18 @@ def in_mode(mode: str, *command: str) -> list[str]:
 
 
 def works(mode: str) -> bool:
-    if (mode.startswith("uid") and os.getuid()) or (mode != "uid" and not os.getuid() and find_mode() != "uid+namespaces"):
+    if (mode.startswith("uid") and os.getuid()) or (
+        mode != "uid" and not os.getuid() and find_mode() != "uid+namespaces"
+    ):
         return False
-    tried = f"from ptf.rl.sandbox.judge import tried\nassert tried({mode!r}).value == 1.0"
+    tried = f"from ptf.rl.rewards.sandbox.judge import tried\nassert tried({mode!r}).value == 1.0"
     return subprocess.run(in_mode(mode, "-c", tried), capture_output=True, check=False).returncode == 0
 
 
 def readable(path: Path) -> None:
-    """Let everybody reach it in this mount namespace: of directories on the way that only root may enter, another stands in their place."""
-    from ptf.rl.sandbox.cells import BIND, RECURSIVE, _mount
+    """Let everybody reach it in this mount namespace: of directories on the way that only root may enter,
+    another stands in their place."""
+    from ptf.rl.rewards.sandbox.cells import BIND, RECURSIVE, _mount
 
     for above in reversed(path.parents):
         if not above.stat().st_mode & 0o001:
@@ -41,7 +45,7 @@ def readable(path: Path) -> None:
 
 
 def main() -> None:
-    from ptf.rl.sandbox.cells import LIBC, PRIVATE, RECURSIVE, _check, _mount
+    from ptf.rl.rewards.sandbox.cells import LIBC, PRIVATE, RECURSIVE, _check, _mount
 
     uid, *command = sys.argv[1:]
     _check(LIBC.unshare(0x20000), "unshare")
@@ -57,7 +61,10 @@ def main() -> None:
         held = int(Path("/proc/self/status").read_text().split("CapPrm:")[1].split()[0], 16) & ~(1 << CAP_SYS_ADMIN)
         low, high = held & 0xFFFFFFFF, held >> 32
         _check(LIBC.prctl(24, CAP_SYS_ADMIN, 0, 0, 0), "drop a capability")
-        _check(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)), "capset")
+        _check(
+            LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)),
+            "capset",
+        )
     os.execv(command[0], command)
 
 

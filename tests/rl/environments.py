@@ -5,7 +5,7 @@ import random
 import signal
 import time
 
-from ptf.rl.env import Turn
+from ptf.rl.environments.protocol import Turn
 
 
 class Replay:
@@ -29,7 +29,8 @@ class Replay:
 
 
 class Echo:
-    """Answers with what it heard and a number from its seed; ends after `turns`. What goes wrong, and when, is in the row."""
+    """Answers with what it heard and a number from its seed; ends after `turns`. What goes wrong, and when,
+    is in the row."""
 
     def __init__(self, row, seed, turns=3):
         self.row, self.rng, self.turns, self.heard = row, random.Random(seed), turns, 0
@@ -39,7 +40,7 @@ class Echo:
             return [1.0]
         return [{"role": "user", "content": str(self.rng.randrange(10))}]
 
-    def act(self, text):
+    def act(self, text):  # noqa: C901  one branch for each fault
         self.heard += 1
         if self.heard == self.row.get("at") and not (self.row.get("once") and self.first()):
             fault = self.row["fault"]
@@ -69,7 +70,11 @@ class Echo:
                 return Turn(reward="1.0", done=True)  # pyright: ignore[reportArgumentType]
             if fault == "silent":
                 return Turn()
-        return Turn([{"role": "user", "content": f"{len(text) % 10}{self.rng.randrange(10)}"}], reward=0.25, done=self.heard == self.turns)
+        return Turn(
+            [{"role": "user", "content": f"{len(text) % 10}{self.rng.randrange(10)}"}],
+            reward=0.25,
+            done=self.heard == self.turns,
+        )
 
     def first(self):
         """Whether this has gone wrong before: a file says so, for the process may be another."""

@@ -14,8 +14,8 @@ import torch
 from ptf.data.trajectory import Call
 from ptf.model.layers import MLP
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.rl import transfer
-from ptf.rl.native_engine import NativeEngine
+from ptf.rl.engines.native import NativeEngine
+from ptf.rl.weights import transports
 
 HANG_S = 600.0
 
@@ -42,8 +42,21 @@ def befall(fault: str) -> None:
 class Engine(NativeEngine):
     """`faults` are those of steps 1, 2, …"""
 
-    def __init__(self, directory: str, *, device: str, dtype: str, version: int, seed: int, max_length: int, place: str, faults: list[str]) -> None:
-        super().__init__(directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed)
+    def __init__(
+        self,
+        directory: str,
+        *,
+        device: str,
+        dtype: str,
+        version: int,
+        seed: int,
+        max_length: int,
+        place: str,
+        faults: list[str],
+    ) -> None:
+        super().__init__(
+            directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed
+        )
         self.place, self.faults = place, faults
 
     def answer(self, requests):
@@ -52,7 +65,13 @@ class Engine(NativeEngine):
         if fault and once(self.place, f"engine-{self.version}"):
             befall(fault)
             if fault == "garbage":
-                calls[0] = Call(calls[0].context, calls[0].sampled, np.full_like(calls[0].logprobs, np.nan), calls[0].versions, calls[0].finished)
+                calls[0] = Call(
+                    calls[0].context,
+                    calls[0].sampled,
+                    np.full_like(calls[0].logprobs, np.nan),
+                    calls[0].versions,
+                    calls[0].finished,
+                )
         return calls
 
 
@@ -80,11 +99,12 @@ class Recipe(GRPO):
 
 
 class Reading(MLP):
-    """A component whose process, if an engine's, fails at `fault` in the middle of reading weights 3; the policy's, which has it too, at `sending`."""
+    """A component whose process, if an engine's, fails at `fault` in the middle of reading weights 3; the policy's,
+    which has it too, at `sending`."""
 
     def __init__(self, *what: Any, place: str, fault: str, sending: str) -> None:
         super().__init__(*what)
-        taken, filled, looked = transfer.Transfer._taken, transfer._filled, iter(range(1000))
+        taken, filled, looked = transports.Transfer._unpack, transports._fill_buffers, iter(range(1000))
 
         def taking(self, *parts):
             if self.version == 3 and next(looked) == 1 and fault and once(place, "reading"):
@@ -97,7 +117,7 @@ class Reading(MLP):
                     befall(sending)
                 yield pieces
 
-        if not getattr(transfer, "faulty", False):  # once a process
-            transfer.faulty = True
-            transfer.BUFFER_BYTES = 32 << 10  # so that there is a middle
-            transfer.Transfer._taken, transfer._filled = taking, filling
+        if not getattr(transports, "faulty", False):  # once a process
+            transports.faulty = True
+            transports.BUFFER_BYTES = 32 << 10  # so that there is a middle
+            transports.Transfer._unpack, transports._fill_buffers = taking, filling

@@ -47,7 +47,7 @@ def settles(row, text):
 
 def numbers_said(row, text):
     """math-verify's verdict, and a little for digits, so that the answers of a random model differ."""
-    from ptf.rl.rewards import mathematics
+    from ptf.rl.rewards.functions import mathematics
 
     return mathematics(row, text, after="####") + 0.01 * sum(c.isdigit() for c in text)
 

@@ -1,4 +1,5 @@
-"""The online loop in one process: it runs, resumes, and stops at every wrong weight before a token is sampled from it."""
+"""The online loop in one process: it runs, resumes, and stops at every wrong weight before a token is sampled from
+it."""
 
 import contextlib
 from dataclasses import replace
@@ -14,10 +15,10 @@ from ptf.config import loads
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.cluster import LocalGroup
-from ptf.rl.controller import differs
-from ptf.rl.native_engine import NativeEngine
-from ptf.rl.roles import Sampler
-from ptf.rl.sync import SyncError
+from ptf.rl.controller import rewards_differ
+from ptf.rl.engines.native import NativeEngine
+from ptf.rl.sampler import Sampler
+from ptf.rl.weights.verification import SyncError
 from ptf.run import run
 from ptf.tasks import calculator
 from tests.tiny import arithmetic
@@ -29,10 +30,20 @@ def raw(tmp_path):
     raw |= {
         "recipe": "grpo",
         "algo": {"minibatches": 2},
-        "rollout": {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:by_length"}},
+        "rollout": {
+            "engine": "native",
+            "prompts": 8,
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "reward": {"use": "tests.rl.plugs:by_length"},
+        },
         "evaluate": {"sources": {"dev": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "limit": 20},
     }
-    raw["data"] = {**raw["data"], "sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
+    raw["data"] = {
+        **raw["data"],
+        "sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
+        "validation": {},
+    }
     raw["train"] = {**raw["train"], "steps": 6, "validate_every": 3}
     raw["checkpoint"] = {"every": 2}
     return raw
@@ -46,21 +57,25 @@ def intercept(monkeypatch, method: str, wrapper) -> None:
     """Stand between the controller and a role's method."""
     call = LocalGroup.call
     monkeypatch.setattr(
-        LocalGroup, "call", lambda self, name, *args: wrapper(lambda *a: call(self, name, *a), *args) if name == method else call(self, name, *args)
+        LocalGroup,
+        "call",
+        lambda self, name, *args: (
+            wrapper(lambda *a: call(self, name, *a), *args) if name == method else call(self, name, *args)
+        ),
     )
 
 
 def watch_sampling(monkeypatch) -> list[int]:
     """Versions from which answers were generated."""
     seen: list[int] = []
-    played = Sampler._play
+    played = Sampler._run_episodes
 
     def noting(self, episodes):
         for number, trajectory in played(self, episodes):
             seen.extend(version for call in trajectory.calls for version in call.versions.tolist())
             yield number, trajectory
 
-    monkeypatch.setattr(Sampler, "_play", noting)
+    monkeypatch.setattr(Sampler, "_run_episodes", noting)
     return seen
 
 
@@ -71,7 +86,16 @@ def test_it_runs_and_agrees_with_its_engine(raw):
     assert all(r["sync_tensors"] == 24 for r in rows)
     assert [r["step"] for r in rows if "pass@1/dev" in r] == [3, 6]
     assert rows[0]["kl_reference"] < rows[-1]["kl_reference"]
-    assert {"seconds/rollout", "seconds/update", "seconds/sync", "entropy", "clip_share", "length", "cut_off", "no_result"} <= rows[0].keys()
+    assert {
+        "seconds/rollout",
+        "seconds/update",
+        "seconds/sync",
+        "entropy",
+        "clip_share",
+        "length",
+        "cut_off",
+        "no_result",
+    } <= rows[0].keys()
 
 
 def test_it_learns_what_the_reward_asks_for(raw):
@@ -86,8 +110,14 @@ def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monke
     credit = GRPO.credit
     for equal in trained:
         with monkeypatch.context() as patch:
-            patch.setattr(GRPO, "credit", lambda self, groups, equal=equal: trained[equal].append(sum(map(differs, groups))) or credit(self, groups))
-            rollout = raw["rollout"] | {"reward": {"use": "tests.rl.plugs:of_odd_sums"}, "equal": equal}
+            patch.setattr(
+                GRPO,
+                "credit",
+                lambda self, groups, equal=equal: (
+                    trained[equal].append(sum(map(rewards_differ, groups))) or credit(self, groups)
+                ),
+            )
+            rollout = raw["rollout"] | {"reward": {"use": "tests.rl.plugs:of_odd_sums"}, "zero_variance_groups": equal}
             rows = read_metrics(train({**raw, "rollout": rollout}, equal) / "metrics.jsonl")
         assert 0.2 < sum(row["equal"] for row in rows) / len(rows) < 0.8
     assert trained["replace"] == [8] * 6
@@ -95,13 +125,16 @@ def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monke
 
 
 def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replaced(raw):
-    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:constant"}, "equal": "replace", "max_rounds": 3}
-    with pytest.raises(UserError, match=r"step 0: in each of 24 groups all answers have the same reward, in 3 rounds .*The mean reward is 0\.5"):
+    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:constant"}, "zero_variance_groups": "replace", "max_rounds": 3}
+    with pytest.raises(
+        UserError,
+        match=r"step 0: in each of 24 groups all answers have the same reward, in 3 rounds .*The mean reward is 0\.5",
+    ):
         train(raw)
 
 
 def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
-    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:settles"}, "equal": "replace", "max_rounds": 2}
+    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:settles"}, "zero_variance_groups": "replace", "max_rounds": 2}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert "in each of 16 groups all answers have the same reward, in 2 rounds" in capsys.readouterr().out
     assert rows[0]["equal"] < 1
@@ -125,12 +158,20 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
 
     a, b = (load_file(d / "model" / "model.safetensors") for d in (whole, resumed))
     assert all(torch.equal(a[k], b[k]) for k in a)
-    facts = [[{k: v for k, v in r.items() if not is_clock(k)} for r in read_metrics(d / "metrics.jsonl")] for d in (whole, resumed)]
+    facts = [
+        [{k: v for k, v in r.items() if not is_clock(k)} for r in read_metrics(d / "metrics.jsonl")]
+        for d in (whole, resumed)
+    ]
     assert facts[0] == facts[1]
 
 
 def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
-    noisy = {**raw, "recipe": {"use": "tests.train.recipes:NoisyGRPO", "args": {"minibatches": 2}}, "algo": {}, "train": {**raw["train"], "validate_every": 0}}
+    noisy = {
+        **raw,
+        "recipe": {"use": "tests.train.recipes:NoisyGRPO", "args": {"minibatches": 2}},
+        "algo": {},
+        "train": {**raw["train"], "validate_every": 0},
+    }
     found = []
     for seed, stop in enumerate([7, 3]):
         torch.manual_seed(seed)
@@ -181,7 +222,7 @@ def test_a_wrong_sync_is_caught_before_a_token_is_sampled(raw, fault, monkeypatc
 
 def test_an_engine_that_computes_with_other_weights_is_caught_by_the_canary(raw, monkeypatch):
     """What digests cannot see: the tensors arrive, but a part of the engine keeps a packed copy of the old ones."""
-    from ptf.rl.native_engine import NativeEngine
+    from ptf.rl.engines.native import NativeEngine
 
     load = NativeEngine.load_weights
 
@@ -227,7 +268,7 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     raw["model"]["path"] = str(tmp_path / "task" / "model")
     raw["data"]["sources"] = {"sums": {"path": str(tmp_path / "task" / "train.jsonl"), "kind": "prompt"}}
     raw["evaluate"]["sources"] = {"test": {"path": str(tmp_path / "task" / "test.jsonl"), "kind": "prompt"}}
-    raw["rollout"] = {"engine": "native", "prompts": 8, "group": 4, "max_new_tokens": 4, "processes": 2}
+    raw["rollout"] = {"engine": "native", "prompts": 8, "group_size": 4, "max_new_tokens": 4, "processes": 2}
     raw["rollout"]["environment"] = {"use": "tests.rl.obliging:Obliging"}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert all(r["turns"] == 2 and r["logprob_diff"] <= 1e-5 and r["no_result"] == 0 for r in rows)
@@ -259,17 +300,23 @@ def test_rewards_are_told_by_source(raw, tmp_path):
 
 
 @pytest.mark.parametrize("algo", [{}, {"minibatches": 2}])
-def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_anything_is_trained(raw, monkeypatch, algo):
+def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_anything_is_trained(
+    raw, monkeypatch, algo
+):
     """Whether they are compared before the update or, where it is the only one, in it."""
     steps = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *more: steps.append(self))
 
     def off(call, *args):
-        shift = lambda c: replace(c, logprobs=c.logprobs - np.float32(0.01) * (np.arange(len(c.logprobs)) == 0))  # noqa: E731
+        def shift(c):
+            return replace(c, logprobs=c.logprobs - np.float32(0.01) * (np.arange(len(c.logprobs)) == 0))
+
         return [tuple(replace(t, calls=tuple(shift(c) for c in t.calls)) for t in group) for group in call(*args)]
 
     intercept(monkeypatch, "rollout", off)
-    with pytest.raises(SyncError, match=r"step 0: the engine's and the trainer's log-probs of a sampled token differ by 0\.01"):
+    with pytest.raises(
+        SyncError, match=r"step 0: the engine's and the trainer's log-probs of a sampled token differ by 0\.01"
+    ):
         train({**raw, "algo": algo})
     assert not steps
 
@@ -278,7 +325,9 @@ def test_a_single_update_does_not_need_its_log_probs_ahead(raw):
     """It is the same step with and without."""
     found = {}
     for name, algo in (("once", {}), ("ahead", {"kl": 1e-12, "kl_in": "reward"})):
-        found[name] = read_metrics(train({**raw, "algo": algo, "train": {**raw["train"], "steps": 3}}, name) / "metrics.jsonl")
+        found[name] = read_metrics(
+            train({**raw, "algo": algo, "train": {**raw["train"], "steps": 3}}, name) / "metrics.jsonl"
+        )
     assert not any("seconds/logprobs" in row for row in found["once"])
     assert all("seconds/logprobs" in row for row in found["ahead"])
     for a, b in zip(found["once"], found["ahead"], strict=True):
@@ -295,7 +344,8 @@ def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
     monkeypatch.setattr(GRPO, "credit", lambda self, groups: credited.append(credit(self, groups)) or credited[-1])
     run = train(raw)
     rows = read_metrics(run / "samples.jsonl")
-    assert [row["step"] for row in rows] == [step for step in (1, 2, 4, 6) for _ in range(12)]  # three prompts of four answers
+    # three prompts of four answers
+    assert [row["step"] for row in rows] == [step for step in (1, 2, 4, 6) for _ in range(12)]
     for row, (sample,) in zip(rows[:12], credited[0], strict=False):
         trained = sample.streams["advantages"][sample.weights != 0]
         assert [token[2] for token in row["tokens"]] == trained.tolist()
@@ -311,7 +361,9 @@ def test_weights_by_path_are_those_by_memory(raw):
     for transport in ("object_store", "path"):
         raw["rollout"]["transport"] = transport
         made = train(raw, transport)
-        found[transport] = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")]
+        found[transport] = [
+            {k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")
+        ]
         assert not (made / "sync").exists(), "nothing is left"
     assert found["path"] == found["object_store"]
 

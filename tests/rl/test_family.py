@@ -1,4 +1,5 @@
-"""GRPO's family: losses and advantages beside verl's own, on random numbers, wherever both define them; what verl does not have beside the papers."""
+"""GRPO's family: losses and advantages beside verl's own, on random numbers, wherever both define them;
+what verl does not have beside the papers."""
 
 import math
 from typing import Any
@@ -13,10 +14,10 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.trajectory import Call, Prompt, Reward, Trajectory
 from ptf.errors import UserError
-from ptf.model.chunked import Said
+from ptf.model.chunked import TokenLogprobs
 from ptf.model.sampling import Processing
-from ptf.recipes.advantages import group_relative, leave_one_out, overlong
-from ptf.recipes.grpo.recipe import GRPO, estimate
+from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
+from ptf.recipes.grpo.recipe import GRPO, estimate_kl
 from ptf.recipes.registry import FACTS, build, facts
 from tests.rl.test_grpo import groups, trajectory
 
@@ -39,9 +40,9 @@ class Given:
     def __init__(self, logprobs: Tensor) -> None:
         self.logprobs = logprobs
 
-    def __call__(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: object) -> Said:
+    def __call__(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: object) -> TokenLogprobs:
         zero = torch.zeros_like(self.logprobs)
-        return Said(self.logprobs, zero, zero)
+        return TokenLogprobs(self.logprobs, zero, zero)
 
 
 def padded(values: Tensor, batch: Batch) -> Tensor:
@@ -64,10 +65,23 @@ def test_loss_and_gradient_are_verls(form):
     (ours,) = torch.autograd.grad(loss / recipe.units(batch), logprobs)
 
     config: Any = ActorConfig(
-        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2, clip_ratio_low=recipe.clip_low, clip_ratio_high=recipe.clip_high, clip_ratio_c=1e9
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        clip_ratio=0.2,
+        clip_ratio_low=recipe.clip_low,
+        clip_ratio_high=recipe.clip_high,
+        clip_ratio_c=1e9,
     )
-    old, new, advantages, mask = (padded(v, batch) for v in (batch.streams["old_logprobs"], logprobs, batch.streams["advantages"], torch.ones_like(logprobs)))
-    weights = (old - padded(batch.streams["rollout_logprobs"], batch)).exp().clamp(max=recipe.max_importance) if recipe.max_importance else None
+    old, new, advantages, mask = (
+        padded(v, batch)
+        for v in (batch.streams["old_logprobs"], logprobs, batch.streams["advantages"], torch.ones_like(logprobs))
+    )
+    weights = (
+        (old - padded(batch.streams["rollout_logprobs"], batch)).exp().clamp(max=recipe.max_importance)
+        if recipe.max_importance
+        else None
+    )
     config.global_batch_info.update({"loss_scale_factor": LONGEST} if recipe.mean_over == "length" else {})
     theirs = core_algos.get_policy_loss_fn("gspo" if recipe.ratio == "answer" else "vanilla")
     wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.mean_over], config, weights)
@@ -80,8 +94,12 @@ def test_loss_and_gradient_are_verls(form):
 def with_rollout(t: Trajectory, seed: int) -> Trajectory:
     """Whose engine is a little off the trainer."""
     (call,) = t.calls
-    off = (t.streams["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(call.sampled))).astype(np.float32)
-    return Trajectory(t.prompt, (Call(call.context, call.sampled, off, call.versions, True),), t.text, t.outcome, t.streams)
+    off = (t.streams["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(call.sampled))).astype(
+        np.float32
+    )
+    return Trajectory(
+        t.prompt, (Call(call.context, call.sampled, off, call.versions, True),), t.text, t.outcome, t.streams
+    )
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -90,9 +108,15 @@ def test_advantages_within_a_group_are_verls(scaled):
 
     rewards = np.random.default_rng(3).normal(size=(6, 5))
     mask = torch.ones(30, 4)
-    given = torch.zeros(30, 4).index_put((torch.arange(30), torch.tensor(3)), torch.tensor(rewards.reshape(-1), dtype=torch.float32))
-    theirs, _ = core_algos.compute_grpo_outcome_advantage(given, mask, np.repeat(np.arange(6), 5), norm_adv_by_std_in_grpo=scaled)
-    np.testing.assert_allclose(np.concatenate([group_relative(r, scaled) for r in rewards]), theirs[:, 0].numpy(), rtol=1e-6, atol=1e-6)
+    given = torch.zeros(30, 4).index_put(
+        (torch.arange(30), torch.tensor(3)), torch.tensor(rewards.reshape(-1), dtype=torch.float32)
+    )
+    theirs, _ = core_algos.compute_grpo_outcome_advantage(
+        given, mask, np.repeat(np.arange(6), 5), norm_adv_by_std_in_grpo=scaled
+    )
+    np.testing.assert_allclose(
+        np.concatenate([group_relative(r, scaled) for r in rewards]), theirs[:, 0].numpy(), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_advantages_of_the_others_are_verls():
@@ -111,11 +135,14 @@ def test_estimators_of_the_kl_are_verls_and_have_its_mean(kind):
 
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(50, generator=g).log_softmax(-1) for _ in range(2))
-    ours = estimate(kind, p, q)
-    assert torch.allclose(ours.clamp(max=10) if kind == "k3" else ours, core_algos.kl_penalty_forward(p, q, kind), atol=1e-5)  # theirs ends at 10
+    ours = estimate_kl(kind, p, q)
+    # theirs ends at 10
+    assert torch.allclose(
+        ours.clamp(max=10) if kind == "k3" else ours, core_algos.kl_penalty_forward(p, q, kind), atol=1e-5
+    )
     near = (p + 0.02 * q).log_softmax(-1)  # where k2's bias is small
     kl = float((p.exp() * (p - near)).sum())
-    assert float((p.exp() * estimate(kind, p, near)).sum()) == pytest.approx(kl, rel=0.05)
+    assert float((p.exp() * estimate_kl(kind, p, near)).sum()) == pytest.approx(kl, rel=0.05)
 
 
 def test_kl_may_be_taken_from_the_reward():
@@ -128,8 +155,8 @@ def test_kl_may_be_taken_from_the_reward():
 
 @pytest.mark.parametrize(("tokens", "lost"), [(1, 0.0), (80, 0.0), (90, -0.5), (100, -1.0)])
 def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
-    assert overlong(tokens, 100, 20) == pytest.approx(lost)
-    assert overlong(tokens, 100, 0) == 0
+    assert overlong_penalty(tokens, 100, 20) == pytest.approx(lost)
+    assert overlong_penalty(tokens, 100, 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -158,8 +185,12 @@ def test_knobs_that_do_not_go_together_are_refused(algo, message):
 
 def test_the_ratio_of_an_answer_is_the_geometric_mean_of_its_tokens():
     """One answer of two tokens, by hand."""
-    call = Call(np.array([1], np.int32), np.array([2, 3], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), True)
-    t = Trajectory(Prompt(call.context, {}, "a", 0), (call,), "", Reward(1.0), {"old_logprobs": np.array([-1.0, -2.0], np.float32)})
+    call = Call(
+        np.array([1], np.int32), np.array([2, 3], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), True
+    )
+    t = Trajectory(
+        Prompt(call.context, {}, "a", 0), (call,), "", Reward(1.0), {"old_logprobs": np.array([-1.0, -2.0], np.float32)}
+    )
     recipe = GRPO(ratio="answer", mean_over="answers", clip_low=9e9, clip_high=9e9, scale_by_std=False)
     batch = Batch.of([[recipe.credit([(t, Trajectory(t.prompt, (call,), "", Reward(0.0), t.streams))])[0]]], 4)
     loss, _ = recipe.loss(Given(torch.tensor([[-0.5, -1.0, 0.0, 0.0]])), batch, {})  # type: ignore[arg-type]
@@ -168,7 +199,8 @@ def test_the_ratio_of_an_answer_is_the_geometric_mean_of_its_tokens():
 
 def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
     text = (
-        "{recipe: RECIPE, algo: {clip_low: 0.1}, model: {path: m}, data: {sources: {a: {path: a, kind: prompt}}}, train: {steps: 1, lr: 1e-4}, "
+        "{recipe: RECIPE, algo: {clip_low: 0.1}, model: {path: m}, data: {sources: {a: {path: a, kind: prompt}}}, "
+        "train: {steps: 1, lr: 1e-4}, "
         "rollout: {reward: {use: a:b}, max_new_tokens: 17, temperature: 0.5}}"
     )
     plugged = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO"}')))

@@ -1,4 +1,5 @@
-"""Whatever goes wrong in an engine or a trainer is named, and the run ends with the weights of one in which nothing did."""
+"""Whatever goes wrong in an engine or a trainer is named, and the run ends with the weights of one in which nothing
+did."""
 
 import pytest
 
@@ -7,7 +8,12 @@ from tests.rl.test_controller import train
 from tests.rl.test_pools import left
 
 FAULTS = ["raise", "SIGKILL", "garbage", "SIGSTOP", "hang"]
-SAID = {"raise": "out of order", "SIGKILL": "died while doing", "SIGSTOP": "has not answered for", "hang": "not done with"}
+SAID = {
+    "raise": "out of order",
+    "SIGKILL": "died while doing",
+    "SIGSTOP": "has not answered for",
+    "hang": "not done with",
+}
 
 
 @pytest.fixture

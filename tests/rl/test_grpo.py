@@ -18,7 +18,10 @@ from tests.tiny import checkpoint
 
 def trajectory(seed: int, outcome, **streams) -> Trajectory:
     rng = np.random.default_rng(seed)
-    context, sampled = rng.integers(0, 97, 5 + seed % 3).astype(np.int32), rng.integers(0, 97, 2 + seed % 5).astype(np.int32)
+    context, sampled = (
+        rng.integers(0, 97, 5 + seed % 3).astype(np.int32),
+        rng.integers(0, 97, 2 + seed % 5).astype(np.int32),
+    )
     n = len(sampled)
     call = Call(context, sampled, np.full(n, -1, np.float32), np.zeros(n, np.int32), True)
     drawn = {name: (-rng.random(n) * 3).astype(np.float32) for name in ("old_logprobs", "reference_logprobs")}
@@ -29,7 +32,10 @@ def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
     return [tuple(trajectory(10 * g + i, Reward(float((g + i) % 3))) for i in range(size)) for g in range(n)]
 
 
-@pytest.mark.parametrize("recipe", [GRPO(), GRPO(kl=0.1), GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, how=Processing(0.8))])
+@pytest.mark.parametrize(
+    "recipe",
+    [GRPO(), GRPO(kl=0.1), GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, how=Processing(0.8))],
+)
 def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     directory = checkpoint(tmp_path / "m")
     model, family = bridge.build(directory)
@@ -52,7 +58,12 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
             ids = torch.tensor(np.concatenate([call.context, call.sampled]).astype(np.int64))[None]
             positions = torch.arange(ids.shape[1])[None]
             logits = model(ids, positions, torch.zeros_like(positions), lambda x, head: head.logits(x))[0]
-            logp = (logits / recipe.how.temperature).log_softmax(-1)[len(call.context) - 1 : -1].gather(1, ids[0, len(call.context) :, None]).squeeze(1)
+            logp = (
+                (logits / recipe.how.temperature)
+                .log_softmax(-1)[len(call.context) - 1 : -1]
+                .gather(1, ids[0, len(call.context) :, None])
+                .squeeze(1)
+            )
             old, ref = (torch.tensor(t.streams[s]).double() for s in ("old_logprobs", "reference_logprobs"))
             rho = (logp - old).exp()
             surrogate = torch.minimum(rho * a, rho.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * a)
@@ -67,22 +78,36 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     assert float(flipped.loss(model, batch, {})[0].detach()) != float(loss.detach())
 
 
-@pytest.mark.parametrize("recipe", [GRPO(), GRPO(how=Processing(0.8), mean_over="length", length=7), GRPO(ratio="answer", mean_over="answers")])
+@pytest.mark.parametrize(
+    "recipe",
+    [GRPO(), GRPO(how=Processing(0.8), mean_over="length", length=7), GRPO(ratio="answer", mean_over="answers")],
+)
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
     """Where π_old is the policy, what is known beforehand gives the same as what is found on the way."""
     directory = checkpoint(tmp_path / "m")
     model, family = bridge.build(directory)
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, directory, family)
-    batch = Batch.of(pack_all(recipe.credit([tuple(dataclasses.replace(t, streams={}) for t in g) for g in groups()]), 40), 40)
-    assert recipe.foreseen(batch)
+    batch = Batch.of(
+        pack_all(recipe.credit([tuple(dataclasses.replace(t, streams={}) for t in g) for g in groups()]), 40), 40
+    )
+    assert recipe.has_known_gradient(batch)
     found = []
     for way in (recipe.loss, lambda *a: other(recipe).loss(*a)):
         loss, metrics = way(model, batch, {})
-        found.append((loss.item(), torch.autograd.grad(loss, list(model.parameters())), {k: float(v) for k, v in metrics.items()}))
+        found.append(
+            (
+                loss.item(),
+                torch.autograd.grad(loss, list(model.parameters())),
+                {k: float(v) for k, v in metrics.items()},
+            )
+        )
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5, abs=1e-6)
     assert found[0][2] == pytest.approx({k: found[1][2][k] for k in found[0][2]}, rel=1e-5, abs=1e-6)
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max())) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max()))
+        for a, b in zip(found[0][1], found[1][1], strict=True)
+    )
 
 
 def other(recipe: GRPO) -> GRPO:
@@ -91,7 +116,7 @@ def other(recipe: GRPO) -> GRPO:
 
 
 class NotForeseen(GRPO):
-    def foreseen(self, batch):
+    def has_known_gradient(self, batch):
         return False
 
 
@@ -107,7 +132,9 @@ def test_answers_without_a_result_enter_no_advantage():
     assert GRPO().credit([(ok[0], failed)]) == []
 
 
-@pytest.mark.parametrize("recipe", [GRPO(), GRPO(mean_over="length", length=7, kl=0.1), GRPO(ratio="answer", mean_over="answers")])
+@pytest.mark.parametrize(
+    "recipe", [GRPO(), GRPO(mean_over="length", length=7, kl=0.1), GRPO(ratio="answer", mean_over="answers")]
+)
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
     """As if its group were there so often."""
     model, family = bridge.build(checkpoint(tmp_path / "m"))

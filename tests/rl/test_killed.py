@@ -1,4 +1,5 @@
-"""Killed in any phase of a step, the run goes on as if it never had been: nothing is lost, trained twice or sampled otherwise."""
+"""Killed in any phase of a step, the run goes on as if it never had been: nothing is lost,
+trained twice or sampled otherwise."""
 
 import os
 import signal
@@ -13,7 +14,8 @@ from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_controller import train
 from tests.rl.test_pools import left
 
-PHASES = ["rollout", "reward", "logprobs", "reference", "update", "sync", "save"]  # one after the other, in the steps after 1, 2, …
+# one after the other, in the steps after 1, 2, …
+PHASES = ["rollout", "reward", "logprobs", "reference", "update", "sync", "save"]
 KILLED = """
     import os, signal, sys, threading
     from ptf.compute import checkpoint
@@ -23,7 +25,8 @@ KILLED = """
     from ptf.run import run
 
     phase, step = sys.argv[2], int(sys.argv[3])
-    methods = {"rollout": "rollout", "logprobs": "logprobs", "reference": "logprobs", "update": "update", "sync": "load", "save": "save"}
+    methods = {"rollout": "rollout", "logprobs": "logprobs", "reference": "logprobs", "update": "update",
+               "sync": "load", "save": "save"}
     at, call, score = [0], LocalGroup.call, controller.score_groups
 
     def die():
@@ -53,15 +56,24 @@ KILLED = """
 
 @pytest.mark.cluster
 def test_a_run_that_is_killed_in_every_phase_ends_as_one_that_is_not(raw, tmp_path):
-    raw = {**raw, "algo": {"minibatches": 2, "kl": 0.01}, "track": {"tensorboard": False, "samples_every": 1, "samples": 8}, "checkpoint": {"every": 1}}
+    raw = {
+        **raw,
+        "algo": {"minibatches": 2, "kl": 0.01},
+        "track": {"tensorboard": False, "samples_every": 1, "samples": 8},
+        "checkpoint": {"every": 1},
+    }
     raw["train"] = {**raw["train"], "steps": len(PHASES) + 1, "validate_every": 0}
     script, job = tmp_path / "killed.py", tmp_path / "job.yaml"
     script.write_text(textwrap.dedent(KILLED))
     job.write_text(yaml.safe_dump(raw))
     for step, phase in enumerate(PHASES):
         done = subprocess.run(
-            [sys.executable, str(script), str(job), phase, str(step)], env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True,
-            timeout=300, check=False,
-        )  # fmt: skip
+            [sys.executable, str(script), str(job), phase, str(step)],
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == -signal.SIGKILL, f"{phase}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     assert left(train(raw, "killed")) == left(train(raw, "whole"))

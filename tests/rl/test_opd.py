@@ -19,11 +19,16 @@ TEACHER = OPD(teacher="t")
 
 def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the_reward():
     made = [trajectory(i, outcome) for i, outcome in enumerate((Reward(1.0), Reward(0.0), NoResult("away")))]
-    made = [type(t)(t.prompt, t.calls, "", t.outcome, {**t.streams, "teacher_logprobs": t.streams["reference_logprobs"]}) for t in made]
+    made = [
+        type(t)(t.prompt, t.calls, "", t.outcome, {**t.streams, "teacher_logprobs": t.streams["reference_logprobs"]})
+        for t in made
+    ]
     atoms = TEACHER.credit([tuple(made)])
     for (sample,), t in zip(atoms, made, strict=True):
         said = sample.weights != 0
-        np.testing.assert_array_equal(sample.streams["advantages"][said], t.streams["teacher_logprobs"] - t.streams["old_logprobs"])
+        np.testing.assert_array_equal(
+            sample.streams["advantages"][said], t.streams["teacher_logprobs"] - t.streams["old_logprobs"]
+        )
         assert not sample.streams["advantages"][~said].any()
 
 
@@ -34,7 +39,12 @@ def distilled(raw, tmp_path):
     taught["data"] = {**raw["data"], "sources": {"sums": {"path": str(tmp_path / "train.jsonl")}}}
     taught["train"] = {**raw["train"], "steps": 60, "lr": 3e-3, "validate_every": 0}
     teacher = run(loads(yaml.safe_dump({k: v for k, v in taught.items() if v is not None})), "teacher") / "model"
-    return {**raw, "recipe": "opd", "algo": {"teacher": str(teacher)}, "train": {**raw["train"], "steps": 60, "lr": 3e-3, "validate_every": 0}}
+    return {
+        **raw,
+        "recipe": "opd",
+        "algo": {"teacher": str(teacher)},
+        "train": {**raw["train"], "steps": 60, "lr": 3e-3, "validate_every": 0},
+    }
 
 
 def test_it_comes_nearer_to_its_teacher(distilled):

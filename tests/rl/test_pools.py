@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import yaml
 
-from ptf.compute.parking import give_back
+from ptf.compute.offload import release_freed_memory
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.compute.world import World, joined
 from ptf.config import loads
 from ptf.config.load import ConfigError
 from ptf.data.sample import Sample
 from ptf.errors import UserError
-from ptf.model.sampling import AS_IT_IS
+from ptf.model.sampling import NO_PROCESSING
 from ptf.recipes import registry
-from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, table
+from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, phase_table
 from ptf.rl.roles import Learner
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_controller import train
@@ -28,21 +28,30 @@ from tests.rl.test_controller import train
 SFT_DATA = {"sources": {"rows": {"path": "rows.jsonl"}}, "seq_len": 64}
 TRAINED = ["policy", "reference", "critic"]
 POOLS = {
-    "colocated": {"all": {"roles": [*TRAINED, "rollout"], "park": "disk"}},
-    "disaggregated": {"training": {"roles": TRAINED, "park": "disk"}, "generating": {"roles": ["rollout"]}},
+    "colocated": {"all": {"roles": [*TRAINED, "rollout"], "offload": "disk"}},
+    "disaggregated": {"training": {"roles": TRAINED, "offload": "disk"}, "generating": {"roles": ["rollout"]}},
 }
 
 
 @pytest.fixture
 def ppo(raw):
     """Four roles: policy, reference, critic, rollout."""
-    return {**raw, "recipe": "ppo", "algo": {"minibatches": 2, "critic_lr": 3e-3, "kl": 0.01}, "track": {"tensorboard": False, "samples_every": 1}}
+    return {
+        **raw,
+        "recipe": "ppo",
+        "algo": {"minibatches": 2, "critic_lr": 3e-3, "kl": 0.01},
+        "track": {"tensorboard": False, "samples_every": 1},
+    }
 
 
 def left(made: Path) -> dict[str, object]:
     """All that may not depend on where roles live."""
     rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")]
-    return {"metrics": rows, "samples": (made / "samples.jsonl").read_text(), "weights": (made / "model" / "model.safetensors").read_bytes()}
+    return {
+        "metrics": rows,
+        "samples": (made / "samples.jsonl").read_text(),
+        "weights": (made / "model" / "model.safetensors").read_bytes(),
+    }
 
 
 @pytest.mark.cluster
@@ -57,15 +66,20 @@ def test_colocated_and_disaggregated_pools_train_the_same_weights(ppo, capsys):
         assert not (made / "parked").exists()
         lines = [line.split() for line in said[said.index("its phases:") :].splitlines()]
         parked = next(line[6] for line in lines if line[:2] == ["logprobs", "policy"])
-        assert parked == {"colocated": "rollout", "disaggregated": "-"}[name], "who gave way to the policy after the rollout"
+        assert parked == {"colocated": "rollout", "disaggregated": "-"}[name], (
+            "who gave way to the policy after the rollout"
+        )
 
 
 @pytest.mark.parametrize(
     ("pools", "fault"),
     [
         ({"a": {"roles": ["policy"]}}, "compute.pools  no pool has the role rollout"),
-        ({"a": {"roles": ["policy", "rollout"]}, "b": {"roles": ["rollout"]}}, "compute.pools  role rollout is in more than one"),
-        ({"a": {"roles": ["policy", "rollout"], "park": "tape"}}, "compute.pools.a.park"),
+        (
+            {"a": {"roles": ["policy", "rollout"]}, "b": {"roles": ["rollout"]}},
+            "compute.pools  role rollout is in more than one",
+        ),
+        ({"a": {"roles": ["policy", "rollout"], "offload": "tape"}}, "compute.pools.a.offload"),
     ],
 )
 def test_faults_in_the_config(raw, pools, fault):
@@ -79,12 +93,31 @@ APART = {"a": {"roles": ["policy", "reference"]}, "b": {"roles": ["rollout"]}}
 @pytest.mark.parametrize(
     ("transport", "change", "fault"),
     [
-        ("ipc", {"compute": {"launcher": "local"}}, "ipc: policy and rollout need processes of their own: compute.launcher: ray"),
-        ("ipc", {"rollout": {"workers": 2}}, "ipc: policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as compute.workers"),
+        (
+            "ipc",
+            {"compute": {"launcher": "local"}},
+            "ipc: policy and rollout need processes of their own: compute.launcher: ray",
+        ),
+        (
+            "ipc",
+            {"rollout": {"workers": 2}},
+            (
+                "ipc: policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as "
+                "compute.workers"
+            ),
+        ),
         ("ipc", {"compute": {"pools": APART}}, "ipc: policy and rollout must be in one pool"),
         ("nccl", {}, "nccl: policy and rollout must be in different compute.pools"),
-        ("nccl", {"compute": {"pools": APART}, "rollout": {"engine": {"use": "a:b"}}}, "nccl: rollout.engine must be native or vllm"),
-        ("nccl", {"compute": {"pools": APART}, "model": {"backend": "hf"}}, "nccl: model.backend: hf has no names to announce"),
+        (
+            "nccl",
+            {"compute": {"pools": APART}, "rollout": {"engine": {"use": "a:b"}}},
+            "nccl: rollout.engine must be native or vllm",
+        ),
+        (
+            "nccl",
+            {"compute": {"pools": APART}, "model": {"backend": "hf"}},
+            "nccl: model.backend: hf has no names to announce",
+        ),
         ("ipc", {"rollout": {"lora": "adapter"}, "model": {"lora": {"rank": 4}}}, "ipc: an adapter alone is small"),
     ],
 )
@@ -106,14 +139,21 @@ def test_pools_of_a_job_without_rollouts_are_refused(raw):
 
 
 def test_vllm_does_not_park_on_disk(raw):
-    changed = {**raw, "rollout": {**raw["rollout"], "engine": "vllm"}, "compute": {"pools": {"a": {"roles": ["policy", "rollout"], "park": "disk"}}}}
-    with pytest.raises(ConfigError, match=r"compute\.pools\.a\.park  vllm does not park on disk"):
+    changed = {
+        **raw,
+        "rollout": {**raw["rollout"], "engine": "vllm"},
+        "compute": {"pools": {"a": {"roles": ["policy", "rollout"], "offload": "disk"}}},
+    }
+    with pytest.raises(ConfigError, match=r"compute\.pools\.a\.offload  vllm cannot be offloaded to disk"):
         loads(yaml.safe_dump(changed))
 
 
 @pytest.mark.parametrize(
     ("roles", "fault"),
-    [(["policy", "rollout"], "no pool has the role reference"), (["policy", "rollout", "reference", "critic"], "this job has no role critic; it has policy")],
+    [
+        (["policy", "rollout"], "no pool has the role reference"),
+        (["policy", "rollout", "reference", "critic"], "this job has no role critic; it has policy"),
+    ],
 )
 def test_roles_that_the_recipe_has_or_has_not(raw, roles, fault):
     raw = {**raw, "algo": {"kl": 0.1}, "compute": {**raw["compute"], "pools": {"all": {"roles": roles}}}}
@@ -130,11 +170,11 @@ class Noting:
     def __init__(self, world: World, *, name: str) -> None:
         self.name, self.waiting = name, False
 
-    def park(self) -> None:
+    def offload(self) -> None:
         self.waiting = True
         Noting.turns.append(f"{self.name} parks")
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         self.waiting = False
         Noting.turns.append(f"{self.name} wakes")
 
@@ -144,16 +184,18 @@ class Noting:
 
 def test_only_roles_of_one_pool_give_way_to_each_other():
     Noting.turns = []
-    cluster = LocalCluster(World(), [Pool("a", frozenset({"p", "q"}), (2,), disk=True), Pool("b", frozenset({"r", "s"}), (2,))])
+    cluster = LocalCluster(
+        World(), [Pool("a", frozenset({"p", "q"}), (2,), disk=True), Pool("b", frozenset({"r", "s"}), (2,))]
+    )
     p, q, r, s = (cluster.start(RoleSpec(name, Noting, {"name": name})) for name in "pqrs")
     assert Noting.turns == ["p parks"]
     for group in (q, r, p, p, s, q):
         with cluster.phase(group, f"of {group.spec.name}"):
             pass
     assert Noting.turns == ["p parks", "q parks", "p wakes", "p parks", "q wakes"]
-    assert [turn.parked for turn in cluster.table] == [{}, {}, {"q": 0.25}, {}, {}, {"p": 0.25}]
-    lines = table(cluster.table).splitlines()
-    assert lines[0].split() == ["phase", "role", "pool", "workers", "seconds", "GiB", "parked"]
+    assert [turn.offloaded for turn in cluster.table] == [{}, {}, {"q": 0.25}, {}, {}, {"p": 0.25}]
+    lines = phase_table(cluster.table).splitlines()
+    assert lines[0].split() == ["phase", "role", "pool", "workers", "seconds", "GiB", "offloaded"]
     assert lines[3].split()[:4] == ["of", "p", "p", "a"]
     assert lines[3].endswith("2.00  q 0.25 GiB")
     with pytest.raises(UserError, match=r"compute\.pools: role t is in none of a \(1 × p, q\), b \(1 × r, s\)"):
@@ -165,8 +207,8 @@ CEILING = """
     import psutil
     from ptf.config import load
     from ptf.run import run
-    from ptf.compute.parking import give_back
-    import ptf.rl.fit, ptf.rl.controller, torch  # what is there before any role is
+    from ptf.compute.offload import give_back
+    import ptf.rl.assemble, ptf.rl.controller, torch  # what is there before any role is
 
     ceiling = float(sys.argv[2]) * 2**20 + psutil.Process().memory_info().rss
     most = 0
@@ -183,15 +225,28 @@ CEILING = """
     run(load(sys.argv[1]), "a")
     print("MOST", (most - ceiling) / 2**20 + float(sys.argv[2]))
 """
-WEIGHTS_MIB = 43.5  # of the model below; with its gradients and AdamW four times that, and there are two that are trained
+# of the model below; with its gradients and AdamW four times that, and there are two that are trained
+WEIGHTS_MIB = 43.5
 
 
 @pytest.fixture
 def large(ppo, tmp_path):
     file = tmp_path / "model" / "config.json"
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 64}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+    }
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
-    return {**ppo, "train": {**ppo["train"], "steps": 2, "validate_every": 0}, "evaluate": {}, "checkpoint": {"every": 1}, "track": {"tensorboard": False}}
+    return {
+        **ppo,
+        "train": {**ppo["train"], "steps": 2, "validate_every": 0},
+        "evaluate": {},
+        "checkpoint": {"every": 1},
+        "track": {"tensorboard": False},
+    }
 
 
 def bounded(raw: dict, place: Path, mib: float) -> subprocess.CompletedProcess:
@@ -200,70 +255,122 @@ def bounded(raw: dict, place: Path, mib: float) -> subprocess.CompletedProcess:
     script.write_text(textwrap.dedent(CEILING))
     job.write_text(yaml.safe_dump(raw))
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return subprocess.run([sys.executable, str(script), str(job), str(mib)], env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, str(script), str(job), str(mib)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 @pytest.mark.cluster
 def test_two_roles_run_where_only_one_has_room(large, tmp_path):
-    """Policy and critic take 174 MiB each when they are trained, reference and rollout 44: more than fits, unless they take turns."""
+    """Policy and critic take 174 MiB each when they are trained, reference and rollout 44: more than fits,
+    unless they take turns."""
     done = bounded(large, tmp_path, 300)
     assert done.returncode == 137, done.stdout[-2000:] + done.stderr[-2000:]
     assert "OUT OF MEMORY" in done.stderr
-    done = bounded({**large, "output": f"{large['output']}/turns", "compute": {**large["compute"], "pools": POOLS["colocated"]}}, tmp_path, 300)
+    done = bounded(
+        {**large, "output": f"{large['output']}/turns", "compute": {**large["compute"], "pools": POOLS["colocated"]}},
+        tmp_path,
+        300,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert 4 * WEIGHTS_MIB < float(done.stdout.split("MOST")[1]) < 300
 
 
 def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
-    job = loads(yaml.safe_dump({k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")} | {"recipe": "sft", "data": SFT_DATA}))
+    job = loads(
+        yaml.safe_dump(
+            {k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")}
+            | {"recipe": "sft", "data": SFT_DATA}
+        )
+    )
     with joined("cpu", 60) as world:
         learner = Learner(
-            world, directory=job.model.path, tokenizer=job.model.path, spec=job.model, seed=0, train=job.train, recipe=registry.build(job), width=64,
-            how=AS_IT_IS, parked=str(tmp_path / "parked"),
-        )  # fmt: skip
+            world,
+            directory=job.model.path,
+            tokenizer=job.model.path,
+            spec=job.model,
+            seed=0,
+            train=job.train,
+            recipe=registry.build(job),
+            width=64,
+            sampling=NO_PROCESSING,
+            offload_path=str(tmp_path / "parked"),
+        )
         row = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
         learner.update([row], 0)
         size = sum(p.nbytes for p in learner.model.parameters())
         weights = [p.detach().sum().item() for p in learner.model.parameters()]
-        give_back()
+        release_freed_memory()
         before = learner.memory_gib()
-        learner.park()
-        assert (before - learner.memory_gib()) * 2**30 >= 0.99 * 3 * size, "weights and both moments, but for parts of pages"
-        learner.wake()
+        learner.offload()
+        assert (before - learner.memory_gib()) * 2**30 >= 0.99 * 3 * size, (
+            "weights and both moments, but for parts of pages"
+        )
+        learner.onload()
         assert weights == [p.detach().sum().item() for p in learner.model.parameters()]
         learner.update([row], 1)
 
 
 def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
     """In bf16 a learner is FSDP's on one rank too; after `score` its root holds gathered copies."""
-    job = loads(yaml.safe_dump({k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")} | {"recipe": "sft", "data": SFT_DATA}))
+    job = loads(
+        yaml.safe_dump(
+            {k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")}
+            | {"recipe": "sft", "data": SFT_DATA}
+        )
+    )
     with joined("cpu", 60) as world:
         learner = Learner(
-            world, directory=job.model.path, tokenizer=job.model.path, spec=job.model, seed=0, width=64, how=AS_IT_IS, recipe=registry.build(job),
-            train=job.train.model_copy(update={"precision": "bf16"}), parked=str(tmp_path / "parked"),
-        )  # fmt: skip
+            world,
+            directory=job.model.path,
+            tokenizer=job.model.path,
+            spec=job.model,
+            seed=0,
+            width=64,
+            sampling=NO_PROCESSING,
+            recipe=registry.build(job),
+            train=job.train.model_copy(update={"precision": "bf16"}),
+            offload_path=str(tmp_path / "parked"),
+        )
         tokens = [np.arange(9, dtype=np.int32)]
         (before,) = learner.score(tokens)
-        learner.park()
+        learner.offload()
         learner.model.reshard()  # type: ignore[operator]
-        assert all(p.to_local().untyped_storage().nbytes() == 0 for p in learner.model.parameters())  # type: ignore[attr-defined]
-        learner.wake()
+        assert all(p.to_local().untyped_storage().nbytes() == 0 for p in learner.model.parameters())
+        learner.onload()
         assert (learner.score(tokens)[0] == before).all()
 
 
 @pytest.mark.cluster
 def test_one_process_or_several_in_any_pools_sample_and_train_the_same(raw, ray_cluster):
-    """In the deterministic mode, to the bit: in this process, and on Ray with one rank and with two, colocated and not, with two engines,
-    with weights from memory, through files, through memory that both see, and by broadcast."""
-    raw = {**raw, "algo": {"minibatches": 2, "kl": 0.01}, "track": {"tensorboard": False, "samples_every": 1, "samples": 8}}
+    """In the deterministic mode, to the bit: in this process, and on Ray with one rank and with two, colocated and not,
+    with two engines, with weights from memory, through files, through memory that both see, and by broadcast."""
+    raw = {
+        **raw,
+        "algo": {"minibatches": 2, "kl": 0.01},
+        "track": {"tensorboard": False, "samples_every": 1, "samples": 8},
+    }
     raw["train"] = {**raw["train"], "steps": 3, "deterministic": True}
     want = left(train(raw, "here"))
     assert all(row["logprob_diff"] <= 1e-5 for row in want["metrics"])
     two = {"training": {"roles": ["policy", "reference"]}, "generating": {"roles": ["rollout"]}}
-    one = {"all": {"roles": ["policy", "reference", "rollout"], "park": "disk"}}
-    for name, workers, engines, pools, sent in (("ray", 1, 1, {}, "path"), ("apart", 2, 1, two, "nccl"), ("together", 2, 2, one, "ipc")):
+    one = {"all": {"roles": ["policy", "reference", "rollout"], "offload": "disk"}}
+    for name, workers, engines, pools, sent in (
+        ("ray", 1, 1, {}, "path"),
+        ("apart", 2, 1, two, "nccl"),
+        ("together", 2, 2, one, "ipc"),
+    ):
         compute = {"launcher": "ray", "device": "cpu", "workers": workers, "threads": 1, "pools": pools}
-        made = left(train({**raw, "compute": compute, "rollout": {**raw["rollout"], "workers": engines, "transport": sent}}, name))
+        made = left(
+            train(
+                {**raw, "compute": compute, "rollout": {**raw["rollout"], "workers": engines, "transport": sent}}, name
+            )
+        )
         assert made["samples"] == want["samples"], name
         assert made["weights"] == want["weights"], name
         assert made["metrics"] == want["metrics"], name

@@ -1,4 +1,5 @@
-"""PPO: advantages and the critic's loss beside verl's own; the loop with a critic runs, resumes to the bit, and learns."""
+"""PPO: advantages and the critic's loss beside verl's own; the loop with a critic runs, resumes to the bit,
+and learns."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
-from ptf.recipes.advantages import generalised
+from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.ppo.recipe import PPO, Critic
 from tests.rl.test_controller import intercept, train
 from tests.rl.test_controller import raw as raw  # a fixture
@@ -33,25 +34,33 @@ def test_advantages_are_verls(gamma, lam):
     rewards, values = rng.normal(size=(4, longest)), rng.normal(size=(4, longest))
     mask = np.array([[t < n for t in range(longest)] for n in lengths], float)
     rewards, values = rewards * mask, values * mask
-    advantages, returns = core_algos.compute_gae_advantage_return(*map(torch.tensor, (rewards, values, mask)), gamma, lam)  # type: ignore[arg-type]
-    ours = [generalised(rewards[i, :n], values[i, :n], gamma, lam) for i, n in enumerate(lengths)]
+    advantages, returns = core_algos.compute_gae_advantage_return(
+        *map(torch.tensor, (rewards, values, mask)), gamma, lam
+    )  # type: ignore[arg-type]
+    ours = [generalised_advantages(rewards[i, :n], values[i, :n], gamma, lam) for i, n in enumerate(lengths)]
     for i, n in enumerate(lengths):
         assert np.abs(ours[i] + values[i, :n] - returns[i, :n].numpy()).max() <= 1e-6
     flat = np.concatenate(ours)
-    theirs = torch.cat([advantages[i, :n] for i, n in enumerate(lengths)]).numpy()  # whitened, by the sample's deviation
+    # whitened, by the sample's deviation
+    theirs = torch.cat([advantages[i, :n] for i, n in enumerate(lengths)]).numpy()
     assert np.abs((flat - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8) - theirs).max() <= 1e-5
 
 
 def test_with_lambda_1_and_no_values_an_advantage_is_what_is_still_to_come():
     rewards = np.array([0.0, -0.5, 2.0])
-    assert generalised(rewards, np.zeros(3), 1.0, 1.0).tolist() == [1.5, 1.5, 2.0]
-    assert generalised(rewards, np.array([1.0, 1.0, 1.0]), 1.0, 0.0).tolist() == [0.0, -0.5, 1.0]
+    assert generalised_advantages(rewards, np.zeros(3), 1.0, 1.0).tolist() == [1.5, 1.5, 2.0]
+    assert generalised_advantages(rewards, np.array([1.0, 1.0, 1.0]), 1.0, 0.0).tolist() == [0.0, -0.5, 1.0]
 
 
 def scored(n: int = 6) -> list:
     rng = np.random.default_rng(3)
     made = [trajectory(i, Reward(float(i % 3))) for i in range(n)]
-    return [tuple(trajectory(i, Reward(float(i % 3)), values=rng.normal(size=len(t.calls[0].sampled)).astype(np.float32)) for i, t in enumerate(made))]
+    return [
+        tuple(
+            trajectory(i, Reward(float(i % 3)), values=rng.normal(size=len(t.calls[0].sampled)).astype(np.float32))
+            for i, t in enumerate(made)
+        )
+    ]
 
 
 def test_the_critics_loss_and_gradient_are_verls():
@@ -68,7 +77,9 @@ def test_the_critics_loss_and_gradient_are_verls():
     critic = Critic(0.2)
     loss, metrics = critic.loss(Says(), batch, {})  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(loss / critic.units(batch), values)
-    new, returns, old, weights = (padded(v, batch) for v in (values, batch.streams["returns"], batch.streams["values"], batch.weights))
+    new, returns, old, weights = (
+        padded(v, batch) for v in (values, batch.streams["returns"], batch.streams["values"], batch.weights)
+    )
     wanted, clipped = core_algos.compute_value_loss(new, returns, old, weights, 0.2)
     (gradient,) = torch.autograd.grad(wanted, values)
     assert float(loss.detach() / critic.units(batch)) == pytest.approx(float(wanted.detach()), rel=1e-6)
@@ -84,13 +95,13 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
     for (sample,), t in zip(atoms, group, strict=True):
         rewards = np.zeros(len(t.calls[0].sampled))
         rewards[-1] = t.outcome.value
-        wanted = generalised(rewards, t.streams["values"], 0.9, 0.95)
+        wanted = generalised_advantages(rewards, t.streams["values"], 0.9, 0.95)
         assert sample.streams["advantages"][-len(wanted) :] == pytest.approx(wanted, abs=1e-6)
         assert sample.streams["returns"][-len(wanted) :] == pytest.approx(wanted + t.streams["values"], abs=1e-6)
     whitened = np.concatenate([atom[0].streams["advantages"][atom[0].weights != 0] for atom in PPO().credit([group])])
     assert (float(whitened.mean()), float(whitened.std())) == pytest.approx((0, 1), abs=1e-5)
     assert PPO().credit([(failed,)]) == []
-    loss, _ = PPO(whiten=False).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(atoms[:1], 40)[0]], 40), {})  # type: ignore[arg-type]
+    loss, _ = PPO(whiten=False).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(atoms[:1], 40)[0]], 40), {})
     assert torch.isfinite(loss)
 
 
@@ -108,7 +119,10 @@ def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
     whole = train(ppo, "whole")
     rows = read_metrics(whole / "metrics.jsonl")
     assert ["loss" in row for row in rows] == [False, False, True, True, True, True]
-    assert all({"critic_loss", "critic_error", "critic_value", "seconds/values", "seconds/critic"} <= row.keys() for row in rows)
+    assert all(
+        {"critic_loss", "critic_error", "critic_value", "seconds/values", "seconds/critic"} <= row.keys()
+        for row in rows
+    )
     assert all(row["logprob_diff"] <= 1e-5 for row in rows)
     with monkeypatch.context() as patch:
 
@@ -121,7 +135,10 @@ def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             train(ppo, "stopped")
     resumed = train(ppo, "stopped")
-    facts = [[{k: v for k, v in r.items() if not is_clock(k)} for r in read_metrics(d / "metrics.jsonl")] for d in (whole, resumed)]
+    facts = [
+        [{k: v for k, v in r.items() if not is_clock(k)} for r in read_metrics(d / "metrics.jsonl")]
+        for d in (whole, resumed)
+    ]
     assert facts[0] == facts[1]
 
 
@@ -135,4 +152,13 @@ def test_it_learns_and_its_critic_too(ppo):
 
 def test_a_critic_needs_our_own_decoder(ppo):
     with pytest.raises(UserError, match=r"model\.backend +hf has no recipe ppo"):
-        loads(yaml.safe_dump({**ppo, "model": {"path": "m", "backend": "hf"}, "rollout": ppo["rollout"] | {"engine": "vllm"}, "compute": {}}))
+        loads(
+            yaml.safe_dump(
+                {
+                    **ppo,
+                    "model": {"path": "m", "backend": "hf"},
+                    "rollout": ppo["rollout"] | {"engine": "vllm"},
+                    "compute": {},
+                }
+            )
+        )

@@ -1,4 +1,5 @@
-"""Replicas: work is dealt by its cost; one that is lost is replaced, told what lasts, and asked only for what it has not given."""
+"""Replicas: work is dealt by its cost; one that is lost is replaced, gets the replayed broadcasts,
+and computes only the missing results."""
 
 import os
 import signal
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from ptf.compute.world import World
 from ptf.errors import Lost, Retryable, UserError
-from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, everywhere, lasting, once, sharded
+from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, replayed_broadcast, sharded, unreplayable_broadcast
+from ptf.rl.ray_cluster import VerlCluster
 from ptf.rl.replicas import by_cost
-from ptf.rl.verl_cluster import VerlCluster
 
 
 @given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 6))
@@ -35,7 +36,7 @@ class Worker:
     def __init__(self, world: World, *, place: str) -> None:
         self.place, self.weights = Path(place), -1
 
-    @lasting
+    @replayed_broadcast
     def load(self, weights: int, fault: str = "nothing") -> int:
         """As an engine's: a version may be loaded once, and none may be left out."""
         if fault != "nothing":
@@ -44,12 +45,12 @@ class Worker:
         self.weights = weights
         return weights
 
-    @once
+    @unreplayable_broadcast
     def receive(self, weights: int) -> int:
         self.weights = weights
         return weights
 
-    @everywhere
+    @broadcast
     def pid(self) -> int:
         return os.getpid()
 
@@ -78,10 +79,10 @@ class Worker:
             os.kill(os.getpid(), getattr(signal, fault))
             time.sleep(1)
 
-    def park(self) -> None:
+    def offload(self) -> None:
         self.asleep = True
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         self.asleep = False
 
     @sharded
@@ -90,7 +91,7 @@ class Worker:
             self.go_wrong(fault)
         return [(self.weights, getattr(self, "asleep", False))] * len(items)
 
-    @everywhere
+    @broadcast
     def memory_gib(self) -> float:
         return 0.5
 
@@ -120,7 +121,7 @@ def test_one_that_is_lost_is_replaced_and_asked_for_the_rest_alone(group, tmp_pa
     assert asked[3] == ["7", "7"], "by its successor with the same weights"
     assert [i for i in ITEMS if len(asked[i]) > 1] == [3], "what was given before is kept"
     said = capsys.readouterr().out
-    assert f"workers replica {broken} failed at squares and is replaced; 2 of its 4 items are asked for again: " in said
+    assert f"workers replica {broken} failed at squares and is replaced; 2 of its 4 items are computed again: " in said
     assert ("died while doing workers.squares" if fault == "SIGKILL" else "the engine is out of order") in said
 
 
@@ -128,7 +129,9 @@ def test_one_that_is_lost_is_replaced_and_asked_for_the_rest_alone(group, tmp_pa
 def test_one_that_was_told_what_cannot_be_said_again_has_no_successor(group, tmp_path):
     assert group.call("receive", 8) == 8
     before = [gang.members[0].pid for gang in group.gangs]
-    with pytest.raises(Lost, match=r"workers replica \d failed at squares, and the weights that it was sent .* cannot be sent again"):
+    with pytest.raises(
+        Lost, match=r"workers replica \d failed at squares, and its successor cannot get the weights alone"
+    ):
         group.call("squares", ITEMS, "raise")
     assert [gang.members[0].pid for gang in group.gangs] == before
 
@@ -136,7 +139,11 @@ def test_one_that_was_told_what_cannot_be_said_again_has_no_successor(group, tmp
 @pytest.mark.ray
 @pytest.mark.cluster
 def test_one_that_always_fails_is_named_and_a_wrong_config_is_not_tried_again(group, tmp_path):
-    with pytest.raises(Retryable, match=r"workers replica \d failed at squares, 2 times: (?s:.*)the engine is out of order\nraised in workers \d rank 0"):
+    with pytest.raises(
+        Retryable,
+        match=r"workers replica \d failed at squares, 2 times: (?s:.*)the engine is out of order\nraised in workers \d "
+        r"rank 0",
+    ):
         group.call("squares", ITEMS, "always raise")
     assert len((tmp_path / "asked-3").read_text().split()) == 2
     with pytest.raises(UserError, match="the config is wrong"):
@@ -149,15 +156,17 @@ def test_one_that_always_fails_is_named_and_a_wrong_config_is_not_tried_again(gr
 
 @pytest.mark.ray
 @pytest.mark.cluster
-def test_one_that_dies_at_a_sync_or_before_it_or_parked_is_as_the_others_afterwards(group):
+def test_one_that_dies_at_a_sync_or_before_it_or_offloaded_is_as_the_others_afterwards(group):
     assert group.call("load", 8, "SIGKILL") == 8
     os.kill(group.gangs[1].members[0].pid, signal.SIGKILL)
     assert group.call("load", 9) == 9
     assert group.call("state", [1, 2], "nothing") == [(9, False)] * 2
-    group.call("park")
+    group.call("offload")
     os.kill(group.gangs[0].members[0].pid, signal.SIGKILL)
     group.memory()
-    assert group.call("state", [1, 2], "nothing") == [(9, True)] * 2, "its successor gives no memory away that others have"
+    assert group.call("state", [1, 2], "nothing") == [(9, True)] * 2, (
+        "its successor gives no memory away that others have"
+    )
 
 
 @pytest.mark.ray
@@ -181,6 +190,8 @@ def test_one_that_was_stopped_is_named_within_10_seconds_and_replaced(group, cap
 
 
 def test_in_this_process_the_results_come_in_order_too(tmp_path):
-    local = LocalCluster(World(), [Pool("all", frozenset({"workers"}), (1,))]).start(RoleSpec(*SPEC, {"place": str(tmp_path)}))
+    local = LocalCluster(World(), [Pool("all", frozenset({"workers"}), (1,))]).start(
+        RoleSpec(*SPEC, {"place": str(tmp_path)})
+    )
     assert local.call("load", 3) == 3
     assert local.call("squares", ITEMS, "nothing") == [(i * i, 3) for i in ITEMS]

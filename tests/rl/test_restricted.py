@@ -20,8 +20,8 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.head import Head
 from ptf.model.sampling import Processing
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.rl.engine import edges_of
-from ptf.train.deal import deal
+from ptf.rl.engines.protocol import edges_of
+from ptf.train.batch_sharding import deal
 from tests.rl.test_controller import raw as raw
 from tests.rl.test_controller import train
 
@@ -89,16 +89,23 @@ def test_a_nucleus_is_the_trainers_too(short, tmp_path, top_p, with_trie):
 
 
 def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
-    from ptf.rl import fit
-    from ptf.rl.sync import SyncError
+    from ptf.rl import assemble
+    from ptf.rl.weights.verification import SyncError
 
-    drawing = fit.drawing
-    monkeypatch.setattr(fit, "drawing", lambda recipe, knobs, trie: (recipe, drawing(recipe, knobs, None)[1]))
+    with_sampling = assemble.with_sampling
+
+    def unaware(recipe, knobs, trie):
+        return recipe, with_sampling(recipe, knobs, None)[1]
+
+    monkeypatch.setattr(assemble, "with_sampling", unaware)
     with pytest.raises(SyncError, match="do not hold the same policy"):
         train(allowed(raw, tmp_path))
 
 
-@pytest.mark.parametrize(("algo", "said"), [({"minibatches": 2}, "several updates"), ({"epochs": 2}, "several updates"), ({"kl": 0.1}, "algo.kl"), ({}, None)])
+@pytest.mark.parametrize(
+    ("algo", "said"),
+    [({"minibatches": 2}, "several updates"), ({"epochs": 2}, "several updates"), ({"kl": 0.1}, "algo.kl"), ({}, None)],
+)
 def test_a_nucleus_with_what_it_cannot_be_with_is_refused(raw, algo, said):
     raw["algo"], raw["rollout"]["top_p"] = algo, 0.9
     with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
@@ -157,4 +164,6 @@ def test_a_rank_without_rows_of_its_own_has_no_states():
     idle = deal([], World(), 1, 16)[0]
     edges = edges_of(Trie.of([[3, 4]], (1,)))
     x, head = torch.randn(1, 16, 8), Head(torch.randn(20, 8), 20)
-    assert not token_logprobs(x, head, idle.targets, idle.weights, Processing(edges=edges), idle.streams.get("states")).logprobs.any()
+    assert not token_logprobs(
+        x, head, idle.targets, idle.weights, Processing(edges=edges), idle.streams.get("states")
+    ).logprobs.any()

@@ -21,10 +21,10 @@ from ptf.model.decoder import Decoder
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora, adapter_names, adapters_off
 from ptf.model.peft_format import PeftFormat, save
-from ptf.rl.engine import Request, Sampling, generate_all
-from ptf.rl.roles import make_engine
-from ptf.rl.sync import SyncError, bucketed, manifest_of
-from ptf.rl.vllm_engine import engine_env, room_for
+from ptf.rl.engines.protocol import Request, Sampling, generate_all
+from ptf.rl.engines.vllm_engine import engine_env, max_lora_rank
+from ptf.rl.sampler import make_engine
+from ptf.rl.weights.verification import SyncError, into_buckets, manifest_of
 from tests import tiny
 
 TOKENS = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -33,7 +33,9 @@ TOKENS = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0))
 @torch.no_grad()
 def logprobs(model: Decoder, ids: Sequence[int] = TOKENS) -> Tensor:
     tokens = torch.tensor([ids])
-    logits = model(tokens, torch.arange(len(ids))[None], torch.zeros(1, len(ids), dtype=torch.long), lambda x, head: head.logits(x))[0, :-1]
+    logits = model(
+        tokens, torch.arange(len(ids))[None], torch.zeros(1, len(ids), dtype=torch.long), lambda x, head: head.logits(x)
+    )[0, :-1]
     return logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
 
 
@@ -43,14 +45,24 @@ def serve(place: str) -> None:
     from vllm.lora.request import LoRARequest
 
     llm = LLM(
-        model=f"{place}/m", dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 27, max_model_len=128, skip_tokenizer_init=True,
-        enable_lora=True, max_lora_rank=16, max_num_seqs=4, max_num_batched_tokens=256,
-    )  # fmt: skip
+        model=f"{place}/m",
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 27,
+        max_model_len=128,
+        skip_tokenizer_init=True,
+        enable_lora=True,
+        max_lora_rank=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+    )
     how = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     found = {}
     for name, adapter in {"base": None, "adapted": LoRARequest("trained", 1, f"{place}/adapter")}.items():
         (answer,) = llm.generate([{"prompt_token_ids": TOKENS}], how, lora_request=adapter, use_tqdm=False)
-        found[name] = torch.tensor([at[token].logprob for token, at in zip(TOKENS[1:], answer.prompt_logprobs[1:], strict=True)])  # type: ignore[index]
+        found[name] = torch.tensor(
+            [at[token].logprob for token, at in zip(TOKENS[1:], answer.prompt_logprobs[1:], strict=True)]
+        )  # type: ignore[index]
     torch.save(found, f"{place}/found.pt")
 
 
@@ -87,14 +99,23 @@ def test_vllm_reads_the_adapter(tmp_path):
 
 
 def sync(place: str) -> None:
-    """In a process of its own: two adapters one after the other, sent to our engine; greedy answers and scores with each, to `place/found.pt`."""
+    """In a process of its own: two adapters one after the other, sent to our engine;
+    greedy answers and scores with each, to `place/found.pt`."""
     engine = make_engine(
-        "vllm", f"{place}/m", World(), version=-1, seed=0, precision="fp32", max_length=128, kv_cache_gib=0.125, lora_rank=16
-    )  # fmt: skip
+        "vllm",
+        f"{place}/m",
+        World(),
+        version=-1,
+        seed=0,
+        precision="fp32",
+        max_length=128,
+        kv_cache_gib=0.125,
+        lora_rank=16,
+    )
     found = []
     for version in range(2):
         model, form = adapted(Path(place) / "m", version)
-        buckets = list(bucketed(form.tensors()))
+        buckets = list(into_buckets(form.tensors()))
         manifest = dataclasses.replace(manifest_of(buckets, version), adapter=form.config(f"{place}/m"))
         with contextlib.suppress(SyncError):
             engine.load_weights([buckets[0][1:]], manifest)
@@ -103,7 +124,14 @@ def sync(place: str) -> None:
         (call,) = generate_all(engine, [Request(np.array(TOKENS, np.int32), Sampling(8, 1.0, ()), 3)], 60)
         said = np.concatenate([call.context, call.sampled])
         judged = logprobs(model, said.tolist())[len(TOKENS) - 1 :].numpy()
-        found.append({"scores": engine.score([np.array(TOKENS)])[0], "ours": logprobs(model).numpy(), "drawn": call.logprobs, "judged": judged})
+        found.append(
+            {
+                "scores": engine.score([np.array(TOKENS)])[0],
+                "ours": logprobs(model).numpy(),
+                "drawn": call.logprobs,
+                "judged": judged,
+            }
+        )
     torch.save(found, f"{place}/found.pt")
 
 
@@ -118,11 +146,14 @@ def test_adapters_are_sent_to_our_engine_one_after_the_other(tmp_path):
     assert np.abs(first["ours"] - second["ours"]).max() > 1e-2, "negative control: they differ"
 
 
-@pytest.mark.parametrize(("rank", "more", "said"), [(8, {}, 8), (20, {}, 32), (513, {}, "rank 513"), (8, {"num_local_experts": 4}, "experts on a CPU")])
+@pytest.mark.parametrize(
+    ("rank", "more", "said"),
+    [(8, {}, 8), (20, {}, 32), (513, {}, "rank 513"), (8, {"num_local_experts": 4}, "experts on a CPU")],
+)
 def test_room_for_an_adapter(tmp_path, rank, more, said):
     (tmp_path / "config.json").write_text(json.dumps(more))
     if isinstance(said, int):
-        assert room_for(rank, str(tmp_path), "float32") == said
+        assert max_lora_rank(rank, str(tmp_path), "float32") == said
     else:
         with pytest.raises(UserError, match=said):
-            room_for(rank, str(tmp_path), "float32")
+            max_lora_rank(rank, str(tmp_path), "float32")

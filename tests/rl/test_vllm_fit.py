@@ -23,7 +23,12 @@ RUNS = {
 @pytest.mark.parametrize("kind", RUNS)
 def test_policy_and_engine_stay_one_policy(raw, ray_cluster, kind):  # noqa: F811
     rollout, compute, model = RUNS[kind]
-    raw = {**raw, "algo": {"kl": 0.01}, "model": {**raw["model"], **model}, "rollout": {**raw["rollout"], "engine": "vllm", **rollout}}
+    raw = {
+        **raw,
+        "algo": {"kl": 0.01},
+        "model": {**raw["model"], **model},
+        "rollout": {**raw["rollout"], "engine": "vllm", **rollout},
+    }
     raw["train"] = {**raw["train"], "steps": 4}
     raw["compute"] = {"launcher": "ray", "device": "cpu", "workers": 1, "threads": 1, **compute}
     rows = read_metrics(train(raw) / "metrics.jsonl")
@@ -35,6 +40,10 @@ def test_policy_and_engine_stay_one_policy(raw, ray_cluster, kind):  # noqa: F81
 @pytest.mark.ray
 @pytest.mark.cluster
 def test_heads_that_cannot_be_shared_are_said_before_an_engine_starts(raw, ray_cluster):  # noqa: F811
-    raw = {**raw, "rollout": {**raw["rollout"], "engine": "vllm", "tensor": 3}, "compute": {"launcher": "ray", "device": "cpu", "threads": 1}}
+    raw = {
+        **raw,
+        "rollout": {**raw["rollout"], "engine": "vllm", "tensor": 3},
+        "compute": {"launcher": "ray", "device": "cpu", "threads": 1},
+    }
     with pytest.raises(UserError, match=r"rollout.tensor: 3 engines' parts cannot share 4 attention heads equally"):
         train(raw)

@@ -15,7 +15,7 @@ from ptf.data.batch import Batch
 from ptf.data.encode import encode_preference
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes.rm.recipe import RM
-from ptf.rl.vllm_engine import engine_env
+from ptf.rl.engines.vllm_engine import engine_env
 from ptf.train.trainer import load_model
 from tests.train.test_fit import train
 from tests.train.test_preferences import preferences
@@ -26,9 +26,11 @@ def serve(model: str, asked: str, found: str) -> None:
     from vllm import LLM
     from vllm.pooling_params import PoolingParams
 
-    llm = LLM(model=model, runner="pooling", dtype="float32", enforce_eager=True, max_model_len=64, gpu_memory_utilization=0.1)
+    llm = LLM(
+        model=model, runner="pooling", dtype="float32", enforce_eager=True, max_model_len=64, gpu_memory_utilization=0.1
+    )
     prompts = [{"prompt_token_ids": ids} for ids in json.loads(Path(asked).read_text())]
-    said = llm.classify(prompts, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)  # type: ignore[arg-type]
+    said = llm.classify(prompts, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
     Path(found).write_text(json.dumps([one.outputs.probs for one in said]))
 
 
@@ -36,12 +38,17 @@ def serve(model: str, asked: str, found: str) -> None:
 def test_vllm_gives_the_same_scores(tmp_path):
     run = train(preferences(tmp_path, "rm"), "run", train__steps=4)
     (pair,) = encode_preference({"prompt": "3+4=", "chosen": "7", "rejected": "81"}, Tokenizer.load(str(run / "model")))
-    model, _ = load_model(run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar")
+    model, _ = load_model(
+        run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar"
+    )
     with torch.no_grad():
         ours = RM().scores(model, Batch.of([[pair]], 64)).tolist()
     asked, found = tmp_path / "asked.json", tmp_path / "found.json"
     asked.write_text(json.dumps([sample.tokens.tolist() for sample in pair]))
-    code = f"from tests.rl.test_vllm_reward_model import serve; serve({str(run / 'model')!r}, {str(asked)!r}, {str(found)!r})"
+    code = (
+        f"from tests.rl.test_vllm_reward_model import serve; serve({str(run / 'model')!r}, {str(asked)!r}, "
+        f"{str(found)!r})"
+    )
     env = {**os.environ, **engine_env(tmp_path / "vllm"), "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=300)
     assert [score for (score,) in json.loads(found.read_text())] == pytest.approx(ours, abs=1e-5)

@@ -1,4 +1,5 @@
-"""An evaluation is tried again where what failed it passes, as a port that another process had just taken does; a fault of its own ends it."""
+"""An evaluation is tried again where what failed it passes, as a port that another process had just taken does;
+a fault of its own ends it."""
 
 import socket
 from pathlib import Path
@@ -10,10 +11,11 @@ import yaml
 
 from ptf.config import loads
 from ptf.errors import Left, Lost, Retryable, UserError, passing
-from ptf.rl.native_engine import NativeEngine
+from ptf.evaluation import TRIES
+from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from steps.artifact import Artifact
-from steps.evaluate import TRIES, evaluate
+from steps.evaluate import evaluate
 from tests.tiny import arithmetic
 
 TAKEN: list[socket.socket] = []  # by others; each goes once somebody has run into it
@@ -30,7 +32,9 @@ class Listening(NativeEngine):
     """An engine that needs a port."""
 
     def __init__(self, directory: str, *, device: str, dtype: str, version: int, seed: int, max_length: int) -> None:
-        super().__init__(directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed)
+        super().__init__(
+            directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed
+        )
         if WRONG:
             raise ValueError(WRONG[0])
         if TAKEN:
@@ -47,8 +51,15 @@ def stage(tmp_path: Path) -> Any:
     raw = arithmetic(tmp_path)
     raw["train"] |= {"steps": 1, "validate_every": 0}
     raw["data"].pop("validation")
-    raw["evaluate"] = {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "limit": 4, "samples": 1, "max_new_tokens": 4,
-                       "start": False, "reward": {"use": "ptf.tasks.arithmetic:exact"}, "engine": {"use": "tests.steps.test_evaluate:Listening"}}  # fmt: skip
+    raw["evaluate"] = {
+        "sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
+        "limit": 4,
+        "samples": 1,
+        "max_new_tokens": 4,
+        "start": False,
+        "reward": {"use": "ptf.tasks.arithmetic:exact"},
+        "engine": {"use": "tests.steps.test_evaluate:Listening"},
+    }
     job = loads(yaml.safe_dump(raw))
     directory = run(job, "a")
     yield lambda: evaluate(job, Artifact(lineage="a", run=str(directory)))
@@ -78,6 +89,22 @@ def test_a_fault_of_its_own_is_not(stage: Any, capfd: pytest.CaptureFixture[str]
 
 
 def test_what_passes_and_what_does_not() -> None:
-    distributed = RuntimeError("The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE")
-    assert all(map(passing, [distributed, Lost("rank 1 died"), Retryable("Ray did not start"), ConnectionResetError("gone")]))
-    assert not any(map(passing, [UserError("no such file"), ValueError("x"), RuntimeError("shapes differ"), Left(1, 2, "there"), FileNotFoundError("x")]))
+    distributed = RuntimeError(
+        "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, "
+        "name: EADDRINUSE"
+    )
+    assert all(
+        map(passing, [distributed, Lost("rank 1 died"), Retryable("Ray did not start"), ConnectionResetError("gone")])
+    )
+    assert not any(
+        map(
+            passing,
+            [
+                UserError("no such file"),
+                ValueError("x"),
+                RuntimeError("shapes differ"),
+                Left(1, 2, "there"),
+                FileNotFoundError("x"),
+            ],
+        )
+    )

@@ -1,4 +1,5 @@
-"""The prepare step makes the models that a job takes from other jobs: each once, and each under a lineage of its own."""
+"""The prepare step makes the models that a job takes from other jobs: each once,
+and each under a lineage of its own."""
 
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from tests.tiny import arithmetic
 
 @pytest.fixture
 def raw(tmp_path, monkeypatch) -> dict:
-    """A student and two teachers from other jobs, one of which begins with the other's model; publishing is a pointer that appears."""
+    """A student and two teachers from other jobs, one of which begins with the other's model;
+    publishing is a pointer that appears."""
     raw = arithmetic(tmp_path)
     for name, start in (("first", str(tmp_path / "model")), ("second", f"job:{tmp_path / 'first.yaml'}")):
         model = {**raw["model"], "path": start}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**raw, "model": model, "publish": {"to": str(tmp_path / "published" / name)}}))
+        (tmp_path / f"{name}.yaml").write_text(
+            yaml.safe_dump({**raw, "model": model, "publish": {"to": str(tmp_path / "published" / name)}})
+        )
     teachers = {name: {"path": f"job:{tmp_path / name}.yaml"} for name in ("second", "first")}
     return {**raw, "recipe": "kd", "algo": {"teachers": teachers}, "model": {"path": f"job:{tmp_path / 'second.yaml'}"}}
 
@@ -46,7 +50,7 @@ def test_each_is_made_once_under_a_name_of_its_own(raw, tmp_path, monkeypatch):
     assert sorted(made) == ["kd-1-second", "kd-1-second-first"]
     done = artifact.resolve(job)
     assert done.model.path == str(tmp_path / "published" / "second" / "kd-1-second")
-    assert done.algo.teachers["first"].path == str(tmp_path / "published" / "first" / "kd-1-second-first")  # type: ignore[union-attr]
+    assert done.algo.teachers["first"].path == str(tmp_path / "published" / "first" / "kd-1-second-first")
     assert module.prepare(job, Artifact(lineage="kd-2")).models == artifact.models
     assert len(made) == 2
 

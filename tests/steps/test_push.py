@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from ptf.errors import UserError
-from steps.publish import push
+from ptf.publishing import push
 
 
 class Hub(ThreadingHTTPServer):
@@ -41,7 +41,14 @@ class Answers(BaseHTTPRequestHandler):
             self.server.made.append(json.loads(body))
             return self.answer({"url": f"{constants.ENDPOINT}/team/name", "name": "team/name"})
         if "/preupload/" in self.path:
-            return self.answer({"files": [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]]})
+            return self.answer(
+                {
+                    "files": [
+                        {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                        for one in json.loads(body)["files"]
+                    ]
+                }
+            )
         if self.path.endswith("/validate-yaml"):
             return self.answer({"errors": [], "warnings": []})
         for line in map(json.loads, body.splitlines()):
@@ -55,7 +62,12 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if "/tree/" in self.path:
-            return self.answer([{"type": "file", "path": name, "oid": "b" * 40, "size": len(data)} for name, data in self.server.held.items()])
+            return self.answer(
+                [
+                    {"type": "file", "path": name, "oid": "b" * 40, "size": len(data)}
+                    for name, data in self.server.held.items()
+                ]
+            )
         return self.answer({"error": "no such repository"}, 404)
 
     def answer(self, said: dict | list, code: int = 200) -> None:
@@ -75,7 +87,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub() as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # it has a log below HOME
-        monkeypatch.setattr(huggingface_hub, "HfApi", functools.partial(huggingface_hub.HfApi, endpoint=hub.url, token="hf_secret"))
+        monkeypatch.setattr(
+            huggingface_hub, "HfApi", functools.partial(huggingface_hub.HfApi, endpoint=hub.url, token="hf_secret")
+        )
         yield hub
         hub.shutdown()
 
@@ -97,10 +111,16 @@ def test_every_file_is_in_one_commit_of_a_private_repository(hub, version, capsy
     assert f"pushed to {constants.ENDPOINT}/team/name/commit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("fault", "repository"), [("refuses", "team/name"), ("gone", "team/name"), ("", "not a/good name/")])
+@pytest.mark.parametrize(
+    ("fault", "repository"), [("refuses", "team/name"), ("gone", "team/name"), ("", "not a/good name/")]
+)
 def test_a_hub_that_does_not_take_it_is_one_message(hub, version, monkeypatch, fault, repository):
     if fault == "gone":
-        monkeypatch.setattr(huggingface_hub, "HfApi", functools.partial(huggingface_hub.HfApi.func, endpoint="http://127.0.0.1:9", token="hf_secret"))
+        monkeypatch.setattr(
+            huggingface_hub,
+            "HfApi",
+            functools.partial(huggingface_hub.HfApi.func, endpoint="http://127.0.0.1:9", token="hf_secret"),
+        )
     hub.refuses = fault == "refuses"
     with pytest.raises(UserError, match=r"v1 is published, but not on the hub: .*") as error:
         push(version, repository, "v1")

@@ -10,7 +10,7 @@ import yaml
 
 from ptf import published
 from ptf.config import ConfigError, loads
-from ptf.data.sources import SourceSpec, stamps
+from ptf.data.sources.rows import SourceSpec, stamps
 from ptf.errors import UserError
 from steps import retrain
 from steps.artifact import Artifact
@@ -70,11 +70,15 @@ def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_p
     better = again(raw, "better")
     assert "sums changed since first" in capsys.readouterr().out
     assert better.published == f"{root}/better"
-    assert better.metrics["start/loss/held_out"] == pytest.approx(first.metrics["loss/held_out"], abs=1e-5), "it began with what was published"
+    assert better.metrics["start/loss/held_out"] == pytest.approx(first.metrics["loss/held_out"], abs=1e-5), (
+        "it began with what was published"
+    )
     assert better.metrics["loss/held_out"] < first.metrics["loss/held_out"]
 
     sums(tmp_path, 300, 400, wrong=True)
-    worse = again(raw | {"data": {**raw["data"], "sources": {"sums": {"path": str(tmp_path / "data/300*.jsonl")}}}}, "worse")
+    worse = again(
+        raw | {"data": {**raw["data"], "sources": {"sums": {"path": str(tmp_path / "data/300*.jsonl")}}}}, "worse"
+    )
     assert worse.metrics["loss/held_out"] > worse.metrics["start/loss/held_out"]
     assert worse.published is None
     assert published.pointer(root) == published.Pointer("better", ("first",))
@@ -90,7 +94,11 @@ def test_publishing_again_writes_nothing_and_moves_no_pointer(raw, tmp_path, cap
         for stage in (prepare, tokenize, train, evaluate, publish):
             made[-1] = stage(job, made[-1])
     first, second = made
-    held = {file: file.stat().st_mtime_ns for file in Path(root).rglob("*") if file.is_file() and not file.name.startswith(".")}
+    held = {
+        file: file.stat().st_mtime_ns
+        for file in Path(root).rglob("*")
+        if file.is_file() and not file.name.startswith(".")
+    }
     capsys.readouterr()
     assert publish(job, second).published == f"{root}/second"
     assert publish(job, first).published == f"{root}/first"
@@ -138,8 +146,13 @@ def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, 
     (tmp_path / "data" / "0False.jsonl").unlink()
     assert again(raw, "worse").published is None
     assert again(raw, "same") is None
-    assert f"nothing new since worse, which was not better: loss/held_out {first.metrics['loss/held_out']:.4g} → " in capsys.readouterr().out
-    assert again({**raw, "train": {**raw["train"], "lr": 1e-9}}, "other-rate") is not None, "another config may end otherwise"
+    assert (
+        f"nothing new since worse, which was not better: loss/held_out {first.metrics['loss/held_out']:.4g} → "
+        in capsys.readouterr().out
+    )
+    assert again({**raw, "train": {**raw["train"], "lr": 1e-9}}, "other-rate") is not None, (
+        "another config may end otherwise"
+    )
     sums(tmp_path, 0, 150)
     assert again(raw, "more") is not None
 
@@ -176,24 +189,43 @@ def test_a_file_that_was_written_over_is_new_whatever_its_size(raw, tmp_path, ca
     assert "tokenize: sums: 150 rows" in out
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"publish": {}}, r"publish\.metric: retraining publishes only what is better; name a metric"),
-    ({"publish": {"metric": "train/loss", "mode": "min"}}, r"publish\.metric: retraining publishes only what is better"),
-    ({"evaluate": {"start": False}}, r"evaluate\.start: retraining compares"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"publish": {}}, r"publish\.metric: retraining publishes only what is better; name a metric"),
+        (
+            {"publish": {"metric": "train/loss", "mode": "min"}},
+            r"publish\.metric: retraining publishes only what is better",
+        ),
+        ({"evaluate": {"start": False}}, r"evaluate\.start: retraining compares"),
+    ],
+)
 def test_without_anything_to_compare_it_does_not_begin(raw, change, message):
     with pytest.raises(UserError, match=message):
         again(raw | change, "a")
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(raw):
-    with pytest.raises(UserError, match=r"publish\.metric: the evaluation will have no 'loss/dev'; it will have .* loss/held_out"):
+    with pytest.raises(
+        UserError, match=r"publish\.metric: the evaluation will have no 'loss/dev'; it will have .* loss/held_out"
+    ):
         again(raw | {"publish": {"metric": "loss/dev", "mode": "min"}}, "a")
     assert published.pointer(f"{raw['output']}/published") is None
 
 
 @pytest.mark.parametrize(
-    "cron", ["0 3 * *", "61 * * * *", "* * 0 * *", "*/0 * * * *", "0 3 * * mo", "5-1 * * * *", "0 3 * * 1 2026", "1,,2 * * * *", "²  * * * *"]
+    "cron",
+    [
+        "0 3 * *",
+        "61 * * * *",
+        "* * 0 * *",
+        "*/0 * * * *",
+        "0 3 * * mo",
+        "5-1 * * * *",
+        "0 3 * * 1 2026",
+        "1,,2 * * * *",
+        "²  * * * *",
+    ],
 )
 def test_what_is_no_schedule_is_refused(raw, cron):
     with pytest.raises(ConfigError, match=r"flow\.cron +.* is no schedule"):
@@ -241,13 +273,36 @@ def test_the_card_says_what_it_is_made_of_and_how_it_did(raw, tmp_path):
     better = again(raw, "better")
     text = (Path(better.published) / "README.md").read_text()
     header = yaml.safe_load(text.split("---")[1])
-    assert header == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ptf", "sft"], "license": "apache-2.0"}
-    assert f"from `{first.published}`" in text
-    row = f"| loss/held_out | {first.metrics['loss/held_out']:.4g} | {better.metrics['loss/held_out']:.4g} | {first.metrics['loss/held_out']:.4g} |"
+    assert header == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["ptf", "sft"],
+        "license": "apache-2.0",
+        "model-index": [
+            {
+                "name": "better",
+                "results": [
+                    {
+                        "task": {"type": "text-generation"},
+                        "dataset": {"name": "held_out", "type": "held_out"},
+                        "metrics": [{"type": "loss", "name": "loss", "value": better.metrics["loss/held_out"]}],
+                    }
+                ],
+            }
+        ],
+    }
+    assert str(tmp_path) not in text, "nobody else has the paths of this machine"
+    assert "from `first`" in text
+    row = (
+        f"| loss/held_out | {first.metrics['loss/held_out']:.4g} | {better.metrics['loss/held_out']:.4g} | "
+        f"{first.metrics['loss/held_out']:.4g} |"
+    )
     assert row in text, "start, now, and what was published before, which is the start"
     assert "published before (first)" in text
-    assert f"| sums | `{tmp_path}/data` | auto | by rows | {better.data['sums']} |" in text
-    assert f"vllm serve {better.published}\n" in text
+    assert f"| sums | `data` | auto | by rows | {better.data['sums']} |" in text
+    assert "vllm serve DIRECTORY\n" in text
     job = loads(text.split("```yaml\n")[1].split("```")[0])
-    assert job == retrain.based(loads(yaml.safe_dump(raw)), better), "the config, as it can be run again"
+    trained = retrain.based(loads(yaml.safe_dump(raw)), better)
+    assert (job.train, job.recipe, job.publish) == (trained.train, trained.recipe, trained.publish), "it is a config"
+    assert job.model == trained.model.model_copy(update={"path": "…/published"})
     assert "published before" not in (Path(first.published) / "README.md").read_text()

@@ -20,7 +20,7 @@ METRIC = {"metric": "loss/held_out", "mode": "min"}
 def raw(tmp_path) -> dict[str, Any]:
     raw = arithmetic(tmp_path)
     raw["train"] = {**raw["train"], "steps": 3, "validate_every": 0}
-    return raw | {"publish": METRIC, "flow": {"sweep": [{"train.lr": 1e-9}, {"train.lr": 3e-3, "train.rows": 8}]}}
+    return raw | {"publish": METRIC, "flow": {"sweep": [{"train.lr": 1e-9}, {"train.lr": 3e-3, "train.sequences": 8}]}}
 
 
 def diverging(raw: dict[str, Any]) -> dict[str, Any]:
@@ -33,33 +33,67 @@ def job(raw: dict[str, Any]):
 
 def test_trials_are_the_job_with_other_values(raw):
     one, two = map(loads, trials(job(raw)))
-    assert (one.train.lr, one.train.rows, two.train.lr, two.train.rows) == (1e-9, 4, 3e-3, 8)
+    assert (one.train.lr, one.train.sequences, two.train.lr, two.train.sequences) == (1e-9, 4, 3e-3, 8)
     same = job(raw)
-    assert dump(two) == dump(same.model_copy(update={"train": same.train.model_copy(update={"lr": 3e-3, "rows": 8})}))
+    assert dump(two) == dump(
+        same.model_copy(update={"train": same.train.model_copy(update={"lr": 3e-3, "sequences": 8})})
+    )
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"flow": {}}, r"flow\.sweep: a sweep has two trials at least"),
-    ({"publish": {}}, r"publish\.metric: a sweep chooses by a metric"),
-    ({"flow": {"sweep": [{"train.lr": 1e-3}, {"train.lrr": 1e-3}]}}, r"flow\.sweep\[1\]: .*train.lrr.*unknown key"),
-    ({"flow": {"sweep": [{"train.lr": "fast"}, {"train.lr": 1e-3}]}}, r"flow\.sweep\[0\]: .*train\.lr"),
-    ({"flow": {"sweep": [{"output": "a"}, {"output": "b"}]}}, r"flow\.sweep\[0\]: output must be the same in all trials"),
-    ({"flow": {"sweep": [{"train.lr": 1.0}, {"data": {"validation": {"held_out": {"limit": 3}}}}]}}, r"flow\.sweep\[1\]: data\.validation must be the same"),
-    ({"flow": {"sweep": [{"train.lr": 1.0}, {"data.seq_len": 32}]}}, r"flow\.sweep\[1\]: data\.seq_len must be the same"),
-    ({"publish": {"metric": "train/loss", "mode": "min"}}, r"publish\.metric: a sweep chooses by a metric of the evaluate stage"),
-    ({"flow": {"sweep": [{"train.lr": 1.0}, {"data.validation.held_out.limit": 3}]}}, r"flow\.sweep\[1\]: data\.validation must be the same"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flow": {}}, r"flow\.sweep: a sweep has two trials at least"),
+        ({"publish": {}}, r"publish\.metric: a sweep chooses by a metric"),
+        ({"flow": {"sweep": [{"train.lr": 1e-3}, {"train.lrr": 1e-3}]}}, r"flow\.sweep\[1\]: .*train.lrr.*unknown key"),
+        ({"flow": {"sweep": [{"train.lr": "fast"}, {"train.lr": 1e-3}]}}, r"flow\.sweep\[0\]: .*train\.lr"),
+        (
+            {"flow": {"sweep": [{"output": "a"}, {"output": "b"}]}},
+            r"flow\.sweep\[0\]: output must be the same in all trials",
+        ),
+        (
+            {"flow": {"sweep": [{"train.lr": 1.0}, {"data": {"validation": {"held_out": {"limit": 3}}}}]}},
+            r"flow\.sweep\[1\]: data\.validation must be the same",
+        ),
+        (
+            {"flow": {"sweep": [{"train.lr": 1.0}, {"data.seq_len": 32}]}},
+            r"flow\.sweep\[1\]: data\.seq_len must be the same",
+        ),
+        (
+            {"publish": {"metric": "train/loss", "mode": "min"}},
+            r"publish\.metric: a sweep chooses by a metric of the evaluate stage",
+        ),
+        (
+            {"flow": {"sweep": [{"train.lr": 1.0}, {"data.validation.held_out.limit": 3}]}},
+            r"flow\.sweep\[1\]: data\.validation must be the same",
+        ),
+    ],
+)
 def test_what_is_no_sweep_is_refused(raw, change, message):
     with pytest.raises(UserError, match=message):
         trials(job(raw | change))
 
 
-@pytest.mark.parametrize(("mode", "values", "chosen"), [
-    ("min", [0.5, 0.25, 0.75], 1), ("max", [0.5, 0.25, 0.75], 2), ("max", [math.nan, 0.25, None], 1), ("min", [0.5, 0.5, 0.5], 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "values", "chosen"),
+    [
+        ("min", [0.5, 0.25, 0.75], 1),
+        ("max", [0.5, 0.25, 0.75], 2),
+        ("max", [math.nan, 0.25, None], 1),
+        ("min", [0.5, 0.5, 0.5], 0),
+    ],
+)
 def test_the_best_is_chosen_and_all_are_shown(raw, mode, values, chosen, capsys):
-    one = job(raw | {"publish": {"metric": "kl/dev", "mode": mode}, "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]}} if mode == "min" else raw | {
-        "publish": {"metric": "accuracy/dev", "mode": mode}, "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]}})  # fmt: skip
+    one = job(
+        raw
+        | {"publish": {"metric": "kl/dev", "mode": mode}, "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]}}
+        if mode == "min"
+        else raw
+        | {
+            "publish": {"metric": "accuracy/dev", "mode": mode},
+            "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]},
+        }
+    )
     found = [{} if value is None else {str(one.publish.metric): value} for value in values]
     assert best(one, found) == chosen
     lines = capsys.readouterr().out.splitlines()

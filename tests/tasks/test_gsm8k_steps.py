@@ -41,7 +41,9 @@ def test_counts(task: Path) -> None:
     assert len(read(task / "dev.jsonl")) == len(questions(task / "dev.jsonl")) == 500
     assert len(read(task / "test.jsonl")) == len(questions(task / "test.jsonl")) == 878
     assert len(read(task / "train.jsonl")) == len(read(task / "train_prompts.jsonl")) + 3000
-    assert questions(task / "train_prompts.jsonl") | questions(task / "dev.jsonl") == {question for question, _ in known}
+    assert questions(task / "train_prompts.jsonl") | questions(task / "dev.jsonl") == {
+        question for question, _ in known
+    }
 
 
 def test_nothing_tested_is_trained_on(task: Path) -> None:
@@ -82,13 +84,31 @@ def test_generated_expressions_have_the_shape_of_real_ones(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("48/2", "24"), ("1/4", "0.25"), (".5*3", "1.5"), ("100-0.1-0.9", "99"), ("1/8", None), ("1/3", None), ("3-5", None), ("1/0", None), ("7//2", None),
-     ("05+1", None)],
-)  # fmt: skip
+    [
+        ("48/2", "24"),
+        ("1/4", "0.25"),
+        (".5*3", "1.5"),
+        ("100-0.1-0.9", "99"),
+        ("1/8", None),
+        ("1/3", None),
+        ("3-5", None),
+        ("1/0", None),
+        ("7//2", None),
+        ("05+1", None),
+    ],
+)
 def test_decimal(expression: str, value: str | None) -> None:
     assert decimal(expression) == value
 
 
 def test_numeric() -> None:
     row = {"answer": "0.5"}
-    assert [numeric(row, text) for text in ("0.50", ".5", " 0.5\n", "5", "", "half", "1/0")] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [numeric(row, text) for text in ("0.50", ".5", " 0.5\n", "5", "", "half", "1/0")] == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
 from ptf.recipes.grpo.recipe import GRPO
@@ -28,7 +28,7 @@ class Value:
     def companions(self) -> Mapping[str, Companion]:
         return {}
 
-    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         return encode_document(row, tokenizer, source, "assistant")
 
     def units(self, batch: Batch) -> Tensor:

@@ -11,9 +11,9 @@ import yaml
 from ptf.cli import main
 from ptf.config import loads
 from ptf.errors import UserError
+from ptf.model.activation_memory import _attend, kept
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
-from ptf.model.kept import _attend, kept
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora, adapter_names
 from ptf.model.rope import rotary
@@ -21,12 +21,17 @@ from ptf.train.budget import Budget, budget
 from tests.tiny import SIZES
 
 DENSE = {
-    "model_type": "qwen3", **SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096, "tie_word_embeddings": False,
-    "num_attention_heads": 8, "num_key_value_heads": 4,
-}  # fmt: skip
-MOE = {
-    **DENSE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768,
-}  # fmt: skip
+    "model_type": "qwen3",
+    **SIZES,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "vocab_size": 4096,
+    "tie_word_embeddings": False,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 
 
 def directory(path: Path, config: dict) -> Path:
@@ -35,13 +40,17 @@ def directory(path: Path, config: dict) -> Path:
     return path
 
 
-def job(path: Path, *, tensor: int = 1, replicate: int = 1, workers: int = 1, model: dict | None = None, **train) -> str:
+def job(
+    path: Path, *, tensor: int = 1, replicate: int = 1, workers: int = 1, model: dict | None = None, **train
+) -> str:
     raw = {
-        "recipe": "sft", "output": str(path / "runs"), "model": {"path": str(path), **(model or {})},
-        "data": {"sources": {"a": {"path": "a.jsonl"}}, "seq_len": 2048, "lanes": 512},
-        "train": {"steps": 1, "lr": 1e-5, "rows": 512, "micro_rows": 4, **train},
+        "recipe": "sft",
+        "output": str(path / "runs"),
+        "model": {"path": str(path), **(model or {})},
+        "data": {"sources": {"a": {"path": "a.jsonl"}}, "seq_len": 2048, "partitions": 512},
+        "train": {"steps": 1, "lr": 1e-5, "sequences": 512, "micro_sequences": 4, **train},
         "compute": {"workers": workers, "mesh": {"tensor": tensor, "replicate": replicate}},
-    }  # fmt: skip
+    }
     return yaml.safe_dump(raw)
 
 
@@ -75,7 +84,9 @@ def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -
     x = torch.randn(1, tokens, config.dim).to(dtype).requires_grad_()
     own, saved = {p.untyped_storage()._cdata for p in block.parameters()}, {}
     table = rotary(torch.arange(tokens)[None], config.head_dim, config.kinds[0].rope)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage()._cdata, t) is None or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.setdefault(t.untyped_storage()._cdata, t) is None or t, lambda t: t
+    ):
         out = block(x, table, _attend, torch.ones(1, tokens, dtype=torch.bool))
     real = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own) / tokens
     assert out.shape == x.shape
@@ -92,7 +103,10 @@ def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys)
     last = text.strip().splitlines()[-1]
     changes = dict(part.split(": ") for part in last.split("→")[0].strip().split(", "))
     gpus = changes.pop("GPUs", "8")
-    assert main(["plan", str(file), "--gpus", gpus, "--memory", "0.9", *(f"--set={k}={v}" for k, v in changes.items())]) == 0
+    assert (
+        main(["plan", str(file), "--gpus", gpus, "--memory", "0.9", *(f"--set={k}={v}" for k, v in changes.items())])
+        == 0
+    )
 
 
 def test_lora_has_no_gradients_of_what_is_frozen(tmp_path) -> None:
@@ -104,7 +118,9 @@ def test_lora_has_no_gradients_of_what_is_frozen(tmp_path) -> None:
 
 def test_a_reference_has_weights_of_its_own_unless_adapters_make_it_the_model(tmp_path) -> None:
     def plan(recipe: str, lora: dict | None = None) -> Budget:
-        text = job(directory(tmp_path, DENSE), model={"lora": lora} if lora else None).replace("recipe: sft", f"recipe: {recipe}")
+        text = job(directory(tmp_path, DENSE), model={"lora": lora} if lora else None).replace(
+            "recipe: sft", f"recipe: {recipe}"
+        )
         return budget(loads(text), tmp_path, 1)
 
     sft, dpo, adapted, own = plan("sft"), plan("dpo"), plan("sft", {"rank": 4}), plan("dpo", {"rank": 4})
@@ -120,10 +136,17 @@ def test_a_teacher_counts_as_large_as_it_is_unless_it_was_asked_ahead(tmp_path) 
     plain = job(directory(tmp_path, DENSE))
 
     def plan(**algo: object) -> Budget:
-        text = plain.replace("recipe: sft", f"recipe: kd\nalgo: {json.dumps({'teachers': {'big': {'path': str(teacher)}}, **algo})}")
+        text = plain.replace(
+            "recipe: sft", f"recipe: kd\nalgo: {json.dumps({'teachers': {'big': {'path': str(teacher)}}, **algo})}"
+        )
         return budget(loads(text), tmp_path, 1)
 
-    sft, alone, beside, ahead = budget(loads(plain), tmp_path, 1), budget(loads(plain), teacher, 1), plan(), plan(top_k=8, precomputed=True)
+    sft, alone, beside, ahead = (
+        budget(loads(plain), tmp_path, 1),
+        budget(loads(plain), teacher, 1),
+        plan(),
+        plan(top_k=8, precomputed=True),
+    )
     assert beside.memory.weights == sft.memory.weights + alone.memory.weights
     assert beside.memory.gradients == sft.memory.gradients
     assert beside.flops - sft.flops == pytest.approx(alone.flops / 3)

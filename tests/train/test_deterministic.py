@@ -1,4 +1,5 @@
-"""train.deterministic: the same bits for any split into passes, any number of workers, and any change of that number on the way."""
+"""train.deterministic: the same bits for any split into passes, any number of workers,
+and any change of that number on the way."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import pytest
 
 from ptf.errors import UserError
-from ptf.train import canonical
+from ptf.train import deterministic
 from tests.tiny import arithmetic
 from tests.train.test_fit import facts, same, train, weights
 
@@ -20,13 +21,13 @@ def raw(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_how_rows_are_split_into_passes_changes_no_bit(raw: dict[str, Any]) -> None:
-    runs = [train(raw, f"split-{n}", train__micro_rows=n) for n in (1, 2, 4)]
+    runs = [train(raw, f"split-{n}", train__micro_sequences=n) for n in (1, 2, 4)]
     assert all(facts(run) == facts(runs[0]) and same(weights(run), weights(runs[0])) for run in runs)
 
 
 def test_without_it_some_bits_change(raw: dict[str, Any]) -> None:
     """Negative control."""
-    runs = [train(raw, f"fast-{n}", train__micro_rows=n, train__deterministic=False) for n in (1, 4)]
+    runs = [train(raw, f"fast-{n}", train__micro_sequences=n, train__deterministic=False) for n in (1, 4)]
     assert not same(*map(weights, runs))
 
 
@@ -43,12 +44,18 @@ def go_on(raw: dict[str, Any], directory: Path, workers: int, done: int) -> None
     for checkpoint in (directory / "checkpoints").iterdir():
         if int(checkpoint.name.removeprefix("step_")) > done:
             (checkpoint / "manifest.json").unlink()
-    train({**raw, "compute": raw["compute"] | {"workers": workers, "launcher": "local" if workers == 1 else "torchrun"}}, directory.name)
+    train(
+        {**raw, "compute": raw["compute"] | {"workers": workers, "launcher": "local" if workers == 1 else "torchrun"}},
+        directory.name,
+    )
 
 
 @pytest.mark.parametrize("chain", [((2, 3), (1, 9)), pytest.param(((2, 3), (4, 6), (1, 9)), marks=pytest.mark.cluster)])
-def test_any_number_of_workers_one_after_the_other_gives_the_same_bits(raw: dict[str, Any], chain: tuple[tuple[int, int], ...]) -> None:
-    """1 → 2 (→ 4) → 1 workers, each continuing from a checkpoint of the one before, against one worker from beginning to end."""
+def test_any_number_of_workers_one_after_the_other_gives_the_same_bits(
+    raw: dict[str, Any], chain: tuple[tuple[int, int], ...]
+) -> None:
+    """1 → 2 (→ 4) → 1 workers, each continuing from a checkpoint of the one before,
+    against one worker from beginning to end."""
     whole = train(raw, "whole")
     directory = train(raw, "elastic")
     for workers, done in chain:
@@ -70,7 +77,7 @@ def test_in_the_fast_mode_another_number_of_workers_changes_nothing_but_rounding
 
 
 def test_large_models_are_refused(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canonical, "MOST_BYTES", 1000)
+    monkeypatch.setattr(deterministic, "MAX_GRADIENT_BYTES", 1000)
     with pytest.raises(UserError, match=r"train\.deterministic keeps a gradient for each row"):
         train(raw, "a")
 

@@ -83,7 +83,7 @@ def scaled_loss(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
 
 def test_the_rows_of_a_loss_that_is_not_finite_are_kept(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     scaled_loss(monkeypatch, {6})
-    with pytest.raises(UserError, match=r"step 2: .*nan.*What it was trained on is in .*nonfinite/step_00000002"):
+    with pytest.raises(UserError, match=r"step 2: .*nan.*The rows of this step are in .*nonfinite/step_00000002"):
         train(raw, "a")
     lines = (Path(raw["output"]) / "a" / "nonfinite" / "step_00000002" / "rank_00000.jsonl").read_text().splitlines()
     documents = [json.loads(line) for line in lines]
@@ -106,13 +106,18 @@ def test_not_all_steps_may_be_left_out(raw: dict[str, Any], monkeypatch: pytest.
         train(raw, "a", train__on_nonfinite="skip")
 
 
-def test_a_run_ends_when_the_held_out_loss_no_longer_falls(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_ends_when_the_held_out_loss_no_longer_falls(
+    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     losses = iter([3.0, 2.0, 2.5, 1.99, 5.0, 5.0])
     monkeypatch.setattr(fitting, "held_out_loss", lambda *args: {"loss/held_out": next(losses)})
-    raw["train"] |= {"validate_every": 2, "stop": {"metric": "loss/held_out", "patience": 2, "min_delta": 0.1}}
+    raw["train"] |= {
+        "validate_every": 2,
+        "early_stopping": {"metric": "loss/held_out", "patience": 2, "min_delta": 0.1},
+    }
     directory = train(raw, "a")
     assert steps(directory) == list(range(1, 9))
-    assert "loss/held_out has not got better 2 times in a row" in capsys.readouterr().out
+    assert "loss/held_out has not improved 2 times in a row" in capsys.readouterr().out
     assert (directory / "checkpoints" / "step_00000008").exists()
     assert (directory / "model").exists()
 
@@ -130,7 +135,9 @@ def test_the_best_checkpoint_is_kept_and_exported(raw: dict[str, Any], monkeypat
         assert held.startswith(exported) == equal  # behind them lie the rows that fill the vocabulary up
 
 
-def test_a_place_that_cannot_be_written_leaves_the_checkpoint_before_it(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_written_leaves_the_checkpoint_before_it(
+    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = saver.write
 
     def full(directory: str, *args: Any) -> Any:
@@ -139,7 +146,11 @@ def test_a_place_that_cannot_be_written_leaves_the_checkpoint_before_it(raw: dic
         return write(directory, *args)
 
     monkeypatch.setattr(saver, "write", full)
-    with pytest.raises(UserError, match=r"the checkpoint of step 10 could not be written to .*no space is left on the disk at .*the one before it is whole"):
+    with pytest.raises(
+        UserError,
+        match=r"the checkpoint of step 10 could not be written to .*no space is left on the disk at "
+        r".*the one before it is whole",
+    ):
         train(raw, "a")
     monkeypatch.undo()
     again = train(raw, "a")
@@ -147,7 +158,8 @@ def test_a_place_that_cannot_be_written_leaves_the_checkpoint_before_it(raw: dic
 
 
 def test_saving_goes_on_beside_training(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is the state of the step it belongs to, however long the writing takes; and steps are made meanwhile."""
+    """What is written is the state of the step it belongs to, however long the writing takes;
+    and steps are made meanwhile."""
     whole = train(raw, "whole")
     write, at_write = saver.write, []
 
@@ -165,13 +177,15 @@ def test_saving_goes_on_beside_training(raw: dict[str, Any], monkeypatch: pytest
         assert same(weights(train(raw, lineage)), weights(whole))
 
 
-def test_other_code_is_refused_unless_accepted(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_code_is_refused_unless_accepted(
+    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(raw, "a")
     monkeypatch.setattr(provenance, "code", lambda: "another")
     with pytest.raises(UserError, match=r"ptf's code was \w+, is another.*checkpoint\.accept_changes"):
         train(raw, "a")
     train(raw, "a", checkpoint__accept_changes=True)
-    assert "continuing although" in capsys.readouterr().out
+    assert "continuing, although" in capsys.readouterr().out
 
 
 def test_checkpoints_may_lie_elsewhere(raw: dict[str, Any], tmp_path: Path) -> None:

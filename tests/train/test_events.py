@@ -1,4 +1,5 @@
-"""Training on events: what training on text promises, by the same tests; and that a model learns what comes next, and nothing from others' histories."""
+"""Training on events: what training on text promises, by the same tests; and that a model learns what comes next, and
+nothing from others' histories."""
 
 import json
 import random
@@ -12,43 +13,86 @@ import yaml
 from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.config.load import ConfigError
-from ptf.data.catalogue import Catalogue
-from ptf.data.events import generated
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.eval import check, evaluate
+from ptf.events.catalogue import Catalogue
+from ptf.events.prepare import generated
 from ptf.run import run
 from ptf.tasks.slates import worth
 from tests.tiny import arithmetic
-from tests.train.test_fit import test_a_resumed_run_ends_with_the_same_bits as test_a_resumed_run_ends_with_the_same_bits
+from tests.train.test_fit import (
+    test_a_resumed_run_ends_with_the_same_bits as test_a_resumed_run_ends_with_the_same_bits,
+)
 from tests.train.test_fit import test_another_seed_is_another_run as test_another_seed_is_another_run
 
-KNOBS: dict[str, Any] = {"users": 60, "items": 48, "kinds": 4, "window": 64, "model": {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}}
+KNOBS: dict[str, Any] = {
+    "users": 60,
+    "items": 48,
+    "kinds": 4,
+    "window": 64,
+    "model": {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16},
+}
 
 
 def histories(directory: Path, head: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
     """The raw job that trains on made-up histories in `directory`; `head`: with one over the catalogue."""
     made = directory / "made"
-    declared = {} if head is None else {"head": {"use": "ptf.recipes.next_item:NextItem", "args": {"items": str(made / "items.safetensors"), **head}}}
+    declared = (
+        {}
+        if head is None
+        else {
+            "head": {
+                "use": "ptf.events.item_head:NextItem",
+                "args": {"items": str(made / "items.safetensors"), **head},
+            }
+        }
+    )
     generated(str(made), **KNOBS | knobs)
     held_out = {"path": str(made / "held_out.jsonl"), "kind": "prompt"}
     return {
-        "recipe": "sft", "output": str(directory / "runs"), "seed": 1,
-        "model": {"path": str(made / "model"), "init": "random", **declared,
-                  "tokens": {"file": str(made / "tokens.jsonl"), "init": "vectors", "vectors": str(made / "tokens.safetensors")}},
-        "data": {"sources": {"h": {"path": str(made / "train.jsonl"), "kind": "events"}},
-                 "validation": {"next": {"path": str(made / "held_out_loss.jsonl"), "kind": "events"}},
-                 "lanes": 4, "seq_len": 64, "shuffle": 16, "lookahead": 8},
-        "train": {"steps": 12, "lr": 3e-3, "rows": 4, "micro_rows": 2, "precision": "fp32", "validate_every": 4},
-        "compute": {"launcher": "local", "device": "cpu", "threads": 1}, "checkpoint": {"every": 5}, "track": {"tensorboard": False},
+        "recipe": "sft",
+        "output": str(directory / "runs"),
+        "seed": 1,
+        "model": {
+            "path": str(made / "model"),
+            "init": "random",
+            **declared,
+            "tokens": {
+                "file": str(made / "tokens.jsonl"),
+                "init": "vectors",
+                "vectors": str(made / "tokens.safetensors"),
+            },
+        },
+        "data": {
+            "sources": {"h": {"path": str(made / "train.jsonl"), "kind": "events"}},
+            "validation": {"next": {"path": str(made / "held_out_loss.jsonl"), "kind": "events"}},
+            "partitions": 4,
+            "seq_len": 64,
+            "shuffle": 16,
+            "lookahead": 8,
+        },
+        "train": {
+            "steps": 12,
+            "lr": 3e-3,
+            "sequences": 4,
+            "micro_sequences": 2,
+            "precision": "fp32",
+            "validate_every": 4,
+        },
+        "compute": {"launcher": "local", "device": "cpu", "threads": 1},
+        "checkpoint": {"every": 5},
+        "track": {"tensorboard": False},
         "evaluate": {"ranking": {"sources": {"next": held_out}, "catalogue": str(made / "catalogue.json")}},
-    }  # fmt: skip
+    }
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "items": {}, "semantic": {"ids": {"levels": [6, 3]}}, "head": {"head": {"set_wise": True, "values": {"days": 0.1, "spend": 0.1}}},
+    "items": {},
+    "semantic": {"ids": {"levels": [6, 3]}},
+    "head": {"head": {"set_wise": True, "values": {"days": 0.1, "spend": 0.1}}},
     "sampled": {"head": {"sampled": 20}},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=["items", "semantic", "head"])
@@ -65,7 +109,7 @@ def trained(raw: dict[str, Any], lineage: str) -> tuple[dict[str, float], Path]:
 @pytest.mark.parametrize("form", FORMS)
 def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, form: str) -> None:
     raw = histories(tmp_path, users=150, **FORMS[form])
-    raw["train"] |= {"steps": 80, "validate_every": 0, "rows": 8, "micro_rows": 8}
+    raw["train"] |= {"steps": 80, "validate_every": 0, "sequences": 8, "micro_sequences": 8}
     found, directory = trained(raw, "whole")
     rows = [json.loads(line) for line in (directory / "ranked" / "next.jsonl").read_text().splitlines()]
     assert found["next/all/ndcg@10"] == pytest.approx(np.mean([row["all/ndcg@10"] for row in rows]))
@@ -83,21 +127,42 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
 def slates(directory: Path, users: int = 100, steps: int = 40, **knobs: Any) -> dict[str, Any]:
     """The raw job of slates of four items, from a model that was trained on made-up histories for so many steps."""
     raw = histories(directory, users=users, **knobs)
-    raw["train"] |= {"steps": steps, "validate_every": 0, "rows": 8, "micro_rows": 8}
+    raw["train"] |= {"steps": steps, "validate_every": 0, "sequences": 8, "micro_sequences": 8}
     _, start = trained(raw, "sft")
     made = directory / "made"
     size = 4 * (1 if knobs.get("ids", "items") == "items" else 3) + 1
     worth = {"use": "ptf.tasks.slates:revenue", "args": {"catalogue": str(made / "catalogue.json"), "size": 4}}
     return {key: raw[key] for key in ("output", "seed", "compute", "checkpoint")} | {
-        "recipe": "grpo", "model": {"path": str(start / "model")}, "algo": {"kl": 0.01},
+        "recipe": "grpo",
+        "model": {"path": str(start / "model")},
+        "algo": {"kl": 0.01},
         "track": {"tensorboard": False, "samples_every": 1, "samples": 100},
         "data": {"sources": {"p": {"path": str(made / "train_prompts.jsonl"), "kind": "prompt"}}, "seq_len": 96},
-        "rollout": {"engine": "native", "prompts": 16, "group": 8, "max_new_tokens": size, "reward": worth,
-                    "allowed": {"path": str(made / "allowed.txt"), "repeat": 4, "distinct": True}},
-        "train": {"steps": 25, "lr": 2e-3, "rows": 8, "micro_rows": 8, "precision": "fp32", "schedule": "constant"},
-        "evaluate": {"sources": {"slates": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}}, "samples": 1, "max_new_tokens": size,
-                     "metrics": {"invalid": {"use": "ptf.tasks.slates:invalid", "args": {"catalogue": str(made / "catalogue.json")}}}},
-    }  # fmt: skip
+        "rollout": {
+            "engine": "native",
+            "prompts": 16,
+            "group_size": 8,
+            "max_new_tokens": size,
+            "reward": worth,
+            "allowed": {"path": str(made / "allowed.txt"), "repeat": 4, "distinct": True},
+        },
+        "train": {
+            "steps": 25,
+            "lr": 2e-3,
+            "sequences": 8,
+            "micro_sequences": 8,
+            "precision": "fp32",
+            "schedule": "constant",
+        },
+        "evaluate": {
+            "sources": {"slates": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}},
+            "samples": 1,
+            "max_new_tokens": size,
+            "metrics": {
+                "invalid": {"use": "ptf.tasks.slates:invalid", "args": {"catalogue": str(made / "catalogue.json")}}
+            },
+        },
+    }
 
 
 def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
@@ -122,7 +187,9 @@ def agreed(directory: Path, place: Path) -> int:
 @pytest.mark.ray
 @pytest.mark.cluster
 @pytest.mark.parametrize("ids", ["items", {"levels": [6, 3]}], ids=["items", "semantic"])
-def test_vllm_says_items_alone_and_finds_them_as_likely_as_the_trainer(tmp_path: Path, ray_cluster: Any, ids: Any) -> None:
+def test_vllm_says_items_alone_and_finds_them_as_likely_as_the_trainer(
+    tmp_path: Path, ray_cluster: Any, ids: Any
+) -> None:
     raw = slates(tmp_path, ids=ids, model={**KNOBS["model"], "head_dim": 32})  # of 16, vLLM on a CPU has none
     raw["rollout"] |= {"engine": "vllm"}
     raw["train"] |= {"steps": 3}
@@ -145,11 +212,15 @@ def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_pat
 
 
 def test_a_users_future_is_played_out(tmp_path: Path) -> None:
-    """Each turn shows what the user did, and not what was recommended; every slate is of items, and its reward is what it was worth beside its basket."""
+    """Each turn shows what the user did, and not what was recommended; every slate is of items, and its reward is what
+    it was worth beside its basket."""
     raw = slates(tmp_path, users=40, steps=2)
     catalogue = str(tmp_path / "made" / "catalogue.json")
-    raw["rollout"] |= {"reward": None, "environment": {"use": "ptf.tasks.slates:Future", "args": {"catalogue": catalogue, "turns": 2, "size": 4}}}
-    raw["rollout"] |= {"prompts": 8, "group": 4}
+    raw["rollout"] |= {
+        "reward": None,
+        "environment": {"use": "ptf.tasks.slates:Future", "args": {"catalogue": catalogue, "turns": 2, "size": 4}},
+    }
+    raw["rollout"] |= {"prompts": 8, "group_size": 4}
     raw["data"]["unseen_context"] = "allow"  # the template shows what users did, and nothing that was recommended
     raw["train"] |= {"steps": 2}
     raw["evaluate"].pop("metrics")
@@ -163,7 +234,10 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
         slates_ = one["answer"].split(row["told"][0])
         turns.append(len(slates_))
         assert len(slates_) == min(2, len(row["future"]))
-        worths = [worth(slate, basket, catalogue=catalogue, size=4)["reward"] for slate, basket in zip(slates_, row["future"], strict=False)]
+        worths = [
+            worth(slate, basket, catalogue=catalogue, size=4)["reward"]
+            for slate, basket in zip(slates_, row["future"], strict=False)
+        ]
         assert all(len([item for item in items.read(slate.removesuffix("<end>")) if item]) == 4 for slate in slates_)
         assert one["reward"] == pytest.approx(sum(worths), abs=1e-5)
     assert set(turns) == {1, 2}
@@ -178,10 +252,19 @@ def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
     generated(str(made), users=120, items=48, kinds=4, window=48, base=str(base))
     raw = histories(tmp_path / "own")
     raw["model"] = {"path": str(base), "init": "random", "tokens": {"file": str(made / "tokens.jsonl"), "init": "mean"}}
-    raw["data"] |= {"seq_len": 128, "validation": {}, "sources": {
-        "chats": {**chats["data"]["sources"][next(iter(chats["data"]["sources"]))]}, "items": {"path": str(made / "train.jsonl"), "weight": 3.0}}}  # fmt: skip
-    raw["train"] |= {"steps": 120, "rows": 8, "micro_rows": 8, "validate_every": 0}
-    raw["evaluate"]["ranking"] = {"sources": {"next": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}}, "catalogue": str(made / "catalogue.json")}
+    raw["data"] |= {
+        "seq_len": 128,
+        "validation": {},
+        "sources": {
+            "chats": {**chats["data"]["sources"][next(iter(chats["data"]["sources"]))]},
+            "items": {"path": str(made / "train.jsonl"), "weight": 3.0},
+        },
+    }
+    raw["train"] |= {"steps": 120, "sequences": 8, "micro_sequences": 8, "validate_every": 0}
+    raw["evaluate"]["ranking"] = {
+        "sources": {"next": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}},
+        "catalogue": str(made / "catalogue.json"),
+    }
     found, directory = trained(raw, "both")
     losses = [(row["loss/chats"], row["loss/items"]) for row in read_metrics(directory / "metrics.jsonl")]
     assert all(after < before - 0.5 for before, after in zip(losses[0], losses[-1], strict=True))

@@ -96,7 +96,7 @@ def test_another_seed_is_another_run(raw):
 
 
 def test_how_rows_are_split_into_passes_does_not_change_the_loss(raw):
-    a, b = train(raw, "a"), train(raw, "b", train__micro_rows=1)
+    a, b = train(raw, "a"), train(raw, "b", train__micro_sequences=1)
     for x, y in zip(facts(a), facts(b), strict=True):
         assert x["loss"] == pytest.approx(y["loss"], rel=2e-6)
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-5)
@@ -113,7 +113,7 @@ def test_the_decay_begins_where_the_held_out_loss_says_and_a_resume_knows_it(raw
     raw["train"] |= {"steps": 40, "schedule": "linear", "decay": 6, "validate_every": 2}
     plain = facts(train(raw, "plain"))
     at = next(row["step"] for row in plain if row["step"] >= 8 and "loss/held_out" in row)
-    raw["train"]["decay_at"] = plain[at - 1]["loss/held_out"]
+    raw["train"]["decay_at_loss"] = plain[at - 1]["loss/held_out"]
     whole = train(raw, "whole")
     rows = facts(whole)
     assert [r["step"] for r in rows] == list(range(1, at + 7))
@@ -138,7 +138,7 @@ def test_a_finished_run_that_is_run_again_trains_nothing(raw):
 
 def test_a_frozen_key_may_not_change_and_a_free_one_may(raw):
     train(raw, "a")
-    train(raw, "a", train__micro_rows=4)
+    train(raw, "a", train__micro_sequences=4)
     with pytest.raises(UserError, match=r"train\.lr"):
         train(raw, "a", train__lr=2e-3)
 
@@ -222,12 +222,20 @@ def test_epochs_train_every_row_as_often_and_resume(raw, tmp_path, monkeypatch):
     """Two sources that end at different times; the steps are counted, and a checkpoint knows them."""
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()][:60]
     write_jsonl(tmp_path / "a.jsonl", rows[:45])
-    write_jsonl(tmp_path / "b.jsonl", [{"prompt": row["messages"][0]["content"], "completion": row["messages"][1]["content"]} for row in rows[45:]])
+    write_jsonl(
+        tmp_path / "b.jsonl",
+        [{"prompt": row["messages"][0]["content"], "completion": row["messages"][1]["content"]} for row in rows[45:]],
+    )
     sources = {"a": {"path": str(tmp_path / "a.jsonl")}, "b": {"path": str(tmp_path / "b.jsonl"), "weight": 2.0}}
-    made = {**raw, "data": {**raw["data"], "sources": sources, "mix": {"exhausted": "drop"}}, "train": {**raw["train"], "epochs": 2, "steps": None}}
+    made = {
+        **raw,
+        "data": {**raw["data"], "sources": sources, "mix": {"exhausted": "drop"}},
+        "train": {**raw["train"], "epochs": 2, "steps": None},
+    }
     whole = train(made, "whole")
     found = facts(whole)
-    trained = sum(len(row["messages"][1]["content"]) + 1 for row in rows)  # a character a token, and the end of the turn
+    # a character a token, and the end of the turn
+    trained = sum(len(row["messages"][1]["content"]) + 1 for row in rows)
     assert sum(row["units"] for row in found) == 2 * trained
     assert found[0]["share/b"] > found[-1].get("share/b", 0.0)  # b has ended by then
     for row in found:
@@ -253,8 +261,13 @@ def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
     last = facts(run_directory)[-1]
     assert last["bad"] >= 2
     assert last["dropped"] == pytest.approx(2 / (len(good) + 2), rel=0.5)  # a share of the rows; epochs are only begun
-    aside = [json.loads(line) for file in (run_directory / "quarantine").iterdir() for line in file.read_text().splitlines()]
-    assert {(row["where"].rpartition(":")[2], row["reason"][:8]) for row in aside} == {("7", "not JSON"), ("8", "a row mu")}
+    aside = [
+        json.loads(line) for file in (run_directory / "quarantine").iterdir() for line in file.read_text().splitlines()
+    ]
+    assert {(row["where"].rpartition(":")[2], row["reason"][:8]) for row in aside} == {
+        ("7", "not JSON"),
+        ("8", "a row mu"),
+    }
     made["data"]["max_bad"] = 0.001
     (tmp_path / "train.jsonl").write_text("\n".join(["{}", *good[:20], "[]", "{}"] * 3) + "\n")
     with pytest.raises(UserError, match=r"rows are bad, more than data\.max_bad \(0\.001\) allows"):

@@ -19,20 +19,28 @@ from tests.model.ranks import two_ranks
 from tests.tiny import SIZES
 
 CONFIG = {
-    "model_type": "qwen3", **SIZES, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 16_384, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen3",
+    **SIZES,
+    "hidden_size": 512,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "vocab_size": 16_384,
+    "tie_word_embeddings": False,
+}
 MIB = 2**20
 SLACK = 48 * MIB  # a slice of the largest tensor (16 MiB), its fp32 copy, and what Python and torch take by the way
 
 
 def resident() -> int:
-    """Bytes of this process that no file backs: pages of a mapped checkpoint are the kernel's, and leave when they are needed."""
+    """Bytes of this process that no file backs: pages of a mapped checkpoint are the kernel's,
+    and leave when they are needed."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
-    """(Most memory while a model was loaded, bytes of this rank's shards). `whole`: every tensor is read before any is cut."""
+    """(Most memory while a model was loaded, bytes of this rank's shards). `whole`:
+    every tensor is read before any is cut."""
     rank = dist.get_rank()
     world = World(rank, 2, mesh=make_mesh("cpu", 2, 1, tensor))
     model, family = bridge.build(directory)
@@ -51,7 +59,9 @@ def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
     thread.start()
     bridge.materialize(model, world.device)
     if whole:
-        bridge.copy_hf(model, {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()}, family)
+        bridge.load_hf_tensors(
+            model, {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()}, family
+        )
     else:
         bridge.load_hf(model, directory, family)
     done.set()
@@ -60,7 +70,10 @@ def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
 
 
 def every_way(directory: Path) -> dict[str, tuple[int, int]]:
-    return {name: load(directory, tensor, whole) for name, tensor, whole in (("fsdp", 1, False), ("tensor", 2, False), ("whole", 1, True))}
+    return {
+        name: load(directory, tensor, whole)
+        for name, tensor, whole in (("fsdp", 1, False), ("tensor", 2, False), ("whole", 1, True))
+    }
 
 
 def test_a_rank_needs_memory_for_its_shards_alone(tmp_path) -> None:
@@ -70,7 +83,11 @@ def test_a_rank_needs_memory_for_its_shards_alone(tmp_path) -> None:
     model, family = bridge.build(directory)
     bridge.materialize(model, torch.device("cpu"))
     bridge.random_init(model, 0)
-    save_file({n: t.contiguous() for n, t in bridge.hf_tensors(model, family)}, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in bridge.hf_tensors(model, family)},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     total = sum(p.nbytes for p in model.parameters())
     assert total > 150 * MIB
     for found in two_ranks(partial(every_way, directory), tmp_path):

@@ -1,4 +1,5 @@
-"""LoRA in a run: resume is exact, what is left behind loads, GRPO is its own reference, and learning rates go by group."""
+"""LoRA in a run: resume is exact, what is left behind loads, GRPO is its own reference,
+and learning rates go by group."""
 
 import json
 from pathlib import Path
@@ -17,12 +18,12 @@ from ptf.model.lora import adapter_names
 from ptf.model.sampling import Processing
 from ptf.model.verify import export_difference
 from ptf.recipes.sft.recipe import SFT
-from ptf.rl.native_engine import NativeEngine
+from ptf.rl.engines.native import NativeEngine
 from ptf.rl.roles import Learner, Scorer
-from ptf.rl.sync import SyncError
+from ptf.rl.weights.verification import SyncError
 from ptf.train import adapter
+from ptf.train.components import parts_of
 from ptf.train.optim import groups
-from ptf.train.parts import parts_of
 from ptf.train.trainer import Trainer, load_model
 from tests import tiny
 from tests.tiny import arithmetic
@@ -48,13 +49,17 @@ def test_a_resumed_run_ends_with_the_same_bits_and_its_checkpoints_hold_what_tra
     assert facts(whole) == facts(resumed)
     adapters = [load_file(run / "adapter" / "adapter_model.safetensors") for run in (whole, resumed)]
     assert same(*adapters)
-    assert not same(weights(whole), {n: t for n, t in load_file(whole / "start" / "model.safetensors").items()}), "negative control: nothing was trained"
+    assert not same(weights(whole), {n: t for n, t in load_file(whole / "start" / "model.safetensors").items()}), (
+        "negative control: nothing was trained"
+    )
     (newest, *_) = sorted((whole / "checkpoints").glob("step_*"), reverse=True)
     saved = FileSystemReader(newest / "tensors").read_metadata().state_dict_metadata
     kept = {n.removeprefix("model.") for n in saved if n.startswith("model.")}
-    model, _ = load_model(whole / "start", World(), ModelConfig(path="", lora=LORA), seed=0, precision="fp32")  # type: ignore[arg-type]
+    model, _ = load_model(whole / "start", World(), ModelConfig(path="", lora=LORA), seed=0, precision="fp32")
     assert kept == adapter_names(model)
-    assert {n.split(".", 2)[2].rpartition(".")[0] for n in saved if n.startswith("optimizer.state.")} == adapter_names(model)
+    assert {n.split(".", 2)[2].rpartition(".")[0] for n in saved if n.startswith("optimizer.state.")} == adapter_names(
+        model
+    )
 
 
 def test_a_run_leaves_an_adapter_and_merged_weights_that_give_the_same(raw):
@@ -71,7 +76,13 @@ def test_a_run_leaves_an_adapter_and_merged_weights_that_give_the_same(raw):
     base = AutoModelForCausalLM.from_pretrained(run / "start", dtype=torch.float32)
     with torch.no_grad():
         ids = torch.tensor([probe["tokens"]])
-        found = PeftModel.from_pretrained(base, run / "adapter")(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        found = (
+            PeftModel.from_pretrained(base, run / "adapter")(input_ids=ids)
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, ids[0, 1:, None])
+            .squeeze(1)
+        )
     assert float((found - torch.tensor(probe["logprobs"])).abs().max()) < 1e-5
 
 
@@ -79,13 +90,21 @@ def test_a_run_leaves_an_adapter_and_merged_weights_that_give_the_same(raw):
 def test_an_export_that_is_not_what_was_trained_is_no_success(raw, monkeypatch, what):
     if what == "adapter":
         save = adapter.save
-        monkeypatch.setattr(adapter, "save", lambda tensors, *a, **k: save(((n, t * 1.5 if "lora_B" in n else t) for n, t in tensors), *a, **k))
+        monkeypatch.setattr(
+            adapter,
+            "save",
+            lambda tensors, *a, **k: save(((n, t * 1.5 if "lora_B" in n else t) for n, t in tensors), *a, **k),
+        )
     else:
         export = adapter.export_adapter
 
         def damaged(model, family, source, merged, *rest):
             file = merged / "model.safetensors"
-            save_file({n: t * 1.5 if "down_proj" in n else t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+            save_file(
+                {n: t * 1.5 if "down_proj" in n else t for n, t in load_file(file).items()},
+                file,
+                metadata={"format": "pt"},
+            )
             export(model, family, source, merged, *rest)
 
         monkeypatch.setattr("ptf.train.fit.export_adapter", damaged)
@@ -97,9 +116,19 @@ def test_an_export_that_is_not_what_was_trained_is_no_success(raw, monkeypatch, 
 
 def test_patterns_that_match_nothing_stop_the_run_before_it_trains(raw):
     for section, key, value, message in (
-        ("model", "lora", {"targets": ["layers.*.query"]}, r"model\.lora\.targets: layers\.\*\.query matches nothing; there is layers\.\*\.attn\.q_proj"),
+        (
+            "model",
+            "lora",
+            {"targets": ["layers.*.query"]},
+            r"model\.lora\.targets: layers\.\*\.query matches nothing; there is layers\.\*\.attn\.q_proj",
+        ),
         ("model", "train", ["heads"], r"model\.train: heads matches nothing; there is embed\.weight"),
-        ("train", "lr_groups", {"embed": 10.0}, r"train\.lr_groups: embed matches nothing; there is layers\.\*\.attn\.q_proj\.lora_a"),
+        (
+            "train",
+            "lr_groups",
+            {"embed": 10.0},
+            r"train\.lr_groups: embed matches nothing; there is layers\.\*\.attn\.q_proj\.lora_a",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             train({**raw, section: {**raw[section], key: value}}, key)
@@ -107,8 +136,12 @@ def test_patterns_that_match_nothing_stop_the_run_before_it_trains(raw):
 
 def test_learning_rates_go_by_group(tmp_path):
     directory = tiny.checkpoint(tmp_path / "m", tied=False)
-    model, _ = load_model(directory, World(), ModelConfig(path=str(directory), train=["embed", "head", "norm"]), seed=0, precision="fp32")
-    config = TrainConfig(steps=10, lr=1e-3, schedule="constant", weight_decay=0.5, lr_groups={"embed": 10.0, "*e*": 2.0})
+    model, _ = load_model(
+        directory, World(), ModelConfig(path=str(directory), train=["embed", "head", "norm"]), seed=0, precision="fp32"
+    )
+    config = TrainConfig(
+        steps=10, lr=1e-3, schedule="constant", weight_decay=0.5, lr_groups={"embed": 10.0, "*e*": 2.0}
+    )
     trainer = Trainer(model, World(), config)
     named = {id(p): n for n, p in model.named_parameters()}
     made = {(g.factor, g.weight_decay): {named[id(p)] for p in g.params} for g in groups(model, 0.5, config.lr_groups)}
@@ -116,7 +149,11 @@ def test_learning_rates_go_by_group(tmp_path):
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     metrics = trainer.step([tiny.packed([[30, 11]], 48)], SFT("assistant"), 3)
     assert metrics["lr"] == 1e-3
-    assert sorted((g["lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups) == [(2e-3, 0.0), (2e-3, 0.5), (1e-2, 0.5)]
+    assert sorted((g["lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups) == [
+        (2e-3, 0.0),
+        (2e-3, 0.5),
+        (1e-2, 0.5),
+    ]
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {"embed.weight", "head.weight", "norm.weight"}
     assert len(trainer.optimizer.state) == 3, "moments of what trains alone"
@@ -125,34 +162,54 @@ def test_learning_rates_go_by_group(tmp_path):
 def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     directory = tiny.checkpoint(tmp_path / "m")
     spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
-    common = {"directory": str(directory), "seed": 0, "width": 64, "how": Processing(0.7)}
-    learner = Learner(World(), **common, spec=spec, tokenizer="", train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_rows=2), recipe=SFT("assistant"))
+    common = {"directory": str(directory), "seed": 0, "width": 64, "sampling": Processing(0.7)}
+    learner = Learner(
+        World(),
+        **common,
+        spec=spec,
+        tokenizer="",
+        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_sequences=2),
+        recipe=SFT("assistant"),
+    )
     scorer = Scorer(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_rows=2)
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
     atoms = [(s,) for s in samples]
     learner.update([atoms], 0)
     learner.update([atoms], 1)
-    worst = lambda a, b: max(float(abs(x - y).max()) for x, y in zip(a, b, strict=True))  # noqa: E731
+
+    def worst(a, b):
+        return max(float(abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
     assert worst(learner.base_logprobs(samples), scorer.logprobs(samples)) == 0
     assert worst(learner.logprobs(samples), scorer.logprobs(samples)) > 1e-2
     found = learner.weights(0)
     assert found is not None
-    bridge.copy_hf(scorer.model, {name: t for bucket in found[0] for name, t in bucket}, scorer.family)
+    bridge.load_hf_tensors(scorer.model, {name: t for bucket in found[0] for name, t in bucket}, scorer.family)
     assert worst(learner.logprobs(samples), scorer.logprobs(samples)) < 1e-5
 
 
 @pytest.mark.parametrize("sent", ["merged", "adapter"])
 def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
     load, bytes_sent = NativeEngine.load_weights, list[int]()
-    monkeypatch.setattr(NativeEngine, "load_weights", lambda *args: bytes_sent.append((receipt := load(*args)).bytes) or receipt)
+    monkeypatch.setattr(
+        NativeEngine, "load_weights", lambda *args: bytes_sent.append((receipt := load(*args)).bytes) or receipt
+    )
     raw = arithmetic(tmp_path)
     raw |= {
-        "recipe": "grpo", "algo": {"kl": 0.01},
+        "recipe": "grpo",
+        "algo": {"kl": 0.01},
         "data": {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
         "model": {**raw["model"], "lora": LORA},
-        "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:varied"}, "lora": sent},
-        "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_rows": 2},
-    }  # fmt: skip
+        "rollout": {
+            "engine": "native",
+            "prompts": 4,
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "reward": {"use": "tests.rl.plugs:varied"},
+            "lora": sent,
+        },
+        "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_sequences": 2},
+    }
     run = train(raw, "grpo")
     rows = facts(run)
     assert rows[0]["kl_reference"] == 0 < rows[-1]["kl_reference"]
@@ -168,9 +225,20 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
 def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
     directory = tiny.checkpoint(tmp_path / "m")
     spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
-    how = {"directory": str(directory), "seed": 0, "width": 64, "how": Processing(), "tokenizer": "", "recipe": SFT("assistant")}
-    learner = Learner(World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_rows=2))
-    engine = NativeEngine(str(directory), device=CPU, dtype=torch.float32, version=-1, parts=parts_of(spec, adapted=True))
+    how = {
+        "directory": str(directory),
+        "seed": 0,
+        "width": 64,
+        "sampling": Processing(),
+        "tokenizer": "",
+        "recipe": SFT("assistant"),
+    }
+    learner = Learner(
+        World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_sequences=2)
+    )
+    engine = NativeEngine(
+        str(directory), device=CPU, dtype=torch.float32, version=-1, parts=parts_of(spec, adapted=True)
+    )
     found = learner.weights(0, None, True)
     assert found is not None
     (bucket,), manifest = found
@@ -181,7 +249,12 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
     assert whole is not None
     (after,), right = found
     name, tensor = after[0]
-    arrived = {"dropped": after[1:], "garbled": [(name, tensor * 1.01), *after[1:]], "the one before": bucket, "of a whole model": whole[0][0]}[fault]
+    arrived = {
+        "dropped": after[1:],
+        "garbled": [(name, tensor * 1.01), *after[1:]],
+        "the one before": bucket,
+        "of a whole model": whole[0][0],
+    }[fault]
     tokens = tiny.sample(30, 2).tokens
     before = engine.score([tokens])[0]
     with pytest.raises(SyncError):

@@ -1,4 +1,5 @@
-"""Runs of models with components, heads and tokens of the user's own, from the config to the gate that publishing has to pass."""
+"""Runs of models with components, heads and tokens of the user's own, from the config to the gate that publishing has
+to pass."""
 
 import json
 from pathlib import Path
@@ -17,10 +18,10 @@ from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.eval import evaluate
-from ptf.rl.native_engine import NativeEngine
+from ptf.load_check import model_difference
+from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
-from ptf.train.parts import parts_of
-from steps.publish import gate
+from ptf.train.components import parts_of
 from tests.tiny import arithmetic, checkpoint, write_jsonl
 from tests.train.test_fit import Stopped, facts, same, stop_at, weights
 
@@ -60,14 +61,19 @@ def test_a_replaced_layer_trains_resumes_generates_and_is_not_published_as_plain
     assert set(own) == {f"layers.{i}.mlp.{n}.weight" for i in range(2) for n in ("into", "out")}
     assert own["layers.0.mlp.into.weight"].shape == (16, 64)
     probe = json.loads((whole / "probe.json").read_text())
-    engine = NativeEngine(str(whole / "model"), device=torch.device("cpu"), dtype=torch.float32, version=0, parts=parts_of(job.model))
+    engine = NativeEngine(
+        str(whole / "model"), device=torch.device("cpu"), dtype=torch.float32, version=0, parts=parts_of(job.model)
+    )
     assert np.allclose(engine.score([np.array(probe["tokens"])])[0], probe["logprobs"], atol=1e-5)
     with pytest.raises(UserError, match=r"not published: layers of model\.replace.*components\.safetensors"):
-        gate(job, whole, whole / "model")
+        model_difference(job, whole, whole / "model")
     capsys.readouterr()
-    run(job_of(raw, model__replace=NARROW, model__path=str(whole / "model"), model__init="pretrained", train__steps=1), "further")
+    run(
+        job_of(raw, model__replace=NARROW, model__path=str(whole / "model"), model__init="pretrained", train__steps=1),
+        "further",
+    )
     said = capsys.readouterr().out
-    assert "your own, without a Hugging Face name: layers.0.mlp.into.weight" in said
+    assert "these tensors have no Hugging Face name: layers.0.mlp.into.weight" in said
     assert "drawn from the seed" not in said
 
 
@@ -75,12 +81,13 @@ def test_a_layer_that_keeps_its_tensors_is_published_if_it_computes_the_same(raw
     same_mlp = job_of(raw, model__replace={"layers.*.mlp": {"use": "tests.model.own:SameMLP"}}, train__steps=3)
     found, plain = run(same_mlp, "same"), run(job_of(raw, train__steps=3), "plain")
     assert same(weights(found), weights(plain)) is False  # its weights begin as its constructor leaves them
-    assert gate(same_mlp, found, found / "model") < 1e-4
+    assert model_difference(same_mlp, found, found / "model") < 1e-4
     probe = json.loads((found / "probe.json").read_text())
     del probe["digest"]
     storage.write_record(str(found / "probe.json"), {**probe, "logprobs": [p - 0.1 for p in probe["logprobs"]]})
-    with pytest.raises(UserError, match="differs from the trained model"):  # negative control: one that computes something else
-        gate(same_mlp, found, found / "model")
+    # negative control: one that computes something else
+    with pytest.raises(UserError, match="differs from the trained model"):
+        model_difference(same_mlp, found, found / "model")
 
 
 def test_a_declared_head_trains_by_its_own_loss_and_is_published_in_its_own_file(raw, tmp_path):
@@ -90,11 +97,11 @@ def test_a_declared_head_trains_by_its_own_loss_and_is_published_in_its_own_file
     held = load_file(found / "model" / "head.safetensors")
     assert held["head.into.weight"].shape == (40, 64)
     assert not any(name.startswith(("head", "lm_head")) for name in weights(found))
-    assert gate(job, found, found / "model") < 1e-4
+    assert model_difference(job, found, found / "model") < 1e-4
     held["head.out.bias"] += 0.01
     save_file(held, found / "model" / "head.safetensors")
     with pytest.raises(UserError, match="differs from the trained model"):
-        gate(job, found, found / "model")
+        model_difference(job, found, found / "model")
 
 
 @pytest.mark.parametrize("init", ["random", "pretrained"])
@@ -117,20 +124,32 @@ def test_a_scalar_head_is_a_transformers_classifier(raw, tmp_path, init, capsys)
         score = model(torch.tensor([probe["tokens"][:n]])).logits[0, 0]
         if probe["tokens"][n - 1] != model.config.pad_token_id:
             assert abs(float(score.detach()) - probe["values"][n - 1]) < 1e-5
-    assert gate(job, found, found / "model") < 1e-5
-    further = run(job_of(raw, model__path=str(found / "model"), model__init="pretrained", train__steps=1, train__lr=1e-12), "further")
+    assert model_difference(job, found, found / "model") < 1e-5
+    further = run(
+        job_of(raw, model__path=str(found / "model"), model__init="pretrained", train__steps=1, train__lr=1e-12),
+        "further",
+    )
     assert "drawn from the seed" not in capsys.readouterr().out
     assert abs(losses(further)[0] - losses(found)[-1]) < losses(found)[0] / 2  # it goes on where it was
     tensors = weights(found)
-    save_file({**tensors, "score.weight": tensors["score.weight"] + 0.01}, found / "model" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**tensors, "score.weight": tensors["score.weight"] + 0.01},
+        found / "model" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(UserError, match="differs from the trained model"):
-        gate(job, found, found / "model")
+        model_difference(job, found, found / "model")
 
 
 def items(directory: Path) -> Path:
     """Chats about items by their semantic ids."""
     rows = [
-        {"messages": [{"role": "user", "content": f"{i}+<a_{i % 4}><b_{i % 3}>="}, {"role": "assistant", "content": f"<a_{(i + 1) % 4}><b_{i % 3}>"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}+<a_{i % 4}><b_{i % 3}>="},
+                {"role": "assistant", "content": f"<a_{(i + 1) % 4}><b_{i % 3}>"},
+            ]
+        }
         for i in range(120)
     ]
     return write_jsonl(directory / "items.jsonl", rows)
@@ -151,10 +170,14 @@ def test_semantic_ids_are_single_tokens_everywhere(raw, tmp_path, init):
     served = Tokenizer.load(str(found / "model"))
     assert served.encode("<a_0><b_2>") == [base.vocab_size, base.vocab_size + 6]
     assert served.decode(served.encode("1<a_3>2")) == "1<a_3>2"
-    assert served.fingerprint() == tokenizer_of(str(tmp_path / "model"), job.model.tokens).fingerprint() != base.fingerprint()
+    assert (
+        served.fingerprint()
+        == tokenizer_of(str(tmp_path / "model"), job.model.tokens).fingerprint()
+        != base.fingerprint()
+    )
     assert json.loads((found / "model" / "config.json").read_text())["vocab_size"] == base.vocab_size + 7
     assert len(weights(found)["model.embed_tokens.weight"]) == base.vocab_size + 7
-    assert gate(job, found, found / "model") < 1e-4
+    assert model_difference(job, found, found / "model") < 1e-4
     began = load_file(found / "extended" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.allclose(began[base.vocab_size :], began[: base.vocab_size].mean(0).expand(7, -1), atol=1e-7)
     first = run(job, "again")
@@ -184,7 +207,7 @@ def test_what_is_wrong_with_added_tokens_is_said(raw, tmp_path):
     ]:
         with pytest.raises(ConfigError, match=why):
             job_of(raw, model__tokens=tokens)
-    with pytest.raises(UserError, match="'<x>' is there twice"):
+    with pytest.raises(UserError, match="'<x>' is listed twice"):
         run(job_of(raw, model__tokens={"added": ["<x>", "<x>"]}), "twice")
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"token": "<y>"}, {"name": "<z>"}])
     with pytest.raises(UserError, match=r"bad\.jsonl:2 is not a JSON object with a token"):
@@ -205,7 +228,12 @@ def test_a_tokenizer_larger_than_the_vocabulary_stops_the_run(raw, tmp_path):
 def test_what_does_not_go_with_own_components_is_refused(raw):
     rollout = {"reward": {"use": "tests.rl.plugs:exact"}, "engine": "native", "max_new_tokens": 8}
     prompts = {"sums": {"path": "prompts.jsonl", "kind": "prompt"}}
-    online = {**raw, "recipe": "grpo", "rollout": rollout, "data": {**raw["data"], "sources": prompts, "validation": {}}}
+    online = {
+        **raw,
+        "recipe": "grpo",
+        "rollout": rollout,
+        "data": {**raw["data"], "sources": prompts, "validation": {}},
+    }
     with pytest.raises(ConfigError, match=r"model\.head.*rollouts are sampled"):
         job_of(online, model__head={"use": "tests.model.own:DeepHead"})
     with pytest.raises(ConfigError, match=r"rollout\.engine.*vllm does not know"):
@@ -217,14 +245,21 @@ def test_what_does_not_go_with_own_components_is_refused(raw):
 
 
 def test_rollouts_come_from_the_same_components_and_tokens(raw, tmp_path):
-    """The policy, the reference and the native engine agree on a model whose layers and tokens are the user's own, before and after syncs."""
+    """The policy, the reference and the native engine agree on a model whose layers and tokens are the user's own,
+    before and after syncs."""
     prompts = {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}
     online = {
         **raw,
         "recipe": "grpo",
         "algo": {"kl": 0.01},
         "model": {**raw["model"], "replace": NARROW, "tokens": {"added": ["<x>"], "semantic_ids": [50]}},
-        "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 6, "reward": {"use": "tests.rl.plugs:varied"}},
+        "rollout": {
+            "engine": "native",
+            "prompts": 4,
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "reward": {"use": "tests.rl.plugs:varied"},
+        },
         "data": {**raw["data"], "sources": prompts, "validation": {}},
         "train": {**raw["train"], "steps": 3, "validate_every": 0},
     }
@@ -236,10 +271,18 @@ def test_rollouts_come_from_the_same_components_and_tokens(raw, tmp_path):
     assert len(weights(found)["model.embed_tokens.weight"]) == 21 + 51
 
 
-@pytest.mark.parametrize("model", [
-    {}, {"replace": NARROW}, {"head": {"use": "tests.model.own:DeepHead", "args": {"width": 40}}}, {"backend": "hf", "init": "pretrained"},
-    {"lora": {"rank": 4}}, {"tokens": {"added": ["<x>"], "semantic_ids": [50]}},
-], ids=["plain", "component", "head", "transformers", "lora", "tokens"])  # fmt: skip
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"replace": NARROW},
+        {"head": {"use": "tests.model.own:DeepHead", "args": {"width": 40}}},
+        {"backend": "hf", "init": "pretrained"},
+        {"lora": {"rank": 4}},
+        {"tokens": {"added": ["<x>"], "semantic_ids": [50]}},
+    ],
+    ids=["plain", "component", "head", "transformers", "lora", "tokens"],
+)
 def test_the_evaluate_stage_measures_what_training_measured_last_and_what_it_began_with(raw, tmp_path, model):
     if model.get("backend"):
         checkpoint(tmp_path / "model", vocab_size=Tokenizer.load(str(tmp_path / "model")).vocab_size)

@@ -1,4 +1,5 @@
-"""Recipes that compare answers or models, as whole runs: everything that SFT promises holds for them, by the same loop."""
+"""Recipes that compare answers or models, as whole runs: everything that SFT promises holds for them,
+by the same loop."""
 
 import math
 import shutil
@@ -25,15 +26,22 @@ RECIPES = {
 
 
 def preferences(directory: Path, name: str) -> dict[str, Any]:
-    """The right sum is preferred to a wrong one; or answers are scored 1 and 0; or what a wider model says of the right ones is learned."""
+    """The right sum is preferred to a wrong one; or answers are scored 1 and 0;
+    or what a wider model says of the right ones is learned."""
     raw = {**arithmetic(directory), **RECIPES[name]}
     if raw["recipe"] == "kd":
-        teacher = checkpoint(directory / "teacher", vocab_size=Tokenizer.load(raw["model"]["path"]).vocab_size, hidden_size=96, seed=7)
+        teacher = checkpoint(
+            directory / "teacher", vocab_size=Tokenizer.load(raw["model"]["path"]).vocab_size, hidden_size=96, seed=7
+        )
         Tokenizer.load(raw["model"]["path"]).save(teacher)
         return {**raw, "algo": {**raw["algo"], "teachers": {"wide": {"path": str(teacher)}}}}
     sums = np.random.default_rng(5).integers(1, 30, (80, 2)).tolist()
     pairs = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums]
-    scored = [{"prompt": p["prompt"], "completion": p[k], "reward": float(k == "chosen")} for p in pairs for k in ("chosen", "rejected")]
+    scored = [
+        {"prompt": p["prompt"], "completion": p[k], "reward": float(k == "chosen")}
+        for p in pairs
+        for k in ("chosen", "rejected")
+    ]
     rows = scored if name == "scores" else pairs
     write_jsonl(directory / "train.jsonl", rows[: len(rows) // 2])
     write_jsonl(directory / "held_out.jsonl", rows[len(rows) // 2 :])
@@ -61,10 +69,10 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
 
 def test_how_rows_are_split_changes_no_bit_in_the_deterministic_mode(raw):
     if raw["algo"].get("precomputed"):
-        with pytest.raises(UserError, match=r"algo\.precomputed +what is found ahead depends, in its last bits"):
+        with pytest.raises(UserError, match=r"algo\.precomputed +the last bits of precomputed values depend"):
             train(raw, "refused", train__deterministic=True)
         return
-    one, other = (train(raw, f"split-{n}", train__micro_rows=n, train__deterministic=True) for n in (1, 4))
+    one, other = (train(raw, f"split-{n}", train__micro_sequences=n, train__deterministic=True) for n in (1, 4))
     assert facts(one) == facts(other)
     assert same(weights(one), weights(other))
 
@@ -78,14 +86,23 @@ def test_two_workers_train_what_one_does(tmp_path, name, mesh):
     shutil.rmtree(tmp_path / "runs" / "annotated", ignore_errors=True)  # two find for themselves
     both = train({**raw, "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": mesh}}, "both")
     for key in ("loss", "grad_norm", "units", *(("divergence",) if raw["recipe"] == "kd" else ("accuracy", "margin"))):
-        assert [row[key] for row in facts(both)] == pytest.approx([row[key] for row in facts(alone)], rel=1e-4, abs=1e-6), key
+        expected = [row[key] for row in facts(alone)]
+        # A margin is a difference of scores that nearly cancels at first: rounding is a share of what it grows to.
+        allowed = 1e-4 * max(map(abs, expected)) if key == "margin" else 1e-6
+        assert [row[key] for row in facts(both)] == pytest.approx(expected, rel=1e-4, abs=allowed), key
 
 
 def test_adapters_make_a_policy_its_own_reference(tmp_path):
     """The run begins at ln 2, as it must whatever the reference is, and goes as with a second model."""
     raw = preferences(tmp_path, "dpo")
     start = train(
-        {**raw, "recipe": "sft", "algo": {}, "data": raw["data"] | {"sources": raw["data"]["sources"] | {"sums": completions(tmp_path)}, "validation": {}}},
+        {
+            **raw,
+            "recipe": "sft",
+            "algo": {},
+            "data": raw["data"]
+            | {"sources": raw["data"]["sources"] | {"sums": completions(tmp_path)}, "validation": {}},
+        },
         "start",
     )
     raw["model"] = {"path": str(start / "model"), "lora": {"rank": 4}}
@@ -104,10 +121,16 @@ def completions(directory: Path) -> dict[str, str]:
 def test_a_reference_of_another_architecture_or_tokenizer_is_refused(tmp_path):
     raw = preferences(tmp_path, "dpo")
     other = checkpoint(tmp_path / "other", num_hidden_layers=3)
-    with pytest.raises(UserError, match=r"reference: the model in .*other is of another architecture than the one that is trained: vocab, kinds differ"):
+    with pytest.raises(
+        UserError,
+        match=r"reference: the model in .*other has another architecture than the model that is trained: vocab, "
+        r"kinds differ",
+    ):
         train({**raw, "algo": {"reference": str(other)}}, "a")
     character_tokenizer("abc", other)
-    with pytest.raises(UserError, match=r"reference: the model in .*other has another tokenizer than the one that is trained"):
+    with pytest.raises(
+        UserError, match=r"reference: the model in .*other has another tokenizer than the model that is trained"
+    ):
         train({**raw, "algo": {"reference": str(other)}}, "b")
     with pytest.raises(UserError, match=r"reference: there is no directory nowhere"):
         train({**raw, "algo": {"reference": "nowhere"}}, "c")
@@ -117,16 +140,21 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(tmp_path):
     raw = preferences(tmp_path, "kd")
     other = checkpoint(tmp_path / "other")
     taught = {**raw, "algo": {"teachers": {"big": {"path": str(other)}}}}
-    with pytest.raises(UserError, match=r"big: .*other has no tokenizer, and rows for 97 tokens where the model has \d+"):
+    with pytest.raises(
+        UserError, match=r"big: .*other has no tokenizer, and 97 vocabulary rows where the model has \d+"
+    ):
         train(taught, "a")
     character_tokenizer("abc", other)
-    with pytest.raises(UserError, match=r"big: the model in .*other has another tokenizer than the one that is trained"):
+    with pytest.raises(
+        UserError, match=r"big: the model in .*other has another tokenizer than the model that is trained"
+    ):
         train(taught, "b")
 
 
 @pytest.mark.parametrize("name", ["dpo", "kd"])
 def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys):
-    """The same batches, and the same losses; the second time nothing is found again, and other models or data are found anew."""
+    """The same batches, and the same losses; the second time nothing is found again,
+    and other models or data are found anew."""
     raw = preferences(tmp_path, f"{name} ahead")
     beside = train({**raw, "algo": raw["algo"] | {"precomputed": False}}, "beside")
     capsys.readouterr()
@@ -138,15 +166,22 @@ def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys
     assert "annotate: " not in capsys.readouterr().out
     train({**raw, "seed": 2, "train": raw["train"] | {"steps": 1}}, "other")
     anew = capsys.readouterr().out.count("annotate: ")
-    assert anew == (2 if name == "dpo" else 0), "another seed draws another model to start from, but asks the same teacher"
+    assert anew == (2 if name == "dpo" else 0), (
+        "another seed draws another model to start from, but asks the same teacher"
+    )
 
 
 @pytest.mark.parametrize("name", ["dpo", "kd"])
 def test_what_was_found_ahead_by_sharded_models_in_bf16_is_what_they_find_beside(tmp_path, name):
     raw = preferences(tmp_path, f"{name} ahead")
     if name == "dpo":
-        raw["algo"] = raw["algo"] | {"reference": str(train({**raw, "algo": {}}, "reference", train__steps=1) / "model")}
-    ahead, beside = (train({**raw, "algo": raw["algo"] | {"precomputed": on}}, str(on), train__precision="bf16", train__steps=4) for on in (True, False))
+        raw["algo"] = raw["algo"] | {
+            "reference": str(train({**raw, "algo": {}}, "reference", train__steps=1) / "model")
+        }
+    ahead, beside = (
+        train({**raw, "algo": raw["algo"] | {"precomputed": on}}, str(on), train__precision="bf16", train__steps=4)
+        for on in (True, False)
+    )
     assert [row["loss"] for row in facts(ahead)] == pytest.approx([row["loss"] for row in facts(beside)], rel=0.02)
     assert (tmp_path / "runs" / "annotated").is_dir()
 
@@ -160,8 +195,8 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
 
     made = tokenize(loads(yaml.safe_dump(raw)), Tokenizer.load(raw["model"]["path"]), 1)
     few = {"path": made["sums"], "kind": "tokenized", "limit": 3, "epochs": 1}
-    raw["data"] |= {"sources": {"sums": few}, "validation": {}, "lanes": 1}
-    rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__rows=1, train__validate_every=0))
+    raw["data"] |= {"sources": {"sums": few}, "validation": {}, "partitions": 1}
+    rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__sequences=1, train__validate_every=0))
     assert sum(row["units"] for row in rows) == 3
 
 
@@ -169,11 +204,14 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
 def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
     """Also where a rank, or a whole step, has none left: their rows still carry what the loss reads."""
     raw = preferences(tmp_path, "scores")
-    write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"{i}+1=", "completion": str(i + 1), "reward": float(i % 2)} for i in range(9)])
-    raw["data"] |= {"lanes": 8, "seq_len": 16, "validation": {}}
+    write_jsonl(
+        tmp_path / "train.jsonl",
+        [{"prompt": f"{i}+1=", "completion": str(i + 1), "reward": float(i % 2)} for i in range(9)],
+    )
+    raw["data"] |= {"partitions": 8, "seq_len": 16, "validation": {}}
     if workers == 2:
         raw["compute"] = {**raw["compute"], "launcher": "torchrun", "workers": 2}
-    rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__rows=2, train__validate_every=0))
+    rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__sequences=2, train__validate_every=0))
     assert sum(row["units"] for row in rows) == 9
     assert [row["units"] for row in rows] == [2, 2, 2, 2, 1]
 
@@ -202,15 +240,36 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
     ("changes", "message"),
     [
         ({"recipe": "dpo", "algo": {"loss": "simpo", "reference": "x"}}, r"algo\.reference +simpo has no reference"),
-        ({"recipe": "dpo", "algo": {"loss": "ipo", "label_smoothing": 0.1}}, r"algo\.label_smoothing +belongs to algo\.loss: sigmoid"),
-        ({"recipe": "rm", "algo": {"loss": "binary", "margin": True}}, r"algo\.margin +belongs to algo\.loss: pair, like algo\.centring, not to binary"),
+        (
+            {"recipe": "dpo", "algo": {"loss": "ipo", "label_smoothing": 0.1}},
+            r"algo\.label_smoothing +belongs to algo\.loss: sigmoid",
+        ),
+        (
+            {"recipe": "rm", "algo": {"loss": "binary", "margin": True}},
+            r"algo\.margin +belongs to algo\.loss: pair, like algo\.centring, not to binary",
+        ),
         ({"recipe": "rm", "algo": {"beta": 1.0}}, "beta"),
         ({"recipe": "kd", "algo": {}}, r"algo\.teachers"),
-        ({"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "beta": 0.3}}, r"algo\.beta +belongs to algo\.loss: js, not to forward"),
-        ({"publish": {"metric": "loss/held_out"}}, r"publish\.mode +loss/held_out is better the smaller it is; give min"),
-        ({"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precomputed": True}}, r"algo\.precomputed +needs algo\.top_k"),
-        ({"recipe": "dpo", "algo": {"loss": "simpo", "precomputed": True}}, r"algo\.precomputed +simpo has no reference"),
-        ({"recipe": "rm", "algo": {}, "data": {"too_long": "truncate"}}, r"data\.too_long +recipe rm looks at whole answers"),
+        (
+            {"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "beta": 0.3}},
+            r"algo\.beta +belongs to algo\.loss: js, not to forward",
+        ),
+        (
+            {"publish": {"metric": "loss/held_out"}},
+            r"publish\.mode +loss/held_out is better the smaller it is; give min",
+        ),
+        (
+            {"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precomputed": True}},
+            r"algo\.precomputed +needs algo\.top_k",
+        ),
+        (
+            {"recipe": "dpo", "algo": {"loss": "simpo", "precomputed": True}},
+            r"algo\.precomputed +simpo has no reference",
+        ),
+        (
+            {"recipe": "rm", "algo": {}, "data": {"too_long": "truncate"}},
+            r"data\.too_long +recipe rm needs whole answers",
+        ),
         ({"model": {"path": "m", "backend": "hf"}}, r"model\.backend +hf has no recipe dpo"),
         ({"model": {"path": "m", "replace": {"head": {"use": "a:b"}}}}, r"model\.head +dpo compares log-probs"),
     ],

@@ -14,7 +14,7 @@ from ptf.config import load, loads
 from ptf.data.packing import pack_all
 from ptf.errors import UserError
 from ptf.run import run
-from ptf.train.deal import deal
+from ptf.train.batch_sharding import deal
 from tests.tiny import arithmetic, sample
 from tests.train.test_fit import weights
 
@@ -30,17 +30,20 @@ def test_two_workers_hold_one_model_together(tmp_path) -> None:
     raw = arithmetic(tmp_path)
     alone = run(loads(yaml.safe_dump(raw)), "alone")
     shared = {**raw, "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": {"tensor": 2}}}
-    shared["train"] = {**raw["train"], "checkpointing": "selective"}
+    shared["train"] = {**raw["train"], "activation_checkpointing": "selective"}
     together = run(loads(yaml.safe_dump(shared)), "together")
     assert numbers(together) == pytest.approx(numbers(alone), rel=1e-5)
     a, b = weights(alone), weights(together)
     assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-4
     shutil.rmtree(together / "checkpoints" / "step_00000012")
-    (together / "metrics.jsonl").write_text("".join((together / "metrics.jsonl").read_text().splitlines(keepends=True)[:10]))
+    (together / "metrics.jsonl").write_text(
+        "".join((together / "metrics.jsonl").read_text().splitlines(keepends=True)[:10])
+    )
     shutil.rmtree(together / "model")
     resumed = weights(run(loads(yaml.safe_dump(raw)), "together"))
     assert max(float((resumed[n] - b[n]).abs().max()) for n in a) < 1e-5
-    assert not torch.equal(next(iter(a.values())), next(iter(resumed.values())))  # it did begin from the other's weights
+    # it did begin from the other's weights
+    assert not torch.equal(next(iter(a.values())), next(iter(resumed.values())))
 
 
 class Group(World):
@@ -59,7 +62,10 @@ def test_a_tensor_group_gets_the_same_rows() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
-    [({"tensor": 3}, r"tensor \(3\) must divide compute.workers \(8\)"), ({"tensor": 4, "replicate": 4}, r"replicate \(4\) × tensor \(4\)")],
+    [
+        ({"tensor": 3}, r"tensor \(3\) must divide compute.workers \(8\)"),
+        ({"tensor": 4, "replicate": 4}, r"replicate \(4\) × tensor \(4\)"),
+    ],
 )
 def test_a_mesh_that_does_not_divide_the_workers_is_refused(tmp_path, mesh, message) -> None:
     raw = {**arithmetic(tmp_path), "compute": {"workers": 8, "launcher": "torchrun", "mesh": mesh}}
@@ -74,5 +80,8 @@ def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_bui
 
     raw = arithmetic(tmp_path)
     raw["compute"] = {"workers": 4, "launcher": "torchrun", "mesh": {"tensor": 4}}
-    with pytest.raises(UserError, match=r"compute\.mesh\.tensor: 4 does not divide the model's 2 key-value heads; take one of 1, 2"):
+    with pytest.raises(
+        UserError,
+        match=r"compute\.mesh\.tensor: 4 does not divide the model's 2 key-value heads; set it to one of 1, 2",
+    ):
         budget(loads(yaml.safe_dump(raw)), tmp_path / "model", 4)

@@ -1,5 +1,6 @@
-"""The flow of any recipe, whose process is killed once, where CRASH says: `STEP module:function call [items]`, at that call of a function within that step;
-with `items`, after so many of what it returns have been taken. GIVE_UP_S: for how long a store may fail."""
+"""The flow of any recipe, whose process is killed once, where CRASH says: `STEP module:function call [items]`, at that
+call of a function within that step; with `items`, after so many of what it returns have been taken. GIVE_UP_S:
+for how long a store may fail."""
 
 import importlib
 import os

@@ -1,4 +1,5 @@
-"""A Ceph RADOS gateway of one's own, on loopback: one monitor, one store in memory, one gateway, gone with the block that started them."""
+"""A Ceph RADOS gateway of one's own, on loopback: one monitor, one store in memory, one gateway,
+gone with the block that started them."""
 
 import contextlib
 import shutil
@@ -69,8 +70,13 @@ class Gateway:
 
     @property
     def env(self) -> dict[str, str]:
-        return {"AWS_ENDPOINT_URL": self.endpoint, "AWS_ACCESS_KEY_ID": self.key, "AWS_SECRET_ACCESS_KEY": self.secret, "AWS_EC2_METADATA_DISABLED": "true",
-                "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Gateway"]:
@@ -80,7 +86,16 @@ class Gateway:
         fsid, conf = str(uuid.uuid4()), self.at / "ceph.conf"
         conf.write_text(CONF.format(fsid=fsid, at=self.at, mon=self.ports[0], rgw=self.ports[1]))
         with contextlib.ExitStack() as stack:
-            self._ran("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v1:127.0.0.1:{self.ports[0]}/0]", str(self.at / "monmap"))
+            self._ran(
+                "monmaptool",
+                "--create",
+                "--fsid",
+                fsid,
+                "--addv",
+                "a",
+                f"[v1:127.0.0.1:{self.ports[0]}/0]",
+                str(self.at / "monmap"),
+            )
             self._ran("ceph-mon", "-c", conf, "-i", "a", "--mkfs", "--monmap", self.at / "monmap")
             self._start(stack, "ceph-mon", "-f", "-c", conf, "-i", "a")
             until(lambda: self._asked("ceph", "-c", conf, "--connect-timeout", "5", "-s"), "the monitor")
@@ -98,7 +113,20 @@ class Gateway:
             self._start(stack, "radosgw", "-f", "-c", conf, "-n", "client.rgw")
             until(self._answers, "the gateway")
             keys = "--access-key", self.key, "--secret-key", self.secret
-            self._ran("radosgw-admin", "-c", conf, "-n", "client.rgw", "user", "create", "--uid", "ptf", "--display-name", "ptf", *keys)
+            self._ran(
+                "radosgw-admin",
+                "-c",
+                conf,
+                "-n",
+                "client.rgw",
+                "user",
+                "create",
+                "--uid",
+                "ptf",
+                "--display-name",
+                "ptf",
+                *keys,
+            )
             yield self
 
     def _answers(self) -> bool:
@@ -108,7 +136,8 @@ class Gateway:
             return False
 
     def _start(self, stack: contextlib.ExitStack, *line: object) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen([str(word) for word in line], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # each has a log file
+        # each has a log file
+        process = subprocess.Popen([str(word) for word in line], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         stack.callback(ended, process)
         return process
 

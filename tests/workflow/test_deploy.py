@@ -20,10 +20,15 @@ def toy(tmp_path, server: Server) -> Toy:  # noqa: F811
     toy = Toy(tmp_path)
     address = f"http://127.0.0.1:{server.port}"
     toy.env |= {
-        "METAFLOW_DATASTORE_SYSROOT_S3": f"s3://{server.bucket}/metaflow", "METAFLOW_S3_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1",
-        "METAFLOW_ARGO_EVENTS_EVENT": "ptf", "METAFLOW_ARGO_EVENTS_EVENT_SOURCE": "ptf", "METAFLOW_ARGO_EVENTS_EVENT_BUS": "default",
-        "METAFLOW_ARGO_EVENTS_SERVICE_ACCOUNT": "ptf", "METAFLOW_ARGO_EVENTS_WEBHOOK_URL": "http://127.0.0.1:9",
-    }  # fmt: skip
+        "METAFLOW_DATASTORE_SYSROOT_S3": f"s3://{server.bucket}/metaflow",
+        "METAFLOW_S3_ENDPOINT_URL": address,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "METAFLOW_ARGO_EVENTS_EVENT": "ptf",
+        "METAFLOW_ARGO_EVENTS_EVENT_SOURCE": "ptf",
+        "METAFLOW_ARGO_EVENTS_EVENT_BUS": "default",
+        "METAFLOW_ARGO_EVENTS_SERVICE_ACCOUNT": "ptf",
+        "METAFLOW_ARGO_EVENTS_WEBHOOK_URL": "http://127.0.0.1:9",
+    }
     return toy
 
 
@@ -31,7 +36,17 @@ def test_an_argo_template_has_what_the_config_says(toy):
     raw = yaml.safe_load(FLOW.with_name("toy.yaml").read_text())
     raw["flow"]["steps"]["train"] |= {"gpu": 8, "memory": 9000, "environment": {"NCCL_DEBUG": "WARN"}}
     (toy.directory / "job.yaml").write_text(yaml.safe_dump(raw | {"flow": raw["flow"] | {"event": "data.ready"}}))
-    words = ("--datastore", "s3", "argo-workflows", "create", "--only-json", "--config", "job.yaml", "--set", "train.lr=0.25")
+    words = (
+        "--datastore",
+        "s3",
+        "argo-workflows",
+        "create",
+        "--only-json",
+        "--config",
+        "job.yaml",
+        "--set",
+        "train.lr=0.25",
+    )
     done = toy(*words, flow=SFT)
     assert done.returncode == 0, done.stderr
     template = json.loads(done.stdout)
@@ -49,7 +64,9 @@ def test_an_argo_template_has_what_the_config_says(toy):
     assert train["activeDeadlineSeconds"] == 300
     env = {one["name"]: one.get("value") for one in train["container"]["env"]}
     assert env["NCCL_DEBUG"] == "WARN"
-    assert json.loads(env["METAFLOW_FLOW_CONFIG_VALUE"]) == {"config": "kv.config"}, "the pods read what was merged and checked here"
+    assert json.loads(env["METAFLOW_FLOW_CONFIG_VALUE"]) == {"config": "kv.config"}, (
+        "the pods read what was merged and checked here"
+    )
     assert "nvidia.com/gpu" not in steps["prepare"]["container"]["resources"].get("limits", {})
     assert "retryStrategy" not in steps["prepare"]
 
@@ -69,13 +86,24 @@ def test_our_packages_go_along_and_are_those_that_are_imported(toy):
     done = subprocess.run([sys.executable, "-c", code], cwd=there, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert all((there / word).resolve().is_relative_to(there.resolve()) for word in done.stdout.split()), done.stdout
-    shown = subprocess.run([sys.executable, "sft_flow.py", "show"], cwd=there, env=env, capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(
+        [sys.executable, "sft_flow.py", "show"], cwd=there, env=env, capture_output=True, text=True, timeout=120
+    )
     assert shown.returncode == 0, shown.stderr
 
 
 def test_a_schedule_that_is_none_is_refused_before_anything_is_made(toy):
     done = toy(
-        "--datastore", "s3", "argo-workflows", "create", "--only-json", "--config", str(FLOW.with_name("toy.yaml")), "--set", "flow.cron=0 25 * * *", flow=SFT
+        "--datastore",
+        "s3",
+        "argo-workflows",
+        "create",
+        "--only-json",
+        "--config",
+        str(FLOW.with_name("toy.yaml")),
+        "--set",
+        "flow.cron=0 25 * * *",
+        flow=SFT,
     )
     assert done.returncode == 2
     assert "flow.cron" in done.stderr

@@ -31,13 +31,18 @@ def test_nothing_outlives_a_flow_on_ray_that_is_killed(tmp_path, who, number):
     run = subprocess.Popen(line, cwd=toy.directory, env=toy.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     there: dict[int, str] = {}
     try:
-        wait_for(lambda: any(len(file.read_text().splitlines()) > 3 for file in Path(raw["output"]).glob("*/metrics.jsonl")), seconds=240)
+        wait_for(
+            lambda: any(len(file.read_text().splitlines()) > 3 for file in Path(raw["output"]).glob("*/metrics.jsonl")),
+            seconds=240,
+        )
         there = {pid: title(pid) for pid in [run.pid, *descendants(run.pid)]}
         task = next(pid for pid, said in there.items() if " step train " in said and pid != run.pid)
         os.kill(task if who == "step" else run.pid, number)
         killed = time.monotonic()
         run.wait(60)
-        ours = [pid for pid, said in there.items() if "ray" not in said.replace(str(tmp_path), "").replace(str(ROOT), "")]
+        ours = [
+            pid for pid, said in there.items() if "ray" not in said.replace(str(tmp_path), "").replace(str(ROOT), "")
+        ]
         assert {run.pid, task} <= set(ours)
         wait_for(lambda: all(map(is_gone, ours)), seconds=OURS_S - (time.monotonic() - killed) + 1)
         wait_for(lambda: all(map(is_gone, there)), seconds=RAYS_S - (time.monotonic() - killed) + 1)
@@ -57,7 +62,15 @@ def test_a_flow_on_ray_that_is_killed_in_the_middle_is_resumed_to_the_same_bits(
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     (tmp_path / "flow").mkdir()
     toy, flow = Toy(tmp_path / "flow"), ROOT / "flows" / "sft_flow.py"
-    line = [sys.executable, str(flow), "run", "--config", str(tmp_path / "job.yaml"), "--run-id-file", str(tmp_path / "id")]
+    line = [
+        sys.executable,
+        str(flow),
+        "run",
+        "--config",
+        str(tmp_path / "job.yaml"),
+        "--run-id-file",
+        str(tmp_path / "id"),
+    ]
     run = subprocess.Popen(line, cwd=toy.directory, env=toy.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: len(steps(tmp_path)) >= 45 or run.poll() is not None, seconds=480)
@@ -67,13 +80,24 @@ def test_a_flow_on_ray_that_is_killed_in_the_middle_is_resumed_to_the_same_bits(
         run.wait(60)
     before = steps(tmp_path)
     assert 45 <= len(before) < 150
-    done = toy("resume", "--origin-run-id", (tmp_path / "id").read_text(), flow=flow, within_s=900)  # the lease of who was killed is nobody's: no wait
+    # the lease of who was killed is nobody's: no wait
+    done = toy("resume", "--origin-run-id", (tmp_path / "id").read_text(), flow=flow, within_s=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed from" in done.stdout
     assert "published " in done.stdout
     assert steps(tmp_path) == list(range(1, 151))
     lineage = next(tmp_path.glob("runs/*/metrics.jsonl")).parent
-    again = [sys.executable, "-m", "ptf.cli", "train", str(lineage / "job.yaml"), "--set", f"output={tmp_path / 'other'}", "--lineage", "b"]
+    again = [
+        sys.executable,
+        "-m",
+        "ptf.cli",
+        "train",
+        str(lineage / "job.yaml"),
+        "--set",
+        f"output={tmp_path / 'other'}",
+        "--lineage",
+        "b",
+    ]
     subprocess.run(again, env=toy.env, check=True, capture_output=True, timeout=900)
     one, other = (place / "model" / "model.safetensors" for place in (lineage, tmp_path / "other" / "b"))
     assert one.read_bytes() == other.read_bytes()

@@ -12,12 +12,30 @@ from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-OFFLINE = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-           "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--virtual-time-budget=20000")  # fmt: skip
+OFFLINE = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=20000",
+)
 RL = {
-    "recipe": "grpo", "rollout": {"engine": "native", "prompts": 2, "group": 4, "max_new_tokens": 4, "reward": {"use": "ptf.tasks.arithmetic:exact"}},
+    "recipe": "grpo",
+    "rollout": {
+        "engine": "native",
+        "prompts": 2,
+        "group_size": 4,
+        "max_new_tokens": 4,
+        "reward": {"use": "ptf.tasks.arithmetic:exact"},
+    },
     "track": {"tensorboard": False, "samples_every": 1},
-}  # fmt: skip
+}
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: chromium)")]
 
 
@@ -28,7 +46,15 @@ def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     raw = arithmetic(directory)
     prompts = {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
     raw["train"] |= {"steps": 4, "validate_every": 2 if request.param == "sft" else 0}
-    raw |= {"evaluate": {"sources": {"test": prompts}, "reward": {"use": "ptf.tasks.arithmetic:exact"}, "limit": 4, "samples": 2, "max_new_tokens": 4}}
+    raw |= {
+        "evaluate": {
+            "sources": {"test": prompts},
+            "reward": {"use": "ptf.tasks.arithmetic:exact"},
+            "limit": 4,
+            "samples": 2,
+            "max_new_tokens": 4,
+        }
+    }
     if request.param == "grpo":
         raw |= RL | {"data": {"sources": {"p": prompts}, "seq_len": 64}}
     (directory / "job.yaml").write_text(yaml.safe_dump(raw))

@@ -1,4 +1,5 @@
-"""What people do with flows, on this machine's files and on an object store: train, train on, publish, retrain, go back; and crashes in every stage."""
+"""What people do with flows, on this machine's files and on an object store: train, train on, publish, retrain, go
+back; and crashes in every stage."""
 
 import json
 import os
@@ -23,7 +24,7 @@ from tests.workflow.gateway import Gateway, missing
 pytestmark = pytest.mark.s3
 FLOWS = ROOT / "flows"
 CRASHING = Path(__file__).with_name("crashing_flow.py")
-SMALL = {"lanes": 4, "seq_len": 64, "shuffle": 16, "lookahead": 8}
+SMALL = {"partitions": 4, "seq_len": 64, "shuffle": 16, "lookahead": 8}
 
 
 class Place:
@@ -81,11 +82,16 @@ def again(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def sums(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+def sums(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
     """A job, and its chats, those that are held out, and prompts."""
     directory = tmp_path_factory.mktemp("sums")
     raw = arithmetic(directory, rows=400)
-    rows = lambda name: [json.loads(line) for line in (directory / name).read_text().splitlines()]  # noqa: E731
+
+    def rows(name):
+        return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
     return raw, rows("train.jsonl"), rows("held_out.jsonl"), rows("prompts.jsonl")
 
 
@@ -95,16 +101,28 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
     p.write("train/0.jsonl", chats[:200])
     p.write("held_out.jsonl", held_out)
     p.write("prompts.jsonl", prompts)
-    data = raw["data"] | {"sources": {"sums": {"path": f"{p.root}/data/train"}}, "validation": {"held_out": {"path": f"{p.root}/data/held_out.jsonl"}}}
+    data = raw["data"] | {
+        "sources": {"sums": {"path": f"{p.root}/data/train"}},
+        "validation": {"held_out": {"path": f"{p.root}/data/held_out.jsonl"}},
+    }
     train = raw["train"] | {"steps": 30, "schedule": "constant", "validate_every": 0}
     publish = {"metric": "loss/held_out", "mode": "min", "to": f"{p.root}/answers"}
     sft = p.config("sft.yaml", raw | {"output": "runs/sft", "data": data, "train": train, "publish": publish})
     rl = {key: raw[key] for key in ("seed", "compute", "checkpoint", "track")} | {
-        "recipe": "grpo", "output": "runs/grpo", "model": {"path": f"job:{sft}"}, "publish": {"to": f"{p.root}/rl"},
+        "recipe": "grpo",
+        "output": "runs/grpo",
+        "model": {"path": f"job:{sft}"},
+        "publish": {"to": f"{p.root}/rl"},
         "data": {"sources": {"p": {"path": f"{p.root}/data/prompts.jsonl", "kind": "prompt"}}, "seq_len": 64},
-        "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 4, "reward": {"use": "ptf.tasks.arithmetic:exact"}},
-        "train": {"steps": 3, "lr": 1e-4, "rows": 4, "micro_rows": 2, "precision": "fp32"},
-    }  # fmt: skip
+        "rollout": {
+            "engine": "native",
+            "prompts": 4,
+            "group_size": 4,
+            "max_new_tokens": 4,
+            "reward": {"use": "ptf.tasks.arithmetic:exact"},
+        },
+        "train": {"steps": 3, "lr": 1e-4, "sequences": 4, "micro_sequences": 2, "precision": "fp32"},
+    }
 
     p.flow(FLOWS / "sft_flow.py", "run", "--config", sft)
     root = f"{p.root}/answers"
@@ -129,11 +147,16 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
     second = published.pointer(root)
     assert second is not None
     assert second.before == (first.version,)
-    before, now = (storage.verify(f"{root}/{version}")["metrics"]["loss/held_out"] for version in (first.version, second.version))
+    before, now = (
+        storage.verify(f"{root}/{version}")["metrics"]["loss/held_out"] for version in (first.version, second.version)
+    )
     assert now < before
     assert "nothing new" in p.flow(FLOWS / "retrain_flow.py", "run", "--config", sft).stdout
 
-    p.write("train/2.jsonl", [{"messages": [row["messages"][0], {"role": "assistant", "content": "+-=+-="}]} for row in chats])
+    p.write(
+        "train/2.jsonl",
+        [{"messages": [row["messages"][0], {"role": "assistant", "content": "+-=+-="}]} for row in chats],
+    )
     worse = ("--set", "train.lr=0.003", "--set", f"data.sources.sums.path={p.root}/data/train/2.jsonl")
     said = p.flow(FLOWS / "retrain_flow.py", "run", "--config", sft, *worse)
     assert "not published: loss/held_out is" in said.stdout
@@ -143,7 +166,9 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
     done = subprocess.run(ptf, cwd=p.at, env=p.toy.env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert published.pointer(root) == published.Pointer(first.version)
-    assert storage.manifest_of(f"{root}/{second.version}")["version"] == second.version, "what was gone back from is kept"
+    assert storage.manifest_of(f"{root}/{second.version}")["version"] == second.version, (
+        "what was gone back from is kept"
+    )
 
 
 CRASHES = {
@@ -167,15 +192,25 @@ def whole(place) -> Any:
 
 
 def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
-    """Runs the recipe's flow in a place of its own, with a crash and a resume if one is given; the bytes that it has published."""
+    """Runs the recipe's flow in a place of its own, with a crash and a resume if one is given;
+    the bytes that it has published."""
     p = place("-".join([recipe, *re.findall(r"\w+", crash)]))
     common = {
-        "seed": 1, "data": {"prepare": {"use": "ptf.tasks.arithmetic:prepare", "args": {"high": 30, "held_out": 20}}, **SMALL}, "track": {"tensorboard": False},
-        "train": {"steps": 6, "lr": 1e-3, "rows": 4, "micro_rows": 2, "precision": "fp32"}, "checkpoint": {"every": 2},
-        "compute": {"launcher": "local", "device": "cpu", "threads": 1}, "publish": {"to": f"{p.root}/published"},
-        "evaluate": {"sources": {"test": {"path": "prepare:test.jsonl", "kind": "prompt"}}, "reward": {"use": "ptf.tasks.arithmetic:exact"},
-                     "max_new_tokens": 4, "samples": 2, "limit": 8},
-    }  # fmt: skip
+        "seed": 1,
+        "data": {"prepare": {"use": "ptf.tasks.arithmetic:prepare", "args": {"high": 30, "held_out": 20}}, **SMALL},
+        "track": {"tensorboard": False},
+        "train": {"steps": 6, "lr": 1e-3, "sequences": 4, "micro_sequences": 2, "precision": "fp32"},
+        "checkpoint": {"every": 2},
+        "compute": {"launcher": "local", "device": "cpu", "threads": 1},
+        "publish": {"to": f"{p.root}/published"},
+        "evaluate": {
+            "sources": {"test": {"path": "prepare:test.jsonl", "kind": "prompt"}},
+            "reward": {"use": "ptf.tasks.arithmetic:exact"},
+            "max_new_tokens": 4,
+            "samples": 2,
+            "limit": 8,
+        },
+    }
     if recipe == "sft":
         sources = {"sums": {"path": "prepare:train.jsonl"}}
         raw = common | {"recipe": "sft"}
@@ -183,7 +218,13 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
         sources = {"sums": {"path": "prepare:train_prompts.jsonl", "kind": "prompt"}}
         raw = common | {
             "recipe": "grpo",
-            "rollout": {"engine": "native", "prompts": 4, "group": 4, "max_new_tokens": 4, "reward": {"use": "ptf.tasks.arithmetic:exact"}},
+            "rollout": {
+                "engine": "native",
+                "prompts": 4,
+                "group_size": 4,
+                "max_new_tokens": 4,
+                "reward": {"use": "ptf.tasks.arithmetic:exact"},
+            },
         }
         raw["data"] = {"prepare": common["data"]["prepare"], "seq_len": 64}
     raw |= {"model": {"path": "prepare:model", "init": "random"}, "data": raw["data"] | {"sources": sources}}
@@ -204,7 +245,9 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
     return held
 
 
-@pytest.mark.parametrize(("recipe", "crash"), [(recipe, crash) for recipe, crashes in CRASHES.items() for crash in crashes])
+@pytest.mark.parametrize(
+    ("recipe", "crash"), [(recipe, crash) for recipe, crashes in CRASHES.items() for crash in crashes]
+)
 def test_a_crash_and_a_resume_publish_the_same_bytes(place, whole, recipe, crash):
     found = crash_story(place, recipe, crash)
     assert found.keys() == whole[recipe].keys()
@@ -243,15 +286,29 @@ def test_of_two_that_publish_at_once_both_are_whole_and_the_pointer_names_one(pl
 @pytest.mark.parametrize(
     ("env", "messages"),
     [
-        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, ["no access to s3://stories/", "are the credentials of this store set in the environment?"]),
+        (
+            {"AWS_SECRET_ACCESS_KEY": "wrong"},
+            ["no access to s3://stories/", "are the credentials of this store set in the environment?"],
+        ),
         ({"AWS_ACCESS_KEY_ID": "nobody"}, ["no access to s3://stories/"]),
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "GIVE_UP_S": "30"}, ["trying again in 1 s", "s3://stories/", "the store has failed for 30 s"]),
+        (
+            {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "GIVE_UP_S": "30"},
+            ["trying again in 1 s", "s3://stories/", "the store has failed for 30 s"],
+        ),
     ],
     ids=["secret", "key", "down"],
 )
-def test_a_store_that_cannot_be_reached_is_one_message_before_anything_is_trained(gateway, tmp_path, sums, env, messages):
+def test_a_store_that_cannot_be_reached_is_one_message_before_anything_is_trained(
+    gateway, tmp_path, sums, env, messages
+):
     p = Place(tmp_path / "p", "s3://stories/unreached", (), gateway.env | env)
-    done = p.flow(CRASHING, "run", "--config", p.config("job.yaml", sums[0] | {"output": "runs", "publish": {"to": f"{p.root}/published"}}), fails=True)
+    done = p.flow(
+        CRASHING,
+        "run",
+        "--config",
+        p.config("job.yaml", sums[0] | {"output": "runs", "publish": {"to": f"{p.root}/published"}}),
+        fails=True,
+    )
     said = done.stdout + done.stderr
     assert all(message in said for message in messages), said
     assert "Traceback" not in said
@@ -269,7 +326,13 @@ def test_a_pointer_that_leads_nowhere_is_one_message(place, sums, pointer, messa
     storage.write_text(f"{root}/v1/model.bin", "x")
     if pointer:
         storage.write_text(f"{root}/latest.json", pointer)
-    done = p.flow(FLOWS / "sft_flow.py", "run", "--config", p.config("job.yaml", sums[0] | {"output": "runs", "model": {"path": root}}), fails=True)
+    done = p.flow(
+        FLOWS / "sft_flow.py",
+        "run",
+        "--config",
+        p.config("job.yaml", sums[0] | {"output": "runs", "model": {"path": root}}),
+        fails=True,
+    )
     assert message in done.stdout + done.stderr, done.stdout + done.stderr
     assert root in done.stdout + done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Families by `model_type`: how a config.json becomes a DecoderConfig, what its tensors are called, and small random members for the verifier."""
+"""Model families by `model_type`: how a config.json becomes a DecoderConfig, what its tensors are called, and small
+random members for the verifier."""
 
 import importlib
 import math
@@ -26,83 +27,102 @@ MODULES = {  # model_type → the file of its family
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """One model family: the mapping of its configs and tensor names."""
+
     model_type: str
-    config: Callable[[Mapping[str, Any]], Any]  # config.json → DecoderConfig; raises UserError naming every setting it does not implement
+    # config.json → DecoderConfig; raises UserError naming every setting that is not implemented
+    config: Callable[[Mapping[str, Any]], Any]
     ops: tuple[Op, ...]
     small: Callable[[random.Random], dict[str, Any]]  # a random config.json for the verifier
-    prefix: str = ""  # of all names of the language model in a checkpoint
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other beginnings of names under which checkpoints are found → ours
-    carried: tuple[str, ...] = ()  # beginnings of the tensors that are carried from the checkpoint to the export untouched
+    prefix: str = ""  # prefix of all names of the language model in a checkpoint
+    # other prefixes of names that checkpoints use → the one that ptf writes
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # prefixes of the tensors that are copied from the checkpoint to the export unchanged
+    carried: tuple[str, ...] = ()
 
-    def links(self, parameters: Iterable[str]) -> list[Op]:
-        """The ops of a model with these parameters. Raises AssertionError if one of them has no op."""
+    def ops_for(self, parameters: Iterable[str]) -> list[Op]:
+        """Return the ops of a model with these parameters. Raise AssertionError if one of them has no op."""
         names = set(parameters)
         layers = 1 + max((int(n.split(".")[1]) for n in names if n.startswith("layers.")), default=-1)
         every = [op.at(i) for op in self.ops for i in (range(layers) if "{i}" in op.ours[0] else (0,))]
-        found = [op for op in every if names.issuperset(op.ours)]
-        if lost := names - {n for op in found for n in op.ours}:
+        ops = [op for op in every if names.issuperset(op.ours)]
+        if lost := names - {n for op in ops for n in op.ours}:
             raise AssertionError(f"{self.model_type}: no op for {sorted(lost)[:5]}")
-        return found
+        return ops
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises UserError naming the nearest for one that is not there."""
+    """Return the family of a config.json. Raise UserError, naming the nearest, for one that is not supported."""
     model_type = str(config.get("model_type"))
     if model_type not in MODULES:
         near = get_close_matches(model_type, MODULES, 1, 0.3)
         raise UserError(
             f"model_type {model_type!r} is not supported; ptf has {', '.join(MODULES)}"
             + (f" (nearest: {near[0]})" if near else "")
-            + "; model.backend: hf trains what transformers has, and docs/add_a_model.md tells how to add a family"
+            + "; model.backend: hf trains what transformers has, and docs/add_a_model.md explains how to add a family"
         )
     return importlib.import_module(f"ptf.model.families.{MODULES[model_type]}").FAMILIES[model_type]
 
 
 def refuse(model_type: str, settings: Mapping[str, Any]) -> None:
-    """Raise UserError naming all settings that are truthy: what this definition does not implement."""
-    if found := [f"{k}: {v}" for k, v in settings.items() if v]:
-        raise UserError(f"{model_type}: not supported: {', '.join(found)}")
+    """Raise UserError naming all settings that are truthy: each is one that ptf does not implement."""
+    if unsupported := [f"{k}: {v}" for k, v in settings.items() if v]:
+        raise UserError(f"{model_type}: not supported: {', '.join(unsupported)}")
 
 
 def rope(c: Mapping[str, Any], parameters: Mapping[str, Any] | None = None, theta: float = 10_000.0) -> Rope:
-    """The rotary settings of a config.json, in the form of transformers 5 (`rope_parameters`) or before (`rope_theta`, `rope_scaling`)."""
+    """Return the rotary settings of a config.json, in the form of transformers 5 (`rope_parameters`) or before
+    (`rope_theta`, `rope_scaling`)."""
     if parameters is None:
         parameters = {**(c.get("rope_parameters") or c.get("rope_scaling") or {})}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     base = float(parameters.get("rope_theta") or c.get("rope_theta") or theta)
     refuse(str(c["model_type"]), {"rope_type": kind not in ("default", "linear", "llama3", "yarn") and kind})
-    refuse(str(c["model_type"]), {"partial_rotary_factor": (f := parameters.get("partial_rotary_factor", 1.0)) != 1.0 and f})
+    refuse(
+        str(c["model_type"]),
+        {"partial_rotary_factor": (f := parameters.get("partial_rotary_factor", 1.0)) != 1.0 and f},
+    )
     original = parameters.get("original_max_position_embeddings") or c.get("max_position_embeddings", 0)
     if kind == "llama3":
-        return Rope(base, kind, parameters["factor"], original, parameters["low_freq_factor"], parameters["high_freq_factor"])
+        return Rope(
+            base, kind, parameters["factor"], original, parameters["low_freq_factor"], parameters["high_freq_factor"]
+        )
     if kind == "yarn":
         factor = parameters.get("factor") or c["max_position_embeddings"] / original
         low, high = parameters.get("beta_slow") or 1.0, parameters.get("beta_fast") or 32.0
-        return Rope(base, kind, factor, original, low, high, parameters.get("truncate", True), _yarn_scale(factor, parameters))
+        return Rope(
+            base, kind, factor, original, low, high, parameters.get("truncate", True), _yarn_scale(factor, parameters)
+        )
     return Rope(base, kind, parameters.get("factor", 1.0))
 
 
 def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
-    """YaRN, eq. 22: 0.1 ln(factor) + 1, unless the config says otherwise."""
-    at = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0  # noqa: E731
-    if (given := parameters.get("attention_factor")) is not None:
-        return float(given)
+    """Return the attention factor (YaRN, eq. 22): 0.1 ln(factor) + 1, unless the config gives another."""
+
+    def at(m):
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if (factor_in_config := parameters.get("attention_factor")) is not None:
+        return float(factor_in_config)
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
         return at(parameters["mscale"]) / at(parameters["mscale_all_dim"])
     return at(1.0)
 
 
 def alternating(c: Mapping[str, Any], types: Sequence[str], ropes: Mapping[str, Rope]) -> tuple[Layer, ...]:
-    """Layers by their `layer_types`."""
+    """Return the layers by their `layer_types`."""
     window = {"full_attention": None, "sliding_attention": c.get("sliding_window")}
     refuse(str(c["model_type"]), {"layer_types": sorted(set(types) - set(window))})
     if len(types) != c["num_hidden_layers"]:
-        raise UserError(f"{c['model_type']}: config.json has num_hidden_layers {c['num_hidden_layers']} and {len(types)} layer_types")
+        raise UserError(
+            f"{c['model_type']}: config.json has num_hidden_layers {c['num_hidden_layers']} and {len(types)} "
+            "layer_types"
+        )
     return tuple(Layer(ropes[t], window[t]) for t in types)
 
 
 def common(c: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of DecoderConfig that every family's config.json holds under the same keys."""
+    """Return the fields of DecoderConfig that every family's config.json holds under the same keys."""
     return {
         "vocab": c["vocab_size"],
         "dim": c["hidden_size"],
@@ -123,25 +143,34 @@ OUTER: tuple[Op, ...] = (
     Rename("head.weight", "lm_head.weight"),
 )
 ATTENTION: tuple[Op, ...] = (
-    *(Rename(f"layers.{{i}}.attn.{p}_proj.{w}", f"{LAYER}self_attn.{p}_proj.{w}") for p in "qkvo" for w in ("weight", "bias")),
+    *(
+        Rename(f"layers.{{i}}.attn.{p}_proj.{w}", f"{LAYER}self_attn.{p}_proj.{w}")
+        for p in "qkvo"
+        for w in ("weight", "bias")
+    ),
     *(Rename(f"layers.{{i}}.attn.{p}_norm.weight", f"{LAYER}self_attn.{p}_norm.weight") for p in "qk"),
 )
 NORMS: tuple[Op, ...] = (
     Rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
     Rename("layers.{i}.mlp_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
 )
-MLP: tuple[Op, ...] = tuple(Rename(f"layers.{{i}}.mlp.{p}_proj.{w}", f"{LAYER}mlp.{p}_proj.{w}") for p in ("gate", "up", "down") for w in ("weight", "bias"))
+MLP: tuple[Op, ...] = tuple(
+    Rename(f"layers.{{i}}.mlp.{p}_proj.{w}", f"{LAYER}mlp.{p}_proj.{w}")
+    for p in ("gate", "up", "down")
+    for w in ("weight", "bias")
+)
 DENSE: tuple[Op, ...] = (*OUTER, *ATTENTION, *NORMS, *MLP)
 
 
 def small(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
-    """A random config.json of a dense decoder, small enough to verify in a second."""
+    """Return a random config.json of a dense decoder, small enough to verify in a second."""
     kv, group, size = r.choice([1, 2, 3]), r.choice([1, 2, 4]), r.choice([8, 16, 32])
     heads = kv * group
     return {
         "model_type": model_type,
         "vocab_size": r.choice([61, 96, 131]),
-        "hidden_size": r.choice([48, 96]),  # a multiple of any number of heads here; below 32 rounding alone reaches 1e-5
+        # a multiple of any number of heads here; below 32 rounding alone reaches 1e-5
+        "hidden_size": r.choice([48, 96]),
         "intermediate_size": r.choice([40, 64, 88]),
         "num_hidden_layers": r.choice([2, 3, 4]),
         "num_attention_heads": heads,
@@ -157,6 +186,7 @@ def small(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def small_rope(r: random.Random, kind: str) -> dict[str, Any]:
+    """Return random rotary settings of a kind for a small config.json."""
     theta = {"rope_type": kind, "rope_theta": r.choice([1000.0, 10_000.0, 1_000_000.0])}
     original = {"factor": r.choice([2.0, 8.0]), "original_max_position_embeddings": 32}
     return {

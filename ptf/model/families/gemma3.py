@@ -1,7 +1,8 @@
-"""Gemma 3 (`Gemma3ForCausalLM`, and the text part of `Gemma3ForConditionalGeneration`): a norm before and after each part, norms that scale by
-1 + weight, scaled embeddings, five layers with a sliding window and a short rotary base to one that sees everything.
+"""Gemma 3 (`Gemma3ForCausalLM`, and the text part of `Gemma3ForConditionalGeneration`): a norm before and after each
+part, norms that scale by 1 + weight, scaled embeddings, five layers with a sliding window and a short rotary base for
+each layer with full attention.
 
-A multimodal checkpoint trains its language model; the vision tensors go through to the export untouched.
+A multimodal checkpoint trains its language model; the vision tensors are copied to the export unchanged.
 """
 
 import random
@@ -10,7 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.model.config import DecoderConfig
-from ptf.model.families import ATTENTION, LAYER, MLP, OUTER, Family, alternating, common, refuse, rope, small, small_rope
+from ptf.model.families import (
+    ATTENTION,
+    LAYER,
+    MLP,
+    OUTER,
+    Family,
+    alternating,
+    common,
+    refuse,
+    rope,
+    small,
+    small_rope,
+)
 from ptf.model.ops import Op, Rename
 
 OPS: tuple[Op, ...] = (
@@ -22,7 +35,7 @@ OPS: tuple[Op, ...] = (
     Rename("layers.{i}.mlp_norm.weight", f"{LAYER}pre_feedforward_layernorm.weight"),
     Rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
 )
-DEFAULTS = {  # what the reference assumes where a config.json is silent, as the published multimodal ones are
+DEFAULTS = {  # the reference's defaults where a config.json has none, as the published multimodal ones
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -38,21 +51,27 @@ DEFAULTS = {  # what the reference assumes where a config.json is silent, as the
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {**DEFAULTS, **c}
     refuse(
         "gemma3",
         {
-            "hidden_activation": (act := c.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh" and act,
+            "hidden_activation": (act := c.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh"
+            and act,
             "attn_logit_softcapping": c.get("attn_logit_softcapping"),
             "use_bidirectional_attention": c.get("use_bidirectional_attention"),
         },
     )
     pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
-    types = c.get("layer_types") or ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(c["num_hidden_layers"])]
+    types = c.get("layer_types") or [
+        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(c["num_hidden_layers"])
+    ]
     by_type = c.get("rope_parameters") or {}
     ropes = {
         "full_attention": rope(c, by_type.get("full_attention") or c.get("rope_scaling") or {}, 1_000_000.0),
-        "sliding_attention": rope({**c, "rope_theta": c.get("rope_local_base_freq")}, by_type.get("sliding_attention") or {}, 10_000.0),
+        "sliding_attention": rope(
+            {**c, "rope_theta": c.get("rope_local_base_freq")}, by_type.get("sliding_attention") or {}, 10_000.0
+        ),
     }
     bias = c.get("attention_bias", False)
     return DecoderConfig(
@@ -72,12 +91,15 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 
 def multimodal_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map the text part of a multimodal config.json."""
     text = {**c["text_config"], "model_type": "gemma3"}
-    refuse("gemma3", {"text_config.final_logit_softcapping": text.get("final_logit_softcapping")})  # the reference ignores it here
+    # the reference ignores this setting in multimodal models
+    refuse("gemma3", {"text_config.final_logit_softcapping": text.get("final_logit_softcapping")})
     return config({**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", True))})
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
     c = small(
         r,
         "gemma3_text",
@@ -92,9 +114,22 @@ def random_config(r: random.Random) -> dict[str, Any]:
 
 
 def random_multimodal_config(r: random.Random) -> dict[str, Any]:
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    """Return a small random config.json of a multimodal model for the verifier."""
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
     text = random_config(r) | {"tie_word_embeddings": True, "final_logit_softcapping": None}
-    return {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model", **vision}, "mm_tokens_per_image": 4}
+    return {
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model", **vision},
+        "mm_tokens_per_image": 4,
+    }
 
 
 TEXT = Family("gemma3_text", config, OPS, random_config)

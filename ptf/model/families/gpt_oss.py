@@ -1,5 +1,8 @@
-"""GPT-OSS (`GptOssForCausalLM`): attention sinks, every other layer with a sliding window, biases everywhere, YaRN, clamped SwiGLU experts whose
-weights are the softmax of the chosen. Published checkpoints hold the experts in MXFP4; they are dequantised as they are read."""
+"""GPT-OSS (`GptOssForCausalLM`): attention sinks, every other layer with a sliding window, biases everywhere, YaRN, and
+clamped SwiGLU experts weighted by the softmax over the chosen ones.
+
+Published checkpoints hold the experts in MXFP4; they are dequantised as they are read.
+"""
 
 import random
 from collections.abc import Mapping
@@ -22,14 +25,26 @@ OPS: tuple[Op, ...] = (
     Transpose(f"{OURS}down_proj", f"{LAYER}mlp.experts.down_proj"),
     Rename(f"{OURS}down_bias", f"{LAYER}mlp.experts.down_proj_bias"),
 )
-YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {"sliding_window": 128, "rms_norm_eps": 1e-5, **c}
-    types = c.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])]
+    types = c.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])
+    ]
     table = rope(c, c.get("rope_parameters") or c.get("rope_scaling") or YARN, 150_000.0)
-    kinds = tuple(replace(k, moe=True) for k in alternating(c, types, {"full_attention": table, "sliding_attention": table}))
+    kinds = tuple(
+        replace(k, moe=True) for k in alternating(c, types, {"full_attention": table, "sliding_attention": table})
+    )
     bias = c.get("attention_bias", True)
     moe = MoE(
         experts=c.get("num_local_experts", c.get("num_experts", 128)),
@@ -39,10 +54,19 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         clamp=c.get("swiglu_limit", 7.0),
         balance=c.get("router_aux_loss_coef", 0.001),
     )
-    return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), kinds=kinds, qkv_bias=bias, out_bias=bias, sinks=True, moe=moe)
+    return DecoderConfig(
+        **common(c),
+        tied=c.get("tie_word_embeddings", False),
+        kinds=kinds,
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+        moe=moe,
+    )
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
     experts = r.choice([4, 5, 8])
     return small(
         r,

@@ -9,14 +9,18 @@ from ptf.model.families import DENSE, Family, common, refuse, rope, small
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     refuse("llama", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     bias = c.get("attention_bias", False)
     kinds = (Layer(rope(c)),) * c["num_hidden_layers"]
     tied = c.get("tie_word_embeddings", False)
-    return DecoderConfig(**common(c), tied=tied, kinds=kinds, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False))
+    return DecoderConfig(
+        **common(c), tied=tied, kinds=kinds, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False)
+    )
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
     return small(r, "llama", attention_bias=r.random() < 0.3, mlp_bias=r.random() < 0.3)
 
 

@@ -1,4 +1,4 @@
-"""Mistral (`MistralForCausalLM`): Llama whose every layer may have a sliding window."""
+"""Mistral (`MistralForCausalLM`): Llama in which every layer may have a sliding window."""
 
 import random
 from collections.abc import Mapping
@@ -9,12 +9,17 @@ from ptf.model.families import DENSE, Family, common, refuse, rope, small
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
-    refuse("mistral", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "layer_types": c.get("layer_types")})
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    refuse(
+        "mistral",
+        {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "layer_types": c.get("layer_types")},
+    )
     kinds = (Layer(rope(c), c.get("sliding_window", 4096)),) * c["num_hidden_layers"]
     return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), kinds=kinds)
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
     return small(r, "mistral", sliding_window=r.choice([None, 1, 5, 16]))
 
 

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): Llama with biased queries, keys and values; the upper layers may have a sliding window."""
+"""Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): Llama with biased queries, keys and values; upper layers may have a
+sliding window."""
 
 import random
 from collections.abc import Mapping
@@ -9,28 +10,40 @@ from ptf.model.families import DENSE, Family, alternating, common, refuse, rope,
 
 
 def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Of Qwen2 and Qwen3: `layer_types`, or a window from layer `max_window_layers` on."""
+    """Return the layers of Qwen2 and Qwen3: by `layer_types`, or with a window from layer `max_window_layers` on."""
     slides = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
     first = c.get("max_window_layers", 28)
-    types = c.get("layer_types") or ["sliding_attention" if slides and i >= first else "full_attention" for i in range(c["num_hidden_layers"])]
+    types = c.get("layer_types") or [
+        "sliding_attention" if slides and i >= first else "full_attention" for i in range(c["num_hidden_layers"])
+    ]
     table = rope(c)
     window = c.get("sliding_window", 4096) if slides else None
     return alternating({**c, "sliding_window": window}, types, {"full_attention": table, "sliding_attention": table})
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     refuse("qwen2", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), kinds=layers(c), qkv_bias=True)
 
 
 def random_window(r: random.Random) -> dict[str, Any]:
-    return r.choice([{"use_sliding_window": False}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8]), "max_window_layers": 1}])
+    """Return random settings of the sliding window."""
+    return r.choice(
+        [
+            {"use_sliding_window": False},
+            {"use_sliding_window": True, "sliding_window": r.choice([3, 8]), "max_window_layers": 1},
+        ]
+    )
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
     c = small(r, "qwen2", **random_window(r))
     del c["head_dim"]  # Qwen2 has none of its own
-    c["hidden_size"] = c["num_attention_heads"] * r.choice([size for size in (8, 16, 32) if size * c["num_attention_heads"] >= 32])
+    c["hidden_size"] = c["num_attention_heads"] * r.choice(
+        [size for size in (8, 16, 32) if size * c["num_attention_heads"] >= 32]
+    )
     return c
 
 

@@ -10,13 +10,17 @@ from ptf.model.families.qwen2 import layers, random_window
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     refuse("qwen3", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     bias = c.get("attention_bias", False)
-    shape = common({"head_dim": 128, **c})  # what the reference assumes where a config.json is silent
-    return DecoderConfig(**shape, tied=c.get("tie_word_embeddings", False), kinds=layers(c), qk_norm=True, qkv_bias=bias, out_bias=bias)
+    shape = common({"head_dim": 128, **c})  # the reference's default where a config.json has none
+    return DecoderConfig(
+        **shape, tied=c.get("tie_word_embeddings", False), kinds=layers(c), qk_norm=True, qkv_bias=bias, out_bias=bias
+    )
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
     return small(r, "qwen3", attention_bias=r.random() < 0.3, **random_window(r))
 
 

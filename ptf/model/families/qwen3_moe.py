@@ -12,17 +12,24 @@ from ptf.model.ops import Op, Rename, Stack
 OPS: tuple[Op, ...] = (
     *DENSE,
     Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
-    *(Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight") for p in ("gate", "up", "down")),
+    *(
+        Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
+        for p in ("gate", "up", "down")
+    ),
 )
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     refuse("qwen3_moe", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     window = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
     plain = Layer(rope(c), window)
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
     experts = c.get("num_experts", c.get("num_local_experts", 0))
-    kinds = tuple(replace(plain, moe=i not in dense and experts > 0 and (i + 1) % step == 0) for i in range(c["num_hidden_layers"]))
+    kinds = tuple(
+        replace(plain, moe=i not in dense and experts > 0 and (i + 1) % step == 0)
+        for i in range(c["num_hidden_layers"])
+    )
     bias = c.get("attention_bias", False)
     moe = MoE(
         experts=experts,
@@ -36,6 +43,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
     experts = r.choice([4, 6, 8])
     sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
     return small(

@@ -1,11 +1,14 @@
-"""Learning from preferences without a reward model: the policy's own log-probs, beside a reference's, are the reward.
+"""Learning from preferences without a reward model; the reward is the policy's log-prob relative to a reference's.
 
-    Δ  = log π(y₊|x)/π_ref(y₊|x) − log π(y₋|x)/π_ref(y₋|x)                       sums over the tokens of an answer
-    sigmoid  −(1 − ε) log σ(β Δ) − ε log σ(−β Δ)       DPO (Rafailov et al. 2023, eq. 7); ε: conservative DPO (Mitchell 2023, eq. 3)
-    ipo      (Δ − 1/(2β))²                             IPO (Azar et al. 2023, eq. 17)
-    simpo    −log σ(β (log π(y₊|x)/|y₊| − log π(y₋|x)/|y₋|) − γ)                  SimPO (Meng et al. 2024, eq. 6); no reference
+    Δ  = log π(y₊|x)/π_ref(y₊|x) − log π(y₋|x)/π_ref(y₋|x)    sums over the tokens of an answer
+    sigmoid  −(1 − ε) log σ(β Δ) − ε log σ(−β Δ)
+             DPO (Rafailov et al. 2023, eq. 7); ε: conservative DPO (Mitchell 2023, eq. 3)
+    ipo      (Δ − 1/(2β))²
+             IPO (Azar et al. 2023, eq. 17)
+    simpo    −log σ(β (log π(y₊|x)/|y₊| − log π(y₋|x)/|y₋|) − γ)
+             SimPO (Meng et al. 2024, eq. 6); no reference
 
-`length_normalised` takes means over the tokens of an answer instead of sums in the first two. A unit is a pair.
+With `length_normalised`, the first two take means over the tokens of an answer instead of sums. A unit is a pair.
 """
 
 from collections.abc import Mapping
@@ -19,7 +22,7 @@ from torch.nn.functional import logsigmoid
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_preference
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
@@ -30,6 +33,8 @@ from ptf.recipes.protocol import Companion, Metrics
 
 @dataclass(frozen=True)
 class DPO:
+    """The family of losses on pairs of a chosen and a rejected answer; see the module's docstring."""
+
     form: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -42,31 +47,38 @@ class DPO:
 
     @property
     def companions(self) -> Mapping[str, Companion]:
+        """The reference, unless the loss needs none."""
         return {} if self.form == "simpo" else {"reference": Companion(self.reference)}
 
     @property
     def evaluated(self) -> "DPO":
-        """Beside a reference that is there."""
+        """The recipe for evaluation, where the reference is loaded."""
         return replace(self, precomputed=False)
 
-    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
+        """Encode a row as a pair of samples."""
         return encode_preference(row, tokenizer, source)
 
     def units(self, batch: Batch) -> Tensor:
+        """Count the pairs, by their weights."""
         return weights(batch)[pairs(batch)[0]].sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        """Return the loss summed over pairs, with accuracy, margins, rewards and log-probs."""
         chosen, rejected = pairs(batch)
-        before = self.reference_answers(model, batch, companions)  # first: what a model keeps of its last forward pass (routing) is to be the policy's
+        # The reference goes first: what the model keeps of its last forward pass (routing) must be the policy's.
+        reference = self.reference_answers(model, batch, companions)
         answers = self.of_answers(self.logprobs(model, batch), batch)  # [documents]
-        rewards = answers if before is None else answers - before
+        rewards = answers if reference is None else answers - reference
         gap = rewards[chosen] - rewards[rejected]
         if self.form == "ipo":
             losses = (gap - 1 / (2 * self.beta)) ** 2
         elif self.form == "simpo":
             losses = -logsigmoid(self.beta * gap - self.gamma)
         else:
-            losses = -(1 - self.label_smoothing) * logsigmoid(self.beta * gap) - self.label_smoothing * logsigmoid(-self.beta * gap)
+            losses = -(1 - self.label_smoothing) * logsigmoid(self.beta * gap) - self.label_smoothing * logsigmoid(
+                -self.beta * gap
+            )
         counts = weights(batch)[chosen]
         loss = (losses * counts).sum()
         metrics = {
@@ -82,27 +94,29 @@ class DPO:
 
     @property
     def annotated_by(self) -> tuple[object, ...]:
+        """Nothing of the recipe decides the reference's log-probs."""
         return ()
 
     def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> dict[str, Tensor]:
-        """`reference_logprobs` of the answers' tokens: [B, T]."""
+        """Return `reference_logprobs` of the answers' tokens: [B, T]."""
         reference = companions["reference"]
-        with torch.no_grad(), adapters_off(reference):  # where the policy is its own reference, it has adapters
+        with torch.no_grad(), adapters_off(reference):  # a policy that is its own reference has adapters
             return {"reference_logprobs": self.logprobs(reference, batch)}
 
     def reference_answers(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Tensor | None:
+        """Return the reference's log-prob of each answer, [documents]; None without a reference."""
         if self.form == "simpo":
             return None
         streams = batch.streams if self.precomputed else self.annotations(model, batch, companions)
         return self.of_answers(streams["reference_logprobs"], batch)
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:
-        """Of the answers' tokens; 0 elsewhere. [B, T]"""
+        """Return the log-probs of the answers' tokens, 0 elsewhere: [B, T]."""
         reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights)
         return model(batch.tokens, batch.positions, batch.segments, reduce)[0]
 
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """Log-prob of each answer, or its mean over tokens: [documents]."""
+        """Return the log-prob of each answer, or its mean over tokens: [documents]."""
         total = sums(logprobs, batch)
         if not (self.length_normalised or self.form == "simpo"):
             return total

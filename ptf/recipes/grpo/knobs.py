@@ -1,4 +1,4 @@
-"""Keys of group-relative policy optimisation and its family."""
+"""Config keys of group-relative policy optimisation and its family."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -9,24 +9,28 @@ if TYPE_CHECKING:
 
 
 class GRPOKnobs(RewardedKnobs):
-    """Group-relative policy optimisation, and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`. Dr.GRPO: `scale_by_std: false`,
-    `mean_over: length`. DAPO: `clip_high: 0.28`, `overlong`, `rollout.equal: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
+    """Group-relative policy optimisation and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`.
+    Dr.GRPO: `scale_by_std: false`, `mean_over: length`. DAPO: `clip_high: 0.28`, `overlong`,
+    `rollout.zero_variance_groups: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What a reward is compared with: the mean of its group's, or of the others' in its group."""
+    """What a reward is compared with: the mean over its group, or over the others in its group."""
     scale_by_std: bool = True
     """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
     ratio: Literal["token", "answer"] = "token"
-    """What is clipped: each token's ratio to the old policy, or the geometric mean of its answer's."""
+    """What is clipped: each token's ratio to the old policy, or the geometric mean over its answer's tokens."""
     mean_over: Literal["tokens", "answers", "length"] = "tokens"
-    """The loss is a mean over all tokens of a step; over answers, of the means over their tokens; or over answers, of sums over their tokens divided by
-    `rollout.max_new_tokens`."""
+    """The loss is a mean over all tokens of a step; over answers, of the means over their tokens; or over answers, of
+    sums over their tokens divided by `rollout.max_new_tokens`."""
 
     def faults(self, job: "Job") -> list[str]:
+        """Return a line for each broken rule of these keys."""
         assert job.rollout is not None
         faults = super().faults(job)
-        if job.rollout.group < 2:
-            faults.append("rollout.group must be at least 2: GRPO compares the answers to one prompt with each other")
+        if job.rollout.group_size < 2:
+            faults.append(
+                "rollout.group_size must be at least 2: GRPO compares the answers to one prompt with each other"
+            )
         if self.baseline == "leave_one_out" and self.scale_by_std:
             faults.append("algo.scale_by_std belongs to algo.baseline: mean; give false")
         return faults

@@ -1,11 +1,11 @@
-"""Keys of knowledge distillation."""
+"""Config keys of knowledge distillation."""
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ptf.config.section import Knobs, Positive, PositiveFloat, Section
-from ptf.recipes.rules import ahead, compares_logprobs, own_backend
+from ptf.recipes.rules import backend_faults, custom_head_faults, precomputed_faults
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -15,7 +15,7 @@ class TeacherConfig(Section):
     """A model that the student learns from; its tokenizer must be the student's."""
 
     path: str
-    """What `model.path` may be."""
+    """Path of the teacher, as for `model.path`."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
     weight: PositiveFloat = 1.0
@@ -23,37 +23,41 @@ class TeacherConfig(Section):
 
 
 class KDKnobs(Knobs):
-    """Knowledge distillation: predict what teachers predict."""
+    """Knowledge distillation: the student learns to predict what teachers predict."""
 
     teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], TeacherConfig] = Field(min_length=1)
-    """By name; of any size and family."""
+    """The teachers, by name; of any size and family."""
     loss: Literal["forward", "reverse", "js"] = "forward"
-    """`forward`: KL(teacher ‖ student), which covers all that the teacher may say. `reverse`: KL(student ‖ teacher), which keeps to what it is likely
-    to say. `js`: generalised Jensen–Shannon, between them."""
+    """`forward`: KL(teacher ‖ student), which covers all that the teacher may predict. `reverse`: KL(student ‖
+    teacher), which concentrates on what is likely. `js`: generalised Jensen–Shannon, between the two."""
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The teacher's share in the mean that `js` looks at."""
+    """The teacher's share in the mixture of `js`."""
     temperature: PositiveFloat = 1.0
-    """Both distributions are taken at it; the divergence counts temperature² times."""
+    """Temperature of both distributions; the divergence is multiplied by its square."""
     ce: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy of the data, on top of the divergence."""
     top_k: Positive | None = None
-    """Look at each teacher's likeliest tokens, and at all others as one, instead of at the whole vocabulary."""
+    """Compare the teacher's likeliest tokens, and all others as one, instead of the whole vocabulary."""
     precomputed: bool = False
-    """Find those once, before training, and keep them in `{output}/annotated`: then no teacher is in memory while it trains. Needs `top_k`."""
+    """Compute the teachers' likeliest tokens once, before training, and keep them in `{output}/annotated`; no
+    teacher is then in memory during training. Needs `top_k`."""
 
     held_out_metric: ClassVar[str] = "kl"
 
     def model_paths(self) -> dict[str, str]:
+        """Return the path of each teacher."""
         return {f"teachers.{name}.path": teacher.path for name, teacher in self.teachers.items()}
 
     def arguments(self) -> dict[str, Any]:
+        """Return the recipe's arguments; `loss` is its `form`."""
         knobs = super().arguments()
         return {"form": knobs.pop("loss"), **knobs}
 
     def faults(self, job: "Job") -> list[str]:
-        faults = compares_logprobs(job) + own_backend(job)
+        """Return a line for each broken rule of these keys."""
+        faults = custom_head_faults(job) + backend_faults(job)
         if self.loss != "js" and self.beta != type(self).model_fields["beta"].default:
             faults.append(f"algo.beta belongs to algo.loss: js, not to {self.loss}")
         if self.precomputed and self.top_k is None:
-            faults.append("algo.precomputed needs algo.top_k: whole distributions are too large to be kept")
-        return faults + (ahead(job) if self.precomputed else [])
+            faults.append("algo.precomputed needs algo.top_k: whole distributions are too large to store")
+        return faults + (precomputed_faults(job) if self.precomputed else [])

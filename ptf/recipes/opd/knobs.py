@@ -1,4 +1,4 @@
-"""Keys of on-policy distillation."""
+"""Config keys of on-policy distillation."""
 
 from typing import TYPE_CHECKING
 
@@ -9,22 +9,28 @@ if TYPE_CHECKING:
 
 
 class OPDKnobs(PolicyKnobs):
-    """On-policy distillation: the policy samples, and is moved towards what a teacher would have said, token by token. The reward is only reported."""
+    """On-policy distillation: the policy samples and is moved, token by token, towards what a teacher would have
+    predicted. The reward is only reported."""
 
     teacher: str
-    """What `model.path` may be, of any size and family; its tokenizer must be the student's."""
+    """Path of the teacher, as for `model.path`, of any size and family; its tokenizer must be the student's."""
     teacher_revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
 
     def model_paths(self) -> dict[str, str]:
+        """Return the teacher's path."""
         return {"teacher": self.teacher}
 
     def faults(self, job: "Job") -> list[str]:
+        """Return a line for each broken rule of these keys."""
         assert job.rollout is not None
         faults = super().faults(job)
-        if job.rollout.equal == "replace":
-            faults.append("rollout.equal: replace is for recipes that learn from rewards")
+        if job.rollout.zero_variance_groups == "replace":
+            faults.append(
+                "rollout.zero_variance_groups: replace is for recipes that learn from rewards; opd only reports them"
+            )
         return faults
 
-    def not_with_a_nucleus(self) -> dict[str, bool]:
-        return super().not_with_a_nucleus() | {"recipe opd: the teacher has another": True}
+    def excluded_by_top_p(self) -> dict[str, bool]:
+        """Exclude `rollout.top_p` below 1 always, because the teacher has another nucleus."""
+        return super().excluded_by_top_p() | {"recipe opd, whose teacher has another nucleus; give 1": True}

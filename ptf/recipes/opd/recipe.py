@@ -1,9 +1,11 @@
-"""On-policy distillation: the student samples, and every token it chose is judged by how likely a teacher finds it (Agarwal et al., GKD, 2024, with its own
-samples alone and the reverse divergence, by policy gradient as Gu et al., MiniLLM, 2024, eq. 2).
+"""On-policy distillation: the student samples, and the reward of every token is its log-prob under a teacher
+(Agarwal et al., GKD, 2024, with the student's samples only and the reverse divergence, by policy gradient as in
+Gu et al., MiniLLM, 2024, eq. 2).
 
-    Â = log π_teacher − log π_old        of each token: minus this is an estimate of KL(π_old ‖ π_teacher), one token ahead
+    Â = log π_teacher − log π_old    of each token; its negative estimates KL(π_old ‖ π_teacher) of that token
 
-The loss is GRPO's clipped objective with these advantages, averaged over all tokens. What the reward says is reported and not trained on.
+The loss is GRPO's clipped objective with these advantages, averaged over all tokens.
+The reward is reported and not trained on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.data.trajectory import Group, samples_of
 from ptf.model.decoder import Decoder
 from ptf.recipes.grpo.recipe import GRPO
@@ -21,22 +23,31 @@ from ptf.recipes.protocol import Companion, Metrics
 
 @dataclass(frozen=True, kw_only=True)
 class OPD(GRPO):
+    """Distillation on the student's own samples; see the module's docstring."""
+
     teacher: str
     teacher_revision: str | None = None
 
     @property
     def companions(self) -> Mapping[str, Companion]:
+        """The teacher."""
         return {"teacher": Companion(self.teacher, self.teacher_revision, alike=False)}
 
     @property
     def needs_old(self) -> bool:
+        """True, because `credit` compares the teacher's log-probs with them."""
         return True
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        """Its metric `teacher_apart` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
+        """Return GRPO's loss; the metric `teacher_apart` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
         loss, metrics = super().loss(model, batch, companions)
         return loss, {**metrics, "teacher_apart": -(batch.streams["advantages"] * batch.weights).sum()}
 
-    def credit(self, groups: Sequence[Group]) -> list[Atom]:
-        """Every answer is trained on, whether it has a reward or not."""
-        return [(sample,) for group in groups for t in group for sample in samples_of(t, t.streams["teacher_logprobs"] - t.streams["old_logprobs"])]
+    def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
+        """Return every answer with its advantages, whether it has a reward or not."""
+        return [
+            (sample,)
+            for group in groups
+            for t in group
+            for sample in samples_of(t, t.streams["teacher_logprobs"] - t.streams["old_logprobs"])
+        ]

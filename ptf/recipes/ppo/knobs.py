@@ -1,4 +1,4 @@
-"""Keys of proximal policy optimisation."""
+"""Config keys of proximal policy optimisation."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -10,30 +10,34 @@ if TYPE_CHECKING:
 
 
 class PPOKnobs(RewardedKnobs):
-    """Proximal policy optimisation, with a critic that begins as the policy does, its head one new row."""
+    """Proximal policy optimisation; the critic starts as a copy of the policy with a new scalar head."""
 
     gamma: Fraction = 1.0
-    """Discount of a token."""
+    """Discount factor per token."""
     lam: Fraction = 0.95
-    """Of generalised advantage estimation: 1 takes what followed as it was, 0 the critic's word for it."""
+    """λ of generalised advantage estimation: 1 uses the observed returns, 0 the critic's values."""
     whiten: bool = True
     """Centre and scale advantages over all tokens of a step."""
     value_clip: PositiveFloat = 0.2
-    """How far a value may move from what it was before it has no gradient."""
+    """How far a value may move from its old value before its gradient is cut off."""
     critic_lr: PositiveFloat | None = None
     """Peak learning rate of the critic; default `train.lr`."""
     critic_warmup: Count = 0
-    """Steps at the start in which the critic alone is trained."""
+    """Steps at the start in which only the critic is trained."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How it is estimated from a token (Schulman 2020)."""
+    """Estimator of the KL from a sampled token (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Taken from each token's reward, or added to the loss."""
+    """Subtract the KL from each token's reward, or add it to the loss."""
 
     def faults(self, job: "Job") -> list[str]:
+        """Return a line for each broken rule of these keys."""
         faults = super().faults(job)
         if job.model.backend == "hf":
-            faults.append("model.backend: hf has no recipe ppo: a critic has a scalar head")
+            faults.append(
+                "model.backend: hf has no recipe ppo, because a critic needs a scalar head; use the default backend"
+            )
         return faults
 
-    def not_with_a_nucleus(self) -> dict[str, bool]:
-        return super().not_with_a_nucleus() | {"algo.critic_warmup; give 0": self.critic_warmup > 0}
+    def excluded_by_top_p(self) -> dict[str, bool]:
+        """Add the critic's warm-up to what `rollout.top_p` below 1 excludes."""
+        return super().excluded_by_top_p() | {"algo.critic_warmup; give 0": self.critic_warmup > 0}

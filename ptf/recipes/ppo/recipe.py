@@ -1,9 +1,10 @@
-"""Proximal policy optimisation (Schulman et al. 2017) of a policy beside a critic that values every token.
+"""Proximal policy optimisation (Schulman et al. 2017) of a policy, with a critic that values every token.
 
-δₜ = rₜ + γ V(sₜ₊₁) − V(sₜ),   Âₜ = Σₗ (γ λ)ˡ δₜ₊ₗ          (Schulman et al. 2016, eq. 16), over the tokens of an answer; V is 0 behind the last
-rₜ                                                            the reward at the last token; with `kl_in: reward`, − kl · K at every token
-policy  as in grpo.py, with these advantages, by default centred and scaled over all tokens of a step
-critic  ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²),  R = Â + V_old, before they are centred
+δₜ = rₜ + γ V(sₜ₊₁) − V(sₜ),   Âₜ = Σₗ (γ λ)ˡ δₜ₊ₗ
+        (Schulman et al. 2016, eq. 16), over the tokens of an answer; V is 0 after the last
+rₜ      the reward at the last token; with `kl_in: reward`, − kl · K at every token
+policy  the objective of grpo/recipe.py with these advantages, by default centred and scaled over all tokens of a step
+critic  ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²),  R = Â + V_old, before centring
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +16,19 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
-from ptf.recipes.advantages import generalised, overlong
-from ptf.recipes.grpo.recipe import GRPO, estimate
+from ptf.recipes.advantages import generalised_advantages, overlong_penalty
+from ptf.recipes.grpo.recipe import GRPO, estimate_kl
 from ptf.recipes.protocol import Companion, Metrics
 
 
 @dataclass(frozen=True)
 class Critic:
-    """Regress the value of each state to what followed it. A unit is a token."""
+    """The recipe of the critic: regress the value of each state to the return. A unit is a token."""
 
     value_clip: float = 0.2
     lr: float | None = None
@@ -37,31 +38,40 @@ class Critic:
 
     @property
     def companions(self) -> Mapping[str, Companion]:
+        """A critic has no companions."""
         return {}
 
-    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
-        raise NotImplementedError("a critic trains on what the policy said")
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
+        """Raise NotImplementedError: a critic trains on rollouts."""
+        raise NotImplementedError("a critic trains on what the policy sampled")
 
     def units(self, batch: Batch) -> Tensor:
+        """Count the trained tokens, by their weights."""
         return batch.weights.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        """Return the clipped squared error of the values, summed over tokens."""
         values = model(batch.tokens, batch.positions, batch.segments, values_of)  # [B, T]
         old, returns = batch.streams["values"], batch.streams["returns"]
         clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)
-        far, near = (clipped - returns) ** 2, (values - returns) ** 2
-        loss = (torch.maximum(far, near) * batch.weights).sum() / 2
-        metrics = {"value": (values * batch.weights).sum(), "clip_share": ((far > near) * batch.weights).sum(), "error": (near * batch.weights).sum()}
+        clipped_error, error = (clipped - returns) ** 2, (values - returns) ** 2
+        loss = (torch.maximum(clipped_error, error) * batch.weights).sum() / 2
+        metrics = {
+            "value": (values * batch.weights).sum(),
+            "clip_share": ((clipped_error > error) * batch.weights).sum(),
+            "error": (error * batch.weights).sum(),
+        }
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
 
 
 def values_of(x: Tensor, head: Scalar) -> Tensor:
+    """Apply a scalar head to hidden states."""
     return head.values(x)
 
 
 @dataclass(frozen=True)
 class PPO(GRPO):
-    """Its policy's loss is GRPO's; what differs is where advantages come from."""
+    """The policy's recipe: GRPO's loss with advantages from a critic."""
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
@@ -74,28 +84,35 @@ class PPO(GRPO):
 
     @property
     def critic(self) -> Critic:
+        """The recipe of the critic."""
         return Critic(self.value_clip, self.critic_lr, self.critic_warmup)
 
-    def credit(self, groups: Sequence[Group]) -> list[Atom]:
-        """Answers without a result are not trained on."""
+    def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
+        """Return the answers that have a result, with generalised advantages and returns."""
         scored = [t for group in groups for t in group if isinstance(t.outcome, Reward)]
-        found = [generalised(self.rewards(t), t.streams["values"], self.gamma, self.lam) for t in scored]
-        if not found:
+        advantages = [
+            generalised_advantages(self.rewards(t), t.streams["values"], self.gamma, self.lam) for t in scored
+        ]
+        if not advantages:
             return []
-        every = np.concatenate(found)
-        mean, std = (every.mean(), every.std() + 1e-8) if self.whiten else (0.0, 1.0)
+        of_step = np.concatenate(advantages)
+        mean, std = (of_step.mean(), of_step.std() + 1e-8) if self.whiten else (0.0, 1.0)
         return [
             (sample,)
-            for t, a in zip(scored, found, strict=True)
-            for sample in samples_of(replace(t, streams={**t.streams, "returns": a + t.streams["values"]}), (a - mean) / std)
+            for t, a in zip(scored, advantages, strict=True)
+            for sample in samples_of(
+                replace(t, streams={**t.streams, "returns": a + t.streams["values"]}), (a - mean) / std
+            )
         ]
 
     def rewards(self, trajectory: Trajectory) -> np.ndarray:
-        """Of each token: [n]."""
+        """Return the reward of each token of an answer: [n]."""
         assert isinstance(trajectory.outcome, Reward)
-        found = np.zeros(trajectory.sampled)
+        rewards = np.zeros(trajectory.sampled)
         if self.kl and self.kl_in == "reward":
-            old, reference = (torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs"))
-            found -= self.kl * estimate(self.kl_estimator, old, reference).numpy()
-        found[-1] += trajectory.outcome.value + overlong(trajectory.sampled, self.length, self.overlong)
-        return found
+            old, reference = (
+                torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs")
+            )
+            rewards -= self.kl * estimate_kl(self.kl_estimator, old, reference).numpy()
+        rewards[-1] += trajectory.outcome.value + overlong_penalty(trajectory.sampled, self.length, self.overlong)
+        return rewards

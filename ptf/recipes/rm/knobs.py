@@ -1,36 +1,41 @@
-"""Keys of reward models."""
+"""Config keys of reward models."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from ptf.config.section import Knobs
-from ptf.recipes.rules import of_whole_answers, own_backend
+from ptf.recipes.rules import backend_faults, whole_answer_faults
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
 class RMKnobs(Knobs):
-    """Reward models."""
+    """Reward models: a scalar head scores answers."""
 
     loss: Literal["pair", "binary", "regression"] = "pair"
-    """`pair`: Bradley–Terry, of `chosen` and `rejected`. `binary`, `regression`: of `prompt`, `completion` and `reward`."""
+    """`pair`: Bradley–Terry, on rows with `chosen` and `rejected`. `binary`, `regression`: on rows with `prompt`,
+    `completion` and `reward`."""
     margin: bool = False
-    """Rows of pairs have a number `margin`, by which the chosen answer's score is to be ahead."""
+    """Use the number `margin` of each pair's row: the chosen answer's score should be higher by it."""
     centring: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared sum of a pair's scores, which keeps them near 0."""
 
     def arguments(self) -> dict[str, Any]:
+        """Return the recipe's arguments; `loss` is its `form`."""
         knobs = super().arguments()
         return {"form": knobs.pop("loss"), **knobs}
 
     def faults(self, job: "Job") -> list[str]:
-        faults = of_whole_answers(job) + own_backend(job)
+        """Return a line for each broken rule of these keys."""
+        faults = whole_answer_faults(job) + backend_faults(job)
         if self.loss != "pair" and (self.margin or self.centring):
             faults.append(f"algo.margin belongs to algo.loss: pair, like algo.centring, not to {self.loss}")
         if job.evaluate.sources:
-            faults.append("evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation")
+            faults.append(
+                "evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation"
+            )
         if job.model.head is not None or "head" in job.model.replace:
-            faults.append("model.head: a reward model's head is a scalar one")
+            faults.append("model.head: a reward model has a scalar head of its own; remove the key")
         return faults

@@ -1,8 +1,10 @@
-"""Reward models: one score for an answer, read at its last token by a scalar head, from preferences or from scores that people gave.
-Of a conversation whose turns were judged, each score is read where its turn ends, so the conversation is read once.
+"""Reward models: a scalar head gives an answer one score, at its last token; it is trained on preferences or on scores
+that people gave. In a conversation whose turns were judged, each score is read where its turn ends, so the
+conversation needs one forward pass.
 
-    pair        −log σ(r₊ − r₋ − m) + c (r₊ + r₋)²     Bradley and Terry 1952, as in Ouyang et al. 2022, eq. 1; m: the row's `margin` (Touvron et al.
-                                                       2023, eq. 2); c holds the scores near 0 (Eisenstein et al. 2023, eq. 6)
+    pair        −log σ(r₊ − r₋ − m) + c (r₊ + r₋)²
+                Bradley and Terry 1952, as in Ouyang et al. 2022, eq. 1; m: the row's `margin` (Touvron et al. 2023,
+                eq. 2); c keeps the scores near 0 (Eisenstein et al. 2023, eq. 6)
     binary      −y log σ(r) − (1 − y) log σ(−r)        y in [0, 1], the answer's `reward`
     regression  (r − y)²
 
@@ -20,7 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_preference, encode_scored
-from ptf.data.sample import Atom
+from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
@@ -31,6 +33,8 @@ from ptf.recipes.protocol import Companion, Metrics
 
 @dataclass(frozen=True)
 class RM:
+    """Reward models from pairs, binary judgements or scores; see the module's docstring."""
+
     form: Literal["pair", "binary", "regression"] = "pair"
     margin: bool = False
     centring: float = 0.0
@@ -39,15 +43,18 @@ class RM:
 
     @property
     def companions(self) -> Mapping[str, Companion]:
+        """A reward model has no companions."""
         return {}
 
-    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[Atom]:
+    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
+        """Encode a row as a pair of samples, or as a scored conversation. Raises UserError for a row without the
+        numbers that the loss needs."""
         if self.form != "pair":
             atoms = encode_scored(row, tokenizer, source)
             for (sample,) in atoms if self.form == "binary" else ():
-                beyond = [reward for reward in sample.streams["score"].tolist() if not 0 <= reward <= 1]
-                if beyond:
-                    raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {beyond[0]}")
+                invalid = [reward for reward in sample.streams["score"].tolist() if not 0 <= reward <= 1]
+                if invalid:
+                    raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {invalid[0]}")
             return atoms
         atoms = encode_preference(row, tokenizer, source)
         if not self.margin:
@@ -55,51 +62,66 @@ class RM:
         margin = row.get("margin")
         if not isinstance(margin, int | float) or not np.isfinite(margin):
             raise UserError(f"algo.margin: a row needs a number `margin`, not {margin!r}")
-        return [tuple(replace(s, streams={"margin": np.full(len(s), margin, np.float32)}) for s in atom) for atom in atoms]
+        return [
+            tuple(replace(s, streams={"margin": np.full(len(s), margin, np.float32)}) for s in atom) for atom in atoms
+        ]
 
     def units(self, batch: Batch) -> Tensor:
-        counted = weights(batch)[pairs(batch)[0]] if self.form == "pair" else batch.weights
-        return counted.sum(dtype=torch.float64)
+        """Count the pairs or scored answers, by their weights."""
+        counts = weights(batch)[pairs(batch)[0]] if self.form == "pair" else batch.weights
+        return counts.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        """Return the loss summed over pairs or answers, with scores and accuracy."""
         scores = self.scores(model, batch)
         if self.form == "pair":
             chosen, rejected = pairs(batch)
             gap, counts = scores[chosen] - scores[rejected], weights(batch)[chosen]
-            wanted = batch.streams["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
-            losses = -logsigmoid(gap - wanted) + self.centring * (scores[chosen] + scores[rejected]) ** 2
-            right, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
-            found = {"margin": (gap * counts).sum()}
+            margin = batch.streams["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
+            losses = -logsigmoid(gap - margin) + self.centring * (scores[chosen] + scores[rejected]) ** 2
+            correct, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
+            metrics = {"margin": (gap * counts).sum()}
         else:
             truth, counts = self.judged(batch, "score"), batch.weights[batch.weights != 0]
-            losses = binary_cross_entropy_with_logits(scores, truth, reduction="none") if self.form == "binary" else (scores - truth) ** 2
-            right, score, found = (scores > 0) == (truth > 0.5), scores, {}
+            losses = (
+                binary_cross_entropy_with_logits(scores, truth, reduction="none")
+                if self.form == "binary"
+                else (scores - truth) ** 2
+            )
+            correct, score = (scores > 0) == (truth > 0.5), scores
+            metrics = {}
         if self.form != "regression":
-            found["accuracy"] = (right * counts).sum()
+            metrics["accuracy"] = (correct * counts).sum()
         loss = (losses * counts).sum()
-        return loss, {name: value.detach() for name, value in {"loss": loss, "score": (score * counts).sum(), **found}.items()}
+        metrics = {"loss": loss, "score": (score * counts).sum(), **metrics}
+        return loss, {name: value.detach() for name, value in metrics.items()}
 
     @property
     def is_probability(self) -> bool:
-        """Whether its score is the log-odds of a probability, whose calibration is measured."""
+        """Whether its score is the log-odds of a probability, so that its calibration is measured."""
         return self.form == "binary"
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
-        """Scores, rewards of the data, and lengths of the answers that were scored: [3, answers]."""
+        """Return scores, rewards of the data, and lengths of the scored answers: [3, answers]."""
         return torch.stack([self.scores(model, batch), *(self.judged(batch, n) for n in ("score", "answer_length"))])
 
     def judged(self, batch: Batch, name: str) -> Tensor:
-        """What a stream (`score`, `answer_length`) has for each of the answers that were scored: [answers]."""
-        there = batch.weights != 0
-        if there.any() and "answer_length" not in batch.streams:
-            raise UserError("data that were tokenized by an earlier ptf, with a score at every token of an answer: tokenize them again")
-        return batch.streams.get(name, batch.weights)[there]
+        """Return the value of a column (`score`, `answer_length`) for each scored answer: [answers]."""
+        scored = batch.weights != 0
+        if scored.any() and "answer_length" not in batch.streams:
+            raise UserError(
+                "this data was tokenized by an earlier version of ptf, with a score at every token of an answer: "
+                "tokenize it again"
+            )
+        return batch.streams.get(name, batch.weights)[scored]
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
-        """fp32: of each document, [documents], where they are pairs, and otherwise of each answer that was scored, [answers]."""
-        places = ends(batch) if self.form == "pair" else batch.weights.flatten().nonzero().squeeze(1) + 1  # weights are aligned with the targets
+        """Return the scores in fp32: of each document of pairs, [documents], otherwise of each scored answer,
+        [answers]."""
+        # weights are aligned with the targets
+        positions = ends(batch) if self.form == "pair" else batch.weights.flatten().nonzero().squeeze(1) + 1
 
         def reduce(x: Tensor, head: Scalar) -> Tensor:
-            return head.values(x.flatten(0, 1).index_select(0, places))
+            return head.values(x.flatten(0, 1).index_select(0, positions))
 
         return model(batch.tokens, batch.positions, batch.segments, reduce)

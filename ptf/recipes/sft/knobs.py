@@ -1,4 +1,4 @@
-"""Keys of supervised fine-tuning."""
+"""Config keys of supervised fine-tuning."""
 
 from typing import ClassVar
 

@@ -1,0 +1,125 @@
+"""The public functions of ptf, which `import ptf` offers: each is one stage, from a config to a published model.
+
+The one idea: the commands of `ptf`, the flows' steps and a Python script call the same functions below these. What they
+need (torch, transformers, Ray) is imported when a function is called.
+"""
+
+from collections.abc import Sequence
+from os import PathLike, fspath
+from typing import TYPE_CHECKING
+
+from ptf.config import Job, dump
+from ptf.config.load import Problems
+from ptf.config.plugin_checks import load_checked, problems
+from ptf.config.tree import parse
+from ptf.errors import UserError
+
+if TYPE_CHECKING:
+    from ptf.conversation import Chat
+    from ptf.inspection.report import Report
+    from ptf.training_run import Run
+
+Files = str | PathLike[str] | Sequence[str | PathLike[str]]
+
+
+def load(files: Files, overrides: Sequence[str] = ()) -> Job:
+    """Read a job from one YAML file, or from several that are merged left to right, and then apply `overrides`
+    (`["train.lr=1e-4"]`). Plugins are imported and their arguments compared with their signatures. Raises ConfigError
+    with every problem, each with its file and line."""
+    several = [files] if isinstance(files, str | PathLike) else files
+    return load_checked(*several, overrides=overrides)
+
+
+def check(job: Job, *, dry_run: bool = False) -> str:
+    """Check a job before it is trained, and return one line about its length: how often it passes over its data and how
+    many steps that takes. With `dry_run`, also train one step of it on a tiny model of the same family in this process.
+    Raises UserError with what would stop the run."""
+    if found := list(problems(parse(dump(job)).root)):
+        raise Problems(found)
+    if job.publish.metric is not None:
+        from ptf.eval import check as check_evaluation
+
+        check_evaluation(job)
+    if dry_run:
+        from ptf.dry_run import rehearse
+
+        rehearse(job, lambda line: print(line, flush=True))
+    from ptf.inspection.glance import glance
+
+    try:
+        return glance(job)
+    except UserError as error:  # of the data: the config is right
+        return f"passes and steps are not known: {error}"
+
+
+def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":
+    """Look at a job's data as training will see it: `rows` rows of each source (None: all of them where all sources
+    have at most 100,000 together, else 2,000 of each), and the first `samples` samples of each. Raises UserError for
+    data that cannot be read."""
+    from ptf.inspection.report import report
+
+    return report(job, rows, samples)
+
+
+def train(job: Job, lineage: str | None = None) -> "Run":
+    """Train a job and return its run. `lineage` names the run: one that exists goes on from its newest checkpoint; None
+    mints a new name. The launcher of the config (`compute`) decides which processes train. Raises UserError, and Held
+    where another process is training this lineage."""
+    from ptf.training_run import train as train_lineage
+
+    return train_lineage(job, lineage)
+
+
+def evaluate(
+    run: "Run | str | PathLike[str]", job: Job | None = None, *, overrides: Sequence[str] = ()
+) -> dict[str, float]:
+    """Measure a trained run by what its job holds out, print a table, keep the metrics in the run, and return them by
+    name; `start/…` is of the model that training started from. `overrides` change keys that are free to change, such as
+    `evaluate.limit`. With `job`, `run` names any model instead (a directory, a URI or a Hugging Face id), which is
+    measured by that job. Raises UserError, and Held where another process works in the run."""
+    from ptf.evaluation import evaluate_model, evaluate_run
+
+    if job is not None:
+        return evaluate_model(job, fspath(run.model) if not isinstance(run, str | PathLike) else fspath(run))
+    found = _run(run, overrides)
+    found.refuse_unfinished()
+    return evaluate_run(found.job, found.directory)
+
+
+def publish(run: "Run | str | PathLike[str]", *, overrides: Sequence[str] = ()) -> str:
+    """Publish a run's model as a version below `publish.to`, and return its directory or URI. It must give the trained
+    model's log-probs when it is loaded again, and must not be worse than what training started from. `overrides` change
+    keys that are free to change, such as `publish.gate`. Raises UserError, and Held where another process works in the
+    run."""
+    from ptf.publishing import publish as publish_version
+
+    found = _run(run, overrides)
+    return str(publish_version(found.job, found.artifact()).published)
+
+
+def chat(
+    model: "Run | Job | str | PathLike[str]",
+    *,
+    system: str | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.7,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> "Chat":
+    """Load a model for a conversation: `ptf.chat(run).answer("2+2=")`. `model` is a run, a job (whose published version
+    is loaded), or a directory, a URI or a Hugging Face id of a model or of an adapter in PEFT format. Raises UserError
+    for a model that gives no answers."""
+    from ptf.conversation import Chat
+
+    if isinstance(model, Job):
+        where = model.versions
+    else:
+        where = fspath(model) if isinstance(model, str | PathLike) else fspath(model.model)
+    return Chat(where, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+
+
+def _run(run: "Run | str | PathLike[str]", overrides: Sequence[str]) -> "Run":
+    """Read a run from its directory, where it may have been evaluated since."""
+    from ptf.training_run import Run
+
+    return run.updated(overrides) if isinstance(run, Run) else Run.at(fspath(run), overrides)

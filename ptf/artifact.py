@@ -1,0 +1,39 @@
+"""What passes from stage to stage: names of things, never the things. It is small enough for any orchestrator to
+store."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ptf.config import Job, resolve
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """The names of what the stages of one lineage have made so far."""
+
+    lineage: str  # names the training run; every resume keeps it
+    prepared: str | None = None  # directory that data.prepare wrote
+    # path → published version, of models that are `job:`s or directories of versions
+    models: Mapping[str, str] = field(default_factory=dict)
+    commits: Mapping[str, str] = field(default_factory=dict)  # key of a source → commit, of datasets of the Hub
+    # source → stamp of its files when they were prepared (ptf.data.sources.rows.stamps)
+    data: Mapping[str, str] = field(default_factory=dict)
+    tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
+    run: str | None = None  # directory of the training run: metrics, checkpoints, model
+    model: str | None = None  # Hugging Face directory that training exported
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of training and evaluation, by dotted name
+    published: str | None = None  # URI of the published version
+
+    def resolve(self, job: Job) -> Job:
+        """Return the job with its `prepare:` and `job:` paths, and its tokenized sources, in place. Raises Corrupt
+        where prepared data are not what was written."""
+        if self.prepared is not None:
+            from ptf.data.prepare import refuse_damaged
+
+            refuse_damaged(self.prepared, job.verify_bytes)
+        return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, commits=self.commits)
+
+    def but(self, **changes: Any) -> "Artifact":
+        """Return a copy with these fields changed."""
+        return replace(self, **changes)

@@ -1,0 +1,56 @@
+"""Ending a run early on request: SIGTERM (preemption), or a file `stop` in the run's directory.
+
+The one idea: a request is only recorded when it comes, and acted on between two steps, where a checkpoint can be
+written. A launcher that gets SIGTERM writes the file, so its ranks see the request on any machine; the next attempt
+begins by removing it.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+STOP = "stop"
+
+
+@contextlib.contextmanager
+def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` on SIGTERM instead of ending, while the block runs; without effect in a thread that cannot take
+    signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: act())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+class Requests:
+    """Requests to stop the run."""
+
+    def __init__(self, run: Path) -> None:
+        self._file, self._noted = run / STOP, False
+
+    def note(self) -> None:
+        """Record a request."""
+        self._noted = True
+
+    @property
+    def made(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._noted or self._file.exists()
+
+
+@contextlib.contextmanager
+def passing_on(run: Path) -> Iterator[None]:
+    """Turn SIGTERM into the stop file, in a process that waits for others which train."""
+    with on_sigterm((run / STOP).touch):
+        yield
+
+
+def forget(run: Path) -> None:
+    """Remove the stop file before a run's next attempt."""
+    (run / STOP).unlink(missing_ok=True)

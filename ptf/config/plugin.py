@@ -1,0 +1,66 @@
+"""Your own code by name: `use: pkg.mod:name` and its `args`.
+
+The one idea: a plug is a callable with its keyword arguments bound, and a wrong name is answered with the nearest right
+one.
+"""
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ptf.config import renames
+from ptf.config.load import ConfigError
+from ptf.config.section import Plug
+from ptf.config.tree import near
+from ptf.credentials import resolved
+
+
+def resolve(use: str) -> Any:
+    """The object behind `pkg.mod:name`. Raises ConfigError if there is none;
+    an error inside the module itself is raised as it is."""
+    if moved := renames.address(use):
+        raise ConfigError(f"{use} is now {moved}")
+    module, colon, name = use.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"{use!r} is not of the form pkg.mod:name")
+    found = _module(module, use)
+    if not hasattr(found, name):
+        raise ConfigError(
+            f"{use}: the module {module} has no {name!r}{near(name, (n for n in vars(found) if not n.startswith('_')))}"
+        )
+    return getattr(found, name)
+
+
+def bind(plug: Plug) -> Callable[..., Any]:
+    """The plug's callable with its `args` bound as keyword arguments."""
+    target = resolve(plug.use)
+    if not callable(target):
+        raise ConfigError(f"{plug.use} is not callable: it is of type {type(target).__name__}")
+    return functools.partial(target, **resolved(plug.args, plug.use))
+
+
+def _module(name: str, use: str) -> ModuleType:
+    """Import a module, or say which part of its dotted name is not there."""
+    found, parent = None, ""
+    for part in name.split("."):
+        whole = f"{parent}.{part}" if parent else part
+        inside = list(getattr(found, "__path__", ())) if found else None  # None: the whole Python path
+        if inside == [] or importlib.util.find_spec(whole) is None:
+            where = (
+                f"the package {parent}"
+                if inside
+                else f"{parent}, which is no package"
+                if found
+                else "the Python path: install it, or add its directory"
+            )
+            raise ConfigError(
+                f"{use}: no module {part!r} in "
+                f"{where}{near(part, (module.name for module in pkgutil.iter_modules(inside)))}"
+            )
+        found, parent = importlib.import_module(whole), whole
+    assert found is not None
+    return found

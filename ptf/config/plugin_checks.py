@@ -1,0 +1,100 @@
+"""Checks of what a config names by `use: module:name`, before anything runs: it is imported,
+and its arguments are compared with its signature."""
+
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ptf.config import plugin
+from ptf.config.load import ConfigError, checked, on_path
+from ptf.config.schema import Job
+from ptf.config.tree import Node, Problem, merge, near
+
+Keys = tuple[str | int, ...]  # from the top of a config
+
+
+def load_checked(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
+    """As `ptf.config.load`, and every plugin is imported and compared with its arguments.
+    Raises ConfigError with all problems at once."""
+    on_path(files)
+    tree = merge(*files, overrides=overrides)
+    return checked(tree, problems(tree.root))
+
+
+def problems(root: Node) -> Iterator[Problem]:
+    """Each plugin below a config's root that cannot be imported or does not take its arguments, at its line.
+    It needs no valid config."""
+    values = root.plain()
+    for where, use, args in plugins(values, ()):
+        try:
+            target = plugin.resolve(use)
+        except ConfigError as error:
+            yield problem(root, (*where, "use"), str(error))
+            continue
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{frame.filename}:{frame.lineno}"
+            yield problem(root, (*where, "use"), f"importing {use} failed: {type(error).__name__}: {error} ({at})")
+            continue
+        if not callable(target):
+            yield problem(root, (*where, "use"), f"{use} is not callable: it is of type {type(target).__name__}")
+            continue
+        yield from unknown(root, (*where, "args"), target, args, use)
+        if where == ("recipe",):
+            algo = values.get("algo")
+            yield from recipe(root, target, use, args, algo if isinstance(algo, dict) else {})
+
+
+def plugins(value: Any, where: Keys) -> Iterator[tuple[Keys, str, dict[str, Any]]]:
+    """Every plugin at and below a value: its place, what it names, and its arguments."""
+    if isinstance(value, dict):
+        use, args = value.get("use"), value.get("args") or {}
+        if isinstance(use, str) and value.keys() <= {"use", "args"} and isinstance(args, dict):
+            yield where, use, args
+        for name, inner in value.items():
+            yield from plugins(inner, (*where, name))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from plugins(inner, (*where, number))
+
+
+def recipe(
+    root: Node, target: Callable[..., Any], use: str, args: Mapping[str, Any], algo: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Knobs of a recipe that ptf does not have: those of `algo` that it does not take,
+    and those that it needs and is not given."""
+    from ptf.recipes.registry import FACTS
+
+    yield from unknown(root, ("algo",), target, algo, use)
+    given = {*args, *algo, *FACTS}
+    for name, parameter in parameters(target).items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and name not in given:
+            yield problem(root, ("algo", name), f"is missing: {use} needs it")
+
+
+def unknown(
+    root: Node, where: Keys, target: Callable[..., Any], given: Mapping[str, Any], use: str
+) -> Iterator[Problem]:
+    """Arguments that a plugin does not take."""
+    taken = parameters(target)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return
+    names = [name for name, p in taken.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in given:
+        if name not in names:
+            yield problem(root, (*where, name), f"{use} has no argument {name!r}{near(name, names)}")
+
+
+def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Those of a function, a class or a callable; of one without a signature, one that takes anything."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
+
+
+def problem(root: Node, where: Keys, what: str) -> Problem:
+    return Problem(root.nearest(where), ".".join(map(str, where)), what)

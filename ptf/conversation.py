@@ -1,0 +1,89 @@
+"""A conversation with a checkpoint: what `ptf chat` holds. The one idea: the model is served as it was trained, by the
+chat template of its own tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ptf.data.context import refuse_unseen
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.adapter_directory import AdapterDirectory, is_adapter
+from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.protocol import Request, Sampling
+
+
+class Chat:
+    """A conversation with a model: a directory, a directory of versions, a URI or a Hugging Face id, of a whole model
+    or of an adapter in PEFT format, whose base model is then loaded too. Where the tokenizer has no chat template, each
+    text is continued by itself."""
+
+    def __init__(
+        self,
+        where: str,
+        *,
+        system: str | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.7,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        place = bridge.local_directory(where)
+        adapter = AdapterDirectory.read(place) if is_adapter(place) else None
+        base = bridge.locate(where) if adapter is None else base_of(adapter)
+        if any("SequenceClassification" in name for name in bridge.read_config(base).get("architectures") or ()):
+            raise UserError(f"{where} is a reward model: it scores answers, and gives none")
+        tokenizer = place if (place / "tokenizer_config.json").is_file() else base
+        self.tokenizer = Tokenizer.load(str(tokenizer))
+        if system and not self.tokenizer.hf.chat_template:
+            raise UserError(f"{where} has no chat template, so it has no system message")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.engine = NativeEngine(
+            str(base),
+            device=device,
+            dtype=bridge.export_dtype(base),
+            version=0,
+            parts=adapter.parts(base) if adapter else None,
+        )
+        if adapter:
+            adapter.fill(self.engine.model, self.engine.family)
+        self.sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, top_p if temperature else 1.0)
+        self.opening = [{"role": "system", "content": system}] if system else []
+        self.messages, self.seed, self.answers = [*self.opening], seed, 0
+
+    def answer(self, text: str) -> str:
+        """Return the model's answer to the conversation so far and `text`. Raises UserError, and leaves `text` out of
+        the conversation, where that is longer than the model can read."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        has_template = bool(self.tokenizer.hf.chat_template)
+        shown = self.tokenizer.render_text(messages, True) if has_template else ""
+        if has_template:
+            refuse_unseen(messages, shown, self.tokenizer)
+        context = np.array(self.tokenizer.encode(shown) if has_template else self.tokenizer.begin(text), np.int32)
+        limit = self.engine.model.config.max_positions
+        if len(context) + self.sampling.max_new_tokens > limit:
+            raise UserError(
+                f"{len(context)} tokens, and {self.sampling.max_new_tokens} to answer, "
+                f"are more than the {limit} that the model can read"
+            )
+        (call,) = self.engine.answer([Request(context, self.sampling, self.seed + self.answers)])
+        answer = self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled)
+        self.answers += 1
+        if has_template:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+    def forget(self) -> None:
+        """Begin the conversation again, with the system message."""
+        self.messages = [*self.opening]
+
+
+def base_of(adapter: AdapterDirectory) -> Path:
+    """Return the directory of an adapter's base model. Raises UserError that names the adapter where it is missing."""
+    try:
+        return bridge.locate(adapter.base)
+    except UserError as error:
+        reason = str(error).removeprefix("model.path: ")
+        raise UserError(f"{adapter.directory} needs its base model {adapter.base}: {reason}") from None

@@ -1,0 +1,348 @@
+"""Data files in blocks, each read once for all the data partitions of a process.
+
+The one idea: where a block begins follows from the file alone (a row group of parquet; the lines that begin in one
+`LINES_BYTES` of jsonl). Partitions that are at different rows therefore ask for the same blocks, and a position in a
+file is a block and a row in it. Memory holds a few blocks, however large the files are.
+"""
+
+import json
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import IO, Any, Protocol
+
+import pyarrow as pa
+
+from ptf import storage
+from ptf.data.sources import hub
+from ptf.data.sources.files import FORMATS, Location, data_files, resolve_files
+from ptf.errors import UserError
+
+__all__ = [
+    "FORMATS",
+    "Block",
+    "DataFile",
+    "Lines",
+    "Location",
+    "Reader",
+    "Row",
+    "RowGroup",
+    "data_files",
+    "open_bytes",
+    "plain_row",
+    "resolve_files",
+]
+
+Row = dict[str, Any]
+Tables = Callable[[pa.Table], "Block"]
+LINES_BYTES = 1 << 20
+KEEP_BYTES = 64 << 20  # of blocks that some partition may still be reading
+KEEP_FILES = 16  # open at the same time
+MAX_DEPTH = 200  # objects and lists nested inside each other
+NESTED = f"more than {MAX_DEPTH} objects and lists inside each other"
+
+
+class Block(Protocol):
+    """Some rows of a file, which can be sent to another process."""
+
+    @property
+    def lines(self) -> int:
+        """Return the number of lines of the file that the block covers, empty ones included."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the block in memory, in bytes."""
+        ...
+
+    @property
+    def columnar(self) -> bool:
+        """Return whether the format writes a null for every key of an object that another row has."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def line(self, i: int) -> int:
+        """Return the line of row i among the block's lines."""
+        ...
+
+    def row(self, i: int) -> Row:
+        """Return row i. Raises UserError where it cannot be parsed."""
+        ...
+
+    def part(self, start: int, end: int) -> "Block":
+        """Return the rows from `start` to before `end`; `line` counts as before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Lines:
+    """Lines of JSON, parsed when a row is requested."""
+
+    texts: Sequence[bytes]
+    numbers: Sequence[int]  # the number of each text among the block's lines
+    lines: int
+    nbytes: int
+
+    @property
+    def columnar(self) -> bool:
+        """Return False: JSON has no key that its text does not have."""
+        return False
+
+    @staticmethod
+    def of(texts: Sequence[bytes]) -> "Lines":
+        """Return a block of lines, of which empty ones hold no row."""
+        full = [i for i, text in enumerate(texts) if text.strip()]
+        rows = texts if len(full) == len(texts) else [texts[i] for i in full]
+        return Lines(rows, range(len(texts)) if len(full) == len(texts) else full, len(texts), sum(map(len, rows)))
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def line(self, i: int) -> int:
+        """Return the line of row i among the block's lines."""
+        return self.numbers[i]
+
+    def row(self, i: int) -> Row:
+        """Return row i. Raises UserError where it is not a JSON object."""
+        try:
+            row = json.loads(self.texts[i])
+        except ValueError as e:  # invalid JSON or invalid UTF-8
+            raise UserError(f"not JSON: {e}") from None
+        except RecursionError:
+            raise UserError(NESTED) from None
+        if not isinstance(row, dict):
+            raise UserError(f"a row must be a JSON object, this is a {type(row).__name__}")
+        refuse_nested(row, self.texts[i])
+        return row
+
+    def part(self, start: int, end: int) -> "Lines":
+        """Return the rows from `start` to before `end`."""
+        return Lines(self.texts[start:end], self.numbers[start:end], self.lines, self.nbytes)
+
+
+def refuse_nested(row: Row, text: bytes) -> None:
+    """Raise UserError for a row that is nested too deeply.
+
+    Another thread may have a smaller stack, so a row that this one parses could exhaust it there.
+    """
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for v in level
+            for inner in (v.values() if isinstance(v, dict) else v)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise UserError(NESTED)
+
+
+def plain_row(group: pa.Table, i: int) -> Row:
+    """Return row i of a table as a Python object."""
+    return group.slice(i, 1).to_pylist()[0]
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class RowGroup:
+    """Rows of parquet or Arrow, converted to Python objects when a row is requested."""
+
+    table: pa.Table
+    first: int = 0
+
+    @property
+    def lines(self) -> int:
+        """Return the number of rows, each of which counts as a line."""
+        return self.table.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the table in memory, in bytes."""
+        return self.table.nbytes
+
+    @property
+    def columnar(self) -> bool:
+        """Return True: a table has every column in every row."""
+        return True
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def line(self, i: int) -> int:
+        """Return the number of row i in the row group."""
+        return self.first + i
+
+    def row(self, i: int) -> Row:
+        """Return row i. Raises UserError where a value cannot be converted."""
+        try:
+            return plain_row(self.table, i)
+        except (pa.ArrowException, ValueError, OverflowError) as e:
+            # Text that is not UTF-8, or a date that Python cannot represent.
+            raise UserError(f"a value cannot be read: {e}") from None
+
+    def part(self, start: int, end: int) -> "RowGroup":
+        """Return the rows from `start` to before `end`."""
+        return RowGroup(self.table.slice(start, end - start), self.first + start)
+
+
+class DataFile(Protocol):
+    """An open file, whose blocks are numbered from 0.
+
+    A format that can only be read from the beginning skips the blocks before the requested one.
+    """
+
+    def counts(self) -> list[tuple[int, int]] | None:
+        """Return the rows and lines of every block; None where the file would have to be downloaded or decompressed."""
+        ...
+
+    @property
+    def share(self) -> float:
+        """Return how much of the file is read, between 0 and 1."""
+        ...
+
+    def block(self, number: int) -> Block | None:
+        """Return a block by its number; None after the last."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+def open_bytes(uri: str, read_bytes: int = storage.READ_BYTES) -> IO[bytes]:
+    """Open a data file, local or remote, to read and to seek in."""
+    return hub.open_read(uri, read_bytes) if uri.startswith(hub.PREFIX) else storage.open_read(uri, read_bytes)
+
+
+def size_of(uri: str) -> int:
+    """Return the bytes of a data file, local or remote."""
+    with open_bytes(uri) as file:
+        return file.seek(0, 2)
+
+
+def local_path(uri: str) -> str | None:
+    """Return the path of a file on this machine, or None for a remote file."""
+    return uri.removeprefix("file://") if not uri.startswith(hub.PREFIX) and storage.is_local(uri) else None
+
+
+class Reader:
+    """The blocks of some files, by file and number. The next block of a remote file is fetched ahead."""
+
+    def __init__(
+        self, location: str | Location, of_table: Tables | None = None, columns: list[str] | None = None
+    ) -> None:
+        """Find the files of a location.
+
+        `of_table` makes the block of a row group of parquet (default: `RowGroup`). Of parquet only the given `columns`
+        are read.
+        """
+        files = resolve_files(location)
+        self.path, self.uris, self._of_table = str(location), list(files.stamps), of_table or RowGroup
+        self.sizes, self.commit, self.not_read = files.sizes, files.commit, files.not_read
+        self._remote = files.commit is not None or not storage.is_local(self.uris[0])
+        self._cache: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
+        # Blocks that some partition still uses, cached or not.
+        self._in_use: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()
+        self._columns = columns
+        self._footers: dict[str, Any] = {}  # of parquet files that were opened
+        self.reads = 0  # number of blocks read from the files
+        self._files: OrderedDict[int, DataFile] = OrderedDict()
+        self._lengths: dict[tuple[int, int], int] = {}  # rows of every block that was requested, cached or not
+        self._reading = threading.Lock()
+        self._ahead: dict[tuple[int, int], Future[Block | None]] = {}  # at most one block that is being fetched
+
+    def block(self, file: int, number: int, following: tuple[int, int] | None = None) -> Block | None:
+        """Return a block; None after the last.
+
+        `following` is the (file, block) that will be requested next, by default the next one of the files. Raises
+        UserError for a file that cannot be read.
+        """
+        key = file, number
+        if key not in self._cache:
+            block = self._in_use.get(key)
+            if block is None:
+                block = self._fetched(key, following) if self._remote else self._read(key)
+                self.reads += block is not None
+                if block is not None:
+                    self._in_use[key] = block
+            self._cache[key] = block
+            self._lengths[key] = len(block) if block is not None else 0
+            while (
+                len(self._cache) > 2
+                and sum(block.nbytes for block in self._cache.values() if block is not None) > KEEP_BYTES
+            ):
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    def _fetched(self, key: tuple[int, int], following: tuple[int, int] | None) -> Block | None:
+        """Return a block of a remote file, and start to fetch the following one."""
+        pending = self._ahead.pop(key, None)
+        block = self._read(key) if pending is None else pending.result()
+        following = following or ((key[0], key[1] + 1) if block is not None else (key[0] + 1, 0))
+        if following[0] < len(self.uris) and following not in self._cache and following not in self._ahead:
+            self._ahead = {following: Future()}  # a daemon thread, so it does not keep the process alive
+            threading.Thread(
+                target=self._read_ahead, args=(following, self._ahead[following]), name="ptf-read-ahead", daemon=True
+            ).start()
+        return block
+
+    def _read_ahead(self, key: tuple[int, int], result: Future[Block | None]) -> None:
+        """Read a block in a thread and store it, or its error, in `result`."""
+        try:
+            result.set_result(self._read(key))
+        except BaseException as e:  # the error is raised where the block is requested
+            result.set_exception(e)
+
+    def _read(self, key: tuple[int, int]) -> Block | None:
+        """Read a block, one thread at a time."""
+        with self._reading:
+            return self._from_file(*key)
+
+    def counts(self) -> list[list[tuple[int, int]]] | None:
+        """Return the rows and lines of every block of every file.
+
+        The result is None where some file would have to be downloaded or decompressed to count them.
+        """
+        counts: list[list[tuple[int, int]]] = []
+        for file in range(len(self.uris)):
+            with self._reading:
+                counted = self._file(file).counts()
+            if counted is None:
+                return None
+            counts.append(counted)
+        return counts
+
+    def _from_file(self, file: int, number: int) -> Block | None:
+        """Read a block of an open file."""
+        return self._file(file).block(number)
+
+    def _file(self, file: int) -> DataFile:
+        """Return an open file, and close the one that was not used for longest where too many are open."""
+        from ptf.data.sources.formats import open_file  # imported here because formats imports this module
+
+        if file not in self._files:
+            self._files[file] = open_file(self.uris[file], LINES_BYTES, self._of_table, self._footers, self._columns)
+            if len(self._files) > KEEP_FILES:
+                self._files.popitem(last=False)[1].close()
+        self._files.move_to_end(file)
+        return self._files[file]
+
+    @property
+    def rows(self) -> float:
+        """Return the estimated number of rows in all files, from the share that was read so far."""
+        return sum(self._lengths.values()) / max(self.share, 1e-9)
+
+    @property
+    def share(self) -> float:
+        """Return how much of all files is read, going by the newest block; between 0 and 1."""
+        if not self._files:
+            return 0.0
+        file, newest = next(reversed(self._files.items()))
+        return (sum(self.sizes[:file]) + newest.share * self.sizes[file]) / max(1, sum(self.sizes))

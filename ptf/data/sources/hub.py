@@ -1,0 +1,355 @@
+"""Datasets of the Hugging Face Hub: an id becomes a commit, a commit becomes files, and files are read by byte ranges.
+
+The one idea: a commit never changes, so a branch is resolved to a commit once. Everything below a commit (its list of
+files, and every piece that was read) is cached in `HF_HOME/ptf-datasets` and needs no network a second time. A piece is
+cached with its SHA-256 and verified when it is read again. Nothing of a repository is executed: only data files are
+read.
+"""
+
+import functools
+import hashlib
+import io
+import os
+import posixpath
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from ptf import storage
+from ptf.errors import UserError
+
+T = TypeVar("T")
+PREFIX = "hf://datasets/"
+PIECE = 1 << 20  # bytes of a file that are cached together
+ANSWER_S = 4.0  # timeout of the first request, which tells whether the Hub can be reached
+COMMIT = re.compile(r"[0-9a-f]{40}")
+CONFIG_AND_SPLIT = r"(?::(?P<config>[^:/]*))?(?::(?P<split>[^:/]+))?"  # id:config:split
+SHORT_ID = re.compile(rf"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?){CONFIG_AND_SPLIT}")
+HUB_URI = re.compile(
+    rf"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>refs/\w+/\w+|[^/:@]+))?(?:{CONFIG_AND_SPLIT}|/(?P<inside>.+))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Repo:
+    """A dataset of the Hub, or some files of it."""
+
+    id: str
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None  # branch, tag or commit; None: the main branch
+    inside: str | None = None  # glob of some of its files
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.id}" + (f"/{self.inside}" if self.inside else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file of a commit."""
+
+    size: int
+    oid: str  # git's object id, or the SHA-256 of a large file
+
+
+def parse_location(path: str, config: str | None, split: str | None, revision: str | None) -> Repo | None:
+    """Return the dataset that a path names: `owner/name`, `owner/name:config:split` or `hf://datasets/…`.
+
+    The result is None for any other path, and for one that exists on this machine. Raises UserError where the path and
+    the keys contradict each other.
+    """
+    if path.startswith("hf://"):
+        found = HUB_URI.fullmatch(path.removeprefix(PREFIX)) if path.startswith(PREFIX) else None
+        if found is None:
+            raise UserError(
+                f"{path} is not understood: write hf://datasets/OWNER/NAME, "
+                "hf://datasets/OWNER/NAME@REVISION or …/NAME/some/*.parquet"
+            )
+    else:
+        found = SHORT_ID.fullmatch(path)
+        local = found and (os.path.exists(path) or os.path.exists(found["id"]))
+        if (
+            found is None
+            or local
+            or path.endswith((".jsonl", ".gz", ".zst", ".json", ".csv", ".parquet", ".arrow", ".feather"))
+        ):
+            return None
+    in_path = found.groupdict()
+    in_keys = {"config": config, "split": split, "revision": revision}
+    for key, value in in_keys.items():
+        if value and in_path.get(key) and in_path[key] != value:
+            raise UserError(f"{path} says {key} {in_path[key]}, and the key `{key}` says {value}: give one of them")
+    if in_path.get("inside") and config:
+        raise UserError(f"{path} names files: `config` does not go with that, remove it")
+    merged = {key: in_path.get(key) or value for key, value in in_keys.items()}
+    return Repo(in_path["id"], merged["config"], merged["split"], merged["revision"], in_path.get("inside"))
+
+
+def without_names(path: str, config: str | None, split: str | None) -> tuple[str, str | None, str | None]:
+    """Split a local `directory:config:split`, which is written like an id of the Hub, into its parts."""
+    found = SHORT_ID.fullmatch(path)
+    if found is None or os.path.exists(path) or not os.path.exists(found["id"]):
+        return path, config, split
+    return found["id"], found["config"] or config, found["split"] or split
+
+
+def uri(id: str, commit: str, name: str) -> str:
+    """Return the URI of a file of a commit."""
+    return f"{PREFIX}{id}@{commit}/{name}"
+
+
+def commit_of(id: str, revision: str | None) -> str:
+    """Return the current commit of a branch or tag.
+
+    Raises UserError where the Hub does not answer within five seconds, or does not have the revision.
+    """
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
+    return _resolve(id, revision)
+
+
+def tree(id: str, commit: str) -> dict[str, Entry]:
+    """Return the files of a commit, sorted by name."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.hf_api import RepoFile
+
+    cached = _cache_directory(id, commit) / "files.json"
+    if cached.is_file():
+        try:
+            listing = storage.record(str(cached), "", {"id": id, "commit": commit})["files"]
+            return {name: Entry(size, oid) for name, (size, oid) in listing.items()}
+        except storage.Corrupt:
+            cached.unlink()  # it is requested again
+    _check_reachable(id, commit)
+
+    def listed():
+        return list(
+            HfApi(endpoint=constants.ENDPOINT).list_repo_tree(id, repo_type="dataset", revision=commit, recursive=True)
+        )
+
+    files = [file for file in _with_retries(f"{PREFIX}{id}", listed) if isinstance(file, RepoFile)]
+    entries = {
+        file.path: Entry(file.size, file.lfs.sha256 if file.lfs else file.blob_id)
+        for file in sorted(files, key=lambda file: file.path)
+    }
+    listed_files = {name: [entry.size, entry.oid] for name, entry in entries.items()}
+    _write(cached, storage.record_text({"id": id, "commit": commit, "files": listed_files}).encode())
+    return entries
+
+
+def read_text(id: str, commit: str, name: str) -> str:
+    """Return the text of a small file of a commit."""
+    with open_read(uri(id, commit, name)) as file:
+        return file.read().decode()
+
+
+def open_read(uri: str, read_bytes: int = PIECE) -> IO[bytes]:
+    """Open a file of a commit (`hf://datasets/ID@COMMIT/NAME`) to read and to seek in; pieces read are cached."""
+    found = HUB_URI.fullmatch(uri.removeprefix(PREFIX))
+    assert found is not None, uri
+    assert COMMIT.fullmatch(found["revision"] or ""), uri
+    entry = tree(found["id"], found["revision"]).get(found["inside"])
+    if entry is None:
+        raise storage.Missing(f"no such file: {uri}")
+    return io.BufferedReader(
+        _Pieces(found["id"], found["revision"], found["inside"], entry.size), max(read_bytes, PIECE)
+    )
+
+
+def _resolve(id: str, revision: str | None) -> str:
+    """Return the commit that a revision is at now.
+
+    Raises UserError of one sentence, within five seconds, where the Hub cannot answer.
+    """
+    import httpx
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if constants.is_offline_mode():
+        raise UserError(_unavailable(id, revision, "HF_HUB_OFFLINE forbids requests to the Hub"))
+    request = functools.partial(
+        HfApi(endpoint=constants.ENDPOINT).dataset_info, id, revision=revision, timeout=ANSWER_S
+    )
+    try:
+        return str(_with_timeout(ANSWER_S, request).sha)
+    except RevisionNotFoundError:
+        raise UserError(f"{PREFIX}{id} has no branch, tag or commit {revision!r}: correct `revision`") from None
+    except GatedRepoError:
+        raise UserError(
+            f"{PREFIX}{id} is gated: accept its terms on the Hub, and set HF_TOKEN to a token of that account"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"there is no file or directory {id} here, and no such dataset on the Hub that you may read (private: "
+            "set HF_TOKEN)"
+        ) from None
+    except FutureTimeout:
+        raise UserError(
+            _unavailable(id, revision, f"the Hub ({constants.ENDPOINT}) did not answer within {ANSWER_S:g} s")
+        ) from None
+    except (httpx.HTTPError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            _unavailable(id, revision, f"the Hub ({constants.ENDPOINT}) cannot be reached ({type(error).__name__})")
+        ) from None
+
+
+@functools.lru_cache(maxsize=64)
+def _check_reachable(id: str, commit: str) -> None:
+    """Check once per process and commit that the Hub can be reached, before requests are retried."""
+    _resolve(id, commit)
+
+
+def _unavailable(id: str, revision: str | None, why: str) -> str:
+    """Return the message for files that are neither on this machine nor available from the Hub."""
+    cache = _cache_directory(id, "").parent
+    commits = sorted(
+        (file.parent.name for file in cache.glob("*/files.json")), key=lambda name: (cache / name).stat().st_mtime
+    )
+    commits = [commit for commit in commits if commit != revision]
+    known = f", set `revision: {commits[-1]}`, a commit that is cached there" if commits else ""
+    return (
+        f"there is no file or directory {id} here, {why}, and {cache} does not hold the files: "
+        "run this once on a machine with a network,"
+        f" with HF_HOME on a disk that this machine can read{known}, or give a directory"
+    )
+
+
+def _with_timeout(seconds: float, request: Callable[[], T]) -> T:
+    """Return the result of `request`, which may hang in the resolver, where no timeout applies.
+
+    Raises concurrent.futures.TimeoutError.
+    """
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(request())
+        except BaseException as error:  # it is raised in the waiting thread
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="ptf-hub", daemon=True).start()
+    return answer.result(seconds)
+
+
+def _with_retries(what: str, request: Callable[[], T]) -> T:
+    """Repeat a request like requests to an object store; an error that will not change is raised at once."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def once() -> T:
+        try:
+            return request()
+        except HfHubHTTPError as error:
+            status = error.response.status_code if error.response is not None else 0
+            if 400 <= status < 500 and status not in (408, 429):
+                raise UserError(
+                    f"{what}: the Hub refuses: {next(iter(str(error).strip().splitlines()), status)}"
+                ) from None
+            raise
+
+    return storage.patiently(what, once)
+
+
+def _cache_directory(id: str, commit: str) -> Path:
+    """Return the directory that caches a commit's files."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HOME) / "ptf-datasets" / id.replace("/", "--") / (commit or "-")
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Write a file of the cache atomically."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        os.replace(part, file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(
+            f"files of the Hub cannot be cached in {file.parent}: {error}; set HF_HOME to a directory with room"
+        ) from None
+
+
+class _Pieces(storage.Ranged):
+    """A file of a commit. Cached pieces come from disk; neighbours that are not cached are one request."""
+
+    def __init__(self, id: str, commit: str, name: str, size: int) -> None:
+        super().__init__(size)
+        self._id, self._commit, self._name = id, commit, name
+        self._folder = _cache_directory(id, commit) / "pieces" / name
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer from the current position; return how many bytes were read."""
+        end = min(self._at + len(buffer), self._size)
+        if end <= self._at:
+            return 0
+        first, last = self._at // PIECE, (end - 1) // PIECE
+        pieces = {number: self._cached(number) for number in range(first, last + 1)}
+        missing = [number for number, piece in pieces.items() if piece is None]
+        while missing:
+            run = [number for i, number in enumerate(missing) if number == missing[0] + i]
+            pieces.update(self._fetch(run[0], run[-1]))
+            missing = missing[len(run) :]
+        whole = b"".join(pieces[number] or b"" for number in range(first, last + 1))
+        buffer[: end - self._at] = whole[self._at - first * PIECE : end - first * PIECE]
+        count, self._at = end - self._at, end
+        return count
+
+    def _cached(self, number: int) -> bytes | None:
+        """Return a piece from the cache; None where it is missing or damaged."""
+        try:
+            stored = (self._folder / f"{number:06}").read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        data = stored[32:]
+        # A piece that is damaged, or of another file, is fetched again.
+        return data if self._digest(number, data) == stored[:32] else None
+
+    def _digest(self, number: int, data: bytes) -> bytes:
+        """Return the digest of a piece and of where it belongs."""
+        return hashlib.sha256(f"{self._id}@{self._commit}/{self._name} {number}\n".encode() + data).digest()
+
+    def _fetch(self, first: int, last: int) -> Mapping[int, bytes]:
+        """Download the pieces `first` to `last` in one request and cache them."""
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        if constants.is_offline_mode():
+            raise UserError(
+                _unavailable(
+                    self._id,
+                    self._commit,
+                    f"HF_HUB_OFFLINE forbids the request for {posixpath.basename(self._name)}",
+                )
+            )
+        _check_reachable(self._id, self._commit)
+        start, end = first * PIECE, min((last + 1) * PIECE, self._size)
+        url = hf_hub_url(self._id, self._name, repo_type="dataset", revision=self._commit, endpoint=constants.ENDPOINT)
+
+        def get() -> bytes:
+            answer = get_session().get(
+                url,
+                headers={**build_hf_headers(), "range": f"bytes={start}-{end - 1}"},
+                timeout=60.0,
+                follow_redirects=True,
+            )
+            hf_raise_for_status(answer)
+            data = (
+                answer.content[start:end]
+                if answer.status_code == 200 and len(answer.content) == self._size
+                else answer.content
+            )
+            if len(data) != end - start:
+                raise ConnectionError(f"{len(data)} bytes arrived instead of {end - start}")
+            return data
+
+        data = _with_retries(uri(self._id, self._commit, self._name), get)
+        pieces = {number: data[i * PIECE : (i + 1) * PIECE] for i, number in enumerate(range(first, last + 1))}
+        for number, piece in pieces.items():
+            _write(self._folder / f"{number:06}", self._digest(number, piece) + piece)
+        return pieces

@@ -1,0 +1,147 @@
+"""Rows of a data set, from the files that ptf.data.sources.files chooses: one pass over them, and their fingerprints.
+
+Which rows a data partition reads, and in which order, is decided in ptf/data/order.py.
+"""
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ptf.data.sources.blocks import Block, Location, Reader, Row, data_files, resolve_files
+from ptf.data.sources.files import described
+from ptf.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """Where rows are, what they are, and how many of them are read."""
+
+    path: str
+    weight: float | None = None  # share in a mixture
+    kind: str = "auto"
+    # ptf's name → the name in the data; None: that column is not used.
+    columns: Mapping[str, str | None] = field(default_factory=dict)
+    limit: int | None = None  # rows
+    epochs: int | None = None  # passes over the rows; None: endless
+    rows: int | None = None  # number of rows, where the files do not tell
+    config: str | None = None  # of a dataset with several configs
+    split: str | None = None
+    revision: str | None = None  # of a dataset of the Hub
+    verify_up_to: float = float("inf")  # bytes of a tokenized source that are hashed before it is read
+
+
+class Place:
+    """A row that has not been parsed yet, and its location."""
+
+    __slots__ = ("_before", "_uri", "block", "epoch", "file", "number", "row")
+
+    def __init__(self, block: Block, row: int, uri: str, before: int, epoch: int = 0, file: int = 0, number: int = 0):
+        """Point to row `row` of a block.
+
+        `before` is the number of lines of the file before the block, which is block `number` of file `file`.
+        """
+        self.block, self._uri, self._before = block, uri, before
+        self.epoch, self.file, self.number, self.row = epoch, file, number, row
+
+    def read(self) -> Row:
+        """Return the parsed row. Raises UserError where it cannot be parsed."""
+        return self.block.row(self.row)
+
+    @property
+    def columnar(self) -> bool:
+        """Return whether the row's format writes a null for every key that another row has."""
+        return self.block.columnar
+
+    @property
+    def where(self) -> str:
+        """Return the location of the row as file:line."""
+        return f"{self._uri}:{self._before + self.block.line(self.row) + 1}"
+
+
+def place(block: Block, i: int, uri: str, before: int) -> Place:
+    """Return row i of a block; `before` is the number of lines of the file before the block."""
+    return Place(block, i, uri, before)
+
+
+def rows_once(reader: Reader, limit: int | None = None) -> Iterator[Place]:
+    """Yield every row once, in file order; with `limit`, only the first rows."""
+    count = 0
+    for block, uri, before in blocks_once(reader):
+        for i in range(len(block) if limit is None else min(len(block), limit - count)):
+            yield place(block, i, uri, before)
+        count += len(block)
+        if limit is not None and count >= limit:
+            return
+
+
+def blocks_once(reader: Reader) -> Iterator[tuple[Block, str, int]]:
+    """Yield every block once, in file order, with its file and the number of lines before it there.
+
+    Raises UserError where no block has a row.
+    """
+    empty = True
+    for file, uri in enumerate(reader.uris):
+        number = before = 0
+        while (block := reader.block(file, number)) is not None:
+            empty = empty and not len(block)
+            yield block, uri, before
+            number, before = number + 1, before + block.lines
+    if empty:
+        raise UserError(f"no rows in {reader.path}")
+
+
+def fingerprint(reader: Reader) -> str:
+    """Return a hash of the files' names and sizes, wherever they are; for files of the Hub, with their commit."""
+    names = "\n".join(f"{posixpath.basename(uri)} {size}" for uri, size in zip(reader.uris, reader.sizes, strict=True))
+    return hashlib.sha256(names.encode()).hexdigest()[:16] + (f"@{reader.commit}" if reader.commit else "")
+
+
+def refuse_other_files(reader: Reader, stored: str) -> None:
+    """Raise UserError unless the checkpoint was made with the reader's files.
+
+    `stored` is the fingerprint of the source in the checkpoint.
+    """
+    if stored == fingerprint(reader):
+        return
+    commit = stored.partition("@")[2]
+    if commit and commit != reader.commit:
+        raise UserError(
+            f"{reader.path} is at commit {reader.commit}, the checkpoint's data were of commit {commit}: "
+            f"set the source's `revision: {commit}`"
+        )
+    raise UserError(
+        f"the data files in {reader.path} are not those of the checkpoint (names or sizes): "
+        "training cannot continue where it stopped"
+    )
+
+
+def first_lines(sources: Mapping[str, SourceSpec]) -> list[str]:
+    """Return what is read of each source and what is not, for the first lines of a run."""
+    return [
+        line
+        for name, spec in sources.items()
+        for line in described(name, Location.of(spec), resolve_files(Location.of(spec)))
+    ]
+
+
+def fingerprints(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
+    """Return the fingerprint of each source's files, by name."""
+    return {name: fingerprint(Reader(Location.of(spec))) for name, spec in sources.items()}
+
+
+def stamps(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
+    """Return a hash of each source's files, by name, that changes also when a file is overwritten.
+
+    It covers the files' names, sizes, and times or entity tags.
+    """
+    digests = {}
+    for name, spec in sources.items():
+        files = data_files(Location.of(spec))
+        # Paths count from the files' common directory, so the hash does not depend on where they are.
+        above = len(posixpath.dirname(posixpath.commonprefix(list(files))))
+        digests[name] = hashlib.sha256(
+            json.dumps([(uri[above:], stamp) for uri, stamp in files.items()]).encode()
+        ).hexdigest()[:16]
+    return digests

@@ -1,0 +1,226 @@
+"""One step of a job on a model of its family that is a few kilobytes large, before GPUs are taken:
+`ptf check --dry-run`.
+
+The one idea: nothing is imitated. The job itself is run, with its own data, template, reward, components and recipe, in
+this process; only sizes are changed. So what it would stop at in an hour (a row that cannot be masked, a reward that
+raises, a place that cannot be written) it stops at now.
+"""
+
+import json
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ptf import storage
+from ptf.compute.world import World
+from ptf.config import Job, resolve
+from ptf.config.schema import MeshConfig, ModelConfig
+from ptf.data.added import tokenizer_of
+from ptf.errors import UserError
+from ptf.model.bridge import build, hf_tensors, locate, save_hf
+from ptf.recipes import registry
+from ptf.run import resolved, run
+from ptf.train.companions import located, refuse_other_architecture
+from ptf.train.data_plan import takes
+from ptf.train.job_tokenizer import rendered
+from ptf.train.trainer import load_model
+
+ROWS = 64  # of each source
+GPU_GIB = 80.0
+SMALL = {  # keys of Hugging Face configs, as far as a model has them
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "query_pre_attn_scalar": 16,
+}
+KEPT_ANYWAY = (
+    "tokenizer",
+    "special_tokens",
+    "added_tokens",
+    "chat_template",
+    "vocab",
+    "merges",
+    "generation_config",
+    "preprocessor",
+)
+
+
+def rehearse(job: Job, tell: Callable[[str], None]) -> None:
+    """Raises UserError at the first thing that the job would fail at; `tell` hears what is done."""
+    began = time.monotonic()
+    job = resolved(job)
+    places = {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}
+    for key, place in places.items():
+        if place:
+            writable(key, place)
+            tell(f"{key}: {place} can be written")
+    if job.compute.device != "cpu" and job.model.backend == "ptf":
+        tell(memory(job))
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        source = locate(job.model.path, job.model.revision, verify_up_to=None)
+        shrink(source, model)
+        small = smaller(beside(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
+        tell(
+            f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, "
+            f"{ROWS} rows of each source:"
+        )
+        run(small, "rehearsal")
+        check_rewards(small, Path(scratch) / "runs" / "rehearsal")
+    recipe, path = registry.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
+    tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].said())
+    tell(f"all of it works ({time.monotonic() - began:.0f} s)")
+
+
+def memory(job: Job) -> str:
+    """What each GPU will need, as `ptf plan` finds it."""
+    from ptf.train.budget import budget, described
+
+    found = budget(
+        job, described(job.model.path, job.model.revision), job.compute.workers, room_gib=GPU_GIB, mfu=0.4, gpu="H100"
+    )
+    need = f"memory: {found.memory.total / 2**30:.1f} GiB on each of {job.compute.workers} GPUs"
+    return need if found.fits else f"{need}, more than {GPU_GIB:g}: `ptf plan` says what to change"
+
+
+def writable(key: str, place: str) -> None:
+    """Write a file there and remove it. Raises UserError."""
+    probe = f"{place.rstrip('/')}/.ptf-{uuid.uuid4().hex}"
+    existed = storage.exists(place)
+    try:
+        storage.write_text(probe, "")
+        storage.remove(probe)
+    except OSError as e:
+        raise UserError(f"{key}: {place} cannot be written: {e}") from None
+    if not existed and storage.is_local(place):
+        Path(place).rmdir()
+
+
+def shrink(source: Path, into: Path) -> None:
+    """A directory with the same tokenizer and a config of the same family and depth, but narrow."""
+    into.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.name.startswith(KEPT_ANYWAY):
+            shutil.copyfile(file, into / file.name)
+    config = json.loads((source / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps(narrow(config)))
+
+
+def beside(job: Job, model: Path, scratch: Path) -> Job:
+    """The job with narrow models, of random weights, in place of the ones that its recipe looks at. Raises UserError
+    for one that does not go with the job's model."""
+    paths = {}
+    for role, one in registry.build(job).companions.items():
+        if one.path is None:
+            continue
+        place = located(one, role, None)
+        if one.alike:
+            refuse_other_architecture(build(place)[0], build(model)[0], place, role)
+        shrink(place, scratch / f"{role}.config")
+        drawn, family = load_model(
+            scratch / f"{role}.config", World(), ModelConfig(path="-", init="random"), seed=0, precision="fp32"
+        )
+        paths[one.path] = str(scratch / role)
+        tokenizer = str(place) if (place / "tokenizer_config.json").exists() else None
+        save_hf(hf_tensors(drawn, family), scratch / f"{role}.config", scratch / role, writes=True, tokenizer=tokenizer)
+    return resolve(job, models=paths)
+
+
+def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner: dict[str, Any] = {
+        key: narrow(value) if key == "text_config" else value
+        for key, value in config.items()
+        if key != "quantization_config"
+    }
+    small = {key: min(size, inner[key]) for key, size in SMALL.items() if isinstance(inner.get(key), int)}
+    if small.get("num_attention_heads", 4) % small.get("num_key_value_heads", 1):
+        small["num_key_value_heads"] = 1
+    return {**inner, **small}
+
+
+def smaller(job: Job, model: Path, source: str, output: str) -> Job:
+    """The job, one step long, in this process."""
+
+    def few(sources):
+        return {name: s.model_copy(update={"limit": min(s.limit or ROWS, ROWS)}) for name, s in sources.items()}
+
+    tokens = job.model.tokens
+    if tokens and tokens.vectors:  # they have the width of the real model
+        tokens = tokens.model_copy(update={"vectors": None, "init": "mean"})
+    start = {
+        "path": str(model),
+        "revision": None,
+        "init": "random",
+        "tokenizer": job.model.tokenizer or source,
+        "tokens": tokens,
+    }
+    updates: dict[str, Any] = {
+        "output": output,
+        "model": job.model.model_copy(update=start),
+        "data": job.data.model_copy(
+            update={
+                "sources": few(job.data.sources),
+                "validation": few(job.data.validation),
+                "partitions": 1,
+                "shuffle": min(job.data.shuffle, 8),
+                "prepare": None,
+            }
+        ),
+        "train": job.train.model_copy(
+            update={
+                "steps": 1,
+                "epochs": None,
+                "sequences": 1,
+                "micro_sequences": 1,
+                "warmup": 0,
+                "decay": None,
+                "decay_at_loss": None,
+                "early_stopping": None,
+                "validate_every": min(job.train.validate_every, 1),
+                "compile": False,
+            }
+        ),
+        "compute": job.compute.model_copy(
+            update={"launcher": "local", "address": None, "workers": 1, "device": "cpu", "mesh": MeshConfig()}
+        ),
+        "checkpoint": job.checkpoint.model_copy(update={"to": None, "every": 1, "best": None}),
+        "track": job.track.model_copy(update={"tensorboard": False, "wandb": None}),
+        "evaluate": job.evaluate.model_copy(update={"sources": few(job.evaluate.sources), "limit": 2}),
+    }
+    if job.rollout:
+        answer = job.rollout.max_new_tokens if job.rollout.allowed else min(job.rollout.max_new_tokens, 8)
+        updates["rollout"] = job.rollout.model_copy(
+            update={
+                "engine": "native",
+                "prompts": 2,
+                "group_size": 2,
+                "workers": 1,
+                "max_new_tokens": answer,
+                "max_no_result": 1.0,
+                "transport": "object_store",
+                "tensor": 1,
+            }
+        )
+    return job.model_copy(update=updates)
+
+
+def check_rewards(job: Job, directory: Path) -> None:
+    """Raises UserError if the reward had no result for what the small model said."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    if job.rollout and (failed := rows[-1].get("no_result", 0.0)) > 0:
+        what, plug = ("reward", job.rollout.reward) if job.rollout.reward else ("environment", job.rollout.environment)
+        raise UserError(
+            f"rollout.{what}: {plug and plug.use} gave no result for {failed:.0%} of the answers; "
+            "the lines above say why"
+        )

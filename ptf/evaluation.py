@@ -1,0 +1,82 @@
+"""The evaluate stage: measure a run, or any model, by what a job holds out.
+
+The one idea: one process at a time works in a run, so an evaluation holds the run's lease; what it measured is kept in
+the run's directory, where publishing finds it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ptf import disk, gate, published, scratch
+from ptf.compute.lease import hold_lease
+from ptf.config import Job
+from ptf.credentials import redacted
+from ptf.errors import Retryable, UserError, passing, told
+from ptf.eval import check, evaluate, measure
+from ptf.model import bridge
+from ptf.training_run import record_evaluation
+
+TRIES = 3
+
+
+def evaluate_run(job: Job, run: Path) -> dict[str, float]:
+    """Measure the trained model of a resolved job's run, print a table, and keep the metrics in the run. The columns
+    are the model that training started from, the trained model, and the published version. The evaluation is tried
+    again where a process was lost, Ray did not start or a port was taken. Raises Held where another process works in
+    the run."""
+    there = published.manifest(job.versions)
+    with disk.plainly(job.output), hold_lease(job, run) as lease:
+        metrics = tried(lambda: evaluate(job, run))
+        with lease.commit():
+            record_evaluation(run, metrics)
+    start = {name.removeprefix("start/"): value for name, value in metrics.items() if name.startswith("start/")}
+    columns = {"start": start, "trained": metrics, **({"published": there.get("metrics", {})} if there else {})}
+    print_table(columns, [name for name in metrics if not name.startswith("start/")])
+    print(f"gate: {gate.said(job, gate.comparisons(job, run, metrics))}", flush=True)
+    return metrics
+
+
+def evaluate_model(job: Job, model: str) -> dict[str, float]:
+    """Measure a model (a directory, a directory of versions, a URI or a Hugging Face id) by what the job holds out, and
+    print a table. Nothing else is kept. Raises UserError where the job measures nothing, or for an adapter."""
+    section = job.model.model_copy(
+        update={"path": model, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None}
+        | {"lora": None, "train": None}
+    )
+    job = job.model_copy(update={"model": section, "evaluate": job.evaluate.model_copy(update={"start": False})})
+    check(job)
+    directory = bridge.locate(model, verify_up_to=job.verify_bytes)
+    with disk.plainly(job.output), scratch.directory(Path(job.output) / "evaluation") as place:
+        (place / "model").symlink_to(directory.resolve())
+        metrics = tried(lambda: measure(job, place))
+    if not metrics:
+        raise UserError("the job measures nothing: it has no evaluate.sources with a reward, and no data.validation")
+    print_table({"measured": metrics}, list(metrics))
+    return metrics
+
+
+def print_table(columns: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> None:
+    """Print a line for each of these metrics, and a column for each model that was measured."""
+    if not names:
+        return
+    print(f"{'evaluation':<28}" + "".join(f" {title:>9}" for title in columns))
+    for name in names:
+        cells = [f"{column[name]:.4f}" if column.get(name) is not None else "" for column in columns.values()]
+        print(f"{name:<28}" + "".join(f" {cell:>9}" for cell in cells), flush=True)
+
+
+def tried(act: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Return what `act` returns, after up to `TRIES` attempts. Raises what the last attempt raised; as Retryable, if it
+    is of a kind that passes."""
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return act()
+        except Exception as error:
+            if not passing(error):
+                raise
+            if attempt == TRIES:
+                raise Retryable(f"the evaluation failed {TRIES} times, at last so: {redacted(str(error))}") from error
+            message = str(error) if isinstance(error, Retryable) else told(error)
+            print(f"{redacted(message)}\nthe evaluation is tried again ({attempt} of {TRIES - 1})", flush=True)

@@ -1,0 +1,111 @@
+"""The catalogue of items: the tokens, the value and the description of each.
+
+The one idea: a catalogue belongs to one tokenizer, whose fingerprint it stores. With another tokenizer its items would
+be other tokens, so that is refused.
+"""
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ptf import storage
+from ptf.data.tokenizer import END, EVENT, PAD, Tokenizer
+from ptf.data.trie import Trie
+from ptf.errors import UserError
+
+TOKEN = re.compile(EVENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An item of a catalogue."""
+
+    name: str
+    text: str  # the item's tokens, joined
+    value: float = 1.0  # revenue of one unit
+    popularity: float = 0.0  # share of the users who had the item, in the part that may be trained on
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All items, in order."""
+
+    items: tuple[Item, ...]
+    tokenizer: str  # the tokenizer's fingerprint
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Item]:
+        """Return the items by their names."""
+        return {item.name: item for item in self.items}
+
+    @cached_property
+    def by_text(self) -> Mapping[str, Item]:
+        """Return the items by their token texts."""
+        return {item.text: item for item in self.items}
+
+    def read(self, text: str) -> list[Item | None]:
+        """Return the items that a text names, in its order; None for tokens that name none."""
+        items: list[Item | None] = []
+        prefix = ""
+        for token in TOKEN.findall(text):
+            if token in (END, PAD):
+                continue
+            if prefix and prefix + token not in self.by_text and prefix + token not in self._beginnings:
+                items.append(None)  # the prefix names no item; this token may begin the next one
+                prefix = ""
+            prefix += token
+            if item := self.by_text.get(prefix):
+                items.append(item)
+                prefix = ""
+            elif prefix not in self._beginnings:
+                items.append(None)
+                prefix = ""
+        return [*items, None] if prefix else items
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        """Return every proper beginning of an item's text, in whole tokens."""
+        tokens = [TOKEN.findall(item.text) for item in self.items]
+        return frozenset("".join(item[:n]) for item in tokens for n in range(1, len(item)))
+
+    def trie(self, tokenizer: Tokenizer, repeat: int = 1, distinct: bool = False) -> Trie:
+        """Return the trie of all items (see Trie.of). Raises UserError for a tokenizer other than the catalogue's."""
+        self.refuse_other(tokenizer, "the tokenizer")
+        return Trie.of(tokenizer.encode_all([item.text for item in self.items]), tokenizer.stop_ids, repeat, distinct)
+
+    def refuse_other(self, tokenizer: Tokenizer, what: str) -> None:
+        """Raise UserError unless the catalogue was made with this tokenizer; `what` names it in the message."""
+        if tokenizer.fingerprint() != self.tokenizer:
+            raise UserError(
+                f"the catalogue was made with another tokenizer than {what} ({self.tokenizer[:12]}, "
+                f"not {tokenizer.fingerprint()[:12]}): its items would be "
+                "other tokens; prepare both together, or use the tokenizer that is stored beside the catalogue"
+            )
+
+    def save(self, path: str) -> None:
+        """Write the catalogue as JSON."""
+        storage.write_text(
+            path, json.dumps({"tokenizer": self.tokenizer, "items": [asdict(item) for item in self.items]})
+        )
+
+    @staticmethod
+    def load(path: str) -> "Catalogue":
+        """Read a catalogue that `save` wrote. Raises UserError for any other file."""
+        try:
+            stored = json.loads(storage.read_text(path))
+            return Catalogue(tuple(Item(**item) for item in stored["items"]), stored["tokenizer"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path} is not a catalogue; ptf.events.prepare writes one") from None
+
+
+def load_item_vectors(catalogue: str) -> np.ndarray:
+    """Return the vectors of unit length, [items, d], that are stored beside the catalogue (a path or URI)."""
+    path = f"{catalogue.rsplit('/', 1)[0]}/vectors.npy" if "/" in catalogue else "vectors.npy"
+    with storage.open_read(path) as file:
+        return np.load(io.BytesIO(file.read()))

@@ -1,0 +1,165 @@
+"""Events as histories: each user's baskets in the order of time.
+
+The one idea: the held-out part is chosen from baskets, before anything is written or tokenized, so no row can hold what
+came after it.
+"""
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptf import storage
+from ptf.data.sources.blocks import Reader
+from ptf.data.sources.rows import rows_once
+from ptf.errors import UserError
+
+COLUMNS = ("user", "time", "item")
+COUNTS = ("rows", "duplicates", "unknown", "single")
+
+
+@dataclass(frozen=True, slots=True)
+class Basket:
+    """The items of a user at one time; their order has no meaning."""
+
+    time: float  # seconds
+    items: tuple[str, ...]  # each item once
+
+
+History = tuple[Basket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Histories:
+    """The histories of all users, and counts of the rows they were read from."""
+
+    by_user: Mapping[str, History]  # in the order in which users first appear
+    counts: Mapping[str, int]  # rows, `duplicates`, `unknown` items; `single`: users with one event, who are left out
+
+
+def table(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the location of each row, and the row.
+
+    The file is csv or csv.gz with a header, or of a format that data sources may have (jsonl, parquet).
+    """
+    if not path.endswith((".csv", ".csv.gz")):
+        for place in rows_once(Reader(path)):
+            yield place.where, place.read()
+        return
+    with storage.open_read(path) as raw:
+        lines = io.TextIOWrapper(
+            gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw, encoding="utf-8", newline=""
+        )
+        try:
+            for row in csv.DictReader(lines):
+                number = row.pop(None, None)
+                if number is not None or None in row.values():
+                    raise UserError(
+                        f"{path}: a row has {'more' if number else 'fewer'} fields than the header: "
+                        f"{list(row.values())[:6]}"
+                    )
+                yield path, row
+        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+            raise UserError(
+                f"{path} cannot be read as {'gzipped ' if path.endswith('.gz') else ''}csv of UTF-8: {error}"
+            ) from None
+
+
+def read(
+    rows: Iterable[tuple[str, Mapping[str, Any]]],
+    columns: Mapping[str, str],
+    known: Container[str],
+    *,
+    unknown: str = "error",
+    order: str = "error",
+) -> Histories:
+    """Return the histories of rows, given as (location, row).
+
+    `columns` maps `user`, `time` (a number of seconds) and `item` to their names in the rows. `known` holds the items
+    of the catalogue; a row of another item is an error, or with `unknown: drop` is left out and counted. Rows of a user
+    are in the order of time, or with `order: sort` are sorted. The same item twice in a basket counts once. Raises
+    UserError that names the first invalid row.
+    """
+    for key, value, choices in (("unknown", unknown, ("error", "drop")), ("order", order, ("error", "sort"))):
+        if value not in choices:
+            raise UserError(f"{key} must be {' or '.join(choices)}, not {value!r}")
+    if strange := columns.keys() - set(COLUMNS):
+        raise UserError(f"columns: {', '.join(sorted(strange))} is none of {', '.join(COLUMNS)}")
+    names = {name: columns.get(name, name) for name in COLUMNS}
+    events: dict[str, list[tuple[float, str]]] = {}
+    counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+    for number, (where, row) in enumerate(rows, 1):
+        counts["rows"] += 1
+        here = f"{where}, event {number}"
+        if missing := [column for column in names.values() if absent(row.get(column))]:
+            raise UserError(f"{here}: the column {', '.join(missing)} is missing; this row has {sorted(row)}")
+        user, item = str(row[names["user"]]), str(row[names["item"]])
+        try:
+            time = float(row[names["time"]])
+        except (TypeError, ValueError):
+            time = float("nan")
+        if not abs(time) < float("inf"):
+            raise UserError(f"{here}: {names['time']} must be a number of seconds, not {row[names['time']]!r}")
+        if item not in known:
+            if unknown == "error":
+                raise UserError(
+                    f"{here}: the item {item!r} is not in the catalogue (unknown: drop leaves such events out)"
+                )
+            counts["unknown"] += 1
+            continue
+        user_events = events.setdefault(user, [])
+        if user_events and time < user_events[-1][0] and order == "error":
+            raise UserError(
+                f"{here}: the events of user {user!r} are not in the order of time: "
+                f"{time:.0f} after {user_events[-1][0]:.0f} (order: sort sorts them)"
+            )
+        user_events.append((time, item))
+    by_user = {}
+    for user, user_events in events.items():
+        history = tuple(_baskets(sorted(user_events, key=lambda event: event[0])))  # stable
+        count = sum(len(basket.items) for basket in history)
+        counts["duplicates"] += len(user_events) - count
+        counts["single"] += count == 1
+        if count > 1:
+            by_user[user] = history
+    return Histories(by_user, counts)
+
+
+def absent(value: Any) -> bool:
+    """Return whether a cell is empty, in csv, jsonl or parquet."""
+    return value is None or value == "" or value != value  # NaN
+
+
+def _baskets(events: Sequence[tuple[float, str]]) -> Iterator[Basket]:
+    """Return the baskets of events that are in the order of time."""
+    by_time: dict[float, dict[str, None]] = {}
+    for time, item in events:
+        by_time.setdefault(time, {})[item] = None
+    return (Basket(time, tuple(items)) for time, items in by_time.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A user's history in two parts."""
+
+    before: History  # may be trained on
+    future: History  # held out; its first basket is the one to predict
+
+
+def split(history: History, hold_out: str | float) -> Split:
+    """Split a history.
+
+    `last` holds out the last basket. `before_last` holds out the one before it and leaves the last one out of both
+    parts, so settings can be chosen while `last` stays unseen. A number holds out all baskets from that time on.
+    """
+    if hold_out == "last":
+        return Split(history[:-1], history[-1:])
+    if hold_out == "before_last":
+        return Split(history[:-2], history[-2:-1])
+    if isinstance(hold_out, str):
+        raise UserError(f"hold_out must be last, before_last or a time in seconds, not {hold_out!r}")
+    cut = sum(basket.time < hold_out for basket in history)
+    return Split(history[:cut], history[cut:])

@@ -1,0 +1,185 @@
+"""A head over a catalogue, for models of events.
+
+It is chosen by `model.head: {use: "ptf.events.item_head:NextItem", args: {items: "prepare:items.safetensors"}}`.
+
+The one idea: there is one class for each item and one for the end of a basket, whatever the vocabulary is. The order
+inside a basket has no meaning, so with `set_wise` every position of it predicts all items that are still to come, with
+equal weight. The head may also predict numbers of the next basket.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ptf.data.baskets import STREAM
+from ptf.data.encode import VALUE
+from ptf.errors import UserError
+from ptf.model.chunked import cross_entropy
+from ptf.model.config import DecoderConfig
+from ptf.model.head import Head
+from ptf.model.layers import Parts
+
+
+class NextItem(nn.Module):
+    """Scores of the next item, of the end of the basket, and of numbers of the next basket.
+
+    `items`: a safetensors file with `ids` [items], each item's token, and `rows` [items, D], the initial weights
+    (ptf.events.prepare writes it). `set_wise`: predict the rest of the basket, not the item that happens to come next.
+    `sampled`: compare with only this many other items in a step, drawn uniformly (Jean et al. 2015); default: all.
+    `values`: numbers to predict of the next basket, by their name in the rows, and the weight of the squared error of
+    log(1 + value): {days: 0.1}.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        parts: Parts,
+        path: str,
+        *,
+        items: str,
+        set_wise: bool = False,
+        sampled: int | None = None,
+        values: Mapping[str, float] = {},
+    ) -> None:
+        """Build the head. Raises UserError for a file that does not fit the model."""
+        super().__init__()
+        try:
+            with safe_open(items, "pt") as stored:
+                ids, rows = stored.get_tensor("ids"), stored.get_tensor("rows")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"model.head: {items} has no `ids` and `rows` (ptf.events.prepare writes it with `ids: items`): {error}"
+            ) from None
+        if parts.lora is not None and parts.lora.adapts(f"{path}.items"):
+            raise UserError(
+                "model.lora.targets: an adapter of head.items has no effect, because the head reads its weights; "
+                "leave it out"
+            )
+        if int(ids.max()) >= config.vocab or rows.shape[1] != config.dim:
+            raise UserError(
+                f"model.head: {items} has rows of width {rows.shape[1]} and tokens up to {int(ids.max())}; "
+                f"the model is of width {config.dim}, with a "
+                f"vocabulary of {config.vocab}"
+            )
+        if sampled is not None and not 0 < sampled < len(ids):
+            raise UserError(
+                f"model.head: sampled must be between 1 and {len(ids) - 1}, the items less one, not {sampled}"
+            )
+        self.end, self.set_wise, self.sampled, self.values = len(ids), set_wise, sampled, dict(values)
+        self.items = parts.linear(f"{path}.items", config.dim, len(ids) + 1)
+        with torch.no_grad():
+            self.items.weight[:-1] = rows
+            self.items.weight[-1] = rows.mean(0)
+        self.numbers = parts.linear(f"{path}.numbers", config.dim, len(self.values), bias=True) if self.values else None
+        place = torch.full((config.vocab,), self.end)
+        place[ids] = torch.arange(len(ids))
+        self.register_buffer("place", place)  # [vocab]: the class of each token; its name is part of stored models
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return log-probabilities and predicted numbers, [B, T, D] → [B, T, items + 1 + values].
+
+        They are the log-probabilities of each item and of the end of the basket, then the logarithm of 1 + each value.
+        """
+        scores = self.items(x).float().log_softmax(-1)
+        return scores if self.numbers is None else torch.cat([scores, self.numbers(x).float()], -1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits over the vocabulary, [..., D] → [..., vocab].
+
+        A token that is no item has the logit of the basket's end, so these logits are only for restricted answers.
+        """
+        return self.items(x).float()[..., self.place]
+
+    def loss(self, x: Tensor, batch: Any) -> Tensor:
+        """Return the summed loss of a batch, from hidden states [B, T, D]."""
+        place: Tensor = self.place  # type: ignore[assignment]
+        classes, weight = place[batch.targets], self.items.weight
+        if self.sampled is None or not torch.is_grad_enabled():  # held-out losses are exact
+            loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.weights)
+        else:
+            loss = self._sampled_loss(x, weight, classes, batch, self.sampled)
+        if self.set_wise:
+            rest = mean_over_rest(weight[classes], batch)
+            loss = loss + ((x * (weight[classes] - rest)).sum(-1).float() * batch.weights).sum()
+        return loss + self._value_loss(x, batch)
+
+    def _sampled_loss(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int) -> Tensor:
+        """Return the cross-entropy with a normaliser over the target, the end, and some sampled items.
+
+        The items are the same for all positions and are drawn with a seed that the batch's tokens determine.
+        """
+        trained = batch.weights != 0
+        flat = batch.tokens.flatten().cpu()
+        # Other rows, or another order of them, give another draw.
+        generator = torch.Generator().manual_seed(int((flat * torch.arange(1, len(flat) + 1)).sum()))
+        drawn = torch.randperm(self.end, generator=generator)[:sampled].to(x.device)
+        x, targets = x[trained], classes[trained]
+        own = (x * weight[targets]).sum(-1, keepdim=True).float()
+        candidates = torch.cat([drawn, drawn.new_tensor([self.end])])
+        others = (x @ weight[candidates].t()).float()
+        correction = others.new_full((len(candidates),), math.log(self.end / sampled))
+        correction[-1] = 0.0  # the end is always a candidate
+        others = (others + correction).masked_fill(candidates == targets[:, None], -torch.inf)
+        return ((torch.cat([own, others], -1).logsumexp(-1) - own[:, 0]) * batch.weights[trained]).sum()
+
+    def _value_loss(self, x: Tensor, batch: Any) -> Tensor:
+        """Return ½ (prediction − log(1 + value))², where a basket begins that has a value."""
+        if self.numbers is None or not (starts := basket_starts(batch) & (batch.weights != 0)).any():
+            return x.new_zeros((), dtype=torch.float32) + (
+                0.0 if self.numbers is None else 0.0 * self.numbers(x[:, :1]).sum()
+            )
+        predicted = self.numbers(x[starts]).float()
+        total = 0.0 * predicted.sum()  # part of the loss on every rank, whatever values its rows have
+        # Rows of another source may have no values.
+        known = [stream.removeprefix(VALUE) for stream in batch.streams if stream.startswith(VALUE)]
+        for i, (name, counts) in enumerate(self.values.items() if known else ()):
+            if name not in known:
+                raise UserError(
+                    f"model.head: rows have no value {name!r} for their baskets; they have {', '.join(sorted(known))}"
+                )
+            target, present = batch.streams[VALUE + name][starts].unbind(-1)
+            present = present != 0
+            error = predicted[present, i] - target[present].clamp(min=0).log1p()
+            total = total + counts / 2 * (error.square() * batch.weights[starts][present]).sum()
+        return total
+
+
+def basket_starts(batch: Any) -> Tensor:
+    """Return whether the next token is the first of a basket, [B, T]."""
+    if STREAM not in batch.streams:
+        return torch.zeros_like(batch.tokens, dtype=torch.bool)
+    basket = batch.streams[STREAM][..., 0]  # the basket of the token that follows
+    first = batch.streams[STREAM][..., 1] == 0  # the basket's first event: where a long row was cut, a basket continues
+    return (basket > 0) & first & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
+
+
+def mean_over_rest(rows: Tensor, batch: Any) -> Tensor:
+    """Return means over the rest of each basket, [B, T, D].
+
+    `rows` holds the vector of the token that follows each position. The mean at a position is over its token and those
+    after it in the same basket.
+    """
+    if STREAM not in batch.streams:
+        if not batch.weights.any():
+            return rows
+        raise UserError(
+            "model.head: set_wise is for baskets, and these rows have none (lists inside `events`); turn it off"
+        )
+    basket = batch.streams[STREAM][..., 0].long()
+    b, t = basket.shape
+    key = torch.where(basket > 0, basket, 0) + (batch.segments + 1) * (int(basket.max()) + 1)
+    begins = torch.ones_like(key, dtype=torch.bool)
+    begins[:, 1:] = (key[:, 1:] != key[:, :-1]) | (basket[:, 1:] == 0)
+    run = begins.flatten().cumsum(0) - 1  # the run of positions that each position belongs to
+    last = torch.zeros(int(run[-1]) + 1, dtype=torch.long, device=run.device).scatter_reduce(
+        0, run, torch.arange(b * t, device=run.device), "amax"
+    )
+    # [B·T + 1, D] in float64, because differences of the sums must not round.
+    sums = torch.nn.functional.pad(rows.flatten(0, 1).double().cumsum(0), (0, 0, 1, 0))
+    here = torch.arange(b * t, device=run.device)
+    ends = last[run] + 1
+    return ((sums[ends] - sums[here]) / (ends - here)[:, None]).to(rows.dtype).view_as(rows)

@@ -1,0 +1,147 @@
+"""The catalogue ranked by a model, after each of some histories.
+
+The one idea: an item's score is the log-probability of its tokens among those that items may consist of, which is what
+constrained decoding samples from. Items of one token are all scored; for ids of several tokens a beam is kept on each
+level.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ptf import storage
+from ptf.data.trajectory import Prompt
+from ptf.data.trie import Trie
+from ptf.errors import UserError
+from ptf.events.catalogue import Catalogue, load_item_vectors
+from ptf.events.ranking_metrics import coverage, diversity, measures
+from ptf.rl.engines.native import NativeEngine
+
+TASKS = ("all", "new")  # all items, and those that the user has not had
+
+
+@dataclass(frozen=True)
+class Ranker:
+    """Scores the items of a catalogue with a model."""
+
+    engine: NativeEngine
+    trie: Trie
+    # [states]: the index of the item that ends in this state of the trie, −1 where none does.
+    item_of: np.ndarray
+    beam: int
+    histories: int = 64  # number of histories in a batch
+
+    @staticmethod
+    def of(engine: NativeEngine, catalogue: Catalogue, tokenizer: Any, beam: int) -> "Ranker":
+        """Build a ranker for a catalogue. Raises UserError for a tokenizer other than the catalogue's."""
+        trie = catalogue.trie(tokenizer)
+        item_of = np.full(len(trie.starts) - 1, -1)
+        for index, ids in enumerate(tokenizer.encode_all([item.text for item in catalogue.items])):
+            state = 0
+            for token in ids:
+                state = trie.follow(state, token)
+            item_of[state] = index
+        return Ranker(engine, trie, item_of, beam)
+
+    def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the index of a prompt and its scores of all items, [items] float64, as they are computed.
+
+        An item that the beam has dropped scores −inf.
+        """
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
+        for start in range(0, len(order), self.histories):
+            batch = order[start : start + self.histories]
+            yield from zip(batch, self._scores([prompts[i].tokens for i in batch]), strict=True)
+
+    def _scores(self, contexts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the scores of a batch of contexts, [contexts, items]."""
+        scores = np.full((len(contexts), int((self.item_of >= 0).sum())), -np.inf)
+        for owner, states, level_scores in self.engine.levels(contexts, self.trie, self.beam):
+            ended = self.item_of[states] >= 0
+            scores[owner[ended], self.item_of[states[ended]]] = level_scores[ended]
+        return scores
+
+
+def top(scores: np.ndarray, k: int) -> list[int]:
+    """Return the best k items that have a score; equal scores are in the catalogue's order."""
+    best = np.argsort(-scores, kind="stable")[:k]
+    return best[np.isfinite(scores[best])].tolist()
+
+
+def evaluate_ranking(
+    score: Callable[[Sequence[Prompt]], Iterator[tuple[int, np.ndarray]]],
+    prompts: Sequence[Prompt],
+    catalogue: Catalogue,
+    vectors: np.ndarray,
+    k: int,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the means of all measures over the users, and the measures of each user.
+
+    The measures are of the next basket, over all items (`all/…`) and over items that are new to the user (`new/…`, for
+    users whose basket has one). Raises UserError for a prompt whose row has no future of this catalogue.
+    """
+    index_of = {item.name: i for i, item in enumerate(catalogue.items)}
+    rows: dict[int, dict[str, Any]] = {}
+    lists: dict[str, list[list[int]]] = {task: [] for task in TASKS}
+    for number, scores in score(prompts):
+        prompt = prompts[number]
+        try:
+            basket = [index_of[name] for name in prompt.row["future"][0]]
+            had = [index_of[name] for name in prompt.row["history"]]
+        except (KeyError, IndexError, TypeError):
+            raise UserError(
+                "a held-out history needs `history` and `future`, of items of the catalogue (ptf.events.prepare writes "
+                "them); this one, of source "
+                f"{prompt.source}, has {str({key: prompt.row.get(key) for key in ('history', 'future')})[:120]}"
+            ) from None
+        row: dict[str, Any] = {"user": prompt.row.get("user")}
+        unseen = scores.copy()
+        unseen[had] = -np.inf
+        for task, task_scores, wanted in (
+            ("all", scores, basket),
+            ("new", unseen, [item for item in basket if item not in set(had)]),
+        ):
+            if not wanted:
+                continue
+            ranked = top(task_scores, k)
+            lists[task].append(ranked)
+            metrics = measures(ranked, {item: catalogue.items[item].value for item in wanted}, k) | {
+                f"diversity@{k}": diversity(vectors[ranked])
+            }
+            row |= {f"{task}/{name}": value for name, value in metrics.items()} | {
+                f"{task}/top": [catalogue.items[item].name for item in ranked]
+            }
+        rows[number] = row
+    ordered_rows = [rows[number] for number in range(len(prompts))]
+    names = [name for row in ordered_rows for name, value in row.items() if isinstance(value, float)]
+    means = {name: float(np.mean([row[name] for row in ordered_rows if name in row])) for name in dict.fromkeys(names)}
+    return means | {
+        f"{task}/coverage@{k}": coverage(lists[task], len(index_of)) for task in TASKS if lists[task]
+    }, ordered_rows
+
+
+def rank(
+    model: Path,
+    *,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    catalogue: str,
+    k: int,
+    beam: int,
+    device: torch.device,
+    parts: Any,
+    answers: Path,
+) -> dict[str, float]:
+    """Return the measures of one checkpoint, and write those of each user to `answers` (jsonl)."""
+    items = Catalogue.load(catalogue)
+    items.refuse_other(tokenizer, "the model's")
+    vectors = load_item_vectors(catalogue)
+    engine = NativeEngine(str(model), device=device, dtype=torch.float32, version=0, parts=parts)
+    means, rows = evaluate_ranking(Ranker.of(engine, items, tokenizer, beam), prompts, items, vectors, k)
+    storage.write_text(str(answers), "".join(json.dumps(row) + "\n" for row in rows))
+    return means

@@ -1,0 +1,148 @@
+"""A user's history as rows of data.
+
+The one idea: a history is written in the order of time, `<start> basket <gap> basket <gap> …`. The gap token after a
+basket says how long before it the previous basket was. So the next basket follows the last gap, and nothing in the text
+tells when that will be.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ptf.data.tokenizer import START
+from ptf.events.catalogue import Item
+from ptf.events.histories import History, Split
+
+DAY = 86400.0
+GAPS = 10  # tokens: less than a day, then each twice as long as the one before
+
+
+@dataclass(frozen=True)
+class SerializedBasket:
+    """A basket as tokens."""
+
+    items: list[str]  # the token texts of its items
+    gap: str  # the gap token that follows it
+    days: float | None  # days since the basket before it
+    spend: float  # total value of its items
+
+
+class HistorySerializer:
+    """Writes histories as rows of data."""
+
+    def __init__(self, items: Mapping[str, Item], window: int, gaps: bool, opening: float) -> None:
+        """Create a serializer.
+
+        `items` are the catalogue's by name, `window` is the most tokens of a history, `gaps` says whether gap tokens
+        tell durations, and `opening` is the weight of the first item of a basket.
+        """
+        self.items = items
+        self.window = window
+        self.gaps = gaps
+        self.opening = opening
+        self.left_out = 0  # baskets of one item without a basket before them
+        self.size = max(item.text.count("<") for item in items.values())
+
+    def serialize(self, history: History) -> list[SerializedBasket]:
+        """Return the baskets of a history as tokens."""
+        result, before = list[SerializedBasket](), None
+        for basket in history:
+            days = None if before is None else (basket.time - before) / DAY
+            gap = min(GAPS - 1, int((days or 0) >= 1) + int(math.log2(max(days or 0, 1.0)))) if self.gaps else 0
+            spend = sum(self.items[item].value for item in basket.items)
+            result.append(
+                SerializedBasket([self.items[item].text for item in basket.items], f"<gap_{gap}>", days, spend)
+            )
+            before = basket.time
+        return result
+
+    def windows(self, history: History) -> Iterator[dict[str, Any]]:
+        """Yield rows in which each basket is trained once, after as many earlier baskets as half a window holds.
+
+        A basket of one item without a basket before it is left out.
+        """
+        baskets = list(self._split_large(self.serialize(history)))
+        next_trained = 0
+        while next_trained < len(baskets):
+            first, size = next_trained, 1
+            while first > 0 and size + self._tokens(baskets[first - 1]) <= self.window // 2:
+                first -= 1
+                size += self._tokens(baskets[first])
+            end = next_trained
+            while end < len(baskets) and (size + self._tokens(baskets[end]) <= self.window or end == next_trained):
+                size += self._tokens(baskets[end])
+                end += 1
+            if end - first > 1 or len(baskets[next_trained].items) > 1 or self.size > 1:
+                yield self._row(baskets[first:end], 1 + 2 * (next_trained - first))
+            else:
+                self.left_out += 1
+            next_trained = end
+
+    def _row(self, baskets: Sequence[SerializedBasket], context: int) -> dict[str, Any]:
+        """Return a row of baskets whose first `context` entries are context."""
+        entries, days, spend = [START], [None], [None]
+        for basket in baskets:
+            entries += [basket.items, basket.gap]
+            days += [basket.days, None]
+            spend += [basket.spend, None]
+        return {
+            "events": entries,
+            "context": context,
+            "opening": self.opening,
+            "values": {"days": days, "spend": spend},
+        }
+
+    def prompt(self, user: str, s: Split) -> dict[str, Any]:
+        """Return a history to continue, what followed (`future`), and its tokens (`told`, a column of the row)."""
+
+        def text(baskets: Sequence[SerializedBasket]) -> str:
+            return "".join("".join(basket.items) + basket.gap for basket in baskets)
+
+        later = self.serialize((*s.before, *s.future))[len(s.before) :]
+        return {
+            "messages": [{"role": "user", "content": START + text(self._newest(s.before))}],
+            "user": user,
+            "history": sorted({item for basket in s.before for item in basket.items}),
+            "future": [list(basket.items) for basket in s.future],
+            "told": [text([basket]) for basket in later],
+        }
+
+    def chat(self, s: Split, rng: np.random.Generator) -> dict[str, Any]:
+        """Return a chat in which a history is answered with the next basket, in random order."""
+        (basket,) = self.serialize(s.future[:1])
+        answer = "".join(basket.items[i] for i in rng.permutation(len(basket.items)))
+        history = START + "".join("".join(b.items) + b.gap for b in self._newest(s.before))
+        return {"messages": [{"role": "user", "content": history}, {"role": "assistant", "content": answer}]}
+
+    def held_out_row(self, s: Split) -> dict[str, Any]:
+        """Return a row with the held-out basket after its history, which is context."""
+        baskets = self._newest((*s.before, s.future[0]), least=2)
+        row = self._row(baskets, 2 * len(baskets) - 1)
+        values = {name: numbers[:-1] for name, numbers in row["values"].items()}
+        return row | {"events": row["events"][:-1], "values": values}
+
+    def _newest(self, history: History, least: int = 1) -> list[SerializedBasket]:
+        """Return the newest baskets that fit the window, of which the oldest may be cut."""
+        newest: list[SerializedBasket] = []
+        room = self.window - 1
+        for basket in reversed(self.serialize(history)):
+            share = max(1, (room - 1) // self.size if len(newest) + 1 >= least else (self.window // 2) // self.size)
+            if room < 1 + self.size and len(newest) >= least:
+                break
+            newest.insert(0, replace(basket, items=basket.items[:share]))
+            room -= self._tokens(newest[0])
+        return newest
+
+    def _split_large(self, baskets: Iterable[SerializedBasket]) -> Iterator[SerializedBasket]:
+        """Yield baskets, of which those of more than half a window are split into parts."""
+        most = max(1, (self.window // 2 - 1) // self.size)
+        for basket in baskets:
+            for start in range(0, len(basket.items), most):
+                yield replace(basket, items=basket.items[start : start + most])
+
+    def _tokens(self, basket: SerializedBasket) -> int:
+        """Return the number of tokens of a basket, its gap included."""
+        return len(basket.items) * self.size + 1

@@ -1,0 +1,69 @@
+"""Checks before publishing: what will be published, loaded as its users will load it, gives the log-probs of the model
+that was trained."""
+
+from pathlib import Path
+
+import torch
+
+from ptf.compute.world import World
+from ptf.config import Job
+from ptf.config.schema import LOGPROB_BOUND
+from ptf.data.added import tokenizer_of
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.adapter_directory import AdapterDirectory
+from ptf.model.components import FILES
+from ptf.model.verify import export_difference, head_difference
+from ptf.train.adapter import refuse_difference
+from ptf.train.components import parts_of, without_adapters
+from ptf.train.export import probe, probe_of
+from ptf.train.job_tokenizer import rendered
+from ptf.train.starting_model import adapted_from, extended, tokenizer_directory
+
+
+def model_difference(job: Job, run: Path, model: Path) -> float:
+    """Load the exported model in transformers and return the largest difference of a log-prob from the trained model.
+    Raises UserError where it is too large, or where the tokenizer gives other ids than the one of training."""
+    if (model / FILES["layers."]).is_file():
+        raise UserError(
+            "not published: layers of model.replace have tensors that no Hugging Face model has, "
+            f"so whoever loads {model} with transformers or vLLM would "
+            f"get random ones in their place. The whole model is there, theirs in {FILES['layers.']}: "
+            "train on from it with the same model.replace"
+        )
+    base = job.model.tokenizer or str(bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes))
+    trained = rendered(job, tokenizer_of(base, job.model.tokens), run)
+    served = Tokenizer.load(str(model))
+    served.rendering = trained.rendering  # a server renders the day on which it serves
+    if served.fingerprint() != trained.fingerprint():
+        raise UserError(f"not published: the tokenizer in {model} gives other ids than the one that was trained with")
+    kept = probe_of(run)
+    if "values" in kept:
+        difference = head_difference(model, kept["tokens"], kept["values"], parts_of(job.model))
+    else:
+        difference = export_difference(model, kept["tokens"], kept["logprobs"])
+    whole = job.train.precision == "fp32" and bridge.export_dtype(model) == torch.float32
+    bound = LOGPROB_BOUND["fp32" if whole else "bf16"]
+    if not difference <= bound:
+        raise UserError(
+            f"not published: loaded in transformers, {model} differs from the trained model by {difference:.3g} in a "
+            f"log-prob (bound {bound:g})"
+        )
+    return difference
+
+
+def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
+    """Load the base model with the adapter beside it and return the largest difference of a log-prob from the trained
+    model. Raises UserError where it is too large."""
+    base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
+    spec, base = extended(job.model, base, run, job.seed)
+    _, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)
+    stored = AdapterDirectory.read(adapter)
+    parts = stored.parts(base, parts_of(without_adapters(spec)))
+    model, family = bridge.build(base, head="lm", parts=parts)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, base, family)
+    stored.fill(model.eval(), family)
+    kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs")}
+    return refuse_difference(adapter, kept, probe(model, World()), LOGPROB_BOUND[job.train.precision])

@@ -1,0 +1,137 @@
+"""How many bytes of activations a layer saves for its backward, per token, found by running the layer without memory
+(meta device).
+
+The one idea: autograd reports what it saves, so the count follows the modules: adapters, frozen weights, biases and
+dtypes included.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptf.model.attention import Attention
+from ptf.model.config import DecoderConfig
+from ptf.model.decoder import Block
+from ptf.model.layers import Parts
+from ptf.model.moe import Experts, MixtureOfExperts
+from ptf.model.recompute import SAVED, Recompute
+from ptf.model.rope import rotary
+
+TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """Bytes of activations a token, in one layer of one rank of a tensor group."""
+
+    everything: float  # with `none`
+    products: float  # with `selective`: the outputs of matrix products and attention
+    input: float  # with `block`: the layer's input
+
+    def of(self, mode: Recompute) -> float:
+        """Return the bytes a token under a mode of activation checkpointing."""
+        return {"none": self.everything, "selective": self.products + self.input, "block": self.input}[mode]
+
+
+class _FusedAttention(Function):
+    """Attention that saves what fused kernels save: queries, keys, values, output, and a log-sum-exp for each query
+    and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+
+class _Products(TorchDispatchMode):
+    """Adds up the sizes of the outputs of the operations that `selective` saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function in SAVED:
+            self.bytes += out.nbytes
+        return out
+
+
+def _run(module: nn.Module, call: Callable[[], Any]) -> tuple[float, float]:
+    """Return the bytes a token that `call` makes autograd save, and those that its matrix products put out.
+
+    Parameters are not activations, and are not counted.
+    """
+    own = {p.untyped_storage()._cdata for p in module.parameters()}
+    saved: dict[int, Tensor] = {}  # by storage; holding the tensor keeps its storage's address from being used again
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage()._cdata not in own:
+            saved[t.untyped_storage()._cdata] = t
+        return t
+
+    with _Products() as products, saved_tensors_hooks(pack, lambda t: t):
+        output = call()
+    saved_bytes = sum(t.untyped_storage().nbytes() for t in saved.values())
+    del output
+    return saved_bytes / TOKENS, products.bytes / TOKENS
+
+
+def kept(
+    c: DecoderConfig, layer: int, parts: Parts, dtype: torch.dtype, ranks: int, like: nn.Module
+) -> ActivationBytes:
+    """Return the bytes of activations a token that `layer` saves on one of `ranks` ranks of a tensor group.
+
+    The parameters that train are those that train in `like`. A component of the user's own counts as on one rank.
+    """
+    moe = c.moe and replace(c.moe, experts=c.moe.experts // ranks)
+    local = replace(c, heads=c.heads // ranks, kv_heads=c.kv_heads // ranks, hidden=c.hidden // ranks, moe=moe)
+    with torch.device("meta"):
+        block = Block(local, layer, parts, f"layers.{layer}").to(dtype)
+        x = torch.empty(1, TOKENS, c.dim, dtype=dtype, requires_grad=True)
+        table = rotary(torch.arange(TOKENS)[None], c.head_dim, c.kinds[layer].rope)
+        trained = {name for name, p in like.named_parameters() if p.requires_grad}
+        for name, p in block.named_parameters():
+            p.requires_grad_(name in trained)
+        norms = [
+            _run(m, lambda m=m: m(x.clone()))
+            for m in (block.attn_norm, block.attn_post_norm, block.mlp_norm, block.mlp_post_norm)
+        ]
+        inside = [_run(block.attn, lambda: block.attn(x.clone(), table, _attend)), _feed(block, x, c, ranks)]
+    size = c.dim * x.element_size()
+    heads = c.heads // ranks
+    # attention's output and log-sum-exp
+    attended = heads * (c.head_dim * x.element_size() + 4) if isinstance(block.attn, Attention) else 0
+    everything = sum(n[0] for n in norms) / ranks + sum(i[0] for i in inside)
+    return ActivationBytes(everything, sum(i[1] for i in inside) + attended, size / ranks)
+
+
+def _attend(of: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _FusedAttention.apply(q, k, v)  # type: ignore[return-value]
+
+
+def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float, float]:
+    """Return the bytes of the MLP or of the mixture of experts.
+
+    How many rows an expert gets is not known without values, so every rank is given an equal share of them.
+    """
+    if block.moe is None:
+        return _run(block.mlp, lambda: block.mlp(x.clone()))  # type: ignore[arg-type, misc]
+    if not isinstance(block.moe, MixtureOfExperts) or not isinstance(block.moe.experts, Experts):
+        return 0.0, 0.0
+    assert c.moe is not None
+    # the meta device supports grouped products in bf16 only
+    experts, rows = block.moe.experts.to(torch.bfloat16), TOKENS * c.moe.top_k
+    here = torch.empty(rows // ranks, c.dim, dtype=torch.bfloat16, requires_grad=True)
+    ends, expert = torch.empty(c.moe.experts // ranks, dtype=torch.int32), torch.empty(rows // ranks, dtype=torch.int64)
+    inside = [x.element_size() / 2 * n for n in _run(experts, lambda: experts(here.clone(), ends, expert))]
+    # the experts' outputs before they are weighted, the router's probabilities, indices
+    around = rows * c.dim * x.element_size() + 4 * TOKENS * c.moe.experts + 2 * 8 * rows
+    return inside[0] + around / TOKENS + c.dim * x.element_size(), inside[1]

@@ -1,0 +1,119 @@
+"""Adapters that are stored in PEFT format, read into our decoder: what `ptf chat` serves and publishing checks.
+
+The one idea: an adapter is read exactly or refused by name. What PEFT can store and our decoder does not compute (DoRA,
+biases, ranks by module) is an error that names it, never a model that is slightly another.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.decoder import Decoder
+from ptf.model.families import Family
+from ptf.model.layers import Parts
+from ptf.model.lora import Lora
+from ptf.model.peft_format import PeftFormat
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+UNREAD = (  # keys of adapter_config.json that must be absent, empty or false
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "trainable_token_indices",
+    "layer_replication",
+    "lora_bias",
+)
+SHOWN = 3  # names in a message
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory holds an adapter and no model of its own."""
+    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+@dataclass(frozen=True)
+class AdapterDirectory:
+    """An adapter on disk: its base model, its rank, its scale and the names of its tensors."""
+
+    directory: Path
+    base: str  # path or Hugging Face id of the model that it belongs to
+    rank: int  # of the tensors in the file
+    scale: float  # factor of B A x
+    names: frozenset[str]
+
+    @classmethod
+    def read(cls, directory: Path) -> "AdapterDirectory":
+        """Read an adapter's config and the names of its tensors. Raises UserError for what ptf does not compute."""
+        try:
+            config = json.loads((directory / CONFIG).read_text())
+            base, rank, alpha = str(config["base_model_name_or_path"]), int(config["r"]), float(config["lora_alpha"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"{directory} is not an adapter in PEFT format: its {CONFIG} cannot be read") from None
+        if problems := _unread(config):
+            raise UserError(
+                f"{directory}: ptf does not read adapters with {', '.join(problems)}; merge it into its base model "
+                "with PEFT (merge_and_unload) and use that"
+            )
+        if not (directory / TENSORS).is_file():
+            raise UserError(f"{directory} has no {TENSORS}, which holds the adapter's tensors")
+        with safe_open(directory / TENSORS, "pt") as file:
+            names = frozenset(file.keys())
+        return cls(directory, base, rank, alpha / (rank**0.5 if config.get("use_rslora") else rank), names)
+
+    def parts(self, base: Path, own: Parts | None = None) -> Parts:
+        """Return the parts of the base model in `base` with room for this adapter; `own` holds the user's components.
+        Raises UserError where the adapter has tensors for projections that the model does not have."""
+        components = own.replace if own else {}
+        everything = self._format(base, Parts(components, lora=Lora(rank=1, targets=("*",))))
+        targets = everything.projections(self.names)
+        if unknown := self.names - everything.names():
+            raise self._does_not_fit(base, unknown)
+        widened = self._format(base, Parts(components, lora=Lora(rank=1, targets=targets)))
+        rank, rest = divmod(self.rank, widened.rank)
+        if missing := widened.names() - self.names:
+            raise self._does_not_fit(base, missing)
+        if rest:
+            raise UserError(f"{self.directory}: an adapter of a projection that gate and up share has an even rank")
+        return Parts(components, lora=Lora(rank=rank, alpha=self.scale * rank, targets=targets))
+
+    def fill(self, model: Decoder, family: Family) -> None:
+        """Copy the adapter into a model that has the room (`parts`). Raises UserError where the model cannot hold
+        exactly what the file has."""
+        form = PeftFormat(model, family)
+        form.fill(self.directory / TENSORS)
+        with safe_open(self.directory / TENSORS, "pt") as file:
+            for name, tensor in form.tensors():
+                stored = file.get_tensor(name).to(tensor)
+                if stored.shape != tensor.shape or (stored - tensor).abs().max() > 0.01 * stored.abs().max():
+                    raise UserError(
+                        f"{self.directory}: {name} cannot be read exactly into ptf's layout; merge the adapter into "
+                        "its base model with PEFT (merge_and_unload) and use that"
+                    )
+
+    def _format(self, base: Path, parts: Parts) -> PeftFormat:
+        with torch.device("meta"):
+            return PeftFormat(*bridge.build(base, head="lm", parts=parts))
+
+    def _does_not_fit(self, base: Path, names: Iterable[str]) -> UserError:
+        listed = sorted(names)
+        more = f" and {len(listed) - SHOWN} more" if listed[SHOWN:] else ""
+        return UserError(f"{self.directory} does not fit the model in {base}: {', '.join(listed[:SHOWN])}{more}")
+
+
+def _unread(config: dict[str, Any]) -> list[str]:
+    problems = [key for key in UNREAD if config.get(key)]
+    if config.get("peft_type", "LORA") != "LORA":
+        problems.append(f"peft_type {config['peft_type']}")
+    if config.get("bias", "none") != "none":
+        problems.append(f"bias {config['bias']}")
+    if config.get("task_type", "CAUSAL_LM") not in ("CAUSAL_LM", None):
+        problems.append(f"task_type {config['task_type']}")
+    return problems

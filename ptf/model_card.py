@@ -1,0 +1,222 @@
+"""The README of a published model: what it is, how it did beside what it began with and what was published before, what
+it was made of, and how to serve it.
+
+The one idea: the card is read elsewhere, so it names models and data sets as others can find them (ids of the Hub,
+URIs) and shortens every path of this machine to its last part; the manifest beside it keeps the paths.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ptf.artifact import Artifact
+from ptf.config import Job, dump, shown
+from ptf.config.schema import Source
+from ptf.data.sources.files import Location, repo_of
+from ptf.recipes import registry
+
+SERVE = {
+    "lm": "vllm serve {place}",
+    "scalar": "vllm serve {place} --runner pooling    # its score: classify, with use_activation: false",
+    "adapter": "vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={place}",
+}
+ABSOLUTE = re.compile(r"(?:file://|(?<![\w/.~-]))(?:~|/[\w.@+=%-]+)(?:/[\w.@+=%*-]+)+/?")  # of two parts at least
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def card(
+    job: Job, artifact: Artifact, made_with: Mapping[str, Any], before: Mapping[str, Any] | None, gate: str
+) -> str:
+    """Return Markdown, with the header that model hubs read. `made_with` is the run's provenance, `before` the manifest
+    of the version that counts now, and `gate` says how the model compares with what training started from."""
+    recipe, head = job.recipe if isinstance(job.recipe, str) else job.recipe.use, registry.build(job).head
+    packages = ", ".join(f"{name} {version}" for name, version in made_with["packages"].items())
+    sources = [_source(name, source, artifact) for name, source in job.data.sources.items()]
+    random = ", with random weights" if job.model.init == "random" else ""
+    parts = {
+        "": [
+            f"Trained by ptf, recipe {recipe}, from `{_name(_start(job, artifact))}`{random}. "
+            f"Licence: {job.publish.license or 'not stated'}.",
+            "",
+            *_serving(job, artifact, head),
+        ],
+        "Evaluation": [*_evaluation(artifact.metrics, before), "", f"Gate: {gate}."],
+        "Data": ["| source | where | kind | weight | its files |", "|---|---|---|---|---|", *sources],
+        "Made with": [
+            f"ptf {made_with['ptf']}, Python {made_with['python']}, {packages}; {made_with['hardware']['device']}.",
+            "",
+            "```yaml",
+            _shortened_config(job),
+            "```",
+        ],
+    }
+    header = _header(job, artifact, recipe, head)
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in header.items()),
+        "---",
+        "",
+        f"# {artifact.lineage}",
+    ]
+    for title, text in parts.items():
+        lines += ["", *([f"## {title}", ""] if title else []), *text]
+    return "\n".join(lines) + "\n"
+
+
+def _header(job: Job, artifact: Artifact, recipe: str, head: str) -> dict[str, Any]:
+    """Return the metadata of the card, by the keys of the Hub's model cards. Only what the Hub can find is named: a
+    base model and data sets that are files of this machine have no id."""
+    task = "text-generation" if head == "lm" else "text-classification"
+    is_adapter = job.publish.what == "adapter"
+    header: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": task,
+        "tags": ["ptf", recipe, *(["lora"] if job.model.lora else [])],
+    }
+    if job.publish.license:
+        header["license"] = job.publish.license
+    if base := base_model(_start(job, artifact)):
+        header |= {"base_model": base, "base_model_relation": "adapter" if is_adapter else "finetune"}
+    if datasets := sorted({repo for source in job.data.sources.values() if (repo := _repository(source))}):
+        header["datasets"] = datasets
+    if results := _results(job, artifact.metrics, task):
+        header["model-index"] = [{"name": artifact.lineage, "results": results}]
+    return header
+
+
+def base_model(path: str) -> str | None:
+    """Return the Hub's id of the model that a path names: the id itself, or of a directory the base model that its own
+    card names; None where neither is known."""
+    if not os.path.isdir(path):
+        return path if HUB_ID.fullmatch(path) else None
+    try:
+        metadata = yaml.safe_load((Path(path) / "README.md").read_text().split("---\n", 2)[1])
+        named = metadata["base_model"]
+    except (OSError, UnicodeDecodeError, IndexError, KeyError, TypeError, yaml.YAMLError):
+        return None
+    return named if isinstance(named, str) and HUB_ID.fullmatch(named) else None
+
+
+def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str, Any]]:
+    """Return the evaluation as the entries of a card's `model-index`: one for each held-out source."""
+    ranking = job.evaluate.ranking.sources if job.evaluate.ranking else {}
+    results = []
+    for name, source in {**job.data.validation, **job.evaluate.sources, **ranking}.items():
+        found = {
+            key.removeprefix(f"{name}/").removesuffix(f"/{name}"): value
+            for key, value in sorted(metrics.items())
+            if not key.startswith(("start/", "train/")) and (key.startswith(f"{name}/") or key.endswith(f"/{name}"))
+        }
+        if found:
+            results.append(
+                {
+                    "task": {"type": task},
+                    "dataset": {"name": name, "type": _repository(source) or name},
+                    "metrics": [{"type": key, "name": key, "value": value} for key, value in found.items()],
+                }
+            )
+    return results
+
+
+def _serving(job: Job, artifact: Artifact, head: str) -> list[str]:
+    """Return the command that serves the version, from wherever its files lie."""
+    place = job.publish.hub or "DIRECTORY"
+    kind, lora = "adapter" if job.publish.what == "adapter" else head, job.model.lora
+    command = SERVE[kind].format(
+        place=place,
+        base=base_model(_start(job, artifact)) or "BASE_MODEL",
+        name=artifact.lineage,
+        rank=lora.rank if lora else "",
+    )
+    lines = ["```", command, "```"]
+    if not job.publish.hub:
+        lines += ["", "`DIRECTORY` is where these files lie."]
+    if job.publish.what == "both":
+        lines += ["", "`adapter/` holds the LoRA adapter alone, in PEFT format."]
+    return lines
+
+
+def _start(job: Job, artifact: Artifact) -> str:
+    """Return the path of the model that training started from."""
+    return artifact.models.get(job.model.path, job.model.path)
+
+
+def _repository(source: Source) -> str | None:
+    """Return the Hub's id of a data set; None for files."""
+    if source.kind == "tokenized" or source.path.startswith("prepare:"):
+        return None
+    repo = repo_of(Location.of(source))
+    return repo.id if repo else None
+
+
+def _name(path: str) -> str:
+    """Return a path as others may read it: of a directory of this machine, the last part."""
+    is_here = "://" not in path and (os.path.isabs(path) or os.path.lexists(path) or path.startswith(("~", ".")))
+    return path.rstrip("/").rpartition("/")[2] if is_here or path.startswith("file://") else path
+
+
+def shortened(text: str) -> str:
+    """Return a text in which each path of this machine is `…/` and its last part."""
+    return ABSOLUTE.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", text)
+
+
+def _shortened_config(job: Job) -> str:
+    """Return the job as YAML, without the paths of this machine: absolute ones, and relative ones that exist."""
+    text = shortened(dump(shown(job)).rstrip())
+    relative = {value for value in _strings(job.model_dump()) if "/" in value and os.path.lexists(value)}
+    for path in sorted(relative - {value for value in relative if os.path.isabs(value)}, key=len, reverse=True):
+        last = path.rstrip("/").rpartition("/")[2]
+        text = re.sub(rf"(?<![\w/.-]){re.escape(path)}(?![\w.-])", f"…/{last}".replace("\\", r"\\"), text)
+    return text
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every text at and below a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _source(name: str, source: Source, artifact: Artifact) -> str:
+    """Return a row of the table of sources."""
+    weight = "by rows" if source.weight is None else f"{source.weight:g}"
+    where = _where(source, artifact.commits.get(f"data.sources.{name}"))
+    return f"| {name} | {where} | {source.kind} | {weight} | {artifact.data.get(name, '')} |"
+
+
+def _where(source: Source, commit: str | None) -> str:
+    """Return the name of a source and what was chosen of it."""
+    chosen = {
+        "config": source.config,
+        "split": source.split,
+        "commit" if commit else "revision": commit or source.revision,
+    }
+    return f"`{_name(source.path)}`" + "".join(f", {key} {value}" for key, value in chosen.items() if value)
+
+
+def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> list[str]:
+    """Return a table with a line for each metric: at the start, of this version and of the one before."""
+    names = sorted(name for name in metrics if not name.startswith(("start/", "train/")))
+    if not names:
+        return ["Not evaluated."]
+    then = before["metrics"] if before else {}
+    columns = ["at the start", "now", *([f"published before ({before['version']})"] if before else [])]
+    lines = ["| metric | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in names:
+        values = [metrics.get(f"start/{name}"), metrics[name], *([then.get(name)] if before else [])]
+        lines.append(f"| {name} | " + " | ".join(map(_cell, values)) + " |")
+    return lines
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,189 @@
+"""The publish stage: pass the gates, then make a version appear. Its files are written first, then its manifest, and
+last the pointer; nothing is ever moved."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ptf import disk, gate, published, storage
+from ptf.artifact import Artifact
+from ptf.compute import provenance
+from ptf.compute.lease import Lease, hold_lease
+from ptf.config import Job, dump, fingerprint, shown
+from ptf.errors import Retryable, UserError
+from ptf.eval import refuse_regression
+from ptf.load_check import adapter_difference, model_difference
+from ptf.model_card import card
+from ptf.train.export import refuse_damaged
+
+ATTEMPTS = 10
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", storage.MANIFEST)
+
+
+def publish(job: Job, artifact: Artifact) -> Artifact:
+    """Publish the run's model as a version, and return the artifact with its address. The version is named by the
+    lineage, so publishing again changes nothing. Raises UserError, before anything is written, if the exported model
+    does not give the trained model's log-probs or its tokenizer gives other ids; Worse, if it is worse than what
+    training started from or what is published; Held where another process is writing the lineage."""
+    assert artifact.run is not None
+    with disk.plainly(job.output), hold_lease(job, Path(artifact.run)) as lease:
+        return _publish(job, artifact, lease)
+
+
+def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
+    assert artifact.run is not None
+    assert artifact.model is not None
+    run, root = Path(artifact.run), job.versions
+    resolved = artifact.resolve(job)
+    refuse_damaged(run, job.verify_bytes)
+    comparisons = gate.comparisons(job, run, artifact.metrics)
+    gate.refuse_worse(job, comparisons)
+    _refuse_worse(job, artifact, published.manifest(root))
+    difference = _loaded_difference(resolved, run, Path(artifact.model))
+    staged = _stage_files(job, run, Path(artifact.model))
+    verdict, made_with = gate.said(job, comparisons), provenance.read(run)
+    (staged / "README.md").write_text(card(job, artifact, made_with, _version_before(root, artifact.lineage), verdict))
+    manifest = {
+        "version": artifact.lineage,
+        "job": dump(shown(resolved)),
+        "config": fingerprint(job),
+        "metrics": dict(artifact.metrics),
+        "logprob_difference": difference,
+        "data": dict(artifact.data),
+        "made_with": made_with,
+        "gate": verdict,
+        "what": job.publish.what,
+    }
+    files = storage.commit(str(staged), manifest)["files"]
+    # after a retry it may be there already: what may be being read is not written once more
+    is_there = _files(f"{root}/{artifact.lineage}") == files
+    lease.check()
+    if not is_there:
+        storage.upload(staged, f"{root}/{artifact.lineage}")
+    _move_pointer(job, artifact, lease, is_there)
+    print(
+        f"published {root}/{artifact.lineage} (loaded again, its log-probs are within {difference:.1e} of the trained "
+        "model's)",
+        flush=True,
+    )
+    print(f"gate: {verdict}", flush=True)
+    if job.publish.hub:
+        push(staged, job.publish.hub, artifact.lineage)
+    shutil.rmtree(staged)
+    return artifact.but(published=f"{root}/{artifact.lineage}")
+
+
+def _loaded_difference(job: Job, run: Path, model: Path) -> float:
+    """Return the largest difference of a log-prob, over all that is published. Raises UserError."""
+    difference = model_difference(job, run, model)
+    if job.publish.what == "merged":
+        return difference
+    if not (run / "adapter").is_dir():
+        raise UserError(
+            f"publish.what: training wrote no adapter in {run}, and its console says why; publish.what: merged "
+            "publishes the merged model"
+        )
+    return max(difference, adapter_difference(job, run, run / "adapter"))
+
+
+def _stage_files(job: Job, run: Path, model: Path) -> Path:
+    """Copy what is published into a directory of the run, and return it."""
+    staged, adapter = run / "publish", run / "adapter"
+    shutil.rmtree(staged, ignore_errors=True)
+    if job.publish.what == "adapter":
+        shutil.copytree(model, staged, ignore=shutil.ignore_patterns(*WEIGHTS))  # the tokenizer and its template
+        shutil.copytree(adapter, staged, dirs_exist_ok=True)
+        return staged
+    shutil.copytree(model, staged)
+    if job.publish.what == "both":
+        shutil.copytree(adapter, staged / "adapter")
+    return staged
+
+
+def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) -> None:
+    """Let the pointer name the new version. Where the version was there before and another was published after it, the
+    pointer stays. Raises Retryable where others move it all the time."""
+    root = job.versions
+    for _ in range(ATTEMPTS):
+        seen = published.pointer(root)
+        if is_there and seen and artifact.lineage in seen.before:
+            print(
+                f"{root}/{artifact.lineage} was published before, and {seen.version} after it; the pointer stays there",
+                flush=True,
+            )
+            return
+        _refuse_worse(job, artifact, published.manifest(root))  # than what is there now: others may publish meanwhile
+        with lease.commit():
+            moved = published.point(root, artifact.lineage, seen)
+        if moved:
+            return
+    raise Retryable(
+        f"{root}/{artifact.lineage} is there whole, but others publish there all the time: "
+        "its pointer could not be moved"
+    )
+
+
+def page(artifact: Artifact) -> str:
+    """Return Markdown for whoever looks at the publish step: the gates that were passed, and the model card."""
+    if artifact.published is None:
+        return f"# {artifact.lineage}\n\n**Not published:** what is there is better."
+    text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
+    manifest = storage.manifest_of(artifact.published)
+    return (
+        f"Gates passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the trained "
+        "model's; the tokenizer gives the ids that were trained on. "
+        f"Beside what training started from: {manifest.get('gate', 'not compared')}.\n\n{text}"
+    )
+
+
+def push(directory: Path, repository: str, version: str) -> None:
+    """Commit the version's files to a repository of the Hub. Raises UserError where the Hub does not take them: the
+    version is published by then, and publishing again pushes again."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository, folder_path=directory, commit_message=version, delete_patterns="*"
+        )
+    except (HFValidationError, httpx.HTTPError, OSError) as error:
+        raise UserError(
+            f"{version} is published, but not on the hub: {repository}: {type(error).__name__}: {error}\n"
+            "Is HF_TOKEN set, and may it write there? A resume tries again."
+        ) from error
+    print(f"pushed to {commit.commit_url}", flush=True)
+
+
+def _version_before(root: str, lineage: str) -> Mapping[str, Any] | None:
+    """Return the manifest of the version that counted before this one."""
+    seen = published.pointer(root)
+    counted = [*seen.before, seen.version] if seen else []
+    earlier = counted[: counted.index(lineage)] if lineage in counted else counted
+    return storage.manifest_of(f"{root}/{earlier[-1]}") if earlier else None
+
+
+def _files(version: str) -> Mapping[str, Any] | None:
+    """Return what the manifest of a version says of its files, where the version is there whole."""
+    try:
+        return storage.verify(version)["files"]
+    except (storage.Missing, storage.Corrupt):
+        return None
+
+
+def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:
+    """Raise Worse where `publish.metric` is worse than the published version's. Where training started from that
+    version, its metric is the one that was measured beside the new model, on the same held-out data."""
+    metric = job.publish.metric
+    if metric:
+        before = manifest["metrics"] if manifest else {}
+        if (
+            manifest
+            and f"start/{metric}" in artifact.metrics
+            and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}"
+        ):
+            before = {metric: artifact.metrics[f"start/{metric}"]}
+        refuse_regression(artifact.metrics, before, metric, job.publish.max_drop, job.publish.mode)

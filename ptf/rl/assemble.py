@@ -1,0 +1,253 @@
+"""From an online job to a trained model: what the job needs, its roles and prompts, and the controller that runs them.
+
+The one idea: everything that can be refused is refused before a role is started.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ptf.compute import provenance
+from ptf.compute.checkpoint import Checkpoints
+from ptf.compute.lease import Lease
+from ptf.compute.shutdown import Requests
+from ptf.compute.world import CPU
+from ptf.config import Job, Plug
+from ptf.config.schema import ModelConfig
+from ptf.credentials import redacted
+from ptf.data.sources.rows import fingerprints, first_lines
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.data.trie import Trie
+from ptf.errors import Lost, Retryable, UserError, told
+from ptf.events.catalogue import Catalogue
+from ptf.model import bridge
+from ptf.model.sampling import Processing
+from ptf.recipes import registry
+from ptf.recipes.protocol import Companion, Online, Recipe
+from ptf.rl.cluster import RoleGroup, RoleSpec
+from ptf.rl.controller import Controller
+from ptf.rl.job_cluster import job_cluster, pools_of, with_offload_path
+from ptf.rl.prompts import held_out_prompts, training_prompts
+from ptf.rl.rewards.model import RewardModel, RewardModelClient, refuse_without_score
+from ptf.rl.roles import Learner, Scorer
+from ptf.rl.rollout_role import refuse_cut_answers, rewards_of, sampler_spec, trie_of, with_sampling
+from ptf.rl.weights.verification import SyncError
+from ptf.train.companions import located, refuse_other_tokenizer
+from ptf.train.components import without_adapters
+from ptf.train.dataloading import specs
+from ptf.train.job_tokenizer import with_run_rendering
+from ptf.train.starting_model import StartingModel, is_own_reference
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that an online job starts from."""
+
+    model: ModelConfig
+    directory: Path
+    tokenizer_path: str
+
+
+def fit_online(job: Job, run: Path, lease: Lease) -> None:
+    """Train to the end, from the newest checkpoint in `run` if there is one; write `run/model`, a Hugging Face
+    directory.
+
+    On Ray, a failed attempt is repeated from the newest checkpoint, at most `compute.restarts` times without a newer
+    one.
+    """
+    saves = Checkpoints.of(job, run)
+    failed_at, failures, last_error = -1, 0, ""
+    while True:
+        try:
+            return attempt(job, run, lease)
+        except (UserError, SyncError, TimeoutError):
+            raise
+        except Exception as error:
+            newest = saves.latest()
+            step = newest[0] if newest else 0
+            failures, repeated = (failures + 1, str(error) == last_error) if step == failed_at else (1, False)
+            if (
+                job.compute.launcher != "ray"
+                or failures > job.compute.restarts
+                or (repeated and not isinstance(error, Lost))
+            ):
+                raise
+            if Requests(run).made:
+                raise Retryable(f"the run was asked to stop, and then failed: {error}") from error
+            failed_at, last_error = step, str(error)
+            print(
+                f"{redacted(told(error))}\nstarted again from step {step} ({failures} of {job.compute.restarts}, "
+                "compute.restarts)",
+                flush=True,
+            )
+
+
+def attempt(job: Job, run: Path, lease: Lease) -> None:
+    """Do what `fit_online` does, without repeating a failed attempt."""
+    knobs = job.rollout
+    if knobs is None:
+        raise UserError("an online recipe needs the section rollout; add it to the config")
+    recipe = registry.build(job)
+    starting = StartingModel.of(job, run)
+    tokenizer = starting.load_tokenizer()
+    prompts = training_prompts(job, tokenizer)
+    if job.evaluate.ranking is not None:  # rewards read the catalogue, too
+        Catalogue.load(job.evaluate.ranking.catalogue).refuse_other(tokenizer, "the model's")
+    trie = trie_of(knobs, tokenizer)
+    recipe, sampling = with_sampling(recipe, knobs, trie)
+    held_out = _held_out(job, tokenizer, trie)
+    start = Start(starting.section, starting.with_weights(), starting.tokenizer_path)
+    plans = role_specs(job, run, recipe, start, sampling, trie)
+    pools = pools_of(job.compute.pools, plans)
+    made_with = _made_with(job, tokenizer, trie)
+    with job_cluster(job, run, pools) as cluster:
+        groups: dict[str, RoleGroup] = {}
+        for role, spec in plans.items():
+            groups[role] = cluster.start(with_offload_path(spec, pools, run))
+        policy, rollout = groups["policy"], groups["rollout"]
+        engine = knobs.engine.use if isinstance(knobs.engine, Plug) else knobs.engine
+        print(f"rollout: engine={engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
+        controller = Controller(
+            job,
+            cast("Online", recipe),
+            prompts,
+            held_out,
+            cluster,
+            policy=policy,
+            rollout=rollout,
+            scorers={role: groups.get(role, policy) for role in recipe.companions},
+            critic=groups.get("critic"),
+            rewards=rewards_of(job, knobs.reward),
+            reward_model=_reward_model_client(job, run, plans, groups),
+            validation_rewards=rewards_of(job, job.evaluate.reward),
+            made_with=made_with,
+            tokenizer=tokenizer,
+            run=run,
+            lease=lease,
+        )
+        try:
+            controller.run()
+            with cluster.phase(policy, "export"):
+                lease.check()
+                provenance.write(run, made_with)
+                policy.call("export", str(run / "model"))
+        finally:
+            controller.close()
+
+
+def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, list[Prompt]]:
+    """Return the prompts for validation while training. Raises UserError if an allowed answer is too long for them."""
+    held_out: dict[str, list[Prompt]] = {}
+    if job.train.validate_every:
+        held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit)
+    if trie is not None:
+        lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
+        refuse_cut_answers(trie, job, max(lengths, default=0))
+    return held_out
+
+
+def _made_with(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, Any]:
+    """Print the first lines of the job's sources and return what its checkpoints are bound to."""
+    sources = specs(job.data.sources)
+    print("\n".join(first_lines(sources)), flush=True)
+    made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
+    if trie is not None:
+        made_with["allowed"] = trie.fingerprint()
+    return made_with
+
+
+def role_specs(
+    job: Job, run: Path, recipe: Recipe, start: Start, sampling: Processing, trie: Trie | None
+) -> dict[str, RoleSpec]:
+    """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward and rollout."""
+    knobs, workers = job.rollout, job.compute.workers
+    assert knobs is not None
+    mesh: dict[str, Any] = {"replicate": job.compute.mesh.replicate, "tensor": job.compute.mesh.tensor}
+    common: dict[str, Any] = {
+        "directory": str(start.directory),
+        "spec": start.model.model_copy(update={"init": "pretrained"}),
+        "seed": job.seed,
+        "width": job.data.seq_len,
+        "sampling": sampling,
+    }
+    learner = {**common, "tokenizer": start.tokenizer_path}
+    plans: dict[str, RoleSpec] = {}
+    policy = {**learner, "train": job.train, "recipe": recipe}
+    plans["policy"] = RoleSpec("policy", Learner, policy, workers, **mesh)
+    frozen = {
+        "spec": without_adapters(common["spec"]),
+        "precision": job.train.precision,
+        "micro_rows": job.train.micro_sequences,
+    }
+    if job.train.deterministic:
+        frozen["width"] = 0
+    for role, companion in recipe.companions.items():
+        own = _companion_model(job, companion, role, start)
+        if own or not is_own_reference(start.model):
+            plans[role] = RoleSpec(role, Scorer, {**common, **frozen, **own}, workers, **mesh)
+    if (critic := cast("Online", recipe).critic) is not None:
+        train = job.train.model_copy(update={"lr": critic.lr or job.train.lr})
+        plans["critic"] = RoleSpec("critic", Learner, {**learner, "train": train, "recipe": critic}, workers, **mesh)
+    if knobs.reward_model:
+        plans["reward"] = RoleSpec("reward", RewardModel, _reward_model(job), workers, **mesh)
+    plans["rollout"] = sampler_spec(
+        job,
+        start.directory,
+        start.tokenizer_path,
+        run,
+        engine=knobs.engine,
+        version=-1,
+        workers=knobs.workers,
+        length=job.data.seq_len,
+        trie=trie,
+        adapter=knobs.lora == "adapter",
+        tensor=knobs.tensor,
+    )
+    return plans
+
+
+def _companion_model(job: Job, companion: Companion, role: str, start: Start) -> dict[str, Any]:
+    """Return what a frozen model of its own is loaded from; nothing if it is the starting model.
+
+    Raises UserError if its directory is missing, or its tokenizer is not the policy's.
+    """
+    if companion.path is None:
+        return {}
+    directory = located(companion, role, job.verify_bytes)
+    refuse_other_tokenizer(directory, start.tokenizer_path, role, companion, start.directory)
+    return {"directory": str(directory), "spec": ModelConfig(path=str(directory))}
+
+
+def _reward_model(job: Job) -> dict[str, Any]:
+    """Return the arguments of the reward model's role. Raises UserError if it has no scalar head."""
+    knobs = job.rollout and job.rollout.reward_model
+    assert knobs is not None
+    directory = located(Companion(knobs.path, knobs.revision), "rollout.reward_model.path", job.verify_bytes)
+    refuse_without_score(directory)
+    return {
+        "directory": str(directory),
+        "spec": ModelConfig(path=str(directory)),
+        "seed": job.seed,
+        "precision": job.train.precision,
+        "width": 0 if job.train.deterministic else _reward_model_length(job, directory),
+        "micro_rows": job.train.micro_sequences,
+    }
+
+
+def _reward_model_length(job: Job, directory: Path) -> int:
+    """Return the most tokens of a conversation; the reward model's tokenizer and template may make more of them than
+    the policy's."""
+    return min(bridge.shape(directory).max_positions, 2 * job.data.seq_len)
+
+
+def _reward_model_client(
+    job: Job, run: Path, plans: dict[str, RoleSpec], groups: dict[str, RoleGroup]
+) -> RewardModelClient | None:
+    """Return what converts answers to the reward model's samples; None without a reward model."""
+    knobs = job.rollout and job.rollout.reward_model
+    if not knobs:
+        return None
+    directory = Path(plans["reward"].kwargs["directory"])
+    tokenizer = with_run_rendering(job, Tokenizer.load(str(directory)), run)
+    return RewardModelClient(groups["reward"], tokenizer, _reward_model_length(job, directory), knobs.weight)

@@ -1,0 +1,415 @@
+"""Conformance checks of rollout engines: all that the controller relies on, checked on a small model. They are run on
+plugin engines (`ptf check-engine`) and on ptf's own.
+
+The one idea: the reference is a plain forward pass of ptf's decoder over the tokens that the engine reports. It uses no
+caches, batches or fused weights.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from ptf.compute.world import World, pick_device
+from ptf.config import Plug
+from ptf.config.schema import LOGPROB_BOUND, ModelConfig
+from ptf.data.trajectory import Call
+from ptf.data.trie import Trie
+from ptf.model import bridge
+from ptf.model.sampling import ROUNDING, nucleus, restrict
+from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling, edges_of, generate_all
+from ptf.rl.sampler import make_engine
+from ptf.rl.weights.verification import (
+    Bucket,
+    Buckets,
+    Manifest,
+    Receipt,
+    SyncError,
+    into_buckets,
+    manifest_of,
+    write_buckets,
+)
+from ptf.train.trainer import load_model
+
+STOP, LONGEST, MAX_LENGTH = 5, 16, 96
+FIRST = 7  # the version of the first sync
+FP32_BOUND = 1e-5
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "torch_dtype": "float32",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 128,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+}
+Make = Callable[[str, int], RolloutEngine]  # from a Hugging Face directory and the version of its weights
+
+
+class Violation(Exception):
+    """The engine does not do what the protocol requires."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    what: str
+    wrong: str | None  # None: the engine conforms
+    refused: bool = False  # the engine refuses such requests, as it may
+
+
+def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make:
+    """Return a function that starts the engine of this name, as in `rollout.engine`.
+
+    `args` are KEY=VALUE arguments of a plugin engine. For vLLM, its environment variables are set in this process.
+    """
+    kind: str | Plug = name
+    if name not in ("native", "vllm"):
+        pairs = [arg.partition("=") for arg in args]
+        kind = Plug(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
+    if kind == "vllm":
+        from ptf.rl.engines.vllm_engine import engine_env
+
+        os.environ.update(engine_env(place / "vllm"))
+    world = World(device=pick_device("auto"))
+    more = {"restricted": True} if kind == "vllm" else {}
+    return lambda directory, version: make_engine(
+        kind, directory, world, version=version, seed=0, precision=precision, max_length=MAX_LENGTH, **more
+    )
+
+
+def small_model(place: Path, seed: int) -> Path:
+    """Write a Hugging Face directory with random weights whose answers are far from uniform."""
+    source = place / f"config-{seed}"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    model, family = load_model(
+        source, World(), ModelConfig(path=str(source), init="random"), seed=seed, precision="fp32"
+    )
+    bridge.save_hf(bridge.hf_tensors(model, family), source, place / f"model-{seed}", writes=True)
+    return place / f"model-{seed}"
+
+
+def alternating(first: Sequence[Request], second: Sequence[Request]) -> list[Request]:
+    """Return the requests of both in turn, so that a batch has both kinds."""
+    return [request for pair in zip(first, second, strict=True) for request in pair]
+
+
+def buckets_of(engine: NativeEngine) -> list[Bucket]:
+    """Return copies of an engine's tensors in buckets, sorted by Hugging Face name."""
+    tensors = [(name, tensor.clone()) for name, tensor in bridge.hf_tensors(engine.model, engine.family)]
+    return list(into_buckets(sorted(tensors)))
+
+
+class ConformanceSuite:
+    """The checks of one engine, in order. It is started as in a run, before any sync (version -1).
+
+    The first line of a check's docstring, without "Check that", is what `ptf check-engine` prints.
+    """
+
+    def __init__(self, make: Make, place: Path, precision: str = "fp32", timeout_s: float = 300.0) -> None:
+        first, second = (small_model(place, seed) for seed in (0, 1))
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.bound = FP32_BOUND if precision == "fp32" else LOGPROB_BOUND[precision]
+        self.timeout_s, self.place, self.refused = timeout_s, place, False
+        self.references = [
+            NativeEngine(str(path), device=torch.device("cpu"), dtype=torch.float32, version=0)
+            for path in (first, second)
+        ]
+        self.reference = self.references[0]
+        self.engine = make(str(first), -1)
+        self.own, self.sent = (buckets_of(reference) for reference in self.references)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the result of every check, in order."""
+        checks = [
+            self.declares,
+            self.first_sync,
+            self.answers,
+            self.logprobs,
+            self.nucleus,
+            self.allowed,
+            self.scores,
+            self.seeds,
+            self.batch_independence,
+            self.greedy,
+            self.stops,
+            self.limits,
+            self.refuses,
+            self.second_sync,
+            self.sleeps,
+        ]
+        for check in checks:
+            wrong = None
+            try:
+                check()
+            except Violation as error:
+                wrong = str(error)
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {error}"
+            refused, self.refused = self.refused, False
+            summary = " ".join((check.__doc__ or "").split()).removeprefix("Check that ").rstrip(".")
+            yield Finding(summary, wrong, refused)
+
+    def ask(
+        self,
+        n: int = 12,
+        temperature: float = 1.0,
+        limit: int = LONGEST,
+        seed: int = 100,
+        stop: tuple[int, ...] = (STOP,),
+        top_p: float = 1.0,
+        trie: Trie | None = None,
+    ) -> list[Request]:
+        """Return n requests with random contexts of 2 to 39 tokens."""
+        rng, sampling = np.random.default_rng(7), Sampling(limit, temperature, stop, top_p, trie)
+        return [
+            Request(rng.integers(6, 28, int(rng.integers(2, 40))).astype(np.int32), sampling, seed + i)
+            for i in range(n)
+        ]
+
+    def generate(self, requests: Sequence[Request]) -> list[Call]:
+        """Return the engine's answers to requests that are submitted at once."""
+        return generate_all(self.engine, requests, self.timeout_s)
+
+    def declares(self) -> None:
+        """Check that the engine has a name, declares whether it answers in batches, and holds its first version."""
+        if not isinstance(self.engine.name, str) or not isinstance(self.engine.in_batches, bool):
+            raise Violation("`name` must be a string, `in_batches` true or false")
+        if self.engine.version != -1:
+            raise Violation(f"`version` is {self.engine.version!r}, not -1")
+
+    def first_sync(self) -> None:
+        """Check that the first sync may be to any version, as in a run that resumes."""
+        manifest = manifest_of(self.own, FIRST)
+        self.acknowledged(self.engine.load_weights(self.own, manifest), manifest)
+
+    def acknowledged(self, receipt: Receipt, manifest: Manifest) -> None:
+        """Raise Violation unless the engine acknowledges and holds what was sent."""
+        right = (manifest.version, len(manifest.digests), manifest.version)
+        if (receipt.version, receipt.tensors, self.engine.version) != right:
+            raise Violation(
+                f"it acknowledged version {receipt.version} with {receipt.tensors} tensors, "
+                f"and holds {self.engine.version}, not {manifest.version}"
+            )
+
+    def answers(self) -> None:
+        """Check that an answer has its context, int32 ids, and a float32 log-prob and the version of each id."""
+        for request, call in zip(requests := self.ask(), self.generate(requests), strict=True):
+            kinds = {"context": np.int32, "sampled": np.int32, "logprobs": np.float32, "versions": np.int32}
+            if wrong := [name for name, kind in kinds.items() if getattr(call, name).dtype != kind]:
+                raise Violation(
+                    f"{wrong[0]} is of type {getattr(call, wrong[0]).dtype}, not {np.dtype(kinds[wrong[0]])}"
+                )
+            if not np.array_equal(call.context, request.context):
+                raise Violation("an answer has another request's context")
+            if not 1 <= len(call.sampled) == len(call.logprobs) == len(call.versions):
+                raise Violation(
+                    f"{len(call.sampled)} ids with {len(call.logprobs)} log-probs and {len(call.versions)} versions"
+                )
+            if set(call.versions.tolist()) != {self.engine.version}:
+                raise Violation(
+                    f"tokens have the versions {sorted(set(call.versions.tolist()))}, "
+                    f"the engine's version is {self.engine.version}"
+                )
+
+    def logprobs(self) -> None:
+        """Check that log-probs are those of the distribution that was sampled from, after temperature."""
+        for temperature in (1.0, 0.7, 1.3):
+            self.compare(self.ask(temperature=temperature))
+
+    def nucleus(self) -> None:
+        """Check that with `top_p` only the likeliest tokens are sampled, with log-probs among them, or that such a
+        request is refused (ValueError)."""
+        if self.serves(requests := self.ask(temperature=1.3, top_p=0.8)):
+            self.compare(requests)
+
+    def allowed(self) -> None:
+        """Check that with a trie only its answers are generated, sampled or greedy, with log-probs among the allowed
+        tokens, or that such a request is refused."""
+        answers = [[7, 8], [7, 9, 10], [11], [12, 13, 14, 15], [12, 16]]
+        trie, twice = Trie.of(answers, (STOP,)), Trie.of(answers, (STOP,), 2, distinct=True)
+        if not self.serves(self.ask(trie=trie)):
+            return
+        for temperature, allowed in itertools.product((1.0, 0.7, 0.0), (trie, twice)):
+            requests = self.ask(temperature=temperature, trie=allowed, limit=allowed.longest)
+            for call in self.generate(requests):
+                try:
+                    allowed.walked(call.sampled)
+                except ValueError as error:
+                    raise Violation(f"it answered {call.sampled.tolist()}, which is not allowed: {error}") from None
+                if not call.finished:
+                    raise Violation(f"it answered {call.sampled.tolist()}, and did not end it")
+            self.compare(requests)
+        self.compare(alternating(self.ask(6, trie=trie), self.ask(6, seed=300)))
+
+    def serves(self, requests: Sequence[Request]) -> bool:
+        """Return False if the engine refuses these requests."""
+        try:
+            self.generate(requests)
+        except ValueError:
+            self.refused = True
+            return False
+        return True
+
+    def compare(self, requests: Sequence[Request]) -> list[Call]:
+        """Return the answers. Raises Violation if their log-probs differ from the reference's."""
+        calls = self.generate(requests)
+        for request, call in zip(requests, calls, strict=True):
+            sampling = request.sampling
+            logprobs, slack = self.reference_logprobs(call, sampling)
+            difference = np.abs(logprobs[np.arange(len(call.sampled)), call.sampled] - call.logprobs) - slack
+            if not (worst := float(difference.max())) <= self.bound:
+                raise Violation(
+                    f"a sampled token's log-prob differs by {worst:.3g} from ptf's decoder's (bound {self.bound:g}; "
+                    f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
+                    f"{', a trie' if sampling.trie else ''})"
+                )
+        return calls
+
+    @torch.no_grad()
+    def reference_logprobs(self, call: Call, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+        """Return the log-probs of all tokens at each position, float64 [n, V], and how far rounding may move them, [n].
+
+        Rounding moves them where it decides which tokens belong to the nucleus.
+        """
+        ids = np.concatenate([call.context, call.sampled])
+        batch = self.reference._packed([ids])
+        every = self.reference.model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x[0]))
+        logits = every[len(call.context) - 1 : -1]  # [n, V]
+        if sampling.trie is not None:
+            states = torch.from_numpy(sampling.trie.walked(call.sampled)).long()
+            restrict(logits, states, edges_of(sampling.trie))
+        logprobs = (logits.double() / (sampling.temperature or 1.0)).log_softmax(-1)
+        slack = torch.zeros(len(logprobs))
+        if sampling.top_p < 1 and sampling.temperature:
+            slack = nucleus(logprobs, sampling.top_p, torch.from_numpy(call.sampled).long(), ROUNDING[self.dtype])
+        return logprobs.numpy(), slack.numpy()
+
+    def scores(self) -> None:
+        """Check that `score` gives the log-probs of all tokens but the first, at temperature 1."""
+        sequences = [request.context for request in self.ask() if len(request.context) > 2]
+        for ours, theirs in zip(self.reference.score(sequences), self.engine.score(sequences), strict=True):
+            if len(ours) != len(theirs) or not np.abs(ours - theirs).max() <= self.bound:
+                raise Violation("a score differs from that of ptf's decoder")
+
+    def seeds(self) -> None:
+        """Check that the same seed gives the same answer, and another seed another answer."""
+        first, second, other = (self.generate(self.ask(seed=seed)) for seed in (100, 100, 900))
+        if any(not np.array_equal(a.sampled, b.sampled) for a, b in zip(first, second, strict=True)):
+            raise Violation("the same request was answered in two ways")
+        if all(np.array_equal(a.sampled, b.sampled) for a, b in zip(first, other, strict=True)):
+            raise Violation("other seeds gave the same answers")
+
+    def batch_independence(self) -> None:
+        """Check that an answer does not depend on what else is in the batch."""
+        together = self.generate(self.ask())
+        for request, call in zip(self.ask()[::3], together[::3], strict=True):
+            (single,) = self.generate([request])
+            if not np.array_equal(single.sampled, call.sampled):
+                raise Violation("a request was answered differently by itself than among others")
+
+    def greedy(self) -> None:
+        """Check that at temperature 0 the likeliest token is taken, also beside requests that sample."""
+        for call in self.compare(alternating(self.ask(6, temperature=0.0), self.ask(6, seed=300)))[::2]:
+            logprobs, _ = self.reference_logprobs(call, Sampling(LONGEST, 0.0, (STOP,)))
+            gap = float((logprobs.max(1) - logprobs[np.arange(len(call.sampled)), call.sampled]).max())
+            if gap > self.bound:
+                raise Violation(f"it took a token that is {gap:.3g} less likely than the likeliest")
+
+    def stops(self) -> None:
+        """Check that a stop token ends an answer and is part of it, and that nothing else ends one early."""
+        calls = self.generate(self.ask(24, stop=(STOP, 9, 10, 11, 12)))
+        for call in calls:
+            is_stop = np.isin(call.sampled, (STOP, 9, 10, 11, 12))
+            if is_stop[:-1].any() or call.finished != bool(is_stop[-1]):
+                raise Violation("an answer continues after a stop token, or `finished` is wrong")
+            if not call.finished and len(call.sampled) != LONGEST:
+                raise Violation(
+                    f"an answer of {len(call.sampled)} tokens ended without a stop token; the limit was {LONGEST}"
+                )
+        if not any(call.finished for call in calls):
+            raise Violation("none of 24 answers ended with one of five stop tokens")
+
+    def limits(self) -> None:
+        """Check that each request of a batch has its own `max_new_tokens`."""
+        requests = [Request(r.context, Sampling(1 + i, 1.0, ()), r.seed) for i, r in enumerate(self.ask())]
+        for request, call in zip(requests, self.generate(requests), strict=True):
+            if len(call.sampled) != request.sampling.max_new_tokens:
+                raise Violation("an answer is longer or shorter than its limit")
+
+    def refuses(self) -> None:
+        """Check that weights that are stale, missing, garbled, swapped, duplicate or not announced are refused, and
+        that the engine keeps those that it had."""
+        before = [call.sampled.tolist() for call in self.generate(self.ask())]
+        for fault, (buckets, manifest) in self.faults().items():
+            try:
+                self.engine.load_weights(buckets, manifest)
+            except SyncError:
+                pass
+            else:
+                raise Violation(f"it took weights that were {fault}")
+            if self.engine.version != FIRST or [call.sampled.tolist() for call in self.generate(self.ask())] != before:
+                raise Violation(f"it refused weights that were {fault}, but answers otherwise than before")
+
+    def faults(self) -> dict[str, tuple[Buckets, Manifest]]:
+        """Return syncs that must be refused, by what is wrong with them."""
+        pairs = [pair for bucket in self.sent for pair in bucket]
+        right, (name, tensor) = manifest_of(self.sent, FIRST + 1), pairs[0]
+
+        def exchangeable(a, b):
+            return a.shape == b.shape and not torch.equal(a, b)
+
+        i, j = next((i, j) for j in range(len(pairs)) for i in range(j) if exchangeable(pairs[i][1], pairs[j][1]))
+        swapped = list(pairs)
+        swapped[i], swapped[j] = (pairs[i][0], pairs[j][1]), (pairs[j][0], pairs[i][1])
+        garbled = tensor.clone()
+        garbled.view(-1)[0] += 1
+        return {
+            "stale": (self.sent, manifest_of(self.sent, FIRST)),
+            "two versions on": (self.sent, manifest_of(self.sent, FIRST + 2)),
+            "incomplete": ([pairs[1:]], right),
+            "garbled": ([[(name, garbled), *pairs[1:]]], right),
+            "swapped": ([swapped], right),
+            "duplicate": ([[pairs[0], *pairs]], right),
+            "not announced": ([pairs], Manifest(FIRST + 1, {k: v for k, v in right.digests.items() if k != name})),
+        }
+
+    def second_sync(self) -> None:
+        """Check that after a sync, which may be in files, the new weights and version are used, and no old prefix."""
+        old = [call.sampled.tolist() for call in self.generate(self.ask())]
+        pairs = (pair for bucket in self.sent for pair in bucket)
+        buckets, manifest = write_buckets(pairs, self.place / "sync", FIRST + 1, limit=1 << 14)
+        self.acknowledged(self.engine.load_weights(buckets, manifest), manifest)
+        self.reference = self.references[1]
+        calls = self.compare(self.ask())
+        if [call.sampled.tolist() for call in calls] == old:
+            raise Violation("it answers as before the sync")
+        if any(set(call.versions.tolist()) != {FIRST + 1} for call in calls):
+            raise Violation("its tokens have another version than that of the sync")
+
+    def sleeps(self) -> None:
+        """Check that the engine answers the same after sleeping and waking."""
+        before = [call.sampled.tolist() for call in self.generate(self.ask())]
+        self.engine.sleep()
+        self.engine.wake()
+        if [call.sampled.tolist() for call in self.generate(self.ask())] != before:
+            raise Violation("it answers otherwise")

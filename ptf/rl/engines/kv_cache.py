@@ -1,0 +1,123 @@
+"""The key-value cache of answers that are being generated.
+
+The one idea: a context that several answers share is stored, and read, once. Contexts have keys and values of their
+own, an answer only those of its new tokens, and one softmax is over both (Athiwaratkun et al. 2024, bifurcated
+attention).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ptf.model.attention import Attend, Attention, backend
+from ptf.model.config import DecoderConfig
+
+
+class Cache:
+    """Keys and values of contexts with these lengths, and of `new` tokens of each of the answers that `share` names."""
+
+    def __init__(
+        self, c: DecoderConfig, lengths: Sequence[int], new: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.lengths = torch.tensor(lengths, device=device)  # [contexts]
+        # keys; values
+        self.context = torch.zeros(
+            2, c.layers, len(lengths), c.kv_heads, max(lengths), c.head_dim, device=device, dtype=dtype
+        )
+        self.answers = self.context.new_zeros(2, c.layers, 0, c.kv_heads, new, c.head_dim)
+
+    def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
+        """Attend inside each context and store its keys and values in row `segments`."""
+        inside = backend(segments.device)(segments, positions)
+        real = segments.reshape(-1) >= 0
+        row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
+
+        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for stored, values in zip(self.context[:, of.layer], (k, v), strict=True):
+                stored[row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
+            return inside(of, q, k, v)
+
+        return attend
+
+    def share(self, which: Tensor) -> None:
+        """Begin n answers to the contexts with these indices, [n]."""
+        self.answers = self.answers.new_zeros(*self.answers.shape[:2], len(which), *self.answers.shape[3:])
+        self._arrange(which)
+
+    def keep(self, rows: Tensor) -> None:
+        """Continue with these answers only."""
+        self.answers, self.slot = self.answers[:, :, rows], self.slot[rows]
+        needed, self.owner = self.owner[rows].unique(return_inverse=True)
+        self._of_contexts(needed)
+        if len(self.lengths) * self.width > 2 * len(rows):
+            self._arrange(self.owner)
+
+    def branch(self, rows: Tensor) -> None:
+        """Continue with these answers; one of them may be continued several times."""
+        self.answers = self.answers[:, :, rows]
+        self._arrange(self.owner[rows])
+
+    def _arrange(self, which: Tensor) -> None:
+        """Group the queries of `width` answers of one context.
+
+        A context with more answers is copied, so that however the answers are distributed, at most three times as many
+        queries are computed as there are answers.
+        """
+        n, contexts = len(which), len(self.lengths)
+        self.width = -(-n // contexts)
+        counts = which.bincount(minlength=contexts)
+        order = which.argsort(stable=True)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(n, device=which.device) - (counts.cumsum(0) - counts)[which[order]]
+        copies, self.owner = (which * n + rank // self.width).unique(return_inverse=True)
+        self.slot = rank % self.width
+        self._of_contexts(copies // n)
+
+    def _of_contexts(self, needed: Tensor) -> None:
+        if not torch.equal(needed, torch.arange(len(self.lengths), device=needed.device)):
+            self.lengths = self.lengths[needed]
+            self.context = self.context[:, :, needed, :, : int(self.lengths.max())]
+        self.index = self.owner * self.width + self.slot  # of each answer, among `width` for each context
+
+    def step(self, turn: int) -> Attend:
+        """Attend from new token `turn` of every answer to all tokens before it."""
+        at = torch.arange(self.context.shape[4], device=self.context.device)
+        after = at >= self.lengths[:, None]  # [contexts, longest]
+        ragged = bool(after.any())
+
+        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.answers[0, of.layer, :, :, turn], self.answers[1, of.layer, :, :, turn] = k[:, 0], v[:, 0]
+            context, answers = self.context[:, of.layer], self.answers[:, of.layer, :, :, : turn + 1]
+            hidden = after if ragged else None
+            if of.window is not None:
+                answers = answers[:, :, :, max(0, turn + 1 - of.window) :]
+                hidden = after | (self.lengths[:, None] + turn - at >= of.window)
+            n, _, heads, size = q.shape
+            kv_heads = answers.shape[2]
+            context, answers = context.float(), answers.float()  # a cache of bf16 is computed with in fp32
+            query = (q[:, 0].float() * of.scale).view(n, kv_heads, heads // kv_heads, size)
+            before = self._together(query) @ context[0].mT
+            if hidden is not None:
+                before.masked_fill_(hidden[:, None, None], float("-inf"))
+            scores = [self._apart(before), query @ answers[0].mT]
+            if of.sinks is not None:
+                scores.append(of.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
+            weights = torch.cat(scores, -1).softmax(-1)
+            of_context, of_answer = weights.split([len(at), weights.shape[-1] - len(at)], -1)
+            out = self._apart(self._together(of_context) @ context[1]) + of_answer[..., : answers.shape[3]] @ answers[1]
+            return out.view(n, 1, heads, size).to(q.dtype)
+
+        return attend
+
+    def _together(self, x: Tensor) -> Tensor:
+        """Group the answers by context: [n, kv_heads, g, E] → [contexts, kv_heads, width·g, E].
+
+        The places of answers that have ended are 0.
+        """
+        grouped = x.new_zeros(len(self.lengths) * self.width, *x.shape[1:]).index_copy_(0, self.index, x)
+        return grouped.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """Return the inverse of `_together`."""
+        return x.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1).index_select(0, self.index)

@@ -1,0 +1,93 @@
+"""The protocol of rollout engines, `RolloutEngine`, with its requests and sampling parameters.
+
+The one idea: each call of an engine is one request, and the engine itself batches the requests of all callers. It knows
+the version of its weights and records it with every token.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ptf.data.trajectory import Call
+from ptf.data.trie import Trie
+from ptf.model.sampling import Edges
+from ptf.rl.weights.verification import Buckets, Manifest, Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one answer is drawn."""
+
+    max_new_tokens: int
+    temperature: float  # 0 is greedy
+    stop: tuple[int, ...]  # ids that end the answer; the one that did is part of it
+    # sample from the likeliest tokens that together have this probability; ignored by greedy answers
+    top_p: float = 1.0
+    trie: Trie | None = None  # the allowed answers; None: any
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A context to answer."""
+
+    context: np.ndarray  # [c] int32
+    sampling: Sampling
+    seed: int  # the answer is a function of weights, context, sampling and seed
+
+
+def edges_of(trie: Trie) -> Edges:
+    """Return the trie's edges as tensors."""
+    return Edges(torch.from_numpy(trie.starts), torch.from_numpy(trie.tokens).long())
+
+
+class RolloutEngine(Protocol):
+    """What generates answers.
+
+    A plugin engine is constructed as `Engine(directory, *, device, dtype, version, seed, max_length, **args)`, with a
+    Hugging Face directory, "float32" or "bfloat16", the version of the weights in the directory, and the most tokens of
+    a context with its answer. `ptf.rl.engines.conformance` checks what the controller relies on.
+    """
+
+    name: str
+    in_batches: bool  # True: it answers all waiting requests to the end before it takes further ones
+    version: int  # policy step of its weights
+
+    async def generate(self, request: Request) -> Call:
+        """Return one answer. Raises ValueError for a request that the engine cannot serve.
+
+        Log-probs are those of the distribution sampled from (of allowed tokens, after temperature and top-p); of a
+        greedy answer, at temperature 1.
+        """
+        ...
+
+    def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
+        """Compare what arrived with the manifest, then replace the weights and drop every cached prefix.
+
+        Raises SyncError, before any change, if the comparison fails.
+        """
+        ...
+
+    def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the log-probs of each sequence's tokens 1…n-1, given those before them, at temperature 1."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the accelerator's memory."""
+        ...
+
+    def wake(self) -> None:
+        """Take the accelerator's memory again, with the weights as they were before `sleep`."""
+        ...
+
+
+def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: float) -> list[Call]:
+    """Submit all requests at once and return their answers in order. Raises TimeoutError after `timeout_s` seconds."""
+
+    async def run() -> list[Call]:
+        return list(await asyncio.wait_for(asyncio.gather(*(engine.generate(r) for r in requests)), timeout_s))
+
+    return asyncio.run(run())

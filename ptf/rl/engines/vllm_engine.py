@@ -1,0 +1,472 @@
+"""vLLM as a rollout engine, inside this process: each call of `generate` is one request,
+and the requests of all callers are batched continuously.
+
+The one idea: an answer is a function of (weights, context, sampling, seed), not of what else is in the batch. Therefore
+every sampled request has its own seed, and greedy requests never share a batch with sampled ones (vLLM on a CPU ignores
+all seeds of a mixed batch).
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from torch import Tensor
+
+from ptf import scratch
+from ptf.data.trajectory import Call
+from ptf.data.trie import OVER, Trie, TrieCursor
+from ptf.errors import UserError
+from ptf.model.peft_format import save
+from ptf.rl.engines.protocol import Request
+from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
+
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
+# for the parts of a tensor-parallel engine: a forked process has its parent's locks, but not the threads that hold them
+SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+CPU = {
+    "TORCH_COMPILE_DISABLE": "1",  # compiling two sampler helpers takes 13 s, saves nothing at this speed
+    "OMP_NUM_THREADS": "1",  # 4 ms a step against 100 ms on a busy box, where threads spin for their turn
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
+TRIE = "ptf_trie"  # in a request's extra arguments: the file of its trie
+CACHES = (
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "XDG_CACHE_HOME",
+    "XDG_CONFIG_HOME",
+)
+
+
+def on_cpu() -> bool:
+    """Return whether the installed vLLM is the CPU build."""
+    try:
+        return bool(metadata.version("vllm-cpu"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def engine_env(workdir: Path) -> dict[str, str]:
+    """Return the environment variables that a process must have before it imports vLLM.
+
+    All caches of vLLM are under `workdir`.
+    """
+    caches = {name: str(Path(workdir).absolute() / name.lower()) for name in CACHES}
+    return {**IN_PROCESS, **SPAWNED, **QUIET, **caches, **(CPU if on_cpu() else {})}
+
+
+class VLLMEngine:
+    """RolloutEngine on vLLM.
+
+    `path` is a Hugging Face directory with config.json and safetensors; its tokenizer is not read. `version` is the
+    policy step of those weights. `kv_cache_gib` is the size of the key-value cache on a CPU; on a GPU the cache gets
+    what the weights leave of `gpu_share` of its memory.
+    """
+
+    name = "vllm"
+    in_batches = False
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        seed: int,
+        dtype: str,
+        max_model_len: int,
+        kv_cache_gib: float = 0.25,
+        version: int = 0,
+        gpu_share: float = 0.7,
+        lora_rank: int | None = None,
+        restricted: bool = False,
+        tensor: int = 1,
+    ) -> None:
+        missing = [f"{k}={v}" for k, v in {**IN_PROCESS, **(CPU if on_cpu() else {})}.items() if os.environ.get(k) != v]
+        if missing:
+            raise RuntimeError(f"vLLM needs a process of its own with {' '.join(missing)} (see engine_env)")
+        from vllm import EngineArgs, LLMEngine  # here: it takes 6-8 s and reads the environment variables
+
+        arguments: dict[str, Any] = {
+            "model": path,
+            "seed": seed,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "trust_remote_code": False,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": "ptf.rl.engines.vllm_extension.WeightLoader",
+            **_device_arguments(max_model_len, kv_cache_gib, gpu_share),
+        }
+        if tensor > 1:  # each part in a process of its own
+            arguments |= {"tensor_parallel_size": tensor, "distributed_executor_backend": "mp"}
+        if restricted:  # not always, because on a GPU vLLM then uses its older model runner
+            arguments["logits_processors"] = ["ptf.rl.engines.vllm_engine:OnlyAllowed"]
+        if lora_rank is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_cpu_loras": 2,
+                "max_lora_rank": max_lora_rank(lora_rank, path, dtype),
+            }
+        _import_model(Path(path))
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.version, self.max_model_len = version, max_model_len
+        config = self.engine.model_config.hf_config
+        self.vocab = config.vocab_size
+        self.expected = _tensor_names(Path(path)) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+        self.unusable: str | None = None
+        self._asleep: set[str] = set()
+        self._ids = itertools.count()
+        self._queue: deque[tuple[Request, asyncio.Future[Call]]] = deque()
+        self._running: dict[str, tuple[Request, asyncio.Future[Call]]] = {}
+        self._pump: asyncio.Task[None] | None = None
+        self._tries: dict[Trie, str] = {}  # each trie's file, for the process that samples
+        self._adapted: set[str] | None = None  # the adapter's tensors
+        self._adapter: Any = None  # the LoRARequest with which requests are answered
+        self.restricted = restricted
+        cache = Path(os.environ[CACHES[0]])  # in the run's directory
+        contexts = contextlib.ExitStack()
+        self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
+        weakref.finalize(self, contexts.close)  # when the process ends, at the latest
+
+    async def generate(self, request: Request) -> Call:
+        """See RolloutEngine.
+
+        Raises ValueError for a request that cannot be served, SyncError after a weight sync that failed.
+        """
+        self._refuse_if_unusable()
+        self._check_context(request.context, self.max_model_len - 1)
+        if not (request.sampling.temperature == 0 or 0.01 <= request.sampling.temperature <= 2):
+            # below 0.01, vLLM would sample at 0.01
+            raise ValueError(f"vLLM samples at a temperature of 0 or 0.01…2, not {request.sampling.temperature}")
+        future: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+        self._queue.append((request, future))
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._serve())
+        return await future
+
+    async def _serve(self) -> None:
+        """Step the engine while there are requests; between steps, callers may add requests or cancel theirs."""
+        try:
+            while self._queue or self._running:
+                self._admit()
+                for output in self.engine.step():
+                    request, future = self._running.pop(output.request_id)
+                    if not future.done():
+                        future.set_result(self._call(request, output.outputs[0]))  # pyright: ignore[reportIndexIssue]
+                await asyncio.sleep(0)
+                self._drop([id_ for id_, (_, future) in self._running.items() if future.cancelled()])
+        except Exception as error:
+            self.unusable = f"it failed while generating: {error!r}"
+            for _, future in [*self._running.values(), *self._queue]:
+                if not future.done():
+                    # ValueError would mean that the engine refuses the request
+                    future.set_exception(error if not isinstance(error, ValueError) else RuntimeError(self.unusable))
+        finally:
+            self._queue.clear()
+            self._drop(list(self._running))
+
+    def _admit(self) -> None:
+        """Submit waiting requests to vLLM, oldest first, as long as they are of the kind that is running: greedy or
+        sampled."""
+        greedy = next((request.sampling.temperature == 0 for request, _ in self._running.values()), None)
+        while self._queue and greedy in (None, self._queue[0][0].sampling.temperature == 0):
+            request, future = self._queue.popleft()
+            if future.done():
+                continue
+            try:
+                parameters = _parameters(request, self.max_model_len) | self._restricted(request.sampling.trie)
+                self._running[self._submit(request.context, **parameters)] = (request, future)
+                greedy = request.sampling.temperature == 0
+            except ValueError as error:  # vLLM refuses this request; the others continue
+                future.set_exception(error)
+
+    def _submit(self, tokens: np.ndarray, **parameters: Any) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._wake("weights", "kv_cache")
+        sampling = SamplingParams(
+            **parameters,
+            ignore_eos=True,
+            detokenize=False,
+            flat_logprobs=True,
+            skip_clone=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = str(next(self._ids))
+        self.engine.add_request(
+            name, {"type": "token", "prompt_token_ids": tokens.tolist()}, sampling, lora_request=self._adapter
+        )
+        return name
+
+    def _restricted(self, trie: Trie | None) -> dict[str, Any]:
+        """Return the parameters that restrict a request to its trie."""
+        if trie is None:
+            return {}
+        if not self.restricted:
+            raise ValueError("this engine was started without support for tries (restricted)")
+        if trie not in self._tries:
+            self._tries[trie] = str(self._directory / f"{len(self._tries)}.npz")
+            trie.save(self._tries[trie])
+        return {"extra_args": {TRIE: self._tries[trie]}}
+
+    def _call(self, request: Request, output: Any) -> Call:
+        sampled = np.array(output.token_ids, np.int32)
+        logprobs = np.array(output.logprobs.logprobs, np.float32)
+        if output.finish_reason not in ("stop", "length") or len(logprobs) != len(sampled):
+            raise RuntimeError(
+                f"vLLM ended a request with {output.finish_reason!r}, {len(sampled)} tokens and {len(logprobs)} "
+                "log-probs"
+            )
+        return Call(
+            request.context,
+            sampled,
+            logprobs,
+            np.full(len(sampled), self.version, np.int32),
+            output.finish_reason == "stop",
+        )
+
+    def _drop(self, ids: list[str]) -> None:
+        if ids:
+            self.engine.abort_request(ids)
+        for id_ in ids:
+            self._running.pop(id_, None)
+
+    def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """See RolloutEngine."""
+        self._refuse_if_unusable()
+        self._refuse_if_busy("score")
+        for sequence in tokens:
+            self._check_context(sequence, self.max_model_len - 1)  # vLLM scores a prompt only if it may add a token
+        # one at a time: vLLM looks up the head's adapter once for each request, not for each token of the prompts
+        if self._adapter:
+            return [self._score([sequence])[0] for sequence in tokens]
+        return self._score(tokens)
+
+    def _score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+        order = {
+            self._submit(sequence, temperature=0.0, max_tokens=1, prompt_logprobs=0): i
+            for i, sequence in enumerate(tokens)
+        }
+        scores: dict[int, np.ndarray] = {}
+        while self.engine.has_unfinished_requests():
+            outputs: list[Any] = self.engine.step()
+            scores |= {order[o.request_id]: np.array(o.prompt_logprobs.logprobs, np.float32) for o in outputs}
+        return [scores[i] for i in range(len(tokens))]
+
+    def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
+        """See RolloutEngine."""
+        self._refuse_if_busy("load weights")
+        receipt = check(buckets, manifest, self.version)
+        sent = set(manifest.digests)
+        expected = self.expected if manifest.adapter is None else self._adapted or sent
+        if different := expected ^ sent:
+            raise SyncError(
+                f"weight sync {manifest.version} refused: the model has other tensors than were sent, "
+                f"they differ in {sorted(different)[:5]}"
+            )
+        self.unusable = f"weight sync {manifest.version} did not complete"
+        try:
+            if manifest.adapter is None:
+                receipt = self.engine.collective_rpc("ptf_load", args=(buckets,))[0] or receipt
+            else:
+                self._adapt(buckets, manifest)
+        except Exception as error:
+            self.unusable = f"weight sync {manifest.version} failed half way: {error!r}"
+            raise SyncError(f"{self.unusable}; this engine cannot be used any more, start a new one") from error
+        self._forget_prefixes()
+        self.version, self.unusable = manifest.version, None
+        return receipt
+
+    def _adapt(self, buckets: Buckets, manifest: Manifest) -> None:
+        """Replace the adapter beside the base model; vLLM reads it from a directory and identifies it by a number."""
+        from vllm.lora.request import LoRARequest
+
+        directory, previous = self._directory / "adapter", self._adapter
+        save((pair for bucket in buckets for pair in bucket), manifest.adapter or {}, directory, writes=True)
+        self._adapter = LoRARequest(f"version {manifest.version}", manifest.version + 1, str(directory))
+        self._adapted = set(manifest.digests)
+        if not self.engine.add_lora(self._adapter) or (previous and not self.engine.remove_lora(previous.lora_int_id)):
+            raise RuntimeError("vLLM did not take the adapter")
+
+    def sleep(self) -> None:
+        """See RolloutEngine."""
+        self._refuse_if_busy("sleep")
+        if not on_cpu():
+            self._forget_prefixes()
+            self.engine.sleep(level=1)  # weights to host memory, the cache is dropped
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake(self) -> None:
+        """Load the weights; the cache follows with the first request, because the policy, which sends new weights, may
+        still use the device until then."""
+        self._wake("weights")
+
+    def _wake(self, *what: str) -> None:
+        if waking := [one for one in what if one in self._asleep]:
+            self.engine.wake_up(waking)
+            self._asleep.difference_update(waking)
+
+    def _forget_prefixes(self) -> None:
+        if not self.engine.reset_prefix_cache():
+            raise SyncError("vLLM did not drop its cached prefixes, which belong to the previous weights")
+
+    def _refuse_if_unusable(self) -> None:
+        if self.unusable:
+            raise SyncError(f"this engine generates nothing: {self.unusable}")
+
+    def _refuse_if_busy(self, what: str) -> None:
+        if self._running or self._queue:
+            raise RuntimeError(
+                f"the engine cannot {what} while {len(self._running) + len(self._queue)} requests are being served"
+            )
+
+    def _check_context(self, tokens: np.ndarray, limit: int) -> None:
+        if not 1 <= len(tokens) <= limit:
+            raise ValueError(
+                f"{len(tokens)} tokens cannot be served: between 1 and {limit} fit max_model_len {self.max_model_len}"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.vocab:
+            raise ValueError(f"token ids must be in 0…{self.vocab - 1}; found {tokens.min()}…{tokens.max()}")
+
+
+def _device_arguments(max_model_len: int, kv_cache_gib: float, gpu_share: float) -> dict[str, Any]:
+    """Return the engine arguments that differ between a CPU and a GPU."""
+    if not on_cpu():
+        return {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+        "max_num_seqs": 512,
+        # seeds have no effect where a prompt is divided
+        "max_num_batched_tokens": max(16384, max_model_len),
+        "enable_chunked_prefill": False,
+        # its blocks have 128 tokens; it costs 10% of the time of short requests
+        "enable_prefix_caching": max_model_len >= 256,
+    }
+
+
+def max_lora_rank(rank: int, path: str, dtype: str) -> int:
+    """Return the adapter rank for which vLLM reserves memory. Raises UserError for adapters that it cannot serve."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    experts = any(config.get(name) for name in ("num_experts", "num_local_experts"))
+    if experts:
+        rank *= 2  # where gate and up share an adapter (ptf.model.peft_format)
+    faults = {
+        f"adapters of rank {rank}; its largest is {LORA_RANKS[-1]}": rank > LORA_RANKS[-1],
+        "adapters of fp32 on a GPU": not on_cpu() and dtype == "float32",
+        "adapters of experts on a CPU": on_cpu() and experts,
+    }
+    for fault, present in faults.items():
+        if present:
+            raise UserError(f"rollout.lora: vllm cannot serve {fault}; use merged")
+    return next(supported for supported in LORA_RANKS if supported >= rank)
+
+
+class Restriction:
+    """Restricts one request to its trie; vLLM calls it with the sampled ids so far and the next logits, [V]."""
+
+    def __init__(self, trie: Trie) -> None:
+        self.walk, self.length = TrieCursor(trie), 0
+
+    def __call__(self, sampled: list[int], logits: Tensor) -> Tensor:
+        if len(sampled) < self.length:  # vLLM has interrupted the request and starts it again
+            self.walk, self.length = TrieCursor(self.walk.trie), 0
+        for token in sampled[self.length :]:
+            self.walk.follow(token)
+        self.length = len(sampled)
+        if self.walk.state == OVER:
+            return logits
+        allowed = self.walk.allowed()
+        kept = logits[allowed]
+        logits.fill_(-float("inf"))
+        logits[allowed] = kept
+        return logits
+
+
+@functools.lru_cache(maxsize=8)
+def _trie(path: str) -> Trie:
+    return Trie.load(path)
+
+
+@functools.cache
+def _only_allowed() -> type:
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class OnlyAllowed(AdapterLogitsProcessor):
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Restriction | None:
+            path = (params.extra_args or {}).get(TRIE)
+            return Restriction(_trie(path)) if path else None
+
+    return OnlyAllowed
+
+
+def __getattr__(name: str) -> Any:
+    """Return `OnlyAllowed`, which vLLM imports by name.
+
+    Its base class is vLLM's, so it can only be defined once vLLM is imported.
+    """
+    if name == "OnlyAllowed":
+        return _only_allowed()
+    raise AttributeError(name)
+
+
+def _import_model(directory: Path) -> None:
+    """Import the model's class in this process.
+
+    Otherwise vLLM first inspects it in another process, which takes 7 s for every new cache directory.
+    """
+    from vllm import ModelRegistry
+
+    for architecture in json.loads((directory / "config.json").read_text())["architectures"]:
+        if architecture in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def _parameters(request: Request, max_model_len: int) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "stop_token_ids": list(sampling.stop),
+        "logprobs": 0,
+        "seed": request.seed if sampling.temperature else None,
+        "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.context)),
+        "top_p": sampling.top_p if sampling.temperature else 1.0,
+    }
+
+
+def _tensor_names(directory: Path) -> set[str]:
+    """Return the names in the checkpoint's safetensors, without the buffers of old exports."""
+    names: set[str] = set()
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="np") as tensors:
+            names |= set(tensors.keys())
+    return {name for name in names if not name.endswith("rotary_emb.inv_freq")}

@@ -1,0 +1,204 @@
+"""Environments: the other side of a conversation of several turns. An `Environment` is constructed from a data row,
+used for one episode, and discarded.
+
+The one idea: environments run in worker processes (ptf.rl.worker_process), many in one process. When one of them hangs
+or dies, the other episodes of its process are replayed from the policy's texts, and must give the same replies as
+before. The episode that failed is retried `retries` times; then it has no result. No failure of an environment becomes
+a reward.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ptf.config import Plug
+from ptf.data.trajectory import is_reward
+from ptf.rl.worker_process import Fault, WorkerProcess
+
+Message = Mapping[str, Any]  # role, content, tool_calls, … as chat templates take them
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The reply of an environment to the policy's message."""
+
+    messages: Sequence[Message] = ()  # a tool's result, a user's next message; none if the episode is done
+    reward: float = 0.0  # of this turn; the reward of an episode is the sum over its turns
+    done: bool = False
+    # the policy's own message as a server would have parsed it (`tool_calls`, …); None: its text as the content
+    said: Message | None = None
+
+
+class Environment(Protocol):
+    """One episode's environment, constructed as `make(row, seed, **args)`.
+
+    All randomness must come from `seed`; otherwise the episode could not be replayed.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None  # JSON schemas for the chat template; may be missing
+
+    def begin(self) -> Sequence[Message]:
+        """Return the first messages; the policy answers to the last of them."""
+        ...
+
+    def act(self, text: str) -> Turn:
+        """Return the reply to the policy's `text`, which is without its end-of-turn token."""
+        ...
+
+
+class EnvironmentFault(Exception):
+    """An environment failed more often than it is retried."""
+
+
+@dataclass
+class EpisodeState:
+    """One episode's environment: the process it is in, and what is needed to replay it."""
+
+    number: int
+    process: "EnvironmentProcess"
+    row: Mapping[str, Any]
+    seed: int
+    texts: list[str] = field(default_factory=list)  # of the policy, one for each turn
+    replies: list[Any] = field(default_factory=list)
+    generation: int = -1  # the generation of its process in which it exists; -1: in none yet
+
+
+class EnvironmentProcess:
+    """A worker process with a thread that asks it one question at a time."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.worker = worker
+        self.generation = 0  # how many processes have died here before the present one
+        self.thread = ThreadPoolExecutor(1)
+
+    def ask(self, question: tuple) -> Any:
+        """Return the reply, or a Fault."""
+        reply = self.worker.ask(question)
+        if isinstance(reply, Fault) and reply.fatal:
+            self.generation += 1
+        return reply
+
+
+def checked_turn(turn: Any) -> Any:
+    """Return the turn, or a Fault that says what is wrong with it."""
+    if not isinstance(turn, Turn):
+        return Fault(f"act returned a {type(turn).__name__}, not a ptf.rl.environments.protocol.Turn")
+    try:
+        valid = not isinstance(turn.reward, str | bytes | bytearray) and is_reward(float(turn.reward))
+    except Exception as error:  # float() of any object may raise anything
+        return Fault(f"the reward of a turn is no number: {type(error).__name__}: {error}")
+    if not valid:
+        return Fault(f"the reward of a turn is {turn.reward!r}")
+    messages: list[Any] = list(turn.messages) if isinstance(turn.messages, Sequence) else [None]
+    if turn.said is not None:
+        messages.append(turn.said)
+    if not all(isinstance(message, Mapping) for message in messages):
+        return Fault(f"the messages of a turn are {str(turn.messages)[:60]!r}")
+    return turn
+
+
+def checked_beginning(reply: Any) -> Any:
+    """Return the first messages and the tools, or a Fault that says what is wrong with them."""
+    messages, _ = reply
+    if not all(isinstance(message, Mapping) for message in messages):
+        return Fault(f"begin returned {str(messages)[:60]}, which are no messages")
+    return reply
+
+
+class Environments:
+    """Runs environments in `processes` worker processes."""
+
+    def __init__(self, plugin: Plug, *, processes: int = 1, timeout_s: float = 10.0, retries: int = 1) -> None:
+        self.plugin, self.retries = plugin, retries
+        workers = [WorkerProcess("environment", plugin, timeout_s) for _ in range(processes)]
+        self.processes = [EnvironmentProcess(worker) for worker in workers]
+        self.numbers = itertools.count()
+        self.retried = 0  # questions that were asked once more
+        self.reported = False  # whether a fault of this step was printed; the others are only counted
+
+    async def begin(self, row: Mapping[str, Any], seed: int) -> tuple[EpisodeState, list[Message], Any]:
+        """Start an environment; return it, its first messages, and its tools. Raises EnvironmentFault."""
+        number = next(self.numbers)
+        state = EpisodeState(number, self.processes[number % len(self.processes)], dict(row), seed)
+        messages, tools = await self._in_thread(state, None)
+        return state, messages, tools
+
+    async def act(self, state: EpisodeState, text: str) -> Turn:
+        """Return the reply to the policy's text. Raises EnvironmentFault."""
+        turn = await self._in_thread(state, text)
+        state.texts.append(text)
+        return turn
+
+    async def end(self, state: EpisodeState) -> None:
+        """Discard the environment."""
+        if state.generation == state.process.generation:
+            reply = await asyncio.get_running_loop().run_in_executor(
+                state.process.thread, state.process.ask, ("end", state.number)
+            )
+            if isinstance(reply, Fault):  # the other episodes of the process are replayed
+                self._report(reply.reason)
+
+    def _report(self, reason: str) -> None:
+        """Print the first fault of a step when it happens, because each later one may take the whole time limit."""
+        if not self.reported:
+            self.reported = True
+            print(f"the environment {self.plugin.use} did not answer: {reason}", flush=True)
+
+    async def _in_thread(self, state: EpisodeState, text: str | None) -> Any:
+        reply = await asyncio.get_running_loop().run_in_executor(
+            state.process.thread, self._ask_with_retries, state, text
+        )
+        if isinstance(reply, Fault):
+            raise EnvironmentFault(reply.reason)
+        state.replies.append(reply)
+        return reply
+
+    def _ask_with_retries(self, state: EpisodeState, text: str | None) -> Any:
+        """Return the reply to `text`, or with None to `begin`; a failed question is asked again of a replayed
+        environment."""
+        reply: Any = Fault("it was not asked")
+        for attempt in range(1 + self.retries):
+            if attempt:
+                self.retried += 1
+                state.generation = -1  # the environment may be in any state, so it is replayed
+            reply = self._ask(state, text)
+            if not isinstance(reply, Fault):
+                break
+            self._report(reply.reason)
+        return reply
+
+    def _ask(self, state: EpisodeState, text: str | None) -> Any:
+        process = state.process
+        beginning = ("begin", state.number, state.row, state.seed)
+        questions: list[tuple] = []
+        if state.generation != process.generation:
+            questions = [beginning, *(("act", state.number, earlier) for earlier in state.texts)]
+        for question, before in zip(questions, state.replies, strict=False):
+            reply = process.ask(question)
+            if isinstance(reply, Fault):
+                return reply
+            if repr(reply) != repr(before):
+                return Fault(
+                    "replayed after its process died, it did not give the same replies as before; "
+                    "all randomness in it must come from its seed"
+                )
+        state.generation = process.generation
+        if text is None:
+            reply = process.ask(beginning)
+            return reply if isinstance(reply, Fault) else checked_beginning(reply)
+        reply = process.ask(("act", state.number, text))
+        return reply if isinstance(reply, Fault) else checked_turn(reply)
+
+    def take_retries(self) -> int:
+        """Return how many questions were retried since the last call; the next fault is printed again."""
+        retried, self.retried, self.reported = self.retried, 0, False
+        return retried
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.thread.shutdown(wait=False, cancel_futures=True)
+            process.worker.close()

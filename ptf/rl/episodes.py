@@ -1,0 +1,276 @@
+"""Episodes: policy and environment take turns until the environment is done, or the context is full. An answer without
+an environment is an episode of one turn.
+
+The one idea: sampled tokens stay as they were sampled. The next context is what a server would send: the whole
+conversation, rendered again. As long as that text begins with the text of the last context and its answer, its ids are
+the ids of that context, the sampled ids, and those of the new text. Where the template rewrites an earlier answer, the
+context is encoded from its text, and a new training sample begins there (`ptf.data.trajectory.merged`).
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ptf.data.chat import clean
+from ptf.data.context import refuse_unseen
+from ptf.data.rendering import row_arguments
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
+from ptf.errors import UserError
+from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
+from ptf.rl.environments.protocol import EnvironmentFault, Environments, EpisodeState, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How answers are sampled, and when an episode ends."""
+
+    sampling: Sampling  # of one call
+    max_length: int  # tokens of a context with its answer
+    max_turns: int = 1
+    vocabulary: int | None = None  # number of ids that the model has
+
+
+@dataclass
+class Episode:
+    """One conversation, between two calls: `context` is the next input of the policy."""
+
+    prompt: Prompt
+    limits: Limits
+    tokenizer: Tokenizer
+    seed_of: Callable[[int], int]  # turn → seed; -1: the environment's seed
+    environments: Environments | None = None
+    context: np.ndarray = field(init=False)
+    calls: list[Call] = field(default_factory=list)
+    reward: float = 0.0
+    failure: str | None = None  # why it has no result
+    done: bool = False  # there is no further call
+    complete: bool = False  # it ended by itself, not at a limit
+    _state: EpisodeState | None = None
+    _messages: list[dict[str, Any]] = field(default_factory=list)
+    _tools: Any = None
+    _text: str = ""  # the text of which `context` has the ids
+
+    async def begin(self) -> None:
+        """Start the environment, if there is one, and set the first context."""
+        self.context = self.prompt.tokens
+        if self.environments is None:
+            return None
+        try:
+            self._state, messages, self._tools = await self.environments.begin(self.prompt.row, self.seed_of(-1))
+        except EnvironmentFault as error:
+            return self._fail(str(error))
+        try:
+            self._messages = clean(list(messages))
+            self._text = self._render()
+            self.context = np.array(self.tokenizer.encode(self._text), np.int32)
+        except UserError as error:
+            return self._fail(f"the environment's first messages: {error}")
+        if self._full():
+            self._fail(
+                f"the environment's first messages have {len(self.context)} tokens, which leaves no room for an answer "
+                f"in data.seq_len ({self.limits.max_length})"
+            )
+
+    def _render(self, since: int = 0) -> str:
+        """Return the conversation as text. Raises UserError if the template omits a message from number `since` on."""
+        arguments = row_arguments(self.prompt.row)
+        text = self.tokenizer.render_text(self._messages, True, self._tools, arguments)
+        refuse_unseen(
+            self._messages,
+            text,
+            self.tokenizer,
+            self._tools,
+            arguments,
+            since=since if text.startswith(self._text) else 0,
+        )
+        return text
+
+    def _full(self) -> bool:
+        """Return whether there is no room for another answer; where only some are allowed, for the longest of them."""
+        trie = self.limits.sampling.trie
+        return len(self.context) + (1 if trie is None else trie.longest) > self.limits.max_length
+
+    def _fail(self, reason: str) -> None:
+        """End the episode without a result."""
+        self.failure, self.done, self.complete = reason, True, False
+
+    def request(self) -> Request:
+        """Return the request for the policy's next answer."""
+        s = self.limits.sampling
+        room = min(s.max_new_tokens, self.limits.max_length - len(self.context))
+        return Request(self.context, replace(s, max_new_tokens=room), self.seed_of(len(self.calls)))
+
+    def _answer_text(self, call: Call) -> str:
+        """Return the text of an answer without its end-of-turn token."""
+        return self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled)
+
+    async def add(self, call: Call) -> None:
+        """Take the policy's answer and the environment's reply; set the next context, or end the episode."""
+        self.calls.append(call)
+        if self.environments is None or self._state is None:
+            self.done, self.complete = True, call.finished
+            return None
+        text = self._answer_text(call)
+        try:
+            turn = await self.environments.act(self._state, text)
+        except EnvironmentFault as error:
+            return self._fail(str(error))
+        self.reward += float(turn.reward)
+        self.complete = turn.done
+        self.done = turn.done or len(self.calls) == self.limits.max_turns
+        if self.done:
+            return None
+        try:
+            self._extend(call, [turn.said or {"role": "assistant", "content": text}, *turn.messages])
+        except UserError as error:
+            self._fail(f"the environment's reply: {error}")
+
+    def _extend(self, call: Call, messages: Sequence[Message]) -> None:
+        """Set the context that follows a call and the environment's messages. Raises UserError."""
+        served = self._text + self.tokenizer.decode(call.sampled)
+        known = len(self._messages)
+        self._messages = clean([*self._messages, *messages])
+        if self._messages[-1]["role"] == "assistant":
+            raise UserError("the environment is not done, but returned no message for the policy to answer")
+        self._text = self._render(known)
+        if self._text.startswith(served):
+            ids = [*call.context, *call.sampled, *self.tokenizer.encode(self._text[len(served) :])]
+        else:
+            ids = self.tokenizer.encode(self._text)
+        self.context = np.array(ids, np.int32)
+        self.done = self._full()
+
+    async def trajectory(self) -> Trajectory:
+        """Return the episode that has ended; its outcome is the environment's, or is set by scoring later."""
+        if self._state and self.environments:
+            await self.environments.end(self._state)
+        if self.environments is None:
+            (call,) = self.calls
+            text = self._answer_text(call)
+            return Trajectory(self.prompt, (call,), text, streams=self._streams(), complete=self.complete)
+        outcome = NoResult(self.failure) if self.failure is not None else Reward(self.reward)
+        return Trajectory(self.prompt, tuple(self.calls), self._transcript(), outcome, self._streams(), self.complete)
+
+    def _streams(self) -> dict[str, np.ndarray]:
+        """Return, of all sampled tokens, the trie's state from which each was drawn; nothing without a trie."""
+        trie = self.limits.sampling.trie
+        if trie is None:
+            return {}
+        states = [trie.walked(call.sampled) for call in self.calls]
+        return {"states": np.concatenate([np.zeros((0, trie.width), np.int32), *states])}
+
+    def _transcript(self) -> str:
+        """Return all text after the first context, of both sides.
+
+        Where a template rewrites an answer later, its rewritten form is there, too.
+        """
+        ids = list[int]()
+        for call, later in itertools.pairwise([*self.calls, None]):
+            assert call is not None
+            after = later.context if later else np.zeros(0, np.int32)
+            here = np.concatenate([call.context, call.sampled])[: len(after)]
+            different = np.flatnonzero(here != after[: len(here)])
+            start = min(int(different[0]), len(call.context)) if len(different) else len(here)
+            ids += [*call.sampled, *after[start:]]
+        return self.tokenizer.decode(ids)
+
+
+async def run_episodes(engine: RolloutEngine, episodes: Sequence[Episode]) -> AsyncGenerator[tuple[int, Trajectory]]:
+    """Yield (index, trajectory) of each episode as soon as it is over.
+
+    No episode waits for another one, except with an engine that answers in batches: there all take their turns
+    together, so that its batches are the same in every run.
+    """
+    if engine.in_batches:
+        await asyncio.gather(*(episode.begin() for episode in episodes))
+        while live := [episode for episode in episodes if not episode.done]:
+            calls = await asyncio.gather(*(_next_call(engine, episode) for episode in live))
+            await asyncio.gather(*(episode.add(call) for episode, call in zip(live, calls, strict=True)))
+    tasks = [asyncio.create_task(_run_one(engine, i, episode)) for i, episode in enumerate(episodes)]
+    try:
+        for ended in asyncio.as_completed(tasks):
+            yield await ended
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def run_all(engine: RolloutEngine, episodes: Sequence[Episode]) -> list[Trajectory]:
+    """Run all episodes to their ends; return their trajectories in order."""
+    trajectories = dict([one async for one in run_episodes(engine, episodes)])
+    return [trajectories[i] for i in range(len(episodes))]
+
+
+async def _run_one(engine: RolloutEngine, number: int, episode: Episode) -> tuple[int, Trajectory]:
+    if not engine.in_batches:
+        await episode.begin()
+        while not episode.done:
+            await episode.add(await _next_call(engine, episode))
+    return number, await episode.trajectory()
+
+
+async def _next_call(engine: RolloutEngine, episode: Episode) -> Call:
+    """Generate an episode's next answer.
+
+    Raises EngineFault for an answer that no engine may give, UserError if the engine refuses the request.
+    """
+    request = episode.request()
+    try:
+        call = await engine.generate(request)
+    except ValueError as error:
+        if type(error) is not ValueError:  # a subclass is a fault inside the engine
+            raise
+        raise UserError(f"the rollout engine {engine.name} cannot serve this run's requests: {error}") from error
+    refuse_garbage(call, request, engine, episode.limits.vocabulary)
+    return call
+
+
+class EngineFault(RuntimeError):
+    """An engine gave an answer that breaks the protocol."""
+
+
+def follows_trie(call: Call, request: Request) -> bool:
+    """Return whether the request's trie allows the answer."""
+    try:
+        if request.sampling.trie is not None:
+            request.sampling.trie.walked(call.sampled)
+    except ValueError:
+        return False
+    return True
+
+
+def refuse_garbage(call: Call, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
+    """Raise EngineFault unless the call is an answer to the request.
+
+    It must have the request's context, and tokens of the vocabulary, each with a log-prob and the version of the
+    engine's weights.
+    """
+    try:
+        faults = call_faults(call, request, engine.version, vocabulary)
+    except (AttributeError, TypeError, ValueError) as error:
+        faults = [f"what is no call, a {type(call).__name__} ({error})"]
+    if faults:
+        raise EngineFault(f"the rollout engine {engine.name} answered with {' and '.join(faults)}")
+
+
+def call_faults(call: Call, request: Request, version: int, vocabulary: int | None) -> list[str]:
+    """Return what is wrong with a call. Raises any error if its attributes are of other types than a call's."""
+    sampled, logprobs, most = call.sampled, call.logprobs, request.sampling.max_new_tokens
+    if sampled.dtype.kind not in "iu" or logprobs.dtype.kind != "f":
+        return [f"tokens of type {sampled.dtype} and log-probs of type {logprobs.dtype}"]
+    faults = {
+        "another context than the request's": not np.array_equal(call.context, request.context),
+        f"{len(sampled)} tokens of at most {most}": not 1 <= len(sampled) <= most,
+        "a token that was not allowed": not follows_trie(call, request),
+        "a token that is not in the vocabulary": bool(((sampled < 0) | (sampled >= (vocabulary or np.inf))).any()),
+        "log-probs that are not numbers of at most 0, one a token": len(logprobs) != len(sampled)
+        or not bool(((np.abs(logprobs) <= np.finfo(np.float32).max) & (logprobs <= 1e-3)).all()),
+        f"tokens of another version than that of its weights, {version}": len(call.versions) != len(sampled)
+        or bool((call.versions != version).any()),
+    }
+    return [fault for fault, present in faults.items() if present]

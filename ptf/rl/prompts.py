@@ -1,0 +1,84 @@
+"""The prompts of an online job: those to train on, as a stream, and the held-out ones."""
+
+import itertools
+from collections.abc import Mapping
+
+from ptf.config import Job
+from ptf.config.schema import Source
+from ptf.data.passes import plan_prompts
+from ptf.data.pipeline import prompts_once, prompts_stream
+from ptf.data.stream import Stream
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.errors import UserError
+from ptf.train.dataloading import specs
+
+CHECKED = 10_000  # prompts of each source whose length is checked before training starts
+
+
+def training_prompts(job: Job, tokenizer: Tokenizer) -> "FittingPrompts":
+    """Return the stream of the job's prompts, and print how often each source is read.
+
+    Raises UserError if one of the first prompts is too long and `data.too_long` does not drop it.
+    """
+    assert job.rollout is not None
+    assert job.train.steps is not None, "online jobs have no train.epochs"
+    sources = specs(job.data.sources)
+    stream = prompts_stream(
+        sources, tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle, temperature=job.data.mix.temperature
+    )
+    mixing = "in proportion to weights" if stream.mixture.weighted else "every prompt once before any is repeated"
+    print(f"prompts: {mixing}; {plan_prompts(stream, job.rollout.prompts, job.train.steps).said()}", flush=True)
+    room, drop = job.data.seq_len - job.rollout.max_new_tokens, job.data.too_long == "drop"
+    if not drop:  # before training starts, rather than hours later
+        for name, spec in sources.items():
+            for prompt in itertools.islice(prompts_once(spec, name, tokenizer), CHECKED):
+                refuse_too_long(prompt, room)
+    return FittingPrompts(stream, room, drop)
+
+
+def refuse_too_long(prompt: Prompt, room: int) -> None:
+    """Raise UserError if a prompt has more than `room` tokens."""
+    if len(prompt.tokens) > room:
+        raise UserError(
+            f"a prompt of source {prompt.source} has {len(prompt.tokens)} tokens; "
+            f"data.seq_len leaves {room} beside rollout.max_new_tokens "
+            "(data.too_long: drop leaves such prompts out)"
+        )
+
+
+class FittingPrompts:
+    """Stream[Prompt] of those with at most `room` tokens; longer ones are dropped and counted, or refused."""
+
+    def __init__(self, prompts: Stream[Prompt], room: int, drop: bool) -> None:
+        self.prompts, self.room, self.drop, self.dropped = prompts, room, drop, 0
+
+    def __next__(self) -> Prompt:
+        for _ in range(100_000):
+            prompt = next(self.prompts)
+            if len(prompt.tokens) <= self.room:
+                return prompt
+            if not self.drop:
+                refuse_too_long(prompt, self.room)
+            self.dropped += 1
+        raise UserError(
+            f"100,000 consecutive prompts are longer than the {self.room} tokens that data.seq_len leaves "
+            "beside rollout.max_new_tokens; raise data.seq_len"
+        )
+
+    def state_dict(self) -> dict:
+        """Return the position in the stream."""
+        return {"prompts": self.prompts.state_dict(), "dropped": self.dropped}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Continue from a position that `state_dict` returned."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.dropped = int(state["dropped"])
+
+
+def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit: int) -> dict[str, list[Prompt]]:
+    """Return the first `limit` prompts of each source."""
+    return {
+        name: list(itertools.islice(prompts_once(spec, name, tokenizer), limit))
+        for name, spec in specs(sources).items()
+    }

@@ -1,0 +1,167 @@
+"""Roles on Ray: the `Cluster` protocol on gangs of verl's workers, one gang for each role,
+each process with its own environment variables.
+
+The one idea: a pool is a set of reserved slots, and each of its roles has one process on as many slots as it needs.
+Where the pool offloads, the loaded role frees its memory before another one is loaded.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ptf.compute.gang import Gang, Rank, gpus, make_pool, part_of, release, share
+from ptf.compute.heartbeat import beating
+from ptf.compute.world import World, joined, pick_device
+from ptf.errors import UserError
+from ptf.rl.cluster import Pool, PoolSchedule, RoleSpec, split
+from ptf.rl.replicas import FROZEN_S, Replicas
+
+
+class RoleRank(Rank):
+    """A worker process that holds a role."""
+
+    def build(
+        self, cls: type, kwargs: Mapping[str, Any], device: str, timeout_s: float, replicate: int, tensor: int
+    ) -> str:
+        """Construct the role, in the gang's process group where the class is distributed. Returns its device."""
+        self.contexts = contextlib.ExitStack()  # never closed: the process group lives as long as the process
+        if cls.distributed:
+            world = self.contexts.enter_context(joined(device, timeout_s, replicate, tensor=tensor))
+        else:
+            world = World(device=pick_device(device))
+            self.contexts.enter_context(beating(world.clock, 0))
+        self.role = cls(world, **kwargs)
+        return str(world.device)
+
+    def visible_devices(self) -> str:
+        """Return the GPUs that this process may use."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def set_visible_devices(self, devices: str) -> None:
+        """Let this process use these GPUs; call it before CUDA starts."""
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the role."""
+        return getattr(self.role, method)(*args)
+
+    def call_streaming(self, method: str, items: list[Any], *args: Any) -> Iterator[tuple[int, Any]]:
+        """Yield (index of the item, result), in the order in which a generator method yields them."""
+        results = getattr(self.role, method)(items, *args)
+        # an expression of its own, because Ray sends values into the generator that it gets
+        yield from (pair for pair in (results if isinstance(results, Iterator) else enumerate(results)))
+
+
+class VerlGroup:
+    """One role whose workers form a process group."""
+
+    def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
+        self.spec, self.gang = spec, gang
+        arguments = (spec.cls, dict(spec.kwargs), device, gang.timeout_s, spec.replicate, spec.tensor)
+        devices = gang.invoke("build", [arguments] * spec.workers, doing=f"building {spec.cls.__name__}")
+        print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """See RoleGroup.call."""
+        workers, tensor = self.spec.workers, self.spec.tensor
+        is_sharded = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast") == "sharded"
+        shared = [share(arg) for arg in args[is_sharded:]]  # stored once, however many workers read it
+        if is_sharded:
+            first = [[part] for part in split(args[0], workers // tensor) for _ in range(tensor)]
+        else:
+            first = [[]] * workers
+        results = self.gang.invoke(
+            "call", [(method, *part, *shared) for part in first], doing=f"{self.spec.name}.{method}"
+        )
+        return [item for part in results[::tensor] for item in part] if is_sharded else results[0]
+
+    def memory(self) -> list[float]:
+        """See RoleGroup.memory."""
+        return self.gang.invoke("call", [("memory_gib",)] * self.spec.workers, doing=f"{self.spec.name}.memory_gib")
+
+    def where(self) -> list[str]:
+        """Describe each worker with the memory that it holds now."""
+        return [
+            f"{self.spec.name} {member} {gib:.2f} GiB"
+            for member, gib in zip(self.gang.members, self.memory(), strict=True)
+        ]
+
+
+class VerlCluster(PoolSchedule):
+    """Roles as Ray actors.
+
+    `threads` is the number of each process, by default the machine's cores divided by the role's workers.
+    """
+
+    def __init__(
+        self, *, device: str, timeout_s: float, threads: int | None = None, pools: Sequence[Pool], restarts: int = 0
+    ) -> None:
+        super().__init__(pools, device == "cuda" or (device == "auto" and gpus() > 0))
+        self.device, self.timeout_s, self.threads, self.restarts = device, timeout_s, threads, restarts
+        self._stack = contextlib.ExitStack()
+        self._slots: dict[str, Any] = {}  # pool → its placement group
+
+    def start(self, spec: RoleSpec) -> VerlGroup | Replicas:
+        """See Cluster.start."""
+        pool = self.pool(spec.name)
+        if spec.workers > pool.workers:
+            raise UserError(
+                f"role {spec.name} has {spec.workers} workers, but its pool {pool.name} has {pool.workers} slots"
+            )
+        self.free(pool)
+        group = self._group(spec, pool) if spec.cls.distributed else self._replicas(spec, pool)
+        self.groups.append(group)
+        self.loaded[pool.name] = group
+        return group
+
+    def _group(self, spec: RoleSpec, pool: Pool) -> VerlGroup:
+        gang = Gang(
+            spec.name,
+            workers=spec.workers,
+            timeout_s=self.timeout_s,
+            use_gpu=self.gpu,
+            threads=self.threads,
+            env=spec.env,
+            pool=self._shared(pool, spec.workers),
+            worker=RoleRank,
+        )
+        self._stack.enter_context(gang)
+        return VerlGroup(spec, gang, self.device)
+
+    def _replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
+        threads = self.threads or max(1, (os.cpu_count() or 1) // spec.workers)
+        count = spec.workers // spec.tensor
+        slots = [self._shared(pool, spec.tensor, i * spec.tensor) for i in range(count)]
+
+        def start_replica(i: int) -> Gang:
+            return Gang(
+                spec.name if count == 1 else f"{spec.name} {i}",
+                workers=spec.tensor,
+                timeout_s=self.timeout_s,
+                use_gpu=self.gpu,
+                threads=threads,
+                env=spec.env,
+                pool=slots[i],
+                worker=RoleRank,
+                silent_s=min(FROZEN_S, self.timeout_s),
+            )
+
+        group = Replicas(spec, start_replica, self.device, self.restarts)
+        self._stack.callback(group.close)
+        return group
+
+    def _shared(self, pool: Pool, workers: int, start: int = 0) -> Any:
+        """Return `workers` of the pool's slots, which are reserved at the first call."""
+        if pool.name not in self._slots:
+            slots = make_pool(pool.processes, use_gpu=self.gpu, timeout_s=self.timeout_s)
+            self._stack.callback(release, slots)
+            self._slots[pool.name] = slots
+        return part_of(self._slots[pool.name], workers, start)
+
+    def close(self) -> None:
+        """End all actors and release the pools' slots."""
+        self._stack.close()
+        self.groups.clear()
+        self.loaded.clear()

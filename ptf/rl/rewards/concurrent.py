@@ -1,0 +1,77 @@
+"""Rewards of which many calls may run at once in one process: an `async def`, or a function with a coroutine beside it.
+
+The one idea: a process answers its questions in order, but has many in flight: 256 of a reward that waits for other
+services, one for each core of a reward that computes.
+"""
+
+import asyncio
+import functools
+import inspect
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from ptf.config import Plug, plugin
+
+IN_FLIGHT = 256  # of a reward without an attribute `in_flight`
+
+
+def many_at_once(
+    coroutine: Callable[..., Coroutine[Any, Any, float]],
+    lines: Callable[..., Iterable[str]],
+    *,
+    where: Callable[..., bool] = lambda **_: True,
+) -> Callable[[Callable], Callable]:
+    """Mark a reward that `coroutine` computes, too, with as many calls at once as this process has cores.
+
+    The coroutine is used for arguments for which `where` holds. `lines` makes of the arguments the first lines that a
+    run prints, or raises UserError.
+    """
+
+    def mark(function: Callable) -> Callable:
+        function.asynchronous, function.first_lines, function.where = coroutine, lines, where
+        coroutine.in_flight = len(os.sched_getaffinity(0))  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def asynchronous(what: Plug) -> Callable[..., Any]:
+    """Return the reward with its arguments bound, as a coroutine function where it is one or has one."""
+    function = plugin.resolve(what.use)
+    if coroutine := getattr(function, "asynchronous", None):
+        return functools.partial(coroutine if function.where(**what.args) else function, **what.args)
+    return plugin.bind(what)
+
+
+def first_lines(what: Plug) -> list[str]:
+    """Return the first lines that a run prints about this reward. Raises UserError if it cannot be used here."""
+    lines = getattr(plugin.resolve(what.use), "first_lines", None)
+    return list(lines(**what.args)) if lines else []
+
+
+def in_flight(function: Callable) -> int:
+    """Return how many calls of a reward may run at once."""
+    return getattr(function.func if isinstance(function, functools.partial) else function, "in_flight", IN_FLIGHT)
+
+
+async def in_order(answer: Callable[[Any], Any], questions: Sequence[Any], most: int) -> AsyncIterator[Any]:
+    """Yield a coroutine function's answer to each question, in order; at most `most` calls run at once."""
+    free = asyncio.Semaphore(most)
+
+    async def one(question: Any) -> Any:
+        async with free:
+            return await answer(question)
+
+    tasks = [asyncio.create_task(one(question)) for question in questions]
+    try:
+        for task in tasks:
+            yield await task
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def is_asynchronous(function: Callable) -> bool:
+    """Return whether a reward, with or without bound arguments, is a coroutine function."""
+    return inspect.iscoroutinefunction(function.func if isinstance(function, functools.partial) else function)

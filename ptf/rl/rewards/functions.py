@@ -1,0 +1,236 @@
+"""Scoring answers with plain functions, in worker processes that may crash or hang without harm.
+
+The one idea: a reward that raises, returns no number, or takes too long is retried, and then gives `NoResult` with the
+reason, never 0.0.
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+import re
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from ptf.config import Plug
+from ptf.data.trajectory import Group, NoResult, Reward
+from ptf.rl.rewards.concurrent import asynchronous, first_lines, is_asynchronous, many_at_once
+from ptf.rl.rewards.sandbox.judge import judge, sandbox_line
+from ptf.rl.worker_process import Fault, WorkerProcess
+
+Scored = tuple[Mapping[str, Any], str]  # a data row and an answer
+
+
+def exact(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
+    """Return 1.0 if the answer is the row's `column`, ignoring white space around either; else 0.0."""
+    return float(str(row[column]).strip() == text.strip())
+
+
+def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
+    """Return 1.0 if the answer equals the row's `column`, as numbers where both are, else as text; otherwise 0.0."""
+    wanted, given = str(row[column]).strip(), text.strip()
+    try:
+        return float(
+            math.isclose(float(wanted.replace(",", "")), float(given.replace(",", "")), rel_tol=1e-6, abs_tol=1e-9)
+        )
+    except ValueError:
+        return float(wanted == given)
+
+
+def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", after: str = "") -> float:
+    """Return 1.0 if the answer is mathematically equal to the row's `column`, by math-verify; else 0.0.
+
+    The answer is the last expression that math-verify can read: `\\boxed{…}`, LaTeX or a plain expression. With
+    `after` (`####` in GSM8K), the right answer is the column's text behind the last such mark. A row without a readable
+    expression is an error, hence an answer without a result.
+    """
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra: pip install math-verify
+
+    # it warns that its own time limits, which need a main thread, are off; the worker process has a limit
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold = str(row[column]).rpartition(after)[2].strip() if after else str(row[column])
+    wanted = parse(gold if re.search(r"\\|\$", gold) else f"${gold}$", parsing_timeout=0)
+    if not wanted:
+        raise ValueError(f"math-verify reads no expression in {gold[:60]!r}")
+    return float(verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0))
+
+
+async def judged_code(
+    row: Mapping[str, Any],
+    text: str,
+    *,
+    column: str = "tests",
+    setup: str | None = None,
+    entry: str | None = None,
+    seconds: float = 4.0,
+    memory_mib: int = 512,
+    sandbox: str = "auto",
+) -> float:
+    """Return what `code` returns; many calls may run at once."""
+    sandbox_line(sandbox)
+    options = {"setup": row[setup] if setup else None, "entry": str(row[entry]) if entry else None}
+    verdict = await judge(last_block(text), row[column], **options, seconds=seconds, memory_mib=memory_mib)
+    if verdict.value is None:
+        raise ValueError(verdict.why)
+    return verdict.value
+
+
+@many_at_once(judged_code, lambda *, sandbox="auto", **_: [sandbox_line(sandbox)])
+def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
+    """Return 1.0 if the answer's Python (`last_block`) passes the tests in the row's `column`; else 0.0.
+
+    The tests are a string or a list of strings. Rows whose tests are empty, assert nothing, never call the answer, or
+    cannot run are errors, hence answers without a result.
+
+    `setup`: a column of code that runs before the tests. `entry`: a column with the name of the function to write.
+    `seconds` of CPU time and `memory_mib` are limits of each process; `sandbox: strict` refuses machines without
+    namespaces. Tests and answer are two processes, separate from each other and from this one
+    (ptf.rl.rewards.sandbox). A coroutine awaits `judged_code` instead.
+    """
+    return asyncio.run(judged_code(row, text, **args))
+
+
+def last_block(text: str) -> str:
+    """Return the code of an answer.
+
+    It is the last fenced block that is marked as Python (python, py, python3, in any case); without one, the last block
+    without a mark; without one, the whole text. A block that the end of the text cuts off counts.
+    """
+    blocks: list[tuple[str, list[str]]] = []
+    fence = ""
+    for line in text.splitlines():
+        mark = re.match(r"\s*(`{3,}|~{3,})\s*([^`]*)$", line)
+        if fence and mark and mark[1].startswith(fence) and not mark[2]:
+            fence = ""
+        elif fence:
+            blocks[-1][1].append(line)
+        elif mark:
+            fence = mark[1]
+            blocks.append((re.split(r"[\s{}:,]", mark[2].strip().lstrip("{."))[0].lower(), []))
+    for tags in (("python", "py", "python3", "py3"), ("",)):
+        if matching := [lines for tag, lines in blocks if tag in tags]:
+            return textwrap.dedent("\n".join(matching[-1]))
+    return text
+
+
+def brevity(row: Mapping[str, Any], text: str, *, longest: int, margin: int) -> float:
+    """Return 0 up to `longest - margin` characters, then linearly less, and −1 from `longest` characters on."""
+    return max(-1.0, min(0.0, (longest - margin - len(text)) / margin))
+
+
+def plugs(parts: Sequence[Mapping[str, Any]]) -> list[Plug]:
+    """Return the rewards of `parts` as plugins."""
+    return [Plug(use=part["use"], args=part.get("args", {})) for part in parts]
+
+
+async def weighted_at_once(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
+    """Return what `weighted` returns; many calls may run at once."""
+    total = 0.0
+    for part, plug in zip(parts, plugs(parts), strict=True):
+        value = asynchronous(plug)(row, text)
+        total += part.get("weight", 1.0) * float(await value if inspect.isawaitable(value) else value)
+    return total
+
+
+@many_at_once(
+    weighted_at_once,
+    lambda *, parts: [line for plug in plugs(parts) for line in first_lines(plug)],
+    where=lambda *, parts: any(is_asynchronous(asynchronous(plug)) for plug in plugs(parts)),
+)
+def weighted(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
+    """Return Σ weight · reward over `parts`, each {use, args, weight}; the default weight is 1.
+
+    If one part has no result, the sum has none.
+    """
+    return asyncio.run(weighted_at_once(row, text, parts=parts))
+
+
+class Rewards:
+    """One reward function in `processes` worker processes, which `close` ends."""
+
+    def __init__(
+        self, reward: Plug, timeout_s: float = 10.0, *, processes: int = 1, retries: int = 1, within_s: float = 1800.0
+    ) -> None:
+        self.reward, self.retries, self.within_s = reward, retries, within_s
+        for line in first_lines(reward):
+            print(line, flush=True)
+        self.workers = [WorkerProcess("reward", reward, timeout_s) for _ in range(processes)]
+        self.threads = [ThreadPoolExecutor(1) for _ in self.workers]
+        self.retried = 0  # answers that were scored once more
+        self.reported = False  # whether a fault of these answers was printed; the others are only counted
+
+    def score(self, items: Sequence[Scored]) -> list[Reward | NoResult]:
+        """Return the outcomes in order.
+
+        Answers without a result are scored up to `retries` times more; after `within_s` seconds none is scored.
+        """
+        until, self.reported = time.monotonic() + self.within_s, False
+        outcomes = self._score(items, until)
+        for _ in range(self.retries):
+            failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, NoResult)]
+            if not failed or time.monotonic() > until:
+                break
+            self.retried += len(failed)
+            for i, outcome in zip(failed, self._score([items[i] for i in failed], until), strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def _score(self, items: Sequence[Scored], until: float) -> list[Reward | NoResult]:
+        n = len(self.workers)
+        parts = [
+            thread.submit(scored_by, worker, items[i::n], until, self._report)
+            for i, (thread, worker) in enumerate(zip(self.threads, self.workers, strict=True))
+        ]
+        outcomes: list[Any] = [None] * len(items)
+        for i, part in enumerate(parts):
+            outcomes[i::n] = part.result()
+        return outcomes
+
+    def _report(self, reason: str) -> None:
+        """Print the first fault when it happens, because each later one may take the whole time limit."""
+        if not self.reported:
+            self.reported = True
+            print(f"the reward {self.reward.use} has no result for an answer: {reason}", flush=True)
+
+    def take_retries(self) -> int:
+        """Return how many answers were scored once more since the last call."""
+        retried, self.retried = self.retried, 0
+        return retried
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self.workers:
+            worker.close()
+        for thread in self.threads:
+            thread.shutdown(wait=False)
+
+
+def scored_by(
+    worker: WorkerProcess, items: Sequence[Scored], until: float, report: Callable[[str], None]
+) -> list[Reward | NoResult]:
+    """Return the outcomes in order; items that are left at `until`, by the monotonic clock, have no result.
+
+    `report` is called with the reason of each fault.
+    """
+    outcomes: list[Reward | NoResult] = []
+    while len(outcomes) < len(items):
+        if time.monotonic() > until:
+            late = NoResult("it was not scored: scoring took longer than compute.timeout_s")
+            return [*outcomes, *[late] * (len(items) - len(outcomes))]
+        for reply in worker.replies([(dict(row), text) for row, text in items[len(outcomes) :]]):
+            if isinstance(reply, Fault):
+                report(reply.reason)
+            outcomes.append(NoResult(reply.reason) if isinstance(reply, Fault) else Reward(reply))
+    return outcomes
+
+
+def score_groups(rewards: Rewards | None, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with their outcomes; without rewards, with those of their environments."""
+    if rewards is None:
+        return list(groups)
+    outcomes = iter(rewards.score([(t.prompt.row, t.text) for group in groups for t in group]))
+    return [tuple(replace(t, outcome=next(outcomes)) for t in group) for group in groups]

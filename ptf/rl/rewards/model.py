@@ -1,0 +1,95 @@
+"""A reward model as a role: its score of each answer is the answer's reward, or part of it.
+
+The one idea: the conversation is rendered and tokenized by the reward model's own template and tokenizer, as in its
+training; the policy's ids are not used.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from ptf.data.answers import history_of
+from ptf.data.encode import answered
+from ptf.data.sample import Sample
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.scalar import is_scalar
+from ptf.recipes.rm.recipe import RM
+from ptf.rl.cluster import RoleGroup, sharded
+from ptf.rl.roles import FrozenModel
+from ptf.rl.scoring import per_document
+from ptf.train.trainer import forget_forwards
+
+
+def refuse_without_score(place: Path) -> None:
+    """Raise UserError unless the directory's model has a scalar head; a missing one would be drawn at random."""
+    if not is_scalar(bridge.read_config(place)):
+        raise UserError(
+            f"rollout.reward_model.path: {place} is no reward model: its config.json names no "
+            "…ForSequenceClassification; train one with the recipe rm"
+        )
+
+
+class RewardModel(FrozenModel):
+    """Role of a model that scores conversations."""
+
+    head: ClassVar[Literal["lm", "scalar"]] = "scalar"
+
+    @sharded
+    def scores(self, samples: list[Sample]) -> list[float]:
+        """Return the score of each sample, at its last token."""
+        values = per_document(
+            self.model, samples, self.world, RM().scores, width=self.width, micro_rows=self.micro_rows
+        )
+        forget_forwards(self.model)
+        return values
+
+
+class RewardModelClient:
+    """Converts answers to samples for the reward model, and its scores to outcomes.
+
+    `longest` is the most tokens of a conversation that the model may read.
+    """
+
+    def __init__(self, group: RoleGroup, tokenizer: Tokenizer, longest: int, weight: float) -> None:
+        self.group, self.tokenizer, self.longest, self.weight = group, tokenizer, longest, weight
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with `weight` times the score as reward, added to the reward that an answer has already.
+
+        An answer without a result still has none.
+        """
+        samples = [[self._sample(t) for t in group] for group in groups]
+        scores = iter(self.group.call("scores", [one for of in samples for one in of if isinstance(one, Sample)]))
+        return [
+            tuple(self._scored(t, one, scores) for t, one in zip(group, of, strict=True))
+            for group, of in zip(groups, samples, strict=True)
+        ]
+
+    def _sample(self, t: Trajectory) -> Sample | NoResult:
+        """Return the conversation for the reward model, or why there is none."""
+        if isinstance(t.outcome, NoResult):
+            return t.outcome
+        row = t.prompt.row
+        try:
+            sample = answered(history_of(row), t.text, self.tokenizer, "", row.get("tools"))
+        except UserError as error:
+            return NoResult(f"the reward model cannot read it: {error}")
+        if len(sample) > self.longest:
+            return NoResult(
+                f"the reward model reads {self.longest} tokens at most, this answer with its prompt has {len(sample)}"
+            )
+        return sample
+
+    def _scored(self, t: Trajectory, one: Sample | NoResult, scores: Iterator[float]) -> Trajectory:
+        """Return the trajectory with its outcome; a sample takes the next score."""
+        if isinstance(one, NoResult):
+            return replace(t, outcome=one)
+        before = t.outcome.value if isinstance(t.outcome, Reward) else 0.0
+        value = before + self.weight * next(scores)
+        return replace(
+            t, outcome=Reward(value) if is_reward(value) else NoResult(f"the reward model's score is {value}")
+        )

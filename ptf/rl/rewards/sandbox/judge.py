@@ -1,0 +1,195 @@
+"""`judge`: whether an answer's Python passes its tests, each in a cell of its own. Many at once: it is a coroutine.
+
+The one idea: what can be trusted is decided before anything runs. `find_mode` tries what this machine allows, best
+first; a run says which it is, and `strict` refuses a machine that allows too little.
+"""
+
+import asyncio
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptf.errors import UserError
+from ptf.rl.rewards.sandbox.cells import MODES, Cell, spare_uid
+
+PROCESSES, FILES_MIB = 32, 16
+STARTS_WITHIN_S = 60.0
+ROOT = str(Path(__file__).parents[4])
+COMMAND = [
+    sys.executable,
+    "-P",
+    "-s",
+    "-S",
+    "-c",
+    f"import sys; sys.path.insert(0, {ROOT!r}); from ptf.rl.rewards.sandbox.harness import main; main()",
+]
+ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    value: float | None  # 1.0: all tests passed; 0.0: they did not; None: these tests cannot tell
+    why: str
+
+
+class SandboxFault(Exception):
+    """The sandbox itself failed; nothing is known of the answer."""
+
+
+def directories() -> tuple[list[str], list[str]]:
+    """What a cell sees of the machine, outermost first, and Python's path in it: its library and what is installed,
+    no project."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    base = os.path.realpath(sys.base_prefix)
+    dynamic = f"{sysconfig.get_config_var('DESTSHARED') or ''}"
+    path = list(dict.fromkeys(os.path.realpath(p) for p in [*paths[:2], dynamic, *paths[2:]] if p and os.path.isdir(p)))
+    wanted = [
+        "/usr",
+        *(f"/{d}" for d in ("bin", "sbin", "lib", "lib64") if os.path.isdir(f"/{d}") and not os.path.islink(f"/{d}")),
+        base,
+        *path,
+    ]
+    seen: list[str] = []
+    for one in wanted:
+        if not any(Path(one).is_relative_to(other) for other in seen):
+            seen.append(one)
+    return seen, path
+
+
+def command(mode: str, seconds: float, memory_mib: int, wall_s: float, **more: Any) -> list[str]:
+    readable, path = directories()
+    cell = Cell(
+        mode, seconds, memory_mib, PROCESSES, FILES_MIB, readable, path, bubblewrap=shutil.which("bwrap") or "", **more
+    )
+    return [*COMMAND, json.dumps({**cell._asdict(), "place": tempfile.gettempdir(), "wall_s": wall_s})]
+
+
+async def judge(
+    answer: str,
+    tests: Any,
+    *,
+    setup: Any = None,
+    entry: str | None = None,
+    seconds: float = 4.0,
+    memory_mib: int = 512,
+    mode: str | None = None,
+    **more: Any,
+) -> Verdict:
+    """What the tests say of the answer's code. `seconds` of the processor's for each side,
+    twice that by the clock for both. Raises SandboxFault."""
+    job = json.dumps(
+        {"answer": answer, "tests": tests, "setup": setup, "entry": entry},
+        default=lambda thing: {"type": type(thing).__name__},
+    )
+    process = await asyncio.create_subprocess_exec(
+        *command(mode or find_mode(), seconds, memory_mib, 2 * seconds, **more),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=ENVIRONMENT,
+        limit=1 << 20,
+    )
+    assert process.stdin
+    assert process.stdout
+    try:
+        process.stdin.write(job.encode() + b"\n")
+        said = await asyncio.wait_for(process.stdout.readline(), STARTS_WITHIN_S + 2 * seconds)
+    except TimeoutError:
+        raise SandboxFault(f"it did not answer in {STARTS_WITHIN_S + 2 * seconds:g} s") from None
+    finally:
+        process.stdin.close()  # which ends it and all that it has started
+        try:
+            await asyncio.wait_for(process.wait(), STARTS_WITHIN_S)
+        except TimeoutError:
+            process.kill()
+    return verdict_of(said)
+
+
+def verdict_of(said: bytes) -> Verdict:
+    found: dict[str, Any] = json.loads(said) if said else {"error": "its process died"}
+    if "error" in found:
+        raise SandboxFault(found["error"])
+    return Verdict(None, found["none"]) if "none" in found else Verdict(found["value"], found["why"])
+
+
+def candidates() -> Iterable[str]:
+    """The modes that may be possible for this user, best first."""
+    if os.getuid():
+        return ("namespaces", "bubblewrap", "subreaper")
+    try:
+        spare_uid(0)
+    except OSError:  # root of a user namespace that is really one user
+        return ("namespaces", "bubblewrap")
+    return ("uid+namespaces", "uid")
+
+
+@functools.cache
+def find_mode() -> str:
+    """The best mode that works here: each is tried. Raises UserError if none does."""
+    faults = []
+    for mode in candidates():
+        try:
+            verdict = tried(mode)
+            if verdict.value == 1.0:
+                return mode
+            faults.append(f"{mode}: {verdict.why}")
+        except SandboxFault as fault:
+            faults.append(f"{mode}: {fault}")
+    raise UserError(
+        "code cannot be judged here: nothing confines it. "
+        + "; ".join(faults)
+        + ". Give the container CAP_SYS_ADMIN or run as a user, with an interpreter "
+        "that every user may read"
+    )
+
+
+def tried(mode: str) -> Verdict:
+    """A first judgement. Raises SandboxFault."""
+    job = json.dumps(
+        {"answer": "def f(x):\n    return x + 1", "tests": "assert f(1) == 2", "setup": None, "entry": None}
+    )
+    process = subprocess.Popen(
+        command(mode, 10.0, 512, 20.0),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env=ENVIRONMENT,
+    )
+    assert process.stdin
+    assert process.stdout
+    with process:
+        process.stdin.write(job.encode() + b"\n")
+        process.stdin.flush()
+        said = process.stdout.readline()
+    return verdict_of(said)
+
+
+def sandbox_line(sandbox: str) -> str:
+    """What confines code here, in a line for the run's beginning. Raises UserError where `sandbox:
+    strict` asks for more."""
+    if sandbox not in ("auto", "strict"):
+        raise UserError(f"sandbox must be auto or strict, not {sandbox!r}")
+    mode = find_mode()
+    if mode != "subreaper":
+        return f"code sandbox: {MODES[mode]}"
+    weak = (
+        f"code sandbox: {MODES[mode]} (this kernel allows no namespaces): an answer can see this user's processes, "
+        "and files where Landlock is missing"
+    )
+    if sandbox == "strict":
+        raise UserError(
+            f"{weak}. sandbox: strict refuses that: allow user namespaces (sysctl user.max_user_namespaces, "
+            "kernel.apparmor_restrict_unprivileged_userns), "
+            "install bubblewrap, or run as root in a container"
+        )
+    return weak

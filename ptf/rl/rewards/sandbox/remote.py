@@ -1,0 +1,283 @@
+"""The tests' side of an answer: `Link` asks, and a `Remote` stands for an object of the answer's that is no plain data:
+a function, a class, an instance.
+
+The one idea: an operation of a Remote is the answer's own doing, but a comparison is not. It is decided here, on plain
+values; the answer is never shown what it is compared with, and an object that has no plain value equals nothing but
+itself.
+"""
+
+import builtins
+import operator
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .plain import ARITHMETIC, Malformed, decode, encode, receive, send
+
+
+class AnswerFault(BaseException):
+    """The answer did what no right answer does. No Exception, so that no `except` of the tests' takes it for a
+    result."""
+
+
+class TestsFault(BaseException):
+    """The tests ask for what cannot be asked; the answer has no part in it."""
+
+
+class Link:
+    """The way to one answer."""
+
+    def __init__(self, pipe: socket.socket) -> None:
+        self.pipe = pipe
+        self.asked = 0  # how many values or calls
+        self.first: Callable[[], None] = lambda: None  # called before the first of them
+        self.fault: str | None = None  # after which nothing of it counts
+        self.raised: BaseException | None = None  # the last exception that came from the answer
+        self.remotes: dict[int, Any] = {}
+        self.functions: list[Callable] = []
+        self.kinds: dict[str, type[Exception]] = {}  # the answer's own classes of exceptions, by name
+
+    def ask(self, kind: str, *rest: Any) -> list:
+        """The reply after "value". Raises what the answer raised, as an exception of Python's own or of those in
+        `kinds`."""
+        if self.fault:
+            raise AnswerFault(self.fault)
+        if kind not in ("load", "names"):
+            self.asked += 1
+            if self.asked == 1:
+                self.first()
+        try:
+            send(self.pipe, [kind, *rest])
+            while True:
+                reply = receive(self.pipe)
+                if not isinstance(reply, list) or len(reply) < 2:
+                    raise Malformed("that is no reply")
+                if reply[0] == "value":
+                    return reply[1:]
+                if reply[0] == "raise":
+                    break
+                self._called_back(*reply[1:])
+            names, given = reply[1:]
+            self.raised = self.exception(names, [decode(a, self.received) for a in given])
+        except (Malformed, TypeError, ValueError, KeyError, IndexError, RecursionError, MemoryError) as error:
+            self.failed(f"what the answer sent cannot be read: {error}")
+        except (EOFError, OSError):
+            self.failed("the answer's process ended")
+        assert self.raised is not None
+        raise self.raised
+
+    def value(self, kind: str, *rest: Any) -> Any:
+        try:
+            return decode(self.ask(kind, *rest)[0], self.received)
+        except (Malformed, RecursionError, MemoryError) as error:
+            return self.failed(f"what the answer sent cannot be read: {error}")
+
+    def failed(self, why: str) -> Any:
+        self.fault = self.fault or why
+        raise AnswerFault(self.fault)
+
+    def received(self, data: list) -> Any:
+        tag, number, kind, names = data
+        if tag != "o" or type(number) is not int:
+            raise Malformed(f"{str(data)[:60]} is no value")
+        if number not in self.remotes:
+            if kind == "exception":
+                self.kinds[names[0]] = self.remotes[number] = type(
+                    str(names[0]), (self.builtin(names),), {"__module__": "solution"}
+                )
+            else:
+                self.remotes[number] = Remote(self, number, kind == "coroutine")
+        return self.remotes[number]
+
+    def sent(self, thing: Any) -> list:
+        """What stands for an argument that is no plain data."""
+        if isinstance(thing, Remote):
+            return ["o", _number(thing)]
+        if getattr(builtins, getattr(thing, "__name__", ""), None) is thing:
+            return ["g", thing.__name__]
+        if isinstance(thing, type) and self.kinds.get(thing.__name__) is thing:
+            return ["o", next(number for number, remote in self.remotes.items() if remote is thing)]
+        if callable(thing):
+            self.functions.append(thing)
+            return ["k", len(self.functions) - 1]
+        raise TestsFault(
+            f"the tests give the answer an object of type {type(thing).__name__}, "
+            "which is neither plain data nor a function"
+        )
+
+    def builtin(self, names: list[str]) -> type[Exception]:
+        found = (getattr(builtins, str(name), None) for name in names)
+        return next((e for e in found if isinstance(e, type) and issubclass(e, Exception)), Exception)
+
+    def exception(self, names: list[str], arguments: list) -> Exception:
+        kind = next((self.kinds[name] for name in names if name in self.kinds), None) or self.builtin(names)
+        try:
+            return kind(*arguments)
+        except Exception:  # some want arguments of certain types
+            return next(e for e in kind.__mro__ if e in (ValueError, LookupError, OSError, Exception))(*arguments)
+
+    def _called_back(self, number: int, positional: Any, by_name: Any) -> None:
+        """The answer calls a function that the tests gave it."""
+        args, named = decode(positional, self.received), decode(by_name, self.received)
+        try:
+            result = ["called", "value", encode(self.functions[number](*args, **named), self.sent)]
+        except AssertionError:
+            self.failed("an assertion of a function that the tests gave it failed")
+        except Exception as error:
+            plain = [a if isinstance(a, bool | int | float | str | None) else str(a) for a in error.args]
+            result = [
+                "called",
+                "raise",
+                [c.__name__ for c in type(error).__mro__],
+                [encode(a, self.sent) for a in plain],
+            ]
+        send(self.pipe, result)
+
+    def call(self, thing: "Remote", args: tuple, named: dict[str, Any]) -> Any:
+        given, by_name = [encode(a, self.sent) for a in args], {k: encode(v, self.sent) for k, v in named.items()}
+        result, *more = self.ask("call", _number(thing), None, given, by_name)
+        try:
+            for original, after in zip([*args, *named.values()], more[0] if more else [], strict=False):
+                if after is not None:
+                    _refill(original, decode(after, self.received))
+            return decode(result, self.received)
+        except (Malformed, TypeError, ValueError, RecursionError, MemoryError) as error:
+            return self.failed(f"what the answer sent cannot be read: {error}")
+
+
+def _refill(original: Any, now: Any) -> None:
+    """What a function without a result has done to an argument."""
+    if isinstance(original, list | bytearray) and isinstance(now, list | bytearray):
+        original[:] = now
+    elif isinstance(original, dict | set) and isinstance(now, type(original).__mro__[-2]):
+        original.clear()
+        original.update(now)
+
+
+def _number(thing: "Remote") -> int:
+    return object.__getattribute__(thing, "_ptf_number")
+
+
+def _link(thing: "Remote") -> Link:
+    return object.__getattribute__(thing, "_ptf_link")
+
+
+def _operate(thing: "Remote", name: str, *args: Any) -> Any:
+    link = _link(thing)
+    return link.value("operate", _number(thing), name, [encode(a, link.sent) for a in args])
+
+
+def _plain(thing: Any) -> Any:
+    """The plain value of an instance of a subclass of a plain type; other Remotes have none."""
+    if not isinstance(thing, Remote):
+        return thing
+    link = _link(thing)
+    try:
+        return link.value("plain", _number(thing))
+    except Exception:
+        return link.failed("the answer gave an object of its own where a plain value is compared")
+
+
+class Remote:
+    """An object in the answer's process."""
+
+    __slots__ = ("_ptf_coroutine", "_ptf_link", "_ptf_number")
+
+    def __init__(self, link: Link, number: int, coroutine: bool = False) -> None:
+        for name, value in (("link", link), ("number", number), ("coroutine", coroutine)):
+            object.__setattr__(self, f"_ptf_{name}", value)
+
+    def __getattr__(self, name: str) -> Any:
+        return _link(self).value("get", _number(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        link = _link(self)
+        link.value("set", _number(self), name, [encode(value, link.sent)])
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        made = _link(self).call(self, args, named)
+        if isinstance(made, Remote) and object.__getattribute__(made, "_ptf_coroutine"):
+            return _later(made)
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        return _operate(self, "iter")
+
+    def __next__(self) -> Any:
+        return _operate(self, "next")
+
+    def __contains__(self, value: Any) -> bool:
+        return any(item is value or item == value for item in self)
+
+    def __instancecheck__(self, thing: Any) -> bool:
+        return isinstance(thing, Remote) and bool(_operate(thing, "isinstance", self))
+
+    def __enter__(self) -> Any:
+        return _operate(self, "enter")
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, AnswerFault | TestsFault | AssertionError):
+            return False  # no manager of the answer's keeps back what fails it
+        names = [c.__name__ for c in type(error).__mro__]
+        link = _link(self)
+        return bool(link.value("operate", _number(self), "exit", [["e", names, [str(error)]] if error else None]))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+async def _later(coroutine: Remote) -> Any:
+    return _operate(coroutine, "await")
+
+
+def _unary(name: str) -> Callable:
+    return lambda self, *args: _operate(self, name, *args)
+
+
+def _arithmetic(name: str, reflected: bool) -> Callable:
+    """Between two of the answer's objects it is the answer's; with a value of the tests' it is done here, so that the
+    answer does not see that value."""
+    compute = getattr(operator, name)
+
+    def operation(self: Remote, value: Any) -> Any:
+        if isinstance(value, Remote):
+            return _operate(*((value, name, self) if reflected else (self, name, value)))
+        return compute(value, _plain(self)) if reflected else compute(_plain(self), value)
+
+    return operation
+
+
+def _comparison(name: str) -> Callable:
+    compute = getattr(operator, name)
+
+    def operation(self: Remote, value: Any) -> Any:
+        if name in ("eq", "ne") and (value is self or value is None):
+            return (value is self) == (name == "eq")
+        return compute(_plain(self), _plain(value))
+
+    return operation
+
+
+UNARY = (
+    "len",
+    "bool",
+    "str",
+    "repr",
+    "int",
+    "float",
+    "index",
+    "abs",
+    "round",
+    "reversed",
+    "format",
+    "neg",
+    "pos",
+    "invert",
+)
+for _name in (*UNARY, "getitem", "setitem", "delitem"):
+    setattr(Remote, f"__{_name}__", _unary(_name))
+for _name in ARITHMETIC:
+    setattr(Remote, f"__{_name.strip('_')}__", _arithmetic(_name, False))
+    setattr(Remote, f"__r{_name.strip('_')}__", _arithmetic(_name, True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _comparison(_name))

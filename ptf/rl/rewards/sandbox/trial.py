@@ -1,0 +1,222 @@
+"""The tests' side: run the tests of one data row against an answer in another process, and say what came of it.
+
+The one idea: the tests are a program of their own, in which the names that they do not define are the answer's. They
+pass where they come to their end, having asked the answer for something. Whatever keeps them from that is the answer's
+fault (0) once it was asked anything, and theirs (no result) before.
+"""
+
+import ast
+import builtins
+import importlib
+import json
+import re
+import socket
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .plain import ANSWER
+from .remote import AnswerFault, Link, TestsFault
+
+# of which tests may use names without importing them
+MODULES = ("math", "collections", "itertools", "functools", "operator", "heapq", "bisect", "re")
+LATER = {  # the same of modules that take long to load
+    "typing": ("Any", "Dict", "List", "Optional", "Set", "Tuple"),
+    "fractions": ("Fraction",),
+    "decimal": ("Decimal",),
+    "datetime": ("date", "datetime", "timedelta"),
+}
+ALIASES = {"np": "numpy", "pd": "pandas"}
+JUDGES = re.compile(r"assert|raises|fail|exit|main", re.IGNORECASE)  # functions by which tests may say no
+
+
+class Unjudged(Exception):
+    """These tests can judge no answer, and why."""
+
+
+def programs(tests: Any, judging: bool = True) -> list[ast.Module]:
+    """The tests, a string or a list of strings, as programs. Raises Unjudged."""
+    if isinstance(tests, str):
+        tests = [tests]
+    if not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
+        raise Unjudged(f"the tests are of type {type(tests).__name__}; they must be a string or a list of strings")
+    try:
+        trees = [tree for text in tests if (tree := ast.parse(text)).body]
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise Unjudged(f"the tests are no Python: {error}") from None
+    if not trees:
+        raise Unjudged("there are no tests")
+    if judging and not any(_judges(node) for tree in trees for node in ast.walk(tree)):
+        raise Unjudged("the tests assert nothing")
+    return trees
+
+
+def _judges(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return bool(JUDGES.search(ast.unparse(node.func)))
+    return isinstance(node, ast.Assert | ast.Raise)
+
+
+def names_used(trees: Sequence[ast.AST]) -> tuple[set[str], set[str], set[str]]:
+    """Names that the tests load and do not bind; those of them of which only attributes are used;
+    and the attributes."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    attributes = {node.attr: node for node in nodes if isinstance(node, ast.Attribute)}.keys()
+    owners = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    loaded = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    for node in nodes:
+        if isinstance(
+            node,
+            ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar,
+        ):
+            bound.add(node.name or "")
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module != ANSWER):
+            bound |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    of_owners = set(map(id, owners))
+    alone = {node.id for node in loaded if id(node) not in of_owners}
+    names = {node.id for node in loaded if not node.id.startswith("__")}
+    return names - bound, names & {node.id for node in owners} - alone - bound, set(attributes)
+
+
+def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[str, Any]]:
+    """The names that the answer must define, and the names that are Python's. One that Python has, too (`sum`,
+    `isclose`), is the answer's only where it is the `entry`, or the tests use no other:
+    or an answer's own `set` could judge it. Raises Unjudged."""
+    loaded, owners, _ = names_used(trees)
+    ours = {
+        name: importlib.import_module(ALIASES.get(name, name))
+        for name in owners
+        if name in sys.stdlib_module_names or name in ALIASES
+    }
+    exceptions = {
+        name for name, thing in vars(builtins).items() if isinstance(thing, type) and issubclass(thing, BaseException)
+    }
+    free = loaded - ours.keys() - exceptions - {entry}
+    modules = [
+        *map(importlib.import_module, MODULES),
+        *(importlib.import_module(module) for module, names in LATER.items() if free & set(names)),
+    ]
+    library = {name: getattr(module, name) for module in reversed(modules) for name in free if hasattr(module, name)}
+    own = [
+        free - library.keys() - vars(builtins).keys(),
+        (free & library.keys()) - vars(builtins).keys(),
+        free & vars(builtins).keys(),
+    ]
+    if entry is not None or own[0] or imports_answer(trees):
+        return own[0] | ({entry} if entry else set()), ours | {name: library[name] for name in own[1]}
+    either = own[1] or own[2]
+    if len(either) == 1:
+        return either, ours
+    if not either:
+        raise Unjudged("the tests use no name that an answer could define")
+    raise Unjudged(
+        f"the tests use no names but Python's own ({', '.join(sorted(either))}): say with `entry` which is the answer's"
+    )
+
+
+def imports_answer(trees: Sequence[ast.AST]) -> bool:
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ImportFrom) and node.module == ANSWER:
+            return True
+        if isinstance(node, ast.Import) and any(alias.name == ANSWER for alias in node.names):
+            return True
+    return False
+
+
+def judge(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -> dict[str, Any]:
+    """{"value": 1.0 or 0.0, "why"}, or {"none": why there is no result}. `reached` is told whose turn it is."""
+    try:
+        trees = [*programs(job["setup"] or "pass", judging=False), *programs(job["tests"])]
+        names, ours = wanted(trees, job["entry"])
+        codes = [compile(tree, f"<tests {i}>", "exec") for i, tree in enumerate(trees)]
+    except (Unjudged, SyntaxError, ImportError) as error:
+        return {"none": str(error)}
+    reached("answer")
+    try:
+        link.ask("load", job["answer"])
+        every: dict[str, Any] = link.value("names", sorted(names | names_used(trees)[2] | exported(trees)))
+        if not isinstance(every, dict):
+            link.failed("its names cannot be read")
+    except (AnswerFault, Exception) as error:
+        return {"value": 0.0, "why": f"the answer does not run: {type(error).__name__}: {error}"[:300]}
+    reached("tests")
+    link.first = lambda: reached("answer")
+    return run(codes, link, {k: v for k, v in every.items() if k in names}, every, ours, job["entry"])
+
+
+def exported(trees: Sequence[ast.AST]) -> set[str]:
+    """Names that the tests import from the module `solution`."""
+    nodes = (
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == ANSWER
+    )
+    return {alias.name for node in nodes for alias in node.names}
+
+
+def run(
+    codes: list, link: Link, named: dict[str, Any], every: dict[str, Any], ours: dict[str, Any], entry: str | None
+) -> dict[str, Any]:
+    """The verdict of tests in which the answer's names are `named`, or `every` in a module `solution`."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    solution = sys.modules[ANSWER] = types.ModuleType(ANSWER)
+    solution.__dict__.update(every)
+    main.__dict__.update(ours | named)
+    sys.argv = ["tests"]
+    error: BaseException | None = None
+    try:
+        for code in codes:
+            exec(code, main.__dict__)
+        uncalled(main, named, entry)
+    except SystemExit as left:
+        error = left if left.code else None  # unittest.main ends so
+    except BaseException as raised:
+        error = raised
+    asked = link.asked or any(not callable(value) for value in named.values())
+    if link.fault:
+        return {"value": 0.0, "why": link.fault}
+    if isinstance(error, TestsFault) or (
+        isinstance(error, ImportError) and error is not link.raised and error.name != ANSWER
+    ):
+        return {"none": f"the tests cannot be run: {error}"}
+    if error is None:
+        return {"value": 1.0, "why": ""} if asked else {"none": "the tests ask the answer for nothing"}
+    why = f"{type(error).__name__}: {error}"[:300]
+    missing = isinstance(error, NameError | ImportError) or (
+        isinstance(error, AttributeError) and error.obj is solution
+    )
+    return (
+        {"value": 0.0, "why": why}
+        if asked or missing
+        else {"none": f"the tests failed before they asked the answer for anything: {why}"}
+    )
+
+
+def uncalled(main: types.ModuleType, named: dict[str, Any], entry: str | None) -> None:
+    """Call pytest's `test_…` functions, and HumanEval's `check(candidate)`."""
+    check = main.__dict__.get("check")
+    if entry is not None and isinstance(check, types.FunctionType) and check.__code__.co_argcount == 1:
+        if entry not in named:
+            raise NameError(f"name {entry!r} is not defined")
+        check(named[entry])
+    for name, function in list(main.__dict__.items()):
+        if name.startswith("test") and isinstance(function, types.FunctionType) and not function.__code__.co_argcount:
+            function()
+
+
+def serve(control: socket.socket, pipe: socket.socket) -> None:
+    """The process's whole life: a job from `control`; then lines of whose turn it is, and one of what came of it."""
+    with control.makefile("rwb") as lines:
+        job = json.loads(lines.readline())
+
+        def say(thing: Any) -> None:
+            lines.write(json.dumps(thing).encode() + b"\n")
+            lines.flush()
+
+        try:
+            verdict = judge(Link(pipe), job, say)
+        except BaseException as error:
+            verdict = {"none": f"the tests cannot be run: {type(error).__name__}: {error}"}
+        say(verdict)

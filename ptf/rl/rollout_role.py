@@ -1,0 +1,149 @@
+"""From a job to its rollout role: the engine, the environment, the allowed answers, and the rewards."""
+
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from ptf import storage
+from ptf.config import Job, Plug
+from ptf.config.schema import RolloutConfig
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trie import Trie
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.sampling import NO_PROCESSING, Processing
+from ptf.recipes.protocol import Online, Recipe
+from ptf.rl.cluster import RoleSpec
+from ptf.rl.engines.protocol import edges_of
+from ptf.rl.rewards.functions import Rewards
+from ptf.rl.sampler import EnvironmentSpec, Sampler
+
+
+def sampler_spec(
+    job: Job,
+    directory: Path,
+    tokenizer: str,
+    run: Path,
+    *,
+    engine: str | Plug,
+    version: int,
+    workers: int,
+    length: int,
+    trie: Trie | None = None,
+    adapter: bool = False,
+    tensor: int = 1,
+) -> RoleSpec:
+    """Return the role that generates from a Hugging Face directory.
+
+    `length` is the most tokens of a context with its answer. There are `workers` engines of `tensor` processes each.
+    Raises UserError if the model has fewer positions, or its heads cannot be divided among the processes.
+    """
+    options: dict[str, object] = {}
+    shape = bridge.shape(directory, job.model.backend)
+    positions = shape.max_positions
+    if length > positions:
+        raise UserError(
+            f"prompt and answer may take {length} tokens together, but {directory} has {positions} positions; "
+            "lower data.seq_len or max_new_tokens"
+        )
+    if shape.heads % tensor:
+        raise UserError(
+            f"rollout.tensor: {shape.heads} attention heads cannot be divided among {tensor} processes; "
+            f"use a divisor of {shape.heads}"
+        )
+    env: dict[str, str] = {}
+    if engine == "vllm":
+        from ptf.rl.engines.vllm_engine import engine_env
+
+        options = {"tensor": tensor}
+        if job.rollout:
+            options |= {"kv_cache_gib": job.rollout.kv_cache_gib, "gpu_share": job.rollout.gpu_memory_utilization}
+        env = engine_env(run / "vllm")
+    if engine == "native":
+        options = {"spec": job.model}
+    if knobs := job.rollout:
+        if knobs.environment:
+            limits = (knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
+            options["environment"] = EnvironmentSpec(knobs.environment, *limits)
+        options |= {"top_p": knobs.top_p, "trie": trie}
+    if trie is not None and engine == "vllm":
+        options["restricted"] = True
+    if adapter and job.model.lora and engine == "vllm":
+        options["lora_rank"] = job.model.lora.rank
+    if adapter and engine == "native":
+        options["adapted"] = True
+    kwargs = {
+        "engine": engine,
+        "directory": str(directory),
+        "tokenizer": tokenizer,
+        "version": version,
+        "seed": job.seed,
+        "precision": job.train.precision,
+        "max_length": length,
+        "vocabulary": shape.vocab,
+        "timeout_s": job.compute.timeout_s,
+        **options,
+    }
+    return RoleSpec("rollout", Sampler, kwargs, workers * tensor, env, tensor=tensor)
+
+
+def trie_of(knobs: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
+    """Return the trie of the allowed answers (`rollout.allowed`); None if any answer is allowed."""
+    if knobs is None or knobs.allowed is None:
+        return None
+    text = storage.read_text(knobs.allowed.path).replace("\r\n", "\n").removesuffix("\n")
+    lines = text.split("\n") if text else []
+    try:
+        return Trie.of(
+            (tokenizer.encode(line) for line in lines), tokenizer.stop_ids, knobs.allowed.repeat, knobs.allowed.distinct
+        )
+    except UserError as error:
+        raise UserError(f"rollout.allowed.path: {knobs.allowed.path}: {error}") from error
+
+
+def refuse_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
+    """Raise UserError if an allowed answer is longer than the limits of training or of evaluation."""
+    assert job.rollout is not None
+    rooms = {"rollout.max_new_tokens": job.rollout.max_new_tokens}
+    if job.evaluate.sources:
+        rooms["evaluate.max_new_tokens"] = job.evaluate.max_new_tokens
+        if job.train.validate_every:
+            rooms["data.seq_len less the longest held-out prompt"] = job.data.seq_len - longest_prompt
+    for key, room in rooms.items():
+        if trie.longest > room:
+            raise UserError(
+                f"rollout.allowed: its longest answer has {trie.longest} tokens with the one that ends it, "
+                f"but {key} is {room}"
+            )
+
+
+def with_sampling(recipe: Recipe, knobs: RolloutConfig, trie: Trie | None) -> tuple[Recipe, Processing]:
+    """Return the recipe, with the sampling distribution of the answers in its field `how`, and that distribution.
+
+    Raises UserError if the distribution is not the model's own and the recipe has no such field.
+    """
+    sampling = Processing(knobs.temperature, knobs.top_p, None if trie is None else edges_of(trie))
+    if sampling.top_p < 1 and cast("Online", recipe).needs_old:
+        raise UserError(
+            "rollout.top_p must be 1: the recipe needs the old policy's log-probs, "
+            "and the nucleus of one policy is not that of another"
+        )
+    if is_dataclass(recipe) and any(field.name == "how" and field.init for field in fields(recipe)):
+        return replace(cast("Any", recipe), how=sampling), sampling
+    if sampling != NO_PROCESSING:
+        raise UserError(
+            "rollout.temperature, rollout.top_p and rollout.allowed: the recipe is no dataclass with a field `how` "
+            "(ptf.model.sampling.Processing), so its loss does not know the sampling distribution of the answers; "
+            "give it one, or leave them at 1, 1 and null"
+        )
+    return recipe, sampling
+
+
+def rewards_of(job: Job, reward: Plug | None) -> Rewards | None:
+    """Return the processes that score answers with this reward; None if there is none."""
+    if reward is None:
+        return None
+    knobs, within_s = job.rollout, job.compute.timeout_s
+    if knobs is None:
+        return Rewards(reward, within_s=within_s)
+    return Rewards(reward, knobs.reward_timeout_s, processes=knobs.processes, retries=knobs.retries, within_s=within_s)

@@ -1,0 +1,225 @@
+"""The role that generates: `Sampler`, an engine with its tokenizer and environments.
+
+The one idea: an answer's seed depends only on the run's seed, the occasion, the prompt and the number of the answer, so
+it is the same on whichever worker it is generated.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ptf.compute.meter import memory_gib
+from ptf.compute.offload import own_file, release_freed_memory
+from ptf.compute.world import World
+from ptf.config import Plug, plugin
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Group, Prompt, Trajectory
+from ptf.data.trie import Trie
+from ptf.rl.cluster import broadcast, replayed_broadcast, sharded, unreplayable_broadcast
+from ptf.rl.engines.protocol import RolloutEngine, Sampling
+from ptf.rl.environments.protocol import Environments
+from ptf.rl.episodes import Episode, Limits, run_episodes
+from ptf.rl.weights.transports import Transfer
+from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
+from ptf.train.components import parts_of
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """The environment of a rollout role and its limits: picklable values that are sent to the workers."""
+
+    plugin: Plug
+    max_turns: int
+    processes: int
+    timeout_s: float
+    retries: int
+
+    def start(self) -> Environments:
+        """Return the environments; their processes start when they are first used."""
+        return Environments(self.plugin, processes=self.processes, timeout_s=self.timeout_s, retries=self.retries)
+
+
+class Sampler:
+    """A role with an engine that generates from the policy's weights."""
+
+    distributed: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        engine: str | Plug,
+        directory: str,
+        tokenizer: str,
+        version: int,
+        seed: int,
+        precision: str,
+        max_length: int,
+        timeout_s: float,
+        vocabulary: int | None = None,
+        environment: EnvironmentSpec | None = None,
+        top_p: float = 1.0,
+        trie: Trie | None = None,
+        **options: Any,
+    ) -> None:
+        self.world, self.seed, self.timeout_s = world, seed, timeout_s
+        self.max_length, self.vocabulary = max_length, vocabulary
+        self.top_p, self.trie = top_p, trie
+        self.environments = environment and environment.start()
+        self.max_turns = environment.max_turns if environment else 1
+        self.tokenizer = Tokenizer.load(tokenizer)
+        self.engine = make_engine(
+            engine, directory, world, version=version, seed=seed, precision=precision, max_length=max_length, **options
+        )
+
+    @sharded(cost=lambda prompt: len(prompt.tokens))
+    def rollout(
+        self, prompts: list[Prompt], version: int, key: str, n: int, max_new_tokens: int, temperature: float
+    ) -> Iterator[tuple[int, Group]]:
+        """Yield (index of a prompt, its `n` answers) as soon as all answers to that prompt are there.
+
+        `key` names the occasion (a step, an evaluation); with the prompt's index and the answer's number it seeds each
+        answer. Raises SyncError, before anything is generated, unless the engine holds exactly `version`.
+        """
+        if self.engine.version != version:
+            raise SyncError(
+                f"the rollout engine holds weights {self.engine.version}, the policy is at {version}: "
+                "a sync was lost; nothing was generated"
+            )
+        limits = Limits(
+            Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, self.top_p, self.trie),
+            self.max_length,
+            self.max_turns,
+            self.vocabulary,
+        )
+
+        def episode(p: Prompt, i: int) -> Episode:
+            return Episode(p, limits, self.tokenizer, partial(seed_of, self.seed, key, p.index, i), self.environments)
+
+        answers: list[dict[int, Trajectory]] = [{} for _ in prompts]
+        for number, trajectory in self._run_episodes([episode(p, i) for p in prompts for i in range(n)]):
+            which, i = divmod(number, n)
+            answers[which][i] = trajectory
+            if len(answers[which]) == n:
+                yield which, tuple(answers[which][i] for i in range(n))
+
+    def _run_episodes(self, episodes: list[Episode]) -> Iterator[tuple[int, Trajectory]]:
+        """Yield (index, trajectory) of each episode as it ends. Raises TimeoutError after `timeout_s` seconds."""
+        until, running = time.monotonic() + self.timeout_s, run_episodes(self.engine, episodes)
+
+        async def next_ended() -> tuple[int, Trajectory] | None:
+            return await asyncio.wait_for(anext(running, None), max(0.0, until - time.monotonic()))
+
+        with asyncio.Runner() as runner:
+            # not Runner.run, which asks twice for Python's handler of SIGINT and thereby formats what was returned
+            run = runner.get_loop().run_until_complete
+            try:
+                while (ended := run(next_ended())) is not None:
+                    yield ended
+            except TimeoutError:
+                raise TimeoutError(self._too_slow(episodes)) from None
+        # leaving the Runner cancels what is still running, and closes `running`
+
+    def _too_slow(self, episodes: list[Episode]) -> str:
+        """Describe a step whose episodes did not end in time."""
+        left, environments = sum(not e.done for e in episodes), self.environments
+        processes = f" in {len(environments.processes)} processes" if environments else ""
+        return (
+            f"{left} of {len(episodes)} episodes{processes} were not over after {self.timeout_s:g} s "
+            f"(compute.timeout_s): {'rollout.processes may be too few, or ' if environments else ''}"
+            "there are too many or too long answers for one step"
+        )
+
+    @broadcast
+    def take_retries(self) -> int:
+        """Return how many questions to environments were retried in this worker since the last call."""
+        return self.environments.take_retries() if self.environments else 0
+
+    @replayed_broadcast
+    def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:
+        """Replace the engine's weights. Raises SyncError if they are not what the manifest announces."""
+        return self.engine.load_weights(buckets, manifest)
+
+    @unreplayable_broadcast
+    def receive(self, transfer: Transfer, manifest: Manifest) -> Receipt:
+        """Replace the engine's weights by what the policy sends at the same time."""
+        with transfer.reporting_failure():
+            return self.engine.load_weights(transfer, manifest)
+
+    @replayed_broadcast
+    def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], bound: float) -> float:
+        """Return the largest difference from the trainer's log-probs of fixed sequences.
+
+        Raises SyncError above `bound`.
+        """
+        worst = max(float(np.abs(a - b).max()) for a, b in zip(self.engine.score(tokens), expected, strict=True))
+        if not worst <= bound:
+            raise SyncError(
+                f"after sync {self.engine.version} the engine's log-probs of the canary differ from the trainer's by "
+                f"{worst:.3g} (bound {bound:g}): it does not compute with the weights that were sent"
+            )
+        return worst
+
+    @broadcast
+    def offload(self) -> None:
+        """See Role.offload."""
+        self.engine.sleep()
+        release_freed_memory()
+
+    @broadcast
+    def onload(self) -> None:
+        """See Role.onload."""
+        self.engine.wake()
+
+    @broadcast
+    def memory_gib(self) -> float:
+        """See Role.memory_gib."""
+        return memory_gib(self.world.device)
+
+
+def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int:
+    """Return the seed of one turn of an answer; turn -1 is the seed of its environment."""
+    turns = [turn + 2] if turn else []
+    return int(np.random.SeedSequence([seed, *key.encode(), prompt, sample, *turns]).generate_state(1, np.uint32)[0])
+
+
+def make_engine(
+    kind: str | Plug,
+    directory: str,
+    world: World,
+    *,
+    version: int,
+    seed: int,
+    precision: str,
+    max_length: int,
+    **options: Any,
+) -> RolloutEngine:
+    """Start the engine that `rollout.engine` names, with the weights of a Hugging Face directory."""
+    dtype = "bfloat16" if precision == "bf16" else "float32"
+    if isinstance(kind, Plug):
+        return plugin.bind(kind)(
+            directory, device=str(world.device), dtype=dtype, version=version, seed=seed, max_length=max_length
+        )
+    if kind == "native":
+        from ptf.rl.engines.native import NativeEngine
+
+        parts = parts_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None
+        offload_file = own_file(options.get("offload_path"), world.rank)
+        return NativeEngine(
+            directory,
+            device=world.device,
+            dtype=getattr(torch, dtype),
+            version=version,
+            parts=parts,
+            seed=seed,
+            offload_file=offload_file,
+        )
+    from ptf.rl.engines.vllm_engine import VLLMEngine
+
+    return VLLMEngine(directory, seed=seed, dtype=dtype, max_model_len=max_length, version=version, **options)

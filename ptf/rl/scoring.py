@@ -1,0 +1,116 @@
+"""Forward passes over samples without training: log-probs, values, scores.
+
+The one idea: every rank has its own samples, but all ranks make the same number of passes, because the ranks of a
+sharded model gather its weights together.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptf.compute.world import World, alone
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.prefixes import pack_shared
+from ptf.data.sample import PackUnit, Sample
+from ptf.model.chunked import token_logprobs
+from ptf.model.decoder import Decoder
+from ptf.model.sampling import Processing
+from ptf.train.batch_sharding import deal, shard_rows_singly
+
+
+def passes(
+    samples: Sequence[Sample],
+    world: World,
+    *,
+    width: int,
+    micro_rows: int,
+    pack: Callable[[Sequence[PackUnit], int], list[list[PackUnit]]] = pack_all,
+) -> Iterator[tuple[list[list[PackUnit]], Batch]]:
+    """Yield packed sequences with their batch, which is on the device.
+
+    A batch without sequences is there only so that all ranks make the same number of passes. With `width` 0 every
+    sample has a sequence of its own, so that the last bits of its results do not depend on its neighbours. The source
+    of a sample in the sequences is its index.
+    """
+    atoms: list[PackUnit] = [(replace(sample, source=str(number)),) for number, sample in enumerate(samples)]
+    rows = pack(atoms, width) if width else [[atom] for atom in atoms]
+    each = micro_rows if width else 1
+    batches = deal(rows, alone(world), micro_rows, width) if width else shard_rows_singly(rows, alone(world))[0]
+    idle = deal([], alone(world), 1, width)[0]
+    for i in range(int(world.max(len(batches)))):
+        yield rows[i * each : (i + 1) * each], (batches[i] if i < len(batches) else idle).to(world.device)
+
+
+def packer_of(model: Decoder) -> Callable[[Sequence[PackUnit], int], list[list[PackUnit]]]:
+    """Return the function that packs samples into sequences for this model."""
+    return pack_shared if model.supports_shared_prefixes else pack_all
+
+
+@torch.no_grad()
+def per_token(
+    model: Decoder,
+    samples: Sequence[Sample],
+    world: World,
+    reduce: Callable[[Tensor, Any, Batch], Tensor],
+    *,
+    width: int,
+    micro_rows: int,
+) -> list[np.ndarray]:
+    """Return [n] of each sample, aligned with its tokens, from `reduce`.
+
+    `reduce` is a function of hidden states, head and batch whose result, [B, T], is aligned with the targets.
+    """
+    out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
+    for rows, batch in passes(samples, world, width=width, micro_rows=micro_rows, pack=packer_of(model)):
+        # [B, T]
+        values = (
+            model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: reduce(x, head, b))
+            .cpu()
+            .numpy()
+        )
+        for row, line in zip(rows, values, strict=False):
+            at = 0
+            for sample in itertools.chain.from_iterable(row):
+                out[int(sample.source)][sample.begins + 1 :] = line[at : at + len(sample) - 1]
+                at += len(sample)
+    return out
+
+
+@torch.no_grad()
+def per_document(
+    model: Decoder,
+    samples: Sequence[Sample],
+    world: World,
+    find: Callable[[Decoder, Batch], Tensor],
+    *,
+    width: int,
+    micro_rows: int,
+) -> list[float]:
+    """Return one value of each sample, from `find`, a function of model and batch to [documents]."""
+    out = [0.0] * len(samples)
+    for rows, batch in passes(samples, world, width=width, micro_rows=micro_rows):
+        values = iter(find(model, batch).tolist())
+        for row in rows:
+            for (sample,) in row:
+                out[int(sample.source)] = next(values)
+    return out
+
+
+def sample_logprobs(
+    model: Decoder, samples: Sequence[Sample], world: World, *, width: int, micro_rows: int, sampling: Processing
+) -> list[np.ndarray]:
+    """Return the log-probs of each sample's trained tokens under the distribution that they were sampled from.
+
+    Each is [n], aligned with the sample's tokens, and 0 where a token is not trained.
+    """
+
+    def logprobs(x, head, batch):
+        return token_logprobs(x, head, batch.targets, batch.weights, sampling, batch.streams.get("states")).logprobs
+
+    return per_token(model, samples, world, logprobs, width=width, micro_rows=micro_rows)

@@ -1,0 +1,62 @@
+"""Construction of a job's model: its config's plugins, resolved into the parts that the decoder takes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptf.config import plugin
+from ptf.config.schema import ModelConfig
+from ptf.errors import UserError
+from ptf.model.components import file_of
+from ptf.model.layers import Parts
+from ptf.model.lora import Lora
+
+
+def parts_of(spec: ModelConfig, *, adapted: bool = False) -> Parts:
+    """Return the model's replaced parts and, if `adapted`, its adapters.
+
+    Raises ConfigError if a plugin cannot be imported, UserError if two output heads are declared.
+    """
+    replace = {pattern: plugin.bind(own) for pattern, own in spec.replace.items()}
+    if spec.head is not None:
+        if "head" in replace:
+            raise UserError("model.head and model.replace.head both declare the output head; give one")
+        replace = {"head": plugin.bind(spec.head), **replace}
+    return Parts(replace, lora=lora_of(spec) if adapted else None)
+
+
+def lora_of(spec: ModelConfig) -> Lora | None:
+    """Return the adapters that are trained, or None without LoRA."""
+    lora = spec.lora
+    return None if lora is None else Lora(lora.rank, lora.alpha, lora.rslora, tuple(lora.targets))
+
+
+def without_adapters(spec: ModelConfig) -> ModelConfig:
+    """Return the section without adapters and without patterns of what trains."""
+    return spec.model_copy(update={"lora": None, "train": None})
+
+
+def without_head(spec: ModelConfig) -> ModelConfig:
+    """Return the section without the user's own head, which is built after tokens were added, for the final
+    vocabulary."""
+    return spec.model_copy(
+        update={"head": None, "replace": {pattern: own for pattern, own in spec.replace.items() if pattern != "head"}}
+    )
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first four names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+
+
+def report(directory: Path, new: Sequence[str], own: Sequence[str]) -> None:
+    """Print which tensors the checkpoint lacked, and which ones have no Hugging Face name."""
+    if new:
+        print(f"model: these tensors are not in {directory} and are drawn from the seed: {some(new)}", flush=True)
+    if own:
+        files = ", ".join(sorted({file_of(name) for name in own}))
+        print(
+            f"model: these tensors have no Hugging Face name: {some(own)}. "
+            f"Exports hold them in {files} beside model.safetensors. ptf loads both files; transformers and vLLM "
+            "load only the latter, so publishing as a plain Hugging Face model is refused if a layer is your own",
+            flush=True,
+        )

@@ -1,0 +1,35 @@
+"""A preview of how a run reads its data, for commands that show it before training."""
+
+import tempfile
+from dataclasses import replace
+
+from ptf.config import Job
+from ptf.data.passes import DataPlan, describe_order, is_cheap, plan_prompts, planned
+from ptf.data.pipeline import prompts_stream
+from ptf.data.tokenizer import Tokenizer
+from ptf.recipes.protocol import Recipe
+from ptf.train.dataloading import make_lanes, specs
+
+
+def takes(job: Job, recipe: Recipe, tokenizer: Tokenizer, few: int | None = None) -> tuple[DataPlan, dict[str, str]]:
+    """Return the run's passes and steps, and the order in which each source is read.
+
+    Bad rows are left out. `few`: the number of rows up to which all are encoded, for exact numbers.
+    """
+    if job.rollout:
+        assert job.train.steps is not None, "online jobs have no train.epochs"
+        prompts = prompts_stream(
+            specs(job.data.sources),
+            tokenizer=tokenizer,
+            seed=job.seed,
+            shuffle=job.data.shuffle,
+            temperature=job.data.mix.temperature,
+        )
+        return plan_prompts(prompts, job.rollout.prompts, job.train.steps), {
+            name: describe_order(ordered) for name, ordered in prompts.orders.items()
+        }
+    with tempfile.TemporaryDirectory() as aside:
+        lanes = replace(make_lanes(job, recipe, tokenizer), quarantine=aside, max_bad=1.0)
+        return planned(lanes, job.train.sequences, job.train.steps, exact=is_cheap(lanes, few)), {
+            name: describe_order(lanes.opened(name)[0]) for name in lanes.sources
+        }

@@ -1,0 +1,152 @@
+"""What a run reads: its sources as lanes of packed rows, and its validation sets."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptf.compute.peers import peers
+from ptf.compute.world import World
+from ptf.config import Job
+from ptf.data.exchange import group_size
+from ptf.data.forms import Row
+from ptf.data.kinds import unread
+from ptf.data.loader import Loader
+from ptf.data.packing import pack_all
+from ptf.data.passes import DataPlan, is_cheap, planned
+from ptf.data.pipeline import Lanes, opened, pack_units_once
+from ptf.data.quarantine import Quarantine
+from ptf.data.sample import PackUnit
+from ptf.data.sources.rows import SourceSpec
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.recipes.protocol import Recipe
+
+
+def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("inf")) -> dict[str, SourceSpec]:
+    """Return the config's sources as plain values; `epochs` applies to those that have none of their own."""
+    return {
+        name: SourceSpec(
+            s.path,
+            s.weight,
+            s.kind,
+            s.columns,
+            s.limit,
+            s.epochs or epochs,
+            s.rows,
+            s.config,
+            s.split,
+            s.revision,
+            verify_up_to=verify_up_to,
+        )
+        for name, s in sources.items()
+    }
+
+
+def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None = None) -> Lanes:
+    """Build the lanes of the training data; `run` is the directory in which bad rows are collected."""
+    data = job.data
+    return Lanes(
+        specs(data.sources, job.train.epochs, job.verify_bytes),
+        tokenizer,
+        lambda row, source: recipe.encode(row, tokenizer, source),
+        lanes=data.partitions,
+        seed=job.seed,
+        shuffle=data.shuffle,
+        seq_len=data.seq_len,
+        lookahead=data.lookahead,
+        too_long=data.too_long,
+        temperature=data.mix.temperature,
+        by=data.mix.by,
+        exhausted=data.mix.exhausted,
+        reorder=data.baskets == "shuffle",
+        share=data.share_prefixes,
+        quarantine=str(run / "quarantine") if run and data.on_bad_row == "skip" else None,
+        max_bad=data.max_bad,
+    )
+
+
+def make_loader(job: Job, lanes: Lanes, world: World) -> Loader:
+    """Build this rank's loader; all ranks call it together."""
+    data = job.data
+    if world.leads:
+        for line in unread_columns(specs(data.sources)):
+            print(f"train: {line}", flush=True)
+    return Loader(
+        lanes,
+        lanes=data.partitions,
+        rows=job.train.sequences,
+        rank=world.data_rank,
+        world_size=world.data_size,
+        micro_rows=1 if job.train.deterministic else job.train.micro_sequences,
+        seq_len=data.seq_len,
+        prefetch=data.prefetch,
+        timeout_s=job.compute.timeout_s,
+        peers=peers(world, group_size(world.data_size), job.compute.timeout_s),
+    )
+
+
+def planned_steps(job: Job, lanes: Lanes, loader: Loader, world: World) -> DataPlan:
+    """Return the passes and steps of the whole run, over all ranks.
+
+    The number of steps of a run that ends with its data is always exact. Raises UserError if there is nothing to train
+    on.
+    """
+    few = is_cheap(lanes)
+    if world.leads and (few or not lanes.endless):
+        print("train: counting the steps and passes that the data has", flush=True)
+
+    def total(values: Sequence[float]) -> list[float]:
+        return world.sum(values).tolist()
+
+    plan = planned(
+        lanes,
+        job.train.sequences,
+        job.train.steps,
+        served=loader.served,
+        total=total,
+        most=world.max,
+        exact=few or not lanes.endless,
+    )
+    if not plan.steps[1]:
+        raise UserError("data.sources: the data has no sample to train on")
+    return plan
+
+
+def held_out_rows(
+    job: Job, recipe: Recipe, tokenizer: Tokenizer, quarantine: Path | None = None
+) -> dict[str, list[list[PackUnit]]]:
+    """Return the validation sets, packed.
+
+    `quarantine`: the directory for their bad rows, where those are skipped; without it they are only counted.
+    """
+    data = job.data
+    sets: dict[str, list[list[PackUnit]]] = {}
+
+    def encode(row: Row, source: str) -> list[PackUnit]:
+        return recipe.encode(row, tokenizer, source)
+
+    for name, spec in specs(data.validation, None, job.verify_bytes).items():
+        file = quarantine / f"validation-{name}.jsonl" if quarantine else None
+        set_aside = Quarantine(file, data.max_bad).add if data.on_bad_row == "skip" else None
+        atoms = pack_units_once(
+            {name: spec},
+            tokenizer=tokenizer,
+            encode=encode,
+            seq_len=data.seq_len,
+            too_long=data.too_long,
+            set_aside=set_aside,
+        )
+        sets[name] = pack_all(atoms, data.seq_len)
+    return sets
+
+
+def unread_columns(sources: Mapping[str, SourceSpec]) -> list[str]:
+    """Return a line for each source that has columns which nothing reads."""
+    lines = []
+    for name, source in sources.items():
+        if source.kind == "tokenized":
+            continue
+        reader, spec = opened(source, None)
+        if columns := unread(spec, reader):
+            lines.append(f"source {name}: columns that nothing reads: {', '.join(columns)}")
+    return lines

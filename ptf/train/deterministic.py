@@ -1,0 +1,102 @@
+"""The deterministic mode: a step's result is the same to the bit however its rows are split into passes and distributed
+over ranks.
+
+The one idea: floating-point addition depends on its order, so the order is fixed. Each row is trained by itself, from
+gradients of zero; the rows' gradients and metrics are then added one after the other by the row's number in the global
+step, on every rank alike. That needs the whole model on every rank and a gradient for each row, so it is for small
+models.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptf.compute.world import World
+from ptf.config.schema import TrainConfig
+from ptf.data.batch import Batch
+from ptf.errors import UserError
+from ptf.model.decoder import Decoder
+from ptf.recipes.protocol import Recipe
+from ptf.train.trainer import LARGEST, Means, Trainer
+
+MAX_GRADIENT_BYTES = 4 << 30  # of all rows of a rank
+
+
+class DeterministicTrainer(Trainer):
+    """A trainer whose result does not depend on the number of ranks; the model is whole on every rank, and batches hold
+    one row each."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        torch.set_num_threads(1)  # the order of additions depends on the number of threads
+
+    def refuse_large(self, rows: int) -> None:
+        """Raise UserError if the rows' gradients need more than 4 GiB on a rank."""
+        size = (
+            sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+            * rows
+            // self.world.size
+        )
+        if size > MAX_GRADIENT_BYTES:
+            raise UserError(
+                f"train.deterministic keeps a gradient for each row, {size / 2**30:.1f} GiB on every worker here, "
+                f"and allows at most {MAX_GRADIENT_BYTES / 2**30:g}: "
+                "lower train.sequences, or turn train.deterministic off"
+            )
+
+    def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
+        """Leave the gradient of the mean loss in the parameters, summed in the order of the rows."""
+        world, parameters = self.world, [p for p in self.model.parameters() if p.requires_grad]
+        assert all(len(batch.tokens) == 1 for batch in micro), "one row a batch"
+        # for each row of the global step: its rank, and its index among that rank's rows
+        owners: list[tuple[int, int]] = [(0, 0)] * (len(rows) * world.size)
+        for rank, numbers in enumerate(self.world.gather(list(rows))):
+            for k, number in enumerate(numbers):
+                owners[number] = rank, k
+        units_by_rank = self.world.gather([float(recipe.units(batch)) for batch in micro])
+        units = 0.0
+        for rank, k in owners:
+            units += units_by_rank[rank][k]
+        if not units:
+            return {}, units
+        gradients: list[torch.Tensor] = []
+        row_metrics: list[dict[str, float]] = []
+        for batch in micro:
+            loss, metrics = self.loss(batch, recipe)
+            (loss / units).backward()
+            gradients.append(
+                torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+            )
+            self.optimizer.zero_grad(set_to_none=True)
+            row_metrics.append({name: float(value.detach().double()) for name, value in metrics.items()})
+        total = torch.zeros_like(gradients[0])
+        values = self.world.gather(row_metrics)
+        sums: dict[str, float] = {}
+        largest: dict[str, float] = {}
+        for rank, k in owners:
+            total += self._broadcast(rank, gradients[k] if rank == world.rank else torch.empty_like(total))
+            for name, value in values[rank][k].items():
+                if name.startswith(LARGEST):
+                    largest[name] = max(largest.get(name, 0.0), math.inf if math.isnan(value) else value)
+                else:
+                    sums[name] = sums.get(name, 0.0) + value
+        offset = 0
+        for p in parameters:
+            p.grad = total[offset : offset + p.numel()].view_as(p).clone()
+            offset += p.numel()
+        return {name: value / units for name, value in sums.items()} | largest, units
+
+    def _broadcast(self, rank: int, value: torch.Tensor) -> torch.Tensor:
+        if self.world.size > 1:
+            dist.broadcast(value, src=rank)
+        return value
+
+
+def trainer_of(
+    train: TrainConfig, model: Decoder, world: World, companions: Mapping[str, Decoder] | None = None
+) -> Trainer:
+    """Build the trainer of the job: the deterministic one if `train.deterministic` is set."""
+    return (DeterministicTrainer if train.deterministic else Trainer)(model, world, train, companions)

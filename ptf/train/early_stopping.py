@@ -1,0 +1,35 @@
+"""Early stopping: end a run when a held-out metric has stopped improving."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+class Watch:
+    """Early stopping by one metric; rows of metrics without it are ignored."""
+
+    def __init__(self, metric: str, mode: Literal["min", "max"], patience: int, min_delta: float) -> None:
+        self.metric = metric
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._patience = patience
+        self._min_delta = min_delta
+        self._best = float("inf")
+        self._since = 0
+
+    def __call__(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether the metric has been measured `patience` times without improving by `min_delta`."""
+        if self.metric not in metrics:
+            return False
+        value = self._sign * metrics[self.metric]
+        if value < self._best - self._min_delta:
+            self._best, self._since = value, 0
+        else:
+            self._since += 1
+        return self._since >= self._patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far and the number of measurements since."""
+        return {"best": self._best, "since": self._since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._best, self._since = float(state["best"]), int(state["since"])

@@ -1,0 +1,78 @@
+"""A job's tokenizer, with the chat template, template arguments and date of the job.
+
+The one idea: a template that renders today's date gives other ids tomorrow, so a run writes its first day to
+`date.json`, and every stage and resume of the run reads it there.
+"""
+
+import contextlib
+import datetime
+import os
+from pathlib import Path
+
+from ptf import scratch, storage
+from ptf.config.schema import Job
+from ptf.data.rendering import Rendering, renders_date
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+
+DATE = "date.json"  # in the run's directory
+
+
+def changes_rendering(job: Job) -> bool:
+    """Return whether the job changes how conversations are rendered."""
+    data, model = job.data, job.model
+    return bool(
+        model.chat_template or model.template_args or data.render != "template" or data.unseen_context != "error"
+    )
+
+
+def renders_a_date(directory: str) -> bool:
+    """Return whether the chat template among a tokenizer's files renders a date."""
+    files = [
+        file for file in Path(directory).iterdir() if file.suffix == ".jinja" or file.name == "tokenizer_config.json"
+    ]
+    return any(renders_date(file.read_text()) for file in files)
+
+
+def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:
+    """Give the tokenizer the job's chat template and rendering; it is changed in place and returned.
+
+    `run`: the run's directory, in which the date is kept; without one, the date is today's or the job's.
+    """
+    template = job.model.chat_template
+    tokenizer.set_template(None if template is None else template_text(template), job.model.template_args)
+    return with_run_rendering(job, tokenizer, run, served=job.data.render == "served")
+
+
+def with_run_rendering(job: Job, tokenizer: Tokenizer, run: Path | None, served: bool = False) -> Tokenizer:
+    """Give the tokenizer of any model of the run the run's date and context rules; its own template stays."""
+    date = None
+    if renders_date(tokenizer.hf.chat_template):
+        date = job.data.date or (datetime.date.today().isoformat() if run is None else pinned_date(run))
+    tokenizer.rendering = Rendering(date, served, job.data.unseen_context == "allow")
+    return tokenizer
+
+
+def template_text(path: str) -> str:
+    """Read a chat template. Raises UserError if it cannot be read."""
+    try:
+        return storage.read_text(path)
+    except (storage.Missing, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"model.chat_template: {path} cannot be read: {error}") from None
+
+
+def pinned_date(run: Path) -> str:
+    """Return the day on which the run began; the first call writes today's date."""
+    file = run / DATE
+    if not file.is_file():
+        run.mkdir(parents=True, exist_ok=True)
+        with scratch.file(file) as part:
+            part.write_text(storage.record_text({"lineage": run.name, "date": datetime.date.today().isoformat()}))
+            with contextlib.suppress(FileExistsError):
+                os.link(part, file)  # fails if another process was first
+    record = storage.record(
+        str(file),
+        "set data.date to the day on which the run began, if it is known; else remove the file and start a new run",
+        {"lineage": run.name},
+    )
+    return str(record["date"])

@@ -1,0 +1,223 @@
+"""Precomputed data: what companions contribute to the loss (reference log-probs, teachers' likeliest tokens), computed
+once before training and kept beside the tokens.
+
+The one idea: rows keep their order and their row groups, so a run reads annotated data exactly as it would read the
+tokenized data that it was made of, and trains the same batches (except where a row group would be larger than
+`GROUP_BYTES`: it is divided, and blocks are then permuted otherwise). A directory's name is a key of the data, models
+and settings that decide its content, so a directory that exists is reused.
+"""
+
+import contextlib
+import gc
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptf import scratch, storage
+from ptf.compute.provenance import code
+from ptf.compute.world import World
+from ptf.config import Job, resolve
+from ptf.config.schema import ModelConfig, Source
+from ptf.data import tokenized
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.sample import PackUnit, Sample, length
+from ptf.data.sources.blocks import Reader
+from ptf.data.sources.rows import blocks_once
+from ptf.data.token_file import RowFile, side_by_side, unit_columns
+from ptf.data.tokenizer import Tokenizer
+from ptf.model.decoder import Decoder
+from ptf.recipes.protocol import AnnotatingRecipe, Companion
+from ptf.train.batch_sharding import deal
+from ptf.train.companions import located
+from ptf.train.components import without_adapters
+from ptf.train.tokenize import tokenize
+from ptf.train.trainer import forget_forwards
+
+ROUND = 4  # micro-batches of each rank that are annotated at once
+GROUP_BYTES = 128 << 20  # about the largest size of a row group
+
+Load = Callable[[Mapping[str, Companion]], dict[str, Decoder]]
+
+
+def annotated(
+    job: Job, recipe: AnnotatingRecipe, tokenizer: Tokenizer, world: World, model: Decoder, directory: Path, load: Load
+) -> Job:
+    """Return the job with its sources replaced by annotated ones, which are written where they do not exist yet.
+
+    All ranks call it, before training. `model`, just loaded from `directory`, is itself the companion that training
+    starts from; `load` loads the others.
+    """
+    tokenized_data = cast("dict[str, str]", world.share(tokenize(job, tokenizer, 1) if world.leads else None))
+    job = resolve(job, tokenized=tokenized_data)
+    directories: dict[str, str] = {}
+    missing: list[str] = []
+    if world.leads:
+        directories = _named(job, recipe, tokenizer, model, directory)
+        missing = [name for name, path in directories.items() if not storage.exists(f"{path}/{storage.MANIFEST}")]
+    directories, missing = cast("tuple[dict[str, str], list[str]]", world.share((directories, missing)))
+    if missing:
+        companions = load(
+            {role: companion for role, companion in recipe.companions.items() if companion.path is not None}
+        )
+        companions |= dict.fromkeys(recipe.companions.keys() - companions.keys(), model)
+        for name in missing:
+            source = {**job.data.sources, **job.data.validation}[name]
+            _Annotating(job, recipe, tokenizer, world, model, companions).write(name, source, directories[name])
+        del companions
+        gc.collect()  # modules have reference cycles, which would keep the companions in memory
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return resolve(job, tokenized=directories)
+
+
+def _named(job: Job, recipe: AnnotatingRecipe, tokenizer: Tokenizer, model: Decoder, directory: Path) -> dict[str, str]:
+    """Return the directory of each source; its key covers all that decides what is written there, and nothing else."""
+    models = {
+        role: _start(job, directory) if companion.path is None else _digest(located(companion, role, job.verify_bytes))
+        for role, companion in recipe.companions.items()
+    }
+    vocabulary = model.config.vocab if any(companion.path for companion in recipe.companions.values()) else 0
+    made_by = (
+        models,
+        vocabulary,
+        type(recipe).__qualname__,
+        recipe.annotated_by,
+        job.train.precision,
+        tokenizer.fingerprint(),
+        code(),
+    )
+    sources = {**job.data.sources, **job.data.validation}.items()
+    made_of = {name: (storage.manifest_of(source.path)["digest"], source.limit) for name, source in sources}
+    keys = {name: hashlib.sha256(repr((data, made_by)).encode()).hexdigest()[:16] for name, data in made_of.items()}
+    return {name: f"{job.output}/annotated/{name}-{key}" for name, key in keys.items()}
+
+
+def _start(job: Job, directory: Path) -> str:
+    """Return a key of the model that training starts from, without what is trained on top.
+
+    It covers the files and, where weights are drawn, what they are drawn with.
+    """
+    spec: ModelConfig = without_adapters(job.model)
+    drawn = (job.seed, spec.replace) if spec.init == "random" or spec.replace else ()
+    return f"{_digest(directory)} {spec.init} {drawn}"
+
+
+def _digest(directory: Path) -> str:
+    """Return the SHA-256 of a model's config and weights."""
+    digest = hashlib.sha256()
+    for file in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+class _Annotating:
+    """The annotation of one job's sources with its companions."""
+
+    def __init__(
+        self,
+        job: Job,
+        recipe: AnnotatingRecipe,
+        tokenizer: Tokenizer,
+        world: World,
+        model: Decoder,
+        companions: Mapping[str, Decoder],
+    ) -> None:
+        self.job, self.recipe, self.tokenizer = job, recipe, tokenizer
+        self.world, self.model, self.companions = world, model, companions
+
+    def write(self, name: str, source: Source, directory: str) -> None:
+        """Annotate a source and write it, from rank 0; the directory appears when it is complete."""
+        leads, root = self.world.leads, Path(directory)
+        with scratch.directory(root) if leads else contextlib.nullcontext() as part:
+            reader = tokenized.reader(source.path, self.tokenizer, self.job.verify_bytes)
+            report = tokenized.Progress("annotate", name, reader) if leads else None
+            with contextlib.closing(RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
+                group: list[dict[str, Any]] = []  # columns of each row
+                for rows, ends in self._rounds(reader, source.limit):
+                    annotated_rows = self.annotate(rows)
+                    if file is not None:
+                        group += map(unit_columns, annotated_rows)
+                        if ends or sum(map(_nbytes, group)) > GROUP_BYTES:
+                            file.write(side_by_side(group))
+                            group = []
+                    if report:
+                        report({"rows": len(rows), "tokens": sum(length(atom) for row in rows for atom in row)})
+            if part:
+                made_by = tokenized.made_by(self.tokenizer)
+                storage.commit(part, {**made_by, "config": directory.rpartition("-")[2], "source": name})
+                if not root.exists():  # another run may have written it meanwhile
+                    os.replace(part, root)
+                print(f"annotate: {name} → {directory}", flush=True)
+            self.world.barrier()
+
+    def _rounds(self, reader: Reader, limit: int | None) -> Iterator[tuple[list[list[PackUnit]], bool]]:
+        """Yield as many rows at a time as keep all ranks busy, and whether a row group ends with them."""
+        size = ROUND * self.job.train.micro_sequences * self.world.data_size * self.job.data.seq_len
+        left = limit
+        for block, *_ in blocks_once(reader):
+            rows: list[list[PackUnit]] = []
+            tokens = 0
+            count = len(block) if left is None else min(len(block), left)
+            for i in range(count):
+                rows.append(tokenized.decode(block.row(i), ""))
+                tokens += sum(map(length, rows[-1]))
+                if tokens >= size or i == count - 1:
+                    yield rows, i == count - 1
+                    rows, tokens = [], 0
+            left = None if left is None else left - count
+            if left == 0:
+                return
+
+    def annotate(self, rows: Sequence[Sequence[PackUnit]]) -> list[list[PackUnit]]:
+        """Return the same rows, their samples with the companions' columns, on every rank."""
+        number = itertools.count()
+        numbered = [tuple(replace(sample, source=str(next(number))) for sample in atom) for row in rows for atom in row]
+        own: dict[str, dict[str, np.ndarray]] = {}
+        width = self.job.data.seq_len
+        for batch in deal(pack_all(numbered, width), self.world, self.job.train.micro_sequences, width):
+            batch = batch.to(self.world.device)
+            own |= of_samples(batch, self.recipe.annotations(self.model, batch, self.companions))
+            for companion in self.companions.values():
+                forget_forwards(companion)
+        columns: dict[str, dict[str, np.ndarray]] = {}
+        for part in self.world.gather(own):
+            columns |= part
+        number = itertools.count()
+
+        def with_columns(sample: Sample) -> Sample:
+            streams = {**sample.streams, **columns[str(next(number))]}
+            return Sample(sample.tokens, sample.weights, sample.source, streams)
+
+        return [[tuple(with_columns(sample) for sample in atom) for atom in row] for row in rows]
+
+
+def _nbytes(columns: Mapping[str, Any]) -> int:
+    """Return the bytes of a row's tokens and columns."""
+    return sum(array.nbytes for array in (columns["tokens"], columns["weights"], *columns["streams"].values()))
+
+
+def of_samples(batch: Batch, streams: Mapping[str, Tensor]) -> dict[str, dict[str, np.ndarray]]:
+    """Split columns that are aligned with targets, [B, T] or [B, T, k], into those of the batch's samples, by `source`.
+
+    Samples with an empty `source` are left out.
+    """
+    starts = ((batch.positions == 0) & (batch.segments >= 0)).reshape(-1).nonzero().squeeze(1).tolist()
+    flat = {name: values.flatten(0, 1).cpu().numpy() for name, values in streams.items()}
+    by_sample: dict[str, dict[str, np.ndarray]] = {}
+    for start, n, source in zip(starts, batch.lengths, batch.sources, strict=True):
+        if source:
+            by_sample[source] = {
+                name: np.concatenate([np.zeros_like(values[:1]), values[start : start + n - 1]])
+                for name, values in flat.items()
+            }
+    return by_sample

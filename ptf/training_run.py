@@ -1,0 +1,150 @@
+"""A training run: made by `train`, and read from its directory as a value (its job, metrics and checkpoints)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ptf import storage
+from ptf.artifact import Artifact
+from ptf.compute.checkpoint import STEP
+from ptf.compute.tracking import read_metrics
+from ptf.config import Job, dump, loads
+from ptf.data.sources.rows import stamps
+from ptf.errors import UserError
+from ptf.run import JOB, begun, mint, recorded, refuse_lineage, resolved, run
+from ptf.train.dataloading import specs
+from ptf.train.resume import refuse_frozen_changes
+
+METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, as its directory holds it."""
+
+    directory: Path
+    """`{output}/{lineage}`: metrics.jsonl, checkpoints/, and, once training has ended, model/."""
+    job: Job
+    """The resolved job that was trained, with the overrides of free keys that `at` was given."""
+    metrics: Mapping[str, float]
+    """`train/…` of the last step; the evaluation's beside them, where the run was evaluated."""
+    checkpoints: tuple[int, ...]
+    """Steps of the complete checkpoints, in order."""
+
+    @classmethod
+    def at(cls, directory: str | Path, overrides: Sequence[str] = ()) -> "Run":
+        """Read a run from its directory. `overrides` (`a.b=value`) change keys that are free to change after training,
+        such as those of `evaluate` and `publish`. Raises UserError where the directory is not a run's or another key
+        would change."""
+        directory = Path(directory)
+        text = recorded(directory) if directory.is_dir() else None
+        if text is None:
+            raise UserError(f"{directory} is not the directory of a training run: it has no {JOB}")
+        job = _overridden(text, overrides)
+        if Path(job.output).resolve() != directory.resolve().parent:  # begun elsewhere, or moved since
+            job = job.model_copy(update={"output": str(directory.resolve().parent)})
+        metrics = last_metrics(directory) | evaluated_metrics(directory)
+        return cls(directory, job, metrics, _checkpoints(job, directory))
+
+    def updated(self, overrides: Sequence[str] = ()) -> "Run":
+        """Read the metrics and checkpoints anew, and change free keys of this run's job."""
+        there = Run.at(self.directory)
+        return replace(there, job=_overridden(dump(self.job), overrides) if overrides else self.job)
+
+    @property
+    def lineage(self) -> str:
+        """The name of the run."""
+        return self.directory.resolve().name
+
+    @property
+    def model(self) -> Path:
+        """The directory of the trained model in Hugging Face format; it is there once training has ended."""
+        return self.directory / "model"
+
+    def refuse_unfinished(self) -> None:
+        """Raise UserError where training has not ended."""
+        if not self.model.is_dir():
+            raise UserError(
+                f"{self.directory} has no trained model yet: ptf train {self.directory / JOB} --lineage {self.lineage} "
+                "trains it to its end"
+            )
+
+    @property
+    def adapter(self) -> Path | None:
+        """The directory of the adapter in PEFT format, or None where training wrote none."""
+        adapter = self.directory / "adapter"
+        return adapter if adapter.is_dir() else None
+
+    def artifact(self) -> Artifact:
+        """Return the names that the stages of a flow pass on. Raises UserError where training has not ended."""
+        self.refuse_unfinished()
+        return Artifact(
+            self.lineage,
+            run=str(self.directory),
+            model=str(self.model),
+            metrics=self.metrics,
+            data=_data(self.directory),
+        )
+
+
+def train(job: Job, lineage: str | None = None) -> Run:
+    """Train a job from its config to the exported model, without an orchestrator. None mints a new lineage; one that
+    exists goes on from its newest checkpoint."""
+    if lineage is None:
+        lineage = mint(job.recipe if isinstance(job.recipe, str) else "plug")
+    refuse_lineage(lineage)
+    print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
+    job = resolved(job, begun(job, lineage), lineage)
+    data = stamps(specs(job.data.sources))  # of the files that are about to be read
+    directory = run(job, lineage)
+    record_data(directory, data)
+    print(f"trained: {directory / 'model'}   metrics: {directory / METRICS}", flush=True)
+    return Run.at(directory)
+
+
+def last_metrics(directory: Path) -> dict[str, float]:
+    """Return the metrics of the last step as `train/…`; none before the first step."""
+    rows = read_metrics(directory / METRICS) if (directory / METRICS).is_file() else []
+    return {f"train/{name}": value for name, value in rows[-1].items()} if rows else {}
+
+
+def record_evaluation(directory: Path, metrics: Mapping[str, float]) -> None:
+    """Keep the metrics of an evaluation in the run's directory."""
+    storage.write_record(str(directory / EVALUATED), {"lineage": directory.resolve().name, "metrics": dict(metrics)})
+
+
+def evaluated_metrics(directory: Path) -> dict[str, float]:
+    """Return what `record_evaluation` kept; nothing where the run was not evaluated. Raises Corrupt."""
+    return _record(directory, EVALUATED, "ptf evaluate writes it anew").get("metrics", {})
+
+
+def record_data(directory: Path, data: Mapping[str, str]) -> None:
+    """Keep the stamps of the data files that the run was trained on, by source."""
+    storage.write_record(str(directory / DATA), {"lineage": directory.resolve().name, "data": dict(data)})
+
+
+def _data(directory: Path) -> dict[str, str]:
+    return _record(directory, DATA, "remove it: the card is then written without the stamps of the data").get(
+        "data", {}
+    )
+
+
+def _record(directory: Path, name: str, advice: str) -> dict:
+    if not (directory / name).exists():
+        return {}
+    return storage.record(str(directory / name), advice, {"lineage": directory.resolve().name})
+
+
+def _overridden(text: str, overrides: Sequence[str]) -> Job:
+    """Return the job of a text with free keys changed. Raises UserError for a key that may not change."""
+    job = loads(text, overrides)
+    refuse_frozen_changes(text, job)
+    return job
+
+
+def _checkpoints(job: Job, directory: Path) -> tuple[int, ...]:
+    root = f"{job.checkpoint.to.rstrip('/')}/{directory.name}" if job.checkpoint.to else str(directory / "checkpoints")
+    names = [name for name in storage.children(root) if STEP.fullmatch(name)]
+    return tuple(
+        sorted(int(name.removeprefix("step_")) for name in names if storage.exists(f"{root}/{name}/{storage.MANIFEST}"))
+    )

@@ -1,0 +1,104 @@
+"""What a role parks comes back to the bit, in place, and its memory is the system's meanwhile."""
+
+import psutil
+import pytest
+import torch
+
+from ptf.compute.offload import Parking, own_file, release_freed_memory
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["file", "host memory"])
+def parking(request, tmp_path) -> Parking:
+    return Parking(own_file(str(tmp_path / "parked" / "policy"), 3) if request.param == "file" else None)
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+    model[3].weight = model[1].weight  # tied
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 1024)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [*model.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
+
+
+def test_training_goes_on_as_if_nothing_had_been_parked(parking):
+    (model, optimizer), (other, others) = trained(), trained()
+    half = model[0].weight[:512]  # a view
+    for _ in range(3):
+        parking.park(tensors(model, optimizer))
+        assert all(t.untyped_storage().nbytes() == 0 for t in tensors(model, optimizer))
+        parking.wake()
+        step(model, optimizer)
+        step(other, others)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(model, optimizer), tensors(other, others), strict=True))
+    assert torch.equal(half, model[0].weight[:512])
+    assert model[3].weight is model[1].weight
+
+
+def test_on_disk_it_takes_no_memory(tmp_path):
+    model, optimizer = trained()
+    release_freed_memory()  # what earlier tests left
+    parking, before = Parking(tmp_path / "policy.bin"), resident()
+    size = sum(t.nbytes for t in {id(t): t for t in tensors(model, optimizer)}.values())
+    parking.park(tensors(model, optimizer))
+    assert parking.bytes == size
+    assert before - resident() > 0.95 * size
+    assert (tmp_path / "policy.bin").stat().st_size == size
+    parking.wake()
+    assert abs(resident() - before) < 0.1 * size
+    assert not (tmp_path / "policy.bin").exists()
+
+
+def test_what_waits_is_not_parked_again_and_what_is_awake_not_woken(parking):
+    model, optimizer = trained()
+    sums = [float(t.detach().sum()) for t in tensors(model, optimizer)]
+    parking.wake()
+    parking.park(tensors(model, optimizer))
+    parking.park(tensors(model, optimizer))
+    parking.wake()
+    parking.wake()
+    assert [float(t.detach().sum()) for t in tensors(model, optimizer)] == sums
+
+
+def test_memory_that_is_not_torchs_own_is_refused_before_anything_is_emptied(parking):
+    values, seen = torch.ones(MIB), torch.ones(MIB)
+    array = seen.numpy()
+    with pytest.raises(RuntimeError, match=r"1 of 2 tensors have memory .* cannot be freed"):
+        parking.park([values, seen])
+    assert values.sum() == MIB == array.sum()
+
+
+def test_a_disk_that_cannot_be_written_leaves_everything_awake(tmp_path):
+    (tmp_path / "full").write_text("a file where the directory should be")
+    values = torch.ones(MIB)
+    with pytest.raises(OSError, match="full"):
+        Parking(tmp_path / "full" / "0.bin").park([values])
+    assert values.sum() == MIB
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(lambda b: b[:5], "is shorter than what was written"), (lambda b: b[:-1] + b"x", "is not what was written")],
+)
+def test_a_file_that_was_changed_is_noticed(tmp_path, change, said):
+    values, parking = torch.ones(MIB), Parking(tmp_path / "0.bin")
+    parking.park([values])
+    (tmp_path / "0.bin").write_bytes(change((tmp_path / "0.bin").read_bytes()))
+    with pytest.raises(RuntimeError, match=said):
+        parking.wake()

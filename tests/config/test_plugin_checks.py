@@ -1,0 +1,104 @@
+"""What a config names by `use:` is imported and its arguments are compared, each fault at its line."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptf.config.load import Problems, checked, on_path
+from ptf.config.plugin_checks import problems
+from ptf.config.tree import merge
+
+PLUGINS = """
+from dataclasses import dataclass
+import collections  # what is imported is found by name too
+@dataclass(frozen=True)
+class Recipe:
+    strength: float
+    length: int = 0
+    def __post_init__(self): raise AssertionError("a check makes nothing")
+def reward(row, text, *, scale=1.0): return 1.0
+def anything(*args, **more): return 1.0
+number = 3
+"""
+CONFIG = """
+recipe: {{use: "{module}:Recipe", args: {args}}}
+algo: {algo}
+model: {{path: m}}
+data:
+  sources: {{a: {{path: a.jsonl, kind: prompt}}}}
+rollout:
+  reward:
+    use: "{reward}"
+    args: {{{scale}: 2}}
+train: {{steps: 3, lr: 1e-4}}
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    module = f"plugins_{abs(hash(request.node.nodeid))}"
+    (tmp_path / f"{module}.py").write_text(PLUGINS)
+    (tmp_path / f"{module}_broken.py").write_text("import nothing_of_this_name\n")
+
+    def write(reward: str = "reward", scale: str = "scale", args: str = "{strength: 2}", algo: str = "{}") -> list[str]:
+        use = reward if ":" in reward else f"{module}:{reward}"
+        text = CONFIG.format(module=module, args=args, algo=algo, reward=use, scale=scale).replace("MODULE", module)
+        (tmp_path / "job.yaml").write_text(text)
+        tree = merge(tmp_path / "job.yaml")
+        on_path([tmp_path / "job.yaml"])
+        try:
+            checked(tree, problems(tree.root))
+        except Problems as error:
+            return [f"{p.place.line} {p.key} {p.what}".replace(module, "MODULE") for p in error.problems]
+        return []
+
+    return write
+
+
+def test_what_is_right_is_right(written):
+    assert written() == []
+    assert written("anything", "whatever") == []
+    assert written(args="{}", algo="{strength: 1.0}") == []
+    assert written("math:hypot", "x") == []  # a built-in says nothing of its parameters
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (
+            {"scale": "scael"},
+            "10 rollout.reward.args.scael MODULE:reward has no argument 'scael'  (did you mean scale?)",
+        ),
+        (
+            {"reward": "rewrad"},
+            "9 rollout.reward.use MODULE:rewrad: the module MODULE has no 'rewrad'  (did you mean reward?)",
+        ),
+        (
+            {"reward": "nowhere.at.all:f"},
+            "9 rollout.reward.use nowhere.at.all:f: no module 'nowhere' in the Python path: install it",
+        ),
+        ({"reward": "number"}, "9 rollout.reward.use MODULE:number is not callable: it is of type int"),
+        (
+            {"reward": "MODULE_broken:f"},
+            "9 rollout.reward.use importing MODULE_broken:f failed: ModuleNotFoundError: No module named 'nothing",
+        ),
+        (
+            {"args": "{strenght: 2}"},
+            "2 recipe.args.strenght MODULE:Recipe has no argument 'strenght'  (did you mean strength?)",
+        ),
+        ({"algo": "{lenght: 2}"}, "3 algo.lenght MODULE:Recipe has no argument 'lenght'  (did you mean length?)"),
+        ({"args": "{}"}, "3 algo.strength is missing: MODULE:Recipe needs it"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(written, given: dict[str, str], found: str):
+    assert any(line.startswith(found) for line in written(**given))
+
+
+def test_faults_of_plugins_and_of_keys_are_reported_together(written, tmp_path: Path):
+    found = written(scale="scael", args="{strenght: 2, strength: 1}", algo="{}\ntrian: {}")
+    assert [line.split(" ")[1] for line in found] == ["recipe.args.strenght", "trian", "rollout.reward.args.scael"]
+    assert str(tmp_path) in os.environ["PYTHONPATH"].split(os.pathsep)  # for child processes

@@ -1,0 +1,347 @@
+"""Old names of keys and plugins: refused in what people write, rewritten by `ptf upgrade`, translated in what an older
+version of ptf has stored."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ptf.cli import main
+from ptf.config import ConfigError, Job, dump, fingerprint, frozen_differences, load, loads
+from ptf.config.explain import keys, section_at
+from ptf.config.plugin import resolve
+from ptf.config.renames import FIRST_KEYS, FIRST_MODULES, KEYS, MODULES, outdated, with_first_names
+from ptf.config.tree import read
+from ptf.config.upgrade import upgraded
+from ptf.errors import UserError
+from ptf.run import record, recorded
+from ptf.train.resume import refuse_frozen_changes
+
+# job.yaml as `record` of ptf at c9bfe39 wrote it, in directories of these names, and the fingerprints that were taken
+STORED = Path(__file__).parent / "stored"
+# Of sections that no key was added to since: a new key changes the fingerprint of the section that it is in.
+WHOLE = {"grpo": "2729c3c1584d011c", "events": "ed28b8b497812802"}
+FINGERPRINTS = {
+    "grpo": {"data.prepare": "197ac03e6692109a", "train": "61d8224cbf953ff0"},
+    "events": {"data.prepare": "ae3d454da9e0823f", "train": "1899e0c9c37a944a"},
+}
+OLD = """\
+# what is trained
+recipe: {use: "ptf.recipes.next_item:NextItem"}   # a head
+model: {path: m}
+data:
+  prepare:
+    use: ptf.data.events:generated  # moved
+    args: {users: 10}
+  sources: {a: {path: a.jsonl, kind: events, rows: 7}}   # `rows` of a source are rows
+  "lanes": 4
+
+train: {steps: 10, 'rows': 8, lr: 1e-4,
+        micro_rows: 2}
+compute: {pools: {all: {roles: [policy, rollout], park: disk}}}
+flow:
+  sweep:
+    - {train.rows: 4, data.prepare.use: "ptf.data.events:prepare"}
+"""
+NEW = """\
+# what is trained
+recipe: {use: "ptf.events.item_head:NextItem"}   # a head
+model: {path: m}
+data:
+  prepare:
+    use: ptf.events.prepare:generated  # moved
+    args: {users: 10}
+  sources: {a: {path: a.jsonl, kind: events, rows: 7}}   # `rows` of a source are rows
+  "partitions": 4
+
+train: {steps: 10, 'sequences': 8, lr: 1e-4,
+        micro_sequences: 2}
+compute: {pools: {all: {roles: [policy, rollout], offload: disk}}}
+flow:
+  sweep:
+    - {train.sequences: 4, data.prepare.use: "ptf.events.prepare:prepare"}
+"""
+CHANGES = [
+    "job.yaml:2  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem",
+    "job.yaml:6  ptf.data.events:generated is now ptf.events.prepare:generated",
+    "job.yaml:9  data.lanes is now data.partitions",
+    "job.yaml:11  train.rows is now train.sequences",
+    "job.yaml:12  train.micro_rows is now train.micro_sequences",
+    "job.yaml:13  compute.pools.all.park is now compute.pools.all.offload",
+    "job.yaml:16  train.rows is now train.sequences",
+    "job.yaml:16  ptf.data.events:prepare is now ptf.events.prepare:prepare",
+]
+SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(*files: str, overrides: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        load(*files, overrides=overrides)
+    return str(refused.value).splitlines()
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+
+def test_new_keys_are_there_and_old_ones_are_not():
+    there = {key for key, _ in keys(Job)}
+    assert set(KEYS.values()) <= there
+    assert not set(KEYS) & there
+
+
+def test_the_table_can_be_read_in_both_directions():
+    assert len(FIRST_KEYS) == len(KEYS)
+    assert len(FIRST_MODULES) == len(MODULES)
+    assert not {*KEYS} & {*KEYS.values()}
+    assert not {*MODULES} & {*MODULES.values()}
+    for old, new in KEYS.items():
+        assert old.rpartition(".")[0] == new.rpartition(".")[0]  # a key stays in its section
+        assert not any(other.startswith(f"{old}.") for other in KEYS)  # and no section of the table is in the table
+    assert section_at(Job, ["train", "early_stopping"]) is not None
+
+
+def test_modules_that_moved_are_where_the_table_says():
+    root = Path(__file__).parents[2]
+    for old, new in MODULES.items():
+        path = root / new.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), new
+        assert not (root / old.replace(".", "/")).with_suffix(".py").exists(), old
+
+
+# --- refused ----------------------------------------------------------------------------------------------------
+
+
+def test_old_names_are_refused_at_their_lines(here):
+    Path("job.yaml").write_text(OLD)
+    assert refusal("job.yaml") == [
+        "job.yaml:2  recipe.use  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem; "
+        "`ptf upgrade job.yaml` rewrites it",
+        "job.yaml:6  data.prepare.use  ptf.data.events:generated is now ptf.events.prepare:generated; "
+        "`ptf upgrade job.yaml` rewrites it",
+        "job.yaml:9  data.lanes  is now data.partitions; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:11  train.rows  is now train.sequences; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:12  train.micro_rows  is now train.micro_sequences; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:13  compute.pools  is for recipes with rollouts; others have one gang, of compute.workers",
+        "job.yaml:13  compute.pools.all.park  is now compute.pools.all.offload; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:16  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare; "
+        "`ptf upgrade job.yaml` rewrites it",
+        "job.yaml:16  train.rows  is now train.sequences; `ptf upgrade job.yaml` rewrites it",
+    ]
+
+
+def test_what_is_wrong_besides_is_found_at_its_line_too(here):
+    Path("a.yaml").write_text(SFT.replace("lr:", "rows: none,\n  lr:"))
+    assert refusal("a.yaml") == [
+        "a.yaml:4  train.rows  is now train.sequences; `ptf upgrade a.yaml` rewrites it",
+        "a.yaml:4  train.sequences  expected a whole number, got the text 'none'",
+    ]
+
+
+def test_each_file_is_named(here):
+    Path("base.yaml").write_text("train: {micro_rows: 2}\n")
+    Path("a.yaml").write_text("extends: base.yaml\n" + SFT.replace("lr:", "rows: 4, micro_sequences: 1, lr:"))
+    assert refusal("a.yaml") == [
+        "a.yaml:5  train.rows  is now train.sequences; `ptf upgrade a.yaml` rewrites it",
+        "base.yaml:1  train.micro_rows  is now train.micro_sequences; `ptf upgrade base.yaml` rewrites it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("train.rows=4", "train.rows  is now train.sequences"),
+        ("train={rows: 4}", "train.rows  is now train.sequences"),
+        ("train.stop.patience=4", "train.stop  is now train.early_stopping"),
+        ("compute.pools.a.park=disk", "compute.pools.a.park  is now compute.pools.a.offload"),
+        (
+            "data.prepare.use=ptf.data.events:prepare",
+            "data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
+        ),
+    ],
+)
+def test_an_override_is_refused_with_the_new_name(here, override, what):
+    Path("a.yaml").write_text(SFT)
+    assert f"--set {override}  {what}" in refusal("a.yaml", overrides=(override,))
+    with pytest.raises(ConfigError, match=r"is now [\w.:]+$"):
+        loads(SFT, ["train.rows=4"])
+
+
+def test_both_names_at_once_are_refused(here):
+    Path("a.yaml").write_text(SFT.replace("lr:", "rows: 4, sequences: 8, lr:"))
+    said = "train.rows  is now train.sequences, which is there too; remove one"
+    assert refusal("a.yaml") == [f"a.yaml:4  {said}"]
+    with pytest.raises(ConfigError, match="remove one"):
+        loads(Path("a.yaml").read_text())
+    with pytest.raises(ConfigError, match="remove one"):
+        upgraded(Path("a.yaml").read_text(), "a.yaml")
+
+
+def test_names_of_the_users_own_are_left_alone():
+    own = {
+        "data": {"sources": {"lanes": {"path": "a", "rows": 3, "columns": {"rows": "r"}}}},
+        "train": {"lr_groups": {"rows": 2.0}},
+        "evaluate": {"metrics": {"stop": {"use": "mine:stop", "args": {"rows": 1, "group": 2}}}},
+        "flow": {"steps": {"train": {"environment": {"park": "x"}}}},
+    }
+    assert outdated(own) == []
+
+
+def test_a_moved_plugin_says_where_it_is():
+    with pytest.raises(ConfigError, match=r"is now ptf\.rl\.engines\.native:NativeEngine"):
+        resolve("ptf.rl.native_engine:NativeEngine")
+    assert callable(resolve("ptf.rl.rewards:exact"))
+
+
+# --- upgrade ----------------------------------------------------------------------------------------------------
+
+
+def test_upgrade_keeps_comments_and_layout(here, capsys):
+    Path("job.yaml").write_text(OLD)
+    os.chmod("job.yaml", 0o640)
+    Path("link.yaml").symlink_to("job.yaml")
+    assert main(["upgrade", "link.yaml"]) == 0
+    assert capsys.readouterr().out.splitlines() == [line.replace("job.yaml", "link.yaml") for line in CHANGES]
+    assert Path("job.yaml").read_text() == NEW
+    assert Path("job.yaml").stat().st_mode & 0o777 == 0o640
+    assert Path("link.yaml").is_symlink()
+    assert upgraded(OLD, "job.yaml") == (NEW, CHANGES)
+    assert sorted(path.name for path in here.iterdir()) == ["job.yaml", "link.yaml"]
+
+
+def test_upgrade_does_nothing_to_what_is_current(here, capsys):
+    Path("a.yaml").write_text(NEW)
+    before = Path("a.yaml").stat()
+    assert main(["upgrade", "a.yaml"]) == 0
+    assert capsys.readouterr().out == "a.yaml  has no old names\n"
+    after = Path("a.yaml").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("\ufefftrain:\r\n  rows: 8\r\n", "\ufefftrain:\r\n  sequences: 8\r\n"),
+        ('{"train": {"rows": 8}}', '{"train": {"sequences": 8}}'),
+        ("train: {? rows : 8}", "train: {? sequences : 8}"),
+        ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key sequences: 8}"),
+        (
+            "x: &here ptf.data.events:prepare\ndata: {prepare: {use: *here}}",
+            "x: &here ptf.events.prepare:prepare\ndata: {prepare: {use: *here}}",
+        ),
+    ],
+)
+def test_upgrade_of_other_texts(old, new):
+    if old.startswith("x:"):  # the anchor stands at a key of the user's, which would change too
+        with pytest.raises(ConfigError, match="replace by hand"):
+            upgraded(old, "a.yaml")
+    else:
+        assert upgraded(old, "a.yaml")[0] == new
+
+
+@pytest.mark.parametrize("text", ['train: {"r\\x6fws": 8}', '{\t"train": {"rows": 8}}'])
+def test_what_cannot_be_replaced_is_left_to_the_user(here, text):
+    Path("good.yaml").write_text(OLD)
+    Path("a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"a.yaml:1  train.rows  write train.sequences here yourself"):
+        upgraded(text, "a.yaml")
+    assert main(["upgrade", "good.yaml", "a.yaml"]) == 2
+    assert Path("good.yaml").read_text() == OLD  # all or nothing
+
+
+def test_upgrade_follows_nothing_outside_the_file(here):
+    Path("base.yaml").write_text("train: {rows: 4}\n")
+    Path("a.yaml").write_text("extends: base.yaml\nmodel: {path: 'job:base.yaml'}\ntrain: {micro_rows: 1}\n")
+    assert main(["upgrade", "a.yaml"]) == 0
+    assert Path("base.yaml").read_text() == "train: {rows: 4}\n"
+    assert "micro_sequences: 1" in Path("a.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [(None, "no such file"), ("a: [", "not valid YAML"), (b"\xff\xfe\x00", "not UTF-8 text")]
+)
+def test_upgrade_says_what_it_cannot_read(here, capfd, text, why):
+    if text is not None:
+        Path("a.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["upgrade", "a.yaml"]) == 2
+    assert why in capfd.readouterr().err
+
+
+def test_shipped_configs_are_current():
+    root = Path(__file__).parents[2]
+    for file in [*root.glob("configs/**/*.yaml"), *root.glob("tests/**/*.yaml"), *root.glob("benchmarks/**/*.yaml")]:
+        if STORED not in file.parents:
+            tree = read(file.read_text(), str(file))
+            assert (tree.problems, outdated(tree.root.plain())) == ([], []), file
+
+
+# --- stored -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=sorted(FINGERPRINTS))
+def stored(request, tmp_path) -> Path:
+    """The directory of a run that an older version began."""
+    shutil.copytree(STORED / request.param, tmp_path / request.param)
+    return tmp_path / request.param
+
+
+def upgraded_job(stored: Path) -> Job:
+    """What the user has today: the same config, with the new names."""
+    text, changes = upgraded((stored / "job.yaml").read_text().rpartition("# SHA-256")[0], "job.yaml")
+    assert changes
+    (stored / "today.yaml").write_text(text)
+    return load(stored / "today.yaml")
+
+
+def test_a_stored_job_is_the_job_of_today(stored):
+    text = recorded(stored)
+    assert text is not None
+    assert outdated(read(text, "job.yaml").root.plain())
+    today = upgraded_job(stored)
+    assert loads(text) == today == load(stored / "job.yaml")
+    assert loads(dump(today)) == today
+    assert load(stored / "job.yaml", overrides=["train.micro_sequences=1"]).train.micro_sequences == 1
+
+
+def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
+    text, today = recorded(stored), upgraded_job(stored)
+    assert text is not None
+    assert frozen_differences(loads(text), today) == []
+    refuse_frozen_changes(text, today)
+    record(today, stored)
+    assert recorded(stored) == dump(today)
+    other = today.model_copy(update={"train": today.train.model_copy(update={"sequences": 16})})
+    with pytest.raises(UserError, match=r"train\.sequences: 4 → 16"):
+        record(other, stored)
+
+
+def test_its_fingerprints_are_those_that_were_taken(stored):
+    job = upgraded_job(stored)
+    assert {at: fingerprint(job, at) for at in FINGERPRINTS[stored.name]} == FINGERPRINTS[stored.name]
+    whole = with_first_names(job.model_dump())
+    del whole["publish"]["what"]  # was added since
+    assert hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16] == WHOLE[stored.name]
+    changed = job.model_copy(update={"train": job.train.model_copy(update={"sequences": 16})})
+    assert fingerprint(changed) != fingerprint(job)
+    assert fingerprint(job, "data.partitions") == fingerprint(loads(json.dumps(job.model_dump())), "data.partitions")
+
+
+def test_a_fingerprint_of_a_renamed_key_has_its_first_name():
+    job = loads(SFT)
+    said = json.dumps({"data.lanes": job.data.partitions, "train.rows": job.train.sequences}, sort_keys=True)
+    assert fingerprint(job, "data.partitions", "train.sequences") == hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def test_upgrade_leaves_the_record_of_a_run(stored, capsys):
+    before = (stored / "job.yaml").read_bytes()
+    assert main(["upgrade", str(stored / "job.yaml")]) == 2
+    assert "was written by a run" in capsys.readouterr().err
+    assert (stored / "job.yaml").read_bytes() == before

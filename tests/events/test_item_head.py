@@ -1,0 +1,184 @@
+"""The head over a catalogue: its losses and gradients against float64 written out, packed and with baskets;
+what it asks for and what it refuses."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ptf.data.batch import Batch
+from ptf.data.encode import VALUE
+from ptf.data.sample import Sample
+from ptf.errors import UserError
+from ptf.events.item_head import NextItem, basket_starts
+from ptf.model.config import DecoderConfig, Layer, Rope
+from ptf.model.layers import Parts
+from ptf.model.lora import Lora
+from tests.bounds import ROUNDINGS, excess, traced
+
+VOCAB, ITEMS, D = 40, 24, 16
+IDS = torch.arange(10, 10 + ITEMS)
+
+
+def head(place: Path, dtype: torch.dtype = torch.float32, **knobs: Any) -> NextItem:
+    torch.manual_seed(0)
+    save_file({"ids": IDS, "rows": torch.randn(ITEMS, D)}, place / "items.safetensors")
+    made = NextItem(config(), Parts(), "head", items=str(place / "items.safetensors"), **knobs)
+    return made.to(dtype)
+
+
+def config() -> DecoderConfig:
+    return DecoderConfig(VOCAB, D, 2, 2, 8, 32, 1e-6, 64, True, (Layer(Rope(1e4)),))
+
+
+def history(rng: np.random.Generator, baskets: int) -> Sample:
+    """`<start> basket gap basket gap …`, the first basket as context."""
+    tokens, weights, where, days = [1], [0.0], [(0, 0)], [np.nan]
+    for basket in range(1, baskets + 1):
+        size = int(rng.integers(1, 5))
+        tokens += [*rng.choice(IDS.numpy(), size, replace=False).tolist(), 2]
+        weights += [float(basket > 1) * (3.0 if n == 0 else 1.0) for n in range(size + 1)]
+        where += [*((basket, n) for n in range(size)), (0, 0)]
+        days += [float(rng.integers(0, 50)) if basket != 3 else np.nan] * size + [np.nan]
+    known = np.stack([np.nan_to_num(days), ~np.isnan(days)], 1).astype(np.float32)
+    streams = {"baskets": np.array(where, np.int32), VALUE + "days": known}
+    return Sample(np.array(tokens, np.int32), np.array(weights, np.float32), "h", streams)
+
+
+def packed(seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    return Batch.of([[(history(rng, 3),), (history(rng, 4),)], [(history(rng, 5),)]], 48)
+
+
+def dense(weight: Tensor, x: Tensor, batch: Batch, set_wise: bool) -> Tensor:
+    """Place by place."""
+    total = torch.zeros((), dtype=torch.float64)
+    baskets = batch.streams["baskets"]
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            if not batch.weights[b, t]:
+                continue
+            rest = [t]
+            while (
+                set_wise
+                and baskets[b, t, 0]
+                and rest[-1] + 1 < x.shape[1]
+                and (
+                    batch.segments[b, rest[-1] + 1] == batch.segments[b, t]
+                    and baskets[b, rest[-1] + 1, 0] == baskets[b, t, 0]
+                )
+            ):
+                rest.append(rest[-1] + 1)
+            classes = [int(token) - 10 if 10 <= int(token) < 10 + ITEMS else ITEMS for token in batch.targets[b, rest]]
+            logprobs = (weight @ x[b, t]).log_softmax(0)
+            total = total - batch.weights[b, t] * logprobs[classes].mean()
+    return total
+
+
+@pytest.mark.parametrize("set_wise", [False, True])
+def test_loss_and_gradient_are_those_of_the_definition(tmp_path: Path, set_wise: bool) -> None:
+    batch = packed()
+    ours = head(tmp_path, set_wise=set_wise)
+    x = torch.randn(2, 48, D, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    exact, weight = traced(x), traced(ours.items.weight)
+    loss, expected = ours.loss(x, batch), dense(weight, exact, batch, set_wise)
+    found = [loss, *torch.autograd.grad(loss, [x, ours.items.weight])]
+    wanted = [expected, *torch.autograd.grad(expected, [exact, weight])]
+    assert excess(found, wanted) <= ROUNDINGS
+    assert excess([g * (1 + 1e-4) for g in found], wanted) > ROUNDINGS
+    # the control: the two are not the same
+    assert excess([loss], [dense(weight, exact, batch, not set_wise)]) > ROUNDINGS
+
+
+def test_some_items_stand_for_all(tmp_path: Path) -> None:
+    """The normaliser that is found from a few, over many draws, is that of all; the same batch draws the same ones."""
+    exact, sampled = head(tmp_path), head(tmp_path, sampled=6)
+    batch, x = packed(), torch.randn(2, 48, D, generator=torch.Generator().manual_seed(1)) / 4
+    only = torch.zeros_like(batch.weights)
+    at = tuple(torch.nonzero(batch.weights)[0])
+    only[at] = 1.0
+
+    def of(which: NextItem, shift: int) -> float:
+        tokens = batch.tokens.clone()
+        tokens[0, -1] += shift  # padding: another draw
+        return float(which.loss(x, Batch(**{**vars_of(batch), "tokens": tokens, "weights": only})))
+
+    assert of(sampled, 3) == of(sampled, 3)
+    assert len({of(sampled, shift) for shift in range(20)}) > 10
+    assert np.mean([math.exp(of(sampled, shift)) for shift in range(2000)]) == pytest.approx(
+        math.exp(of(exact, 0)), rel=0.03
+    )
+
+
+def vars_of(batch: Batch) -> dict[str, Any]:
+    return {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+
+
+def test_values_are_said_where_a_basket_begins(tmp_path: Path) -> None:
+    plain, both = head(tmp_path), head(tmp_path, values={"days": 0.5})
+    batch, x = packed(), torch.randn(2, 48, D, generator=torch.Generator().manual_seed(1))
+    said, expected = both.numbers(x)[..., 0], 0.0  # type: ignore[misc]
+    for b, t in torch.nonzero(batch.weights == 3.0).tolist():
+        days, there = batch.streams[VALUE + "days"][b, t].tolist()
+        if there:
+            expected += 0.5 / 2 * 3.0 * (float(said[b, t]) - math.log1p(days)) ** 2
+    assert expected > 1
+    assert float(both.loss(x, batch)) - float(plain.loss(x, batch)) == pytest.approx(expected, rel=1e-4)
+    assert both(x).shape == (2, 48, ITEMS + 2)
+    torch.testing.assert_close(both(x)[..., : ITEMS + 1].exp().sum(-1), torch.ones(2, 48))
+    assert torch.equal(both.logits(x)[..., IDS], both.items(x)[..., :-1])
+    others = {name: stream for name, stream in batch.streams.items() if name == "baskets"}
+    # rows of another source
+    assert both.loss(x, Batch(**{**vars_of(batch), "streams": others})).item() == pytest.approx(
+        plain.loss(x, batch).item()
+    )
+    with pytest.raises(UserError, match=r"rows have no value 'spend' for their baskets; they have days$"):
+        head(tmp_path, values={"spend": 1.0}).loss(x, batch)
+
+
+def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path) -> None:
+    made = head(tmp_path, set_wise=True, values={"days": 0.5})
+    x = torch.randn(2, 16, D, requires_grad=True)
+    loss = made.loss(x, Batch.of([[], []], 16))
+    assert float(loss.detach()) == 0
+    assert all(g is not None for g in torch.autograd.grad(loss, [x, *made.parameters()]))
+    batch, x = packed(), torch.randn(2, 48, D, requires_grad=True)
+    # of a source that says no values
+    without = Batch(**{**vars_of(batch), "streams": {"baskets": batch.streams["baskets"]}})
+    assert all(g is not None for g in torch.autograd.grad(made.loss(x, without), [x, *made.parameters()]))
+
+
+@pytest.mark.parametrize("knobs", [{"sampled": ITEMS}, {"sampled": 0}])
+def test_what_cannot_be_is_refused(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="sampled must be between 1 and 23"):
+        head(tmp_path, **knobs)
+    save_file({"ids": IDS, "rows": torch.randn(ITEMS, D + 1)}, tmp_path / "wide.safetensors")
+    with pytest.raises(
+        UserError, match=r"rows of width 17 and tokens up to 33; the model is of width 16, with a vocabulary of 40"
+    ):
+        NextItem(config(), Parts(), "head", items=str(tmp_path / "wide.safetensors"))
+    batch = packed()
+    without = Batch(**{**vars_of(batch), "streams": {}})
+    with pytest.raises(UserError, match="set_wise is for baskets"):
+        head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
+    with pytest.raises(UserError, match=r"nowhere.* has no `ids` and `rows`"):
+        NextItem(config(), Parts(), "head", items=str(tmp_path / "nowhere.safetensors"))
+    adapted = Parts(lora=Lora(4, 8.0, False, ("*",)))
+    with pytest.raises(UserError, match="has no effect"):
+        NextItem(config(), adapted, "head", items=str(tmp_path / "items.safetensors"))
+
+
+def test_held_out_losses_are_exact_and_a_cut_basket_opens_nothing(tmp_path: Path) -> None:
+    exact, sampled = head(tmp_path), head(tmp_path, sampled=6)
+    batch, x = packed(), torch.randn(2, 48, D)
+    with torch.no_grad():
+        assert sampled.loss(x, batch).item() == pytest.approx(exact.loss(x, batch).item(), rel=1e-6)
+    assert sampled.loss(x, batch).item() != pytest.approx(exact.loss(x, batch).item(), rel=1e-3)
+    where = np.array([(2, 3), (2, 4), (0, 0), (3, 0), (3, 1), (0, 0)], np.int32)
+    cut = Sample(np.array([10, 11, 2, 12, 13, 2], np.int32), np.ones(6, np.float32), "h", {"baskets": where})
+    assert basket_starts(Batch.of([[(cut,)]], 8)).nonzero().tolist() == [[0, 2]]

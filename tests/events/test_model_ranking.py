@@ -1,0 +1,196 @@
+"""A catalogue's order by a model: the scores are what the model says of every item,
+however its id is made and whatever is beside it in the batch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ptf.config import Plug
+from ptf.config.schema import TokensConfig
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.errors import UserError
+from ptf.events.catalogue import Catalogue
+from ptf.events.model_ranking import Ranker, evaluate_ranking, rank, top
+from ptf.events.prepare import generated
+from ptf.model.sampling import NEVER
+from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.protocol import Request, Sampling, edges_of
+from ptf.train.starting_model import extended
+
+
+@pytest.fixture(scope="module", params=["items", {"levels": [5, 3]}], ids=["items", "semantic"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared catalogue with a model that has weights, in `model`."""
+    from ptf.config.schema import ModelConfig
+
+    at = tmp_path_factory.mktemp("ranking")
+    generated(str(at / "made"), users=20, items=24, kinds=3, ids=request.param, window=64)
+    tokens = TokensConfig(
+        file=str(at / "made/tokens.jsonl"), init="vectors", vectors=str(at / "made/tokens.safetensors")
+    )
+    model = ModelConfig(path=str(at / "made/model"), init="random", tokens=tokens)
+    _, start = extended(model, at / "made/model", at, 0)
+    assert start == at / "extended"
+    return at
+
+
+def asked(place: Path) -> tuple[Tokenizer, Catalogue, list[Prompt]]:
+    tokenizer = Tokenizer.load(str(place / "extended"))
+    rows = [json.loads(line) for line in (place / "made/held_out.jsonl").read_text().splitlines()]
+    tokens = [np.array(tokenizer.render(row["messages"], True), np.int32) for row in rows]
+    return (
+        tokenizer,
+        Catalogue.load(str(place / "made/catalogue.json")),
+        [Prompt(t, row, "next", i) for i, (t, row) in enumerate(zip(tokens, rows, strict=True))],
+    )
+
+
+def engine_of(place: Path) -> NativeEngine:
+    return NativeEngine(str(place / "extended"), device=torch.device("cpu"), dtype=torch.float32, version=0)
+
+
+def by_hand(engine: NativeEngine, catalogue: Catalogue, tokenizer: Tokenizer, context: np.ndarray) -> np.ndarray:
+    """Of every item the log-probs of its tokens, from a forward pass of its own, among those that the trie allows."""
+    trie, found = catalogue.trie(tokenizer), []
+    for item in catalogue.items:
+        ids = tokenizer.encode(item.text)
+        logits = engine._prefill(
+            [np.array([*context, *ids[:n]], np.int32) for n in range(len(ids))], _cache(engine, context, ids)
+        ).double()
+        states, total = trie.walked(ids)[:, 0], 0.0
+        for n, token in enumerate(ids):
+            allowed = torch.full_like(logits[n], NEVER)
+            allowed[trie.allowed(int(states[n]))] = logits[n][trie.allowed(int(states[n]))]
+            total += float(allowed.log_softmax(-1)[token])
+        found.append(total)
+    return np.array(found)
+
+
+def _cache(engine: NativeEngine, context: np.ndarray, ids: list[int]) -> Any:
+    from ptf.rl.engines.kv_cache import Cache
+
+    return Cache(
+        engine.model.config, [len(context) + n for n in range(len(ids))], 1, torch.device("cpu"), torch.float32
+    )
+
+
+def scored(ranker: Ranker, prompts: list[Prompt]) -> list[np.ndarray]:
+    """In the order of the prompts."""
+    found = dict(ranker(prompts))
+    return [found[i] for i in range(len(prompts))]
+
+
+def test_scores_are_what_a_forward_pass_of_each_item_says(place: Path) -> None:
+    tokenizer, catalogue, prompts = asked(place)
+    engine = engine_of(place)
+    found = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts)
+    for prompt, scores in list(zip(prompts, found, strict=True))[:3]:
+        np.testing.assert_allclose(scores, by_hand(engine, catalogue, tokenizer, prompt.tokens), atol=1e-5)
+        assert np.exp(scores).sum() == pytest.approx(1.0, abs=1e-5), "something of the catalogue is said"
+    (alone,) = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts[:1])
+    np.testing.assert_allclose(alone, found[0], atol=1e-5)
+
+
+def test_a_narrow_beam_loses_items_but_not_their_scores(place: Path) -> None:
+    tokenizer, catalogue, prompts = asked(place)
+    engine = engine_of(place)
+    wide, narrow = (scored(Ranker.of(engine, catalogue, tokenizer, beam), prompts[:5]) for beam in (100, 2))
+    for a, b in zip(wide, narrow, strict=True):
+        kept = np.isfinite(b)
+        np.testing.assert_allclose(b[kept], a[kept], atol=1e-5)
+        assert kept.any()
+    if catalogue.items[0].text.count("<") > 1:
+        assert not all(np.isfinite(b).all() for b in narrow)
+
+
+def test_what_is_drawn_under_the_trie_is_always_an_item_and_as_likely_as_its_score(place: Path) -> None:
+    """And as likely to the trainer, under the same restriction."""
+    tokenizer, catalogue, prompts = asked(place)
+    engine = engine_of(place)
+    trie = catalogue.trie(tokenizer)
+    sampling = Sampling(trie.longest, 1.0, tokenizer.stop_ids, trie=trie)
+    calls = engine.answer([Request(p.tokens, sampling, seed) for p in prompts for seed in range(8)])
+    scores = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts)
+    names = {item.text: i for i, item in enumerate(catalogue.items)}
+    for i, call in enumerate(calls):
+        (item,) = catalogue.read(tokenizer.decode(call.sampled))
+        assert item is not None
+        assert call.logprobs.sum() == pytest.approx(scores[i // 8][names[item.text]], abs=1e-5)
+    assert len(edges_of(trie).tokens) == len(trie.tokens)
+
+
+def test_a_users_measures_are_of_the_list_that_the_scores_make(place: Path, tmp_path: Path) -> None:
+    tokenizer, catalogue, prompts = asked(place)
+    names = [item.name for item in catalogue.items]
+
+    def oracle(prompts: Any) -> Any:
+        """Scores that put the basket first."""
+        for number, prompt in reversed(list(enumerate(prompts))):
+            yield number, np.array([float(name in prompt.row["future"][0]) for name in names])
+
+    means, rows = evaluate_ranking(oracle, prompts, catalogue, np.eye(len(names)), 10)
+    assert means["all/ndcg@10"] == pytest.approx(1.0)
+    assert means["new/ndcg@10"] == pytest.approx(1.0)
+    assert len(rows) == len(prompts)
+    worst, _ = evaluate_ranking(
+        lambda ps: ((number, -scores) for number, scores in oracle(ps)), prompts, catalogue, np.eye(len(names)), 5
+    )
+    assert worst["all/hr@5"] == 0
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert not set(row.get("new/top", ())) & set(prompt.row["history"]), "what a user had is not new"
+    assert top(np.array([1.0, -np.inf, 3.0]), 3) == [2, 0]
+    found = rank(
+        place / "extended",
+        tokenizer=tokenizer,
+        prompts=prompts,
+        catalogue=str(place / "made/catalogue.json"),
+        k=10,
+        beam=50,
+        device=torch.device("cpu"),
+        parts=None,
+        answers=tmp_path / "rows.jsonl",
+    )
+    assert 0 <= found["all/ndcg@10"] < 1
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(prompts)
+    with pytest.raises(UserError, match="needs `history` and `future`, of items of the catalogue"):
+        evaluate_ranking(
+            oracle,
+            [Prompt(prompts[0].tokens, {"history": ["?"], "future": [["?"]]}, "next", 0)],
+            catalogue,
+            np.eye(len(names)),
+            5,
+        )
+
+
+def test_nothing_later_is_seen(place: Path) -> None:
+    """The model's scores after a history are the same whatever follows it in the row; planted in the history itself,
+    it is seen."""
+    tokenizer, _, prompts = asked(place)
+    engine = engine_of(place)
+    told = {p.row["user"]: (p.row["messages"][0]["content"], p.row["told"][0]) for p in prompts[:4]}
+    both = [np.array(tokenizer.encode(before + after), np.int32) for before, after in told.values()]
+    positions = [len(tokenizer.encode(before)) - 1 for before, _ in told.values()]
+    changed = [np.concatenate([row[: at + 1], row[at + 1 :][::-1]]) for row, at in zip(both, positions, strict=True)]
+    planted = [np.concatenate([row[at + 1 :], row[: at + 1]]) for row, at in zip(both, positions, strict=True)]
+
+    def hidden(rows: list[np.ndarray]) -> list[torch.Tensor]:
+        batch = engine._packed(rows)
+        x = engine.model(batch.tokens, batch.positions, batch.segments, lambda x, head: x)[0]
+        return list(x.split(batch.lengths))
+
+    with torch.no_grad():
+        a, b, c = hidden(both), hidden(changed), hidden(planted)
+    for row, at in enumerate(positions):
+        torch.testing.assert_close(a[row][: at + 1], b[row][: at + 1], rtol=0, atol=1e-5)
+        assert not torch.allclose(a[row][at], c[row][-1], atol=1e-3)
+
+
+def test_plugs_of_slates_are_found() -> None:
+    from ptf.config.plugin import bind
+
+    assert bind(Plug(use="ptf.tasks.slates:revenue", args={"catalogue": "x"}))

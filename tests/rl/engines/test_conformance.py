@@ -1,0 +1,165 @@
+"""The contract of engines: ours keep it, and each way of breaking it is found."""
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ptf.config import loads
+from ptf.rl.engines.conformance import ConformanceSuite, Violation, make_of
+from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.weights.verification import Receipt
+from tests.rl.test_controller import raw as raw
+
+
+class Own(NativeEngine):
+    """As somebody would plug it in. `fault` is one thing that it does wrong."""
+
+    def __init__(self, directory, *, device, dtype, version, seed, max_length, fault=""):
+        super().__init__(directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version)
+        self.fault, self.count = fault, 0
+
+    def answer(self, requests):
+        if self.fault == "shared seed":
+            self.count += 1
+            requests = [Request(r.context, r.sampling, self.count) for r in requests]
+        if self.fault == "seed ignored":
+            requests = [Request(r.context, r.sampling, 1) for r in requests]
+        if self.fault == "batch decides":
+            requests = [Request(r.context, r.sampling, r.seed + len(requests)) for r in requests]
+        if self.fault == "never greedy":
+            requests = [
+                Request(
+                    r.context,
+                    Sampling(r.sampling.max_new_tokens, r.sampling.temperature or 1.0, r.sampling.stop),
+                    r.seed,
+                )
+                for r in requests
+            ]
+        if self.fault == "stop ignored":
+            requests = [
+                Request(r.context, Sampling(r.sampling.max_new_tokens, r.sampling.temperature, ()), r.seed)
+                for r in requests
+            ]
+        if self.fault == "one limit":
+            most = max(r.sampling.max_new_tokens for r in requests)
+            requests = [
+                Request(r.context, Sampling(most, r.sampling.temperature, r.sampling.stop), r.seed) for r in requests
+            ]
+        if self.fault == "no nucleus":
+            requests = [Request(r.context, dataclasses.replace(r.sampling, top_p=1.0), r.seed) for r in requests]
+        if self.fault == "anything goes":
+            requests = [Request(r.context, dataclasses.replace(r.sampling, trie=None), r.seed) for r in requests]
+        if self.fault == "cannot" and any(r.sampling.trie or r.sampling.top_p < 1 for r in requests):
+            raise ValueError("neither tries nor nuclei")
+        calls = super().answer(requests)
+        if self.fault == "raw log-probs":
+            return [dataclasses.replace(c, logprobs=self.raw(c)) for c in calls]
+        if self.fault == "float64":
+            return [dataclasses.replace(c, logprobs=c.logprobs.astype(np.float64)) for c in calls]
+        if self.fault == "old stamp":
+            return [dataclasses.replace(c, versions=c.versions - 1) for c in calls]
+        return calls
+
+    def raw(self, call):
+        return self.score([np.concatenate([call.context, call.sampled])])[0][len(call.context) - 1 :]
+
+    def load_weights(self, buckets, manifest):
+        if self.fault == "takes all":
+            self.version = manifest.version
+            return Receipt(manifest.version, len(manifest.digests), 0)
+        receipt = None if self.fault == "keeps old" else super().load_weights(buckets, manifest)
+        if receipt is None:
+            from ptf.rl.weights.verification import check
+
+            receipt = check(buckets, manifest, self.version)
+            self.version = manifest.version
+        return receipt
+
+    def sleep(self):
+        if self.fault == "forgets":
+            with torch.no_grad():
+                next(self.model.parameters()).zero_()
+
+
+def contract(tmp_path, fault=""):
+    return ConformanceSuite(
+        make_of("tests.rl.engines.test_conformance:Own", [f"fault={fault}"], "fp32", tmp_path), tmp_path
+    )
+
+
+FOUND = {  # by which check
+    "shared seed": "seeds",
+    "seed ignored": "seeds",
+    "batch decides": "batch_independence",
+    "never greedy": "greedy",
+    "stop ignored": "stops",
+    "one limit": "limits",
+    "raw log-probs": "logprobs",
+    "float64": "answers",
+    "old stamp": "answers",
+    "takes all": "refuses",
+    "keeps old": "second_sync",
+    "forgets": "sleeps",
+    "no nucleus": "nucleus",
+    "anything goes": "allowed",
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_what_an_engine_does_wrong_is_found(tmp_path, fault):
+    one = contract(tmp_path, fault)
+    one.first_sync()
+    with pytest.raises(Violation):
+        getattr(one, FOUND[fault])()
+
+
+def test_ours_and_one_that_is_plugged_in_will_do(tmp_path):
+    found = list(contract(tmp_path).findings())
+    assert len(found) == len(set(FOUND.values())) + 3
+    assert not any(finding.wrong or finding.refused for finding in found)
+    (tmp_path / "b").mkdir()
+    assert [
+        f
+        for f in ConformanceSuite(make_of("native", [], "fp32", tmp_path / "b"), tmp_path / "b").findings()
+        if f.wrong or f.refused
+    ] == []
+
+
+def test_one_that_refuses_nuclei_and_tries_will_do(tmp_path):
+    one = contract(tmp_path, "cannot")
+    one.first_sync()
+    for check in (one.nucleus, one.allowed):
+        one.refused = False
+        check()
+        assert one.refused
+
+
+@pytest.mark.cluster
+def test_vllm_will_do():
+    done = subprocess.run(
+        [sys.executable, "-m", "ptf.cli", "check-engine", "vllm"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vllm: it will do" in done.stdout
+    assert done.stdout.count("ok   ") == 15
+
+
+def test_a_run_with_an_engine_of_ones_own(raw):
+    import yaml
+
+    from ptf.compute.tracking import read_metrics
+    from ptf.run import run
+
+    raw["rollout"]["engine"] = {"use": "tests.rl.engines.test_conformance:Own"}
+    raw["train"]["steps"] = 2
+    rows = read_metrics(run(loads(yaml.safe_dump(raw)), "a") / "metrics.jsonl")
+    assert all(row["logprob_diff"] <= 1e-5 for row in rows)

@@ -1,0 +1,280 @@
+"""Code that a model wrote, and the other rewards that come with ptf."""
+
+import json
+import os
+import signal
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ptf.config import Plug
+from ptf.data.trajectory import NoResult, Reward
+from ptf.errors import UserError
+from ptf.rl.rewards.functions import Rewards, brevity, code, exact, mathematics, weighted
+from ptf.rl.rewards.sandbox.cells import MODES
+from ptf.rl.rewards.sandbox.judge import find_mode, sandbox_line
+from tests.rl.as_user import in_mode, works
+from tests.rl.code_corpus import CHEATS, HONEST, NUMPY, SLEEPER, SLEEPING, left_behind
+
+SQUARE = "```python\ndef f(x):\n    return x * x\n```"
+DOUBLE_FORK = (
+    "import os\nif not os.fork():\n    os.setsid()\n"
+    f"    if not os.fork(): os.execv('/bin/sleep', ['sleep', '{SLEEPER}'])\n    os._exit(0)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (SQUARE, 1),
+        ("def f(x): return x ** 2", 1),
+        (SQUARE.replace("x * x", "x + x"), 0),
+        ("def f(x)", 0),
+        ("```python\nwrong\n```\nno:\n" + SQUARE, 1),
+        (SQUARE.replace("python", "Python"), 1),
+        ("import sys\nsys.exit(0)", 0),
+        ("def f(x): return 0\nif 0: \\", 0),
+        ("class E:\n    def __eq__(self, other): return True\ndef f(x): return E()", 0),
+        ("", 0),
+    ],
+)
+def test_code(text, value):
+    assert code({"tests": "assert f(3) == 9"}, text) == value
+    assert code({"tests": ["assert f(3) == 9", "assert f(0) == 0"]}, text) == value
+
+
+def test_a_secret_in_a_frame_pays_nothing():
+    """A pass that is a word which the program says at its end can be said by the answer,
+    which finds it in the caller's frame."""
+    answer = """
+        import os, sys
+        def f(x):
+            strings = [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, str)]
+            open([c for c in strings if c.endswith('said')][0], 'w').write([c for c in strings if len(c) == 32][0])
+            os._exit(0)
+    """
+    assert code({"tests": "assert f(3) == 9"}, textwrap.dedent(answer)) == 0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [[], "", "# none", None, {"f": 9}, [9], "f(3)", "assert True", "f(", "import no_such_module\nassert f(3) == 9"],
+)
+def test_tests_that_judge_nothing_are_errors_and_no_pass(tests):
+    with pytest.raises(ValueError, match="tests"):
+        code({"tests": tests}, SQUARE)
+
+
+NEEDS = {
+    "uid+namespaces": "it needs root that may make namespaces",
+    "uid": "it needs root that may not make namespaces, as in most containers, and user ids that nobody has",
+    "namespaces": "it needs a kernel that gives users namespaces (sysctl kernel.unprivileged_userns_clone=1)",
+    "bubblewrap": "install bubblewrap (bwrap)",
+    "subreaper": "it needs Linux",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_cheat_is_paid_and_every_honest_form_is(mode):
+    if not works(mode):
+        assert mode != find_mode()
+        pytest.skip(f"this machine has no mode {mode}: {NEEDS[mode]}")
+    done = subprocess.run(
+        in_mode(mode, "-m", "tests.rl.code_corpus", mode), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: paid for name, paid in found["cheats"].items() if paid not in (0.0, None)} == {}
+    assert {name: paid for name, paid in found["honest"].items() if paid != 1.0} == {}
+    assert found["left"] == []
+    assert len(found["cheats"]) == len(CHEATS) >= 40
+    assert len(found["honest"]) >= len([one for one in [*HONEST, *NUMPY] if not one.processes]) >= 20
+
+
+def test_escapes_are_paid_where_they_succeed():
+    """The control: without seccomp and Landlock the subreaper's cells leak."""
+    names = [
+        "reads the data set",
+        "writes outside",
+        "connects by TCP",
+        "connects by a socket of Unix",
+        "signals a process outside",
+        "limits another process",
+    ]
+    done = subprocess.run(
+        in_mode("uid+namespaces", "-m", "tests.rl.code_corpus", "unfiltered", *names),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == dict.fromkeys(names, 1.0)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def gone(what: str) -> bool:
+    """Whether no process has `what` in its command line, soon."""
+    for _ in range(600):
+        if not left_behind(what):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_process_that_is_left_would_be_found():
+    with subprocess.Popen(["sleep", SLEEPER]) as process:
+        assert left_behind(SLEEPING)
+        process.kill()
+
+
+def test_without_any_filter_what_is_left_is_swept(tmp_path):
+    """The subreaper alone: no seccomp, no Landlock, a session and a program of its own."""
+    script = f"""
+        import asyncio
+        from ptf.rl.rewards.sandbox.judge import judge
+        print(asyncio.run(judge({DOUBLE_FORK + SQUARE[10:-4]!r}, "assert f(3) == 9", mode="subreaper",
+                                filtered=False)).value)
+    """
+    done = subprocess.run(
+        in_mode("subreaper", "-c", textwrap.dedent(script)), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1.0"]
+    assert gone(SLEEPING)
+
+
+@pytest.mark.parametrize("mode", [*(["uid+namespaces", "uid"] if os.getuid() == 0 else []), "namespaces", "subreaper"])
+@pytest.mark.parametrize("who", ["caller", "harness"])
+def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
+    if not works(mode):
+        pytest.skip(f"this machine has no mode {mode}: {NEEDS[mode]}")
+    tmp_path.chmod(0o777)
+    for above in tmp_path.parents[:3]:
+        above.chmod(above.stat().st_mode | 0o011)  # of this session's alone
+    script = f"""
+        import asyncio, tempfile
+        tempfile.tempdir = {str(tmp_path)!r}
+        from ptf.rl.rewards.sandbox.judge import judge
+        asyncio.run(judge({DOUBLE_FORK + "import time; time.sleep(600)"!r}, "assert f(3) == 9", mode={mode!r},
+                          seconds=100.0, filtered={mode != "subreaper"}))
+    """
+    caller = subprocess.Popen(in_mode(mode, "-c", textwrap.dedent(script)), stderr=subprocess.DEVNULL)
+    while not left_behind(SLEEPING):
+        assert caller.poll() is None
+        time.sleep(0.02)
+    if who == "caller":
+        caller.kill()
+        caller.wait()
+    else:
+        (harness,) = [pid for pid in left_behind(str(tmp_path)) if parent(pid) == caller.pid]
+        os.kill(harness, signal.SIGKILL)
+        caller.wait()
+    if who == "caller" or "namespaces" in mode:  # without them nothing outlives the harness to end what has left it
+        assert gone(str(tmp_path))
+        assert gone(SLEEPING)
+        assert list(tmp_path.iterdir()) == []
+    for pid in left_behind(SLEEPING):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_strict_refuses_a_machine_without_namespaces():
+    script = """
+        from ptf.errors import UserError
+        from ptf.rl.rewards.sandbox import syscalls
+        from ptf.rl.rewards.sandbox.judge import sandbox_line
+        syscalls.NUMBERS = {"unshare": syscalls.NUMBERS["unshare"]}
+        syscalls.forbid(alone=False)  # as where a container's profile forbids it
+        print(sandbox_line("auto"))
+        try:
+            sandbox_line("strict")
+        except UserError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        in_mode("subreaper", "-c", textwrap.dedent(script)), capture_output=True, text=True, check=True
+    )
+    weak, refused = done.stdout.splitlines()
+    assert weak.startswith("code sandbox: processes of this user, swept afterwards")
+    assert "sandbox: strict refuses that" in refused
+
+
+def test_the_first_lines_say_what_confines_code(capsys):
+    Rewards(
+        Plug(
+            use="ptf.rl.rewards:weighted", args={"parts": [{"use": "ptf.rl.rewards:code", "args": {"sandbox": "auto"}}]}
+        )
+    ).close()
+    assert capsys.readouterr().out == f"{sandbox_line('auto')}\n"
+    with pytest.raises(UserError, match="auto or strict"):
+        Rewards(Plug(use="ptf.rl.rewards:code", args={"sandbox": "none"}))
+
+
+def test_answers_are_judged_many_at_once_and_in_order():
+    row = {"tests": "assert f(3) == 9"}
+    texts = [SQUARE, "", "def f(x): return 9", "x", SQUARE] * 2
+    made = Rewards(Plug(use="ptf.rl.rewards:code"), timeout_s=60.0, retries=0)
+    try:
+        found = made.score([(row, text) for text in texts] + [({"tests": ""}, SQUARE)])
+    finally:
+        made.close()
+    assert found[:-1] == [Reward(1.0), Reward(0.0), Reward(1.0), Reward(0.0), Reward(1.0)] * 2
+    assert found[-1] == NoResult("ValueError: there are no tests")
+    assert gone("ptf.rl.rewards.sandbox.harness")
+
+
+def test_an_asynchronous_reward_has_many_in_flight():
+    made = Rewards(Plug(use="tests.rl.plugs:together", args={"parties": 40}), timeout_s=30.0, retries=0)
+    try:
+        assert made.score([({}, "a" * i) for i in range(40)]) == [Reward(float(i)) for i in range(40)]
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "value"),
+    [
+        ("1/2", r"so \boxed{0.5}", 1),
+        ("42", "the answer is 41", 0),
+        (r"\frac{1}{3}", "$\\frac{2}{6}$", 1),
+        ("72", "#### 72", 1),
+        ("72", "", 0),
+    ],
+)
+def test_mathematics(gold, text, value):
+    assert mathematics({"answer": gold}, text) == value
+
+
+def test_a_gold_answer_may_follow_its_derivation():
+    row = {"answer": "3 + 4 = <<3+4=7>>7\n#### 1,007"}
+    assert mathematics(row, r"\boxed{1007}", after="####") == 1
+    assert mathematics(row, r"\boxed{7}", after="####") == 0
+
+
+def test_a_gold_answer_that_cannot_be_read_is_an_error_and_no_zero():
+    with pytest.raises(ValueError, match="reads no expression"):
+        mathematics({"answer": ""}, "3")
+
+
+def test_sums_of_rewards():
+    parts = [
+        {"use": "ptf.rl.rewards:exact", "weight": 2.0},
+        {"use": "ptf.rl.rewards:brevity", "args": {"longest": 10, "margin": 5}},
+    ]
+    assert weighted({"answer": "12345"}, "12345", parts=parts) == 2.0
+    assert weighted({"answer": "1234567"}, "1234567", parts=parts) == pytest.approx(2.0 - 0.4)
+    with pytest.raises(KeyError):
+        weighted({}, "1", parts=parts)
+
+
+@pytest.mark.parametrize(("length", "value"), [(0, 0), (5, 0), (6, -0.2), (10, -1), (99, -1)])
+def test_brevity(length, value):
+    assert brevity({}, "a" * length, longest=10, margin=5) == pytest.approx(value)
+
+
+def test_exact():
+    assert exact({"answer": 7}, " 7\n") == 1
+    assert exact({"answer": 7}, "7.0") == 0

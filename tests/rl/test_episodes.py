@@ -1,0 +1,380 @@
+"""Episodes with turns: exact ids, faults that are no rewards, and nobody waits for anybody."""
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ptf.config import ConfigError, Plug
+from ptf.data.chat import chat_samples
+from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory, merged, samples_of
+from ptf.recipes.grpo.recipe import GRPO
+from ptf.rl.engines.protocol import Sampling
+from ptf.rl.environments.protocol import Environments
+from ptf.rl.episodes import EngineFault, Episode, Limits, run_all
+from tests.data.conversations import Conversation, real, said, schema
+from tests.data.templates import templated
+
+
+class Scripted:
+    """An engine that says what it was told for each context; elsewhere, digits that depend on the seed.
+    It never says one that ends a turn."""
+
+    name, version = "scripted", 3
+
+    def __init__(self, tokenizer, script=(), in_batches=False):
+        self.tokenizer, self.script, self.in_batches, self.asked = tokenizer, dict(script), in_batches, []
+
+    async def generate(self, request):
+        self.asked.append(request)
+        ids = self.script.get(request.context.tobytes())
+        if ids is None:
+            text = str(np.random.default_rng(request.seed).integers(1000))
+            ids = np.array(
+                [*self.tokenizer.encode(text), self.tokenizer.stop_ids[0]][: request.sampling.max_new_tokens], np.int32
+            )
+        n = len(ids)
+        return Call(
+            request.context,
+            ids,
+            -np.arange(1.0, n + 1, dtype=np.float32),
+            np.full(n, 3, np.int32),
+            bool(ids[-1] in self.tokenizer.stop_ids),
+        )
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return character_tokenizer("0123456789", tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def environments(request):
+    made = Environments(
+        Plug(use="tests.rl.environments:Echo", args=getattr(request, "param", {})), processes=2, timeout_s=1.5
+    )
+    yield made
+    made.close()
+
+
+def episodes(rows, tokenizer, environments, **limits):
+    how = Limits(
+        Sampling(limits.get("answer", 8), 1.0, tokenizer.stop_ids), limits.get("length", 200), limits.get("turns", 8)
+    )
+    return [
+        Episode(
+            Prompt(np.array([9], np.int32), row, "a", i),
+            how,
+            tokenizer,
+            lambda turn, i=i: 100 * i + turn + 1,
+            environments,
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def played(rows, tokenizer, environments, in_batches=False, **limits):
+    return asyncio.run(
+        run_all(Scripted(tokenizer, in_batches=in_batches), episodes(rows, tokenizer, environments, **limits))
+    )
+
+
+def facts(t):
+    return t.text, t.outcome, [(c.context.tolist(), c.sampled.tolist()) for c in t.calls], t.complete
+
+
+def spread(shared) -> list[Conversation]:
+    """A few of each kind of recorded conversation with tools in which the two sides take turns."""
+
+    def takes_turns(c):
+        return all(a["role"] != "assistant" or b["role"] != "assistant" for a, b in pairwise(c.messages))
+
+    return [
+        c
+        for source, n in (("tau", 6), ("sgd", 12))
+        for c in islice((c for c in real(shared) if c.source == source and takes_turns(c)), n)
+    ]
+
+
+def turns_with_tools(n: int) -> Conversation:
+    """n questions, each answered by a call and what is said of its result."""
+    messages = []
+    for i in range(n):
+        call = {
+            "id": f"call0000{i}",
+            "type": "function",
+            "function": {"name": "lookup", "arguments": {"place": f"Denver {i}"}},
+        }
+        messages += [said("user", f"How is it in Denver {i}?"), {**said("assistant", ""), "tool_calls": [call]}]
+        messages += [{**said("tool", f"sunny {i}"), "tool_call_id": call["id"]}, said("assistant", f"It is sunny {i}.")]
+    return Conversation("made", messages, [schema("lookup")])
+
+
+def test_recorded_conversations_are_replayed_with_the_ids_that_are_trained():
+    """Through environment and engine come the samples that the same conversation has as training data:
+    tokens and masks."""
+    for name in ("plain", "drops_thinking", "next_role_stop", "date", "two_stops"):
+        split = replayed([turns_with_tools(n) for n in (1, 3)], templated(name))
+        assert (split > 0) == (name == "drops_thinking")
+
+
+def test_real_conversations_are_replayed_with_the_ids_that_are_trained(shared):
+    for name in ("qwen3", "minimind"):
+        split = replayed(spread(shared), Tokenizer.load(str(shared / "tokenizers" / name)))
+        assert split == 0 or name == "qwen3"
+
+
+def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
+    """How many were split into several samples."""
+    split = 0
+    environments = Environments(Plug(use="tests.rl.environments:Replay"))
+    try:
+        for c in conversations:
+            wanted = chat_samples(c.messages, tokenizer, tools=c.tools)
+            script = {}
+            for sample in wanted:
+                edges = np.flatnonzero(np.diff(sample.weights != 0, prepend=False, append=False)).reshape(-1, 2)
+                script |= {sample.tokens[:a].tobytes(): sample.tokens[a:b] for a, b in edges}
+            how = Limits(Sampling(10**6, 1.0, tokenizer.stop_ids), 10**6, 1000)
+            episode = Episode(
+                Prompt(np.zeros(0, np.int32), {"messages": c.messages, "tools": c.tools}, "a", 0),
+                how,
+                tokenizer,
+                lambda turn: 0,
+                environments,
+            )
+            (made,) = asyncio.run(run_all(Scripted(tokenizer, script), [episode]))
+            assert made.outcome == Reward(1.0)
+            assert made.complete
+            found = samples_of(made)
+            assert len(found) == len(wanted)
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert ours.tokens.tolist() == theirs.tokens.tolist()
+                assert ours.weights.tolist() == theirs.weights.tolist()
+            split += len(found) > 1
+    finally:
+        environments.close()
+    return split
+
+
+def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
+    """Three calls, of which the third begins anew: every sampled token is trained once, with what belongs to it."""
+
+    def call(context, sampled, first):
+        return Call(
+            np.array(context, np.int32),
+            np.array(sampled, np.int32),
+            np.arange(first, first + len(sampled), dtype=np.float32),
+            np.zeros(len(sampled), np.int32),
+            True,
+        )
+
+    calls = call([1, 2], [3, 4], 0), call([1, 2, 3, 4, 5], [6], 2), call([1, 9], [7, 8], 3)
+    t = Trajectory(
+        Prompt(np.array([1, 2]), {}, "a", 0),
+        calls,
+        "",
+        Reward(1.0),
+        {"old_logprobs": np.arange(5, dtype=np.float32) + 10},
+    )
+    assert [len(run) for run in merged(calls)] == [2, 1]
+    first, second = samples_of(t, np.arange(5) + 20)
+    assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert first.weights.tolist() == [0, 0, 1, 1, 0, 1]
+    assert first.streams["advantages"].tolist() == [0, 0, 20, 21, 0, 22]
+    assert first.streams["rollout_logprobs"].tolist() == [0, 0, 0, 1, 0, 2]
+    assert second.tokens.tolist() == [1, 9, 7, 8]
+    assert second.streams["old_logprobs"].tolist() == [0, 0, 13, 14]
+    other = Trajectory(t.prompt, calls[:1], "", Reward(0.0), {"old_logprobs": np.zeros(2, np.float32)})
+    assert len(GRPO().credit([(t, other)])) == 3
+
+
+@pytest.mark.parametrize("in_batches", [True, False])
+def test_conversations_end_where_they_should(tokenizer, environments, in_batches):
+    whole, cut = (played([{}] * 4, tokenizer, environments, in_batches, turns=turns) for turns in (8, 2))
+    assert all(len(t.calls) == 3 and t.complete and t.outcome == Reward(0.75) for t in whole)
+    assert all(len(t.calls) == 2 and not t.complete and t.outcome == Reward(0.5) for t in cut)
+    assert [facts(t) for t in whole] == [facts(t) for t in played([{}] * 4, tokenizer, environments, not in_batches)]
+    for t in whole:
+        (sample,) = samples_of(t)
+        assert sample.weights.sum() == t.sampled
+
+
+def test_a_conversation_ends_when_there_is_no_more_room(tokenizer, environments):
+    for length in range(8, 60, 5):
+        for t in played([{}] * 3, tokenizer, environments, length=length):
+            assert all(len(c.context) + len(c.sampled) <= length for c in t.calls)
+            assert isinstance(t.outcome, Reward)
+            assert t.complete == (len(t.calls) == 3 and t.outcome.value == 0.75)
+
+
+def test_an_environment_that_leaves_no_room_for_an_answer_has_no_result(tokenizer, environments):
+    (found,) = played([{}], tokenizer, environments, length=3)
+    assert isinstance(found.outcome, NoResult)
+    assert "leaves no room for an answer in data.seq_len (3)" in found.outcome.reason
+    assert found.calls == ()
+    assert samples_of(found) == []
+
+
+SAID = {
+    "raise": "the database is away",
+    "hang": "longer than",
+    "stop": "longer than",
+    "die": "died",
+    "garbage": "not a ptf.rl.environments.protocol.Turn",
+    "nan": "nan",
+    "no number": "None",
+    "no messages": "messages of a turn",
+    "no data": "cannot be sent",
+    "text": "'1.0'",
+    "overflow": "int too large",
+    "no beginning": "begin returned [1.0]",
+}
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_a_fault_is_named_and_the_others_play_on_as_if_nothing_had_been(tokenizer, environments, fault, capsys):
+    rows = [{}, {}, {"at": 2, "fault": fault}, {}, {}, {}]
+    undisturbed = [facts(t) for t in played([{}] * 6, tokenizer, environments)]
+    found = played(rows, tokenizer, environments)
+    assert isinstance(found[2].outcome, NoResult)
+    assert SAID[fault] in found[2].outcome.reason
+    assert [facts(t) for i, t in enumerate(found) if i != 2] == [f for i, f in enumerate(undisturbed) if i != 2]
+    assert environments.retried == 1
+    assert SAID[fault] in capsys.readouterr().out, "it is said when it happens"
+
+
+def test_after_a_fork_no_answer_is_taken_for_anothers(tokenizer, environments, capsys):
+    """The second process's answer is seen by its number, also where all was said before."""
+    found = played([{"at": 3, "fault": "fork"}], tokenizer, environments)
+    while "does it fork?" not in (said := capsys.readouterr().out):
+        assert said == ""
+        assert len(found) < 1000, "no answer came out of turn"
+        found += played([{}, {}], tokenizer, environments)  # one in each process
+    assert all(t.outcome == Reward(0.75) for t in found)
+
+
+@pytest.mark.parametrize("fault", ["raise", "die"])
+def test_a_fault_that_passes_leaves_no_trace_but_a_count(tokenizer, environments, tmp_path, fault):
+    undisturbed = [facts(t) for t in played([{}] * 3, tokenizer, environments)]
+    found = played([{}, {"at": 2, "fault": fault, "once": str(tmp_path / "seen")}, {}], tokenizer, environments)
+    assert [facts(t) for t in found] == undisturbed
+    assert environments.retried == 1
+
+
+LOGPROBS = {
+    "words": ["a", "b"],
+    "not a number": [-1, np.nan],
+    "endless": [-1, -np.inf],
+    "beyond what float32 holds": [-1, -1e308],
+    "likelier than sure": [-1, 1e308],
+    "too few": [-1.0],
+}
+SAMPLED = {
+    "texts": ["a", "b"],
+    "too many": np.arange(9),
+    "none": np.zeros(0, np.int32),
+    "beyond the vocabulary": [3, 10**6],
+    "fractions": [1.5, 2.5],
+}
+GARBAGE = {
+    "no call": None,
+    "another type": [1, 2],
+    **{name: {"logprobs": np.array(x)} for name, x in LOGPROBS.items()},
+    **{name: {"sampled": np.array(x)} for name, x in SAMPLED.items()},
+    "other weights": {"versions": np.zeros(2, np.int32)},
+    "other context": {"context": np.array([8], np.int32)},
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_an_answer_of_the_engine_that_is_none_is_named(tokenizer, what):
+    """As an error of its own kind, so that a cluster replaces the engine; of a right answer there is none."""
+
+    class Broken(Scripted):
+        async def generate(self, request):
+            right = {
+                "context": request.context,
+                "sampled": np.array([3, 4], np.int32),
+                "logprobs": np.full(2, -1.0, np.float32),
+                "versions": np.full(2, 3),
+            }
+            change = GARBAGE.get(self.what, {})
+            return Call(**{**right, **change}, finished=False) if isinstance(change, dict) else change
+
+    (episode,) = episodes([{}], tokenizer, None)
+    episode.limits = replace(episode.limits, vocabulary=20)
+    engine = Broken(tokenizer)
+    engine.what = ""
+    (found,) = asyncio.run(run_all(engine, [episode]))
+    assert found.calls[0].sampled.tolist() == [3, 4]
+    engine.what = what
+    (episode,) = episodes([{}], tokenizer, None)
+    episode.limits = replace(episode.limits, vocabulary=20)
+    with pytest.raises(EngineFault, match="the rollout engine scripted answered with"):
+        asyncio.run(run_all(engine, [episode]))
+
+
+def test_an_environment_that_goes_on_without_a_message_is_named(tokenizer, environments):
+    (found,) = played([{"at": 1, "fault": "silent"}], tokenizer, environments)
+    assert isinstance(found.outcome, NoResult)
+    assert "no message" in found.outcome.reason
+
+
+def test_one_that_cannot_be_played_again_is_not_taken_for_the_same(tokenizer):
+    environments = Environments(Plug(use="tests.rl.environments:Moody"), processes=1, timeout_s=1.5)
+    try:
+        steady, gone = played([{}, {"at": 2, "fault": "die"}], tokenizer, environments, in_batches=True)
+        assert isinstance(gone.outcome, NoResult)
+        assert isinstance(steady.outcome, Reward | NoResult)
+        assert "did not give the same replies as before" in gone.outcome.reason
+    finally:
+        environments.close()
+
+
+def test_no_conversation_waits_for_anothers_turn(tokenizer, environments):
+    """While one environment hangs, the others come to their ends."""
+    engine = Scripted(tokenizer)
+    made = episodes([{"at": 1, "fault": "hang"}, {}], tokenizer, environments)  # in two processes
+    ends = {}
+
+    async def run():
+        async def timed(episode):
+            await run_all(engine, [episode])
+            ends[episode.prompt.index] = time.monotonic()
+
+        await asyncio.gather(*map(timed, made))
+
+    asyncio.run(run())
+    assert ends[1] + 1.0 < ends[0]
+
+
+def test_a_failed_episode_enters_no_advantage(tokenizer, environments):
+    found = played([{}, {"at": 1, "fault": "raise"}, {}], tokenizer, environments)
+    marked = tuple(Trajectory(t.prompt, t.calls, t.text, t.outcome, {"old_logprobs": t.logprobs}) for t in found)
+    assert len(GRPO().credit([marked])) == 2
+
+
+def test_an_environment_that_does_not_exist_is_refused_at_once():
+    with pytest.raises(ConfigError, match="Echo"):
+        Environments(Plug(use="tests.rl.environments:Ecco"))
+
+
+def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
+    (tmp_path / "shop_of_the_page.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    environments = Environments(Plug(use="shop_of_the_page:Shop"))
+    try:
+        (found,) = played([{"messages": [{"role": "user", "content": "1"}], "answer": "2"}], tokenizer, environments)
+        assert found.complete
+        assert found.outcome in (Reward(0.0), Reward(1.0))
+    finally:
+        environments.close()

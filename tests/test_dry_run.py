@@ -1,0 +1,127 @@
+"""`ptf check --dry-run` and `ptf doctor`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ptf import doctor
+from ptf.cli import main
+from ptf.dry_run import narrow
+from tests.tiny import arithmetic, checkpoint, write_jsonl
+from tests.train.test_preferences import preferences
+
+
+def said(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+    before = sorted(tmp_path.rglob("*"))
+    status = main(["check", "--dry-run", str(tmp_path / "job.yaml")])
+    assert sorted(tmp_path.rglob("*")) == before  # it leaves nothing
+    out = capfd.readouterr()
+    return status, out.out + out.err
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> dict[str, Any]:
+    return arithmetic(tmp_path)
+
+
+def online(raw: dict[str, Any], tmp_path: Path, reward: str) -> dict[str, Any]:
+    prompts = {"sums": {"path": str(tmp_path / "prompts.jsonl")}}
+    rollout = {"reward": {"use": reward}, "engine": "native", "prompts": 4, "group_size": 4, "max_new_tokens": 8}
+    return {
+        **raw,
+        "recipe": "grpo",
+        "rollout": rollout,
+        "data": {"sources": prompts, "seq_len": 64},
+        "train": {"steps": 100, "lr": 1e-4, "precision": "fp32"},
+    }
+
+
+def test_a_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raw["compute"] = {"launcher": "ray", "workers": 4}
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 0, text
+    assert "all of it works" in text
+    assert "step 1/1" in text
+
+
+def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, text = said(online(raw, tmp_path, "ptf.rl.rewards:numeric"), tmp_path, capfd)
+    assert status == 0, text
+    assert "reward" in text
+
+
+@pytest.mark.parametrize("name", ["kd", "kd ahead"])
+def test_teachers_are_narrow_too(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A teacher without weights would do: only what it is matters here."""
+    raw = preferences(tmp_path, name)
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 0, text
+    assert "step 1/1" in text
+
+
+def test_a_reference_that_does_not_fit_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raw = preferences(tmp_path, "dpo")
+    raw["algo"] = {"reference": str(checkpoint(tmp_path / "other", num_hidden_layers=3))}
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 2
+    assert "reference: the model in" in text
+
+
+def test_a_reward_that_raises_is_found(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raw = online(raw, tmp_path, "ptf.rl.rewards:numeric")
+    raw["rollout"]["reward"]["args"] = {"column": "absent"}
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 2
+    assert "absent" in text
+
+
+def test_a_row_that_cannot_be_masked_is_found(
+    raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "1+1="}]}])
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 2
+    assert "train.jsonl:1" in text
+
+
+def test_a_place_that_cannot_be_written_is_found(
+    raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    raw["checkpoint"] = {"to": str(tmp_path / "file" / "below")}
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 2
+    assert "checkpoint.to" in text
+
+
+def test_a_narrow_config_keeps_the_family_and_the_depth() -> None:
+    wide = {
+        "model_type": "x",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 9,
+    }
+    small = narrow({**wide, "quantization_config": {}, "text_config": wide})
+    assert small["num_hidden_layers"] == 36
+    assert small["hidden_size"] == small["text_config"]["hidden_size"] == 64
+    assert small["vocab_size"] == 9
+    assert "quantization_config" not in small
+
+
+def test_the_doctor_says_what_is_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "torch" in capsys.readouterr().out
+    assert not [f for f in doctor.findings() if f.name in doctor.NEEDED and f.problem]
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package in ("torch", "ray") else "1")
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda: 2)
+    problems = {f.name: f.problem for f in doctor.findings() if f.problem}
+    assert "cannot run without it" in problems["torch"]
+    assert "launcher: ray" in problems["ray"]
+    assert "nvidia-smi sees 2, torch 0" in problems["GPUs"]
