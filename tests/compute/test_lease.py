@@ -66,9 +66,9 @@ def test_a_second_one_is_told_who_holds_it_and_a_released_lease_is_free(job: Job
 HOLDS = """
 import sys, yaml
 from pathlib import Path
-from ptf.compute.lease import leased
+from ptf.compute.lease import hold_lease
 from ptf.config import load
-with leased(load(sys.argv[1]), Path(sys.argv[2])):
+with hold_lease(load(sys.argv[1]), Path(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
 """
