@@ -7,6 +7,7 @@ mapped, or whose number it bears; temporary files by TMPDIR, which is the sessio
 `-p tests.leftovers`.
 """
 
+import multiprocessing.util
 import os
 import re
 import shutil
@@ -29,6 +30,9 @@ CACHES = ("torchinductor_", "pytest-of-", "hsperfdata_", "matplotlib-", "fontcon
 # files that vLLM's engines and Metaflow's cards leave, whoever uses them
 LIBRARIES = re.compile(r"vllm_dist_\w+|tmp\w{8}\.json")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # of this process, with which they end
+
+
+AFTER_ITS_DIRECTORY = -200  # multiprocessing removes its own directory at -100
 
 
 class Session:
@@ -109,12 +113,18 @@ class Session:
             if not any(str(SHARED / name) in _maps(process) for process in [psutil.Process()]):
                 lines.append(f"shared memory: {SHARED / name}")
                 (SHARED / name).unlink(missing_ok=True)
+        helpers = multiprocessing.current_process()._config.get("tempdir")  # removed as this process ends
         lines += [
             f"temporary: {path}"
             for path in sorted(self.place.iterdir())
-            if not (path.name.startswith(CACHES) or LIBRARIES.fullmatch(path.name))
+            if not (path.name.startswith(CACHES) or LIBRARIES.fullmatch(path.name) or str(path) == helpers)
         ]
-        shutil.rmtree(self.place, ignore_errors=True)
+        if helpers and self.place in Path(helpers).parents:
+            multiprocessing.util.Finalize(
+                None, shutil.rmtree, [self.place], {"ignore_errors": True}, exitpriority=AFTER_ITS_DIRECTORY
+            )
+        else:
+            shutil.rmtree(self.place, ignore_errors=True)
         for name, value in self.kept.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -1,7 +1,6 @@
 """Training a small member of a family on any mesh: what several ranks must find alike."""
 
 import json
-import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,6 +23,7 @@ from ptf.model.plan import PLAN, parallelize
 from ptf.model.recompute import Recompute
 from ptf.model.tensor_parallel import Style
 from ptf.train import trainer
+from tests.model.ranks import on_processes
 from tests.tiny import packed
 
 ROWS = ([30, 11, 6], [47], [5, 41], [17, 1, 29])  # four micro-batches, by the lengths of their documents
@@ -122,23 +121,15 @@ def train(case: Case) -> Trained:
     return Trained(losses, gradients)
 
 
-def _rank(rank: int, size: int, cases: Sequence[Case], directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
-    for i, case in enumerate(cases):
-        found = train(case)
-        if rank == 0:
-            torch.save(found, f"{directory}/{i}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def train_each(cases: Sequence[Case]) -> list[Trained]:
+    """What each case finds, one after the other."""
+    return [train(case) for case in cases]
 
 
 def on_ranks(size: int, cases: Sequence[Case], directory: Path) -> list[Trained]:
     """What each case finds on `size` processes, which are started once."""
     directory.mkdir(parents=True)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    mp.spawn(_rank, (size, cases, str(directory)), nprocs=size)
-    return [torch.load(directory / f"{i}.pt", weights_only=False) for i in range(len(cases))]
+    return on_processes(size, partial(train_each, cases), directory)[0]
 
 
 def difference(a: Trained, b: Trained) -> tuple[float, float]:

@@ -1,6 +1,12 @@
-"""One function on two processes that form a gloo group."""
+"""One function on several processes that form a gloo group.
 
-from collections.abc import Callable
+They are forked from a server that has imported what they need: importing torch and ptf.model takes 3 CPU-seconds a
+process, which is most of what such a test would cost.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +14,26 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+IMPORTED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "ptf.train.trainer", "tests.tiny"]
 
-def _rank(rank: int, function: Callable[[], Any], directory: Path) -> None:
+
+def _rank(rank: int, function: Callable[[], Any], size: int, directory: Path, environment: Mapping[str, str]) -> None:
+    os.environ.clear()  # that of the server is of the time when it was started
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
     torch.save(function(), directory / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
+def on_processes(size: int, function: Callable[[], Any], directory: Path) -> list[Any]:
+    """What `function` (which can be pickled) returned on each of `size` ranks; files are left in `directory`."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    mp.start_processes(_rank, (function, size, directory, dict(os.environ)), nprocs=size, start_method="forkserver")
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
 def two_ranks(function: Callable[[], Any], directory: Path) -> list[Any]:
     """What `function` (of a module's top level) returned on rank 0 and on rank 1."""
-    mp.spawn(_rank, (function, directory), nprocs=2)
-    return [torch.load(directory / f"{rank}.pt") for rank in range(2)]
+    return on_processes(2, function, directory)
