@@ -67,7 +67,8 @@ class Decoder(nn.Module):
         if parts.pattern("head"):
             config = replace(config, head="custom")
         self.config = c = replace(config, tied=config.tied and config.head == "lm")
-        self.embed = nn.Embedding(c.padded, c.dim)
+        # `nn.Embedding` would draw its weights, for which torch imports its compiler on the meta device
+        self.embed = nn.Embedding.from_pretrained(torch.empty(c.padded, c.dim), freeze=False)
         self.layers = nn.ModuleList(Block(c, i, parts, f"layers.{i}") for i in range(c.layers))
         self.norm = RMSNorm(c.dim, c.norm_eps, c.norm_offset)
         self.head = parts.component("head", projection, c, parts, "head")
