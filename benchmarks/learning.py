@@ -233,6 +233,7 @@ class Seed:
     def taught(self, base: Path, chats: Mapping[str, Any]) -> dict[str, float]:
         shuffled = self.place / "shuffled"
         shutil.copytree(base, shuffled, dirs_exist_ok=True)
+        (shuffled / "manifest.json").unlink(missing_ok=True)  # its digests are those of the base
         tensors = load_file(shuffled / "model.safetensors")
         tensors["lm_head.weight"] = tensors["lm_head.weight"][
             torch.randperm(len(tensors["lm_head.weight"]), generator=torch.Generator().manual_seed(self.seed))

@@ -166,7 +166,7 @@ def test_sft_that_is_killed_and_resumed_ends_with_the_same_bits(place, alone):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     resumed = re.search(r"resumed from \S+ \(step (\d+) of 24\)", done.stdout + done.stderr)
     assert resumed
-    assert int(resumed[1]) in (10, 15, 20)
+    assert int(resumed[1]) in (5, 10, 15, 20)  # whichever was whole when it was killed
     directory = run_directory(output)
     a, b = (load_file(d / "model" / "model.safetensors") for d in (alone, directory))
     assert a.keys() == b.keys()
