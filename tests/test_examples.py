@@ -16,7 +16,14 @@ from ptf import published
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
-SMALL = ["train.steps=6", "train.validate_every=3", "evaluate.limit=8"]
+SMALL = [
+    "train.steps=2",
+    "train.sequences=1",
+    "train.micro_sequences=1",
+    "data.validation.held_out.limit=4",
+    "train.validate_every=1",
+    "evaluate.limit=4",
+]
 
 # One process runs both, because imports are most of what either costs. Cells are run as Jupyter runs them: in one
 # namespace, and the value of a cell's last expression is its output.
