@@ -19,6 +19,8 @@ PAGES = (
     "benchmarks/*.yaml",
     "benchmarks/*.py",
     "configs/**/*.yaml",
+    "examples/*.ipynb",
+    "examples/*.py",
     "LICENSE",
 )
 

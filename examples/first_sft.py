@@ -3,7 +3,8 @@
     python examples/first_sft.py                                  # a small model from random weights, on a CPU
     python examples/first_sft.py --model Qwen/Qwen3-0.6B          # a model of the Hugging Face Hub, on a GPU
 
-Replace `rows()` with your own data; everything below it stays as it is.
+Replace `rows()` with your own data; everything below it stays as it is. `examples/first_sft.ipynb` is the same as a
+notebook, and plots the run's curves.
 """
 
 import argparse
@@ -47,14 +48,28 @@ def write_jsonl(path: Path, found: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-def write_data(directory: Path) -> None:
+def write_data(directory: Path, conversations: list[dict]) -> None:
     """Write rows to train on, every tenth row to hold out, and the held-out questions with their answers."""
-    everything = rows()
-    held_out = everything[::10]
-    write_jsonl(directory / "train.jsonl", [row for row in everything if row not in held_out])
+    held_out = conversations[::10]
+    write_jsonl(directory / "train.jsonl", [row for row in conversations if row not in held_out])
     write_jsonl(directory / "held_out.jsonl", held_out)
     questions = [{"messages": row["messages"][:1], "answer": row["messages"][1]["content"]} for row in held_out]
     write_jsonl(directory / "questions.jsonl", questions)
+
+
+def write_job(directory: Path, conversations: list[dict], model: str | None = None) -> Path:
+    """Write the data and the config of the job into a directory and return the config's path. `model` is the directory
+    or the Hugging Face id of a model to start from; None writes a small one, which starts from random weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_data(directory, conversations)
+    if model:
+        start = {"model": model, "init": "pretrained", "lr": 1e-5, "precision": "bf16"}
+    else:
+        write_model(directory / "model", "0123456789+=")
+        start = {"model": directory / "model", "init": "random", "lr": 1e-3, "precision": "fp32"}
+    config = directory / "job.yaml"
+    config.write_text(CONFIG.format(output=directory, **start))
+    return config
 
 
 def main() -> None:
@@ -65,17 +80,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override one key of the job")
     options = parser.parse_args()
 
-    output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
-    write_data(output)
-    if options.model:
-        start = {"model": options.model, "init": "pretrained", "lr": 1e-5, "precision": "bf16"}
-    else:
-        write_model(output / "model", "0123456789+=")
-        start = {"model": output / "model", "init": "random", "lr": 1e-3, "precision": "fp32"}
-    (output / "job.yaml").write_text(CONFIG.format(output=output, **start))
-
-    job = ptf.load(output / "job.yaml", overrides=options.set)
+    job = ptf.load(write_job(Path(options.output), rows(), options.model), overrides=options.set)
     print(ptf.check(job))
     run = ptf.train(job)
     metrics = ptf.evaluate(run)

@@ -34,16 +34,68 @@ Written from `ptf/config/schema.py` by `python -m ptf.config.reference`; do not 
   What runs have stored is translated when it is read.
 * *Frozen* keys must be the same when a run continues from a checkpoint; *free* keys may change.
 """
+MOST_SET = (
+    "recipe",
+    "output",
+    "seed",
+    "model.path",
+    "model.revision",
+    "model.init",
+    "model.lora",
+    "data.sources",
+    "data.validation",
+    "data.seq_len",
+    "data.train_on",
+    "data.too_long",
+    "train.steps",
+    "train.epochs",
+    "train.lr",
+    "train.schedule",
+    "train.warmup",
+    "train.sequences",
+    "train.micro_sequences",
+    "train.precision",
+    "train.activation_checkpointing",
+    "train.validate_every",
+    "rollout.reward",
+    "rollout.prompts",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "compute.workers",
+    "checkpoint.every",
+    "evaluate.sources",
+    "publish.metric",
+)
+MOST_SET_HEAD = f"""## The {len(MOST_SET)} keys that most jobs set
+
+Start with these: every job has `recipe`, `model.path`, `data.sources`, `train.lr` and one of `train.steps` and
+`train.epochs`; the others have defaults. `rollout` belongs to the recipes that generate answers while they train
+(`grpo`, `ppo`, `opd`). The sections below list every key.
+"""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "null"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
 def markdown() -> str:
-    """One table for each section, in the order of the schema."""
+    """The keys that most jobs set, then one table for each section, in the order of the schema."""
     titles: dict[tuple[type[Section], bool], list[str]] = {}
     for title, section, free in _sections(Job, "", False):
         titles.setdefault((section, free), []).append(title)
-    return "\n".join([INTRO, *(_table(", ".join(names), section, free) for (section, free), names in titles.items())])
+    most_set = _rows(MOST_SET_HEAD, [(key, field_at(key)) for key in MOST_SET])
+    return "\n".join(
+        [INTRO, most_set, *(_table(", ".join(names), section, free) for (section, free), names in titles.items())]
+    )
+
+
+def field_at(key: str) -> tuple[FieldInfo, bool]:
+    """Return the field of a dotted key of a job, and whether the key or a section above it is free on resume.
+    Raises KeyError where a job has no such key."""
+    *above, name = key.split(".")
+    section, free = Job, False
+    for step in above:
+        field = section.model_fields[step]
+        section, free = section_at(field.annotation, []) or Section, free or _free(field)
+    return section.model_fields[name], free
 
 
 def json_schema() -> dict[str, Any]:
@@ -90,11 +142,17 @@ def _table(title: str, section: type[Section], free: bool) -> str:
     head = f"## {title}\n\n{_line(section.__doc__)}\n"
     if not section.model_fields:
         return head
+    return _rows(head, [(name, (field, free)) for name, field in section.model_fields.items()], section is not Plug)
+
+
+def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool]]], resumes: bool = True) -> str:
+    """A table of keys below `head`: each key as it is to be named, with its field and whether a section above is free.
+    With `resumes` False, nothing is told of resuming."""
     rows = []
-    for name, field in section.model_fields.items():
+    for name, (field, free) in fields:
         inner = section_at(field.annotation, [])
         inner = None if inner is Plug else inner
-        resume = "" if inner or section is Plug else "free" if free or _free(field) else "frozen"
+        resume = "" if inner or not resumes else "free" if free or _free(field) else "frozen"
         about = _line(field.description or (inner and inner.__doc__)).replace("|", "\\|")
         rows.append(
             f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |"

@@ -5,7 +5,7 @@ import pytest
 
 from ptf.config import dump, loads
 from ptf.config.explain import keys
-from ptf.config.reference import json_schema, markdown, write
+from ptf.config.reference import MOST_SET, field_at, json_schema, markdown, write
 from ptf.config.schema import jobs
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +36,29 @@ def test_free_keys_are_marked():
     assert "| free |" in rows["`micro_sequences`"]
     assert "| free |" in rows["`retries`"]  # below a free key
     assert "| frozen |" in rows["`lr`"]
+
+
+def test_the_page_begins_with_thirty_keys_that_exist():
+    assert len(MOST_SET) == len(set(MOST_SET)) == 30
+    first = markdown().split("\n## ")[1]
+    assert [line.split("`")[1] for line in first.splitlines() if line.startswith("| `")] == list(MOST_SET)
+    for key in MOST_SET:
+        assert any(key in {name for name, _ in keys(job)} for job in jobs().values()), key
+    with pytest.raises(KeyError):
+        field_at("train.learning_rate")  # the control: a key that no job has
+
+
+def test_keys_of_the_first_table_are_told_as_in_their_sections():
+    _, first, *sections = markdown().split("\n## ")
+    below = {
+        f"{part.splitlines()[0]}.{line.split('`')[1]}": line
+        for part in sections
+        for line in part.splitlines()
+        if line.startswith("| `")
+    }
+    for line in (line for line in first.splitlines() if line.startswith("| `")):
+        key = line.split("`")[1]
+        assert line.replace(f"`{key}`", f"`{key.rpartition('.')[2]}`", 1) == below[key if "." in key else f"Job.{key}"]
 
 
 def test_json_schema_takes_what_the_loader_takes():
