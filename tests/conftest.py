@@ -20,6 +20,8 @@ pytest_plugins = ["tests.leftovers"]
 settings.register_profile("fixed", deadline=None, database=None, derandomize=True)
 settings.register_profile("random", deadline=None, database=None, derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core each: threads of several processes would spin for their turn
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_AUTH_MODE"] = "token"  # before any test module imports ray, which reads it once
 os.environ["PTF_CACHE"] = tempfile.mkdtemp(prefix="ptf-cache-")  # what is verified is remembered here
 atexit.register(shutil.rmtree, os.environ["PTF_CACHE"], ignore_errors=True)

@@ -47,6 +47,7 @@ class Place:
             "track.print_every=1",
             "compute.threads=1",
             "evaluate.limit=20",
+            "data.prepare.args.train=4000",
             *more,
         ]
 
