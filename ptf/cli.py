@@ -79,6 +79,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def upgrade(options: argparse.Namespace) -> int:
+    """Rewrite the given configs with the key names of this version, and print a line for each change."""
     from ptf.config.upgrade import upgrade as upgrade_files
 
     for line in upgrade_files(*options.config):

@@ -37,7 +37,7 @@ def is_secret(value: object, key: str, *, variable: bool = False) -> bool:
 
 
 def from_environment(value: str, key: str) -> str:
-    """What a reference stands for; any other text as it is. Raises UserError where the variable is not set."""
+    """Return what a reference stands for; any other text as it is. Raise UserError where the variable is not set."""
     found = REFERENCE.fullmatch(value)
     if found is None:
         return value
@@ -56,8 +56,11 @@ def resolved(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def redacted(text: str) -> str:
-    """A text without the secrets of this process's environment, without what looks like a token,
-    and without passwords in addresses."""
+    """Return a text without secrets.
+
+    Those are the values of secret variables of this process's environment, what looks like a token, and passwords in
+    addresses.
+    """
     held = {
         value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(value, name, variable=True)
     }

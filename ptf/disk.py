@@ -25,9 +25,11 @@ REFUSED = {
 
 @contextlib.contextmanager
 def plainly(*places: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises UserError for an error of a disk. `places`: where the block writes, besides the directory of temporary
-    files; an error of a full disk names no file, so the one of these disks with the least room is the one that is
-    named."""
+    """Raise UserError for an error of a disk.
+
+    `places` are where the block writes, besides the directory of temporary files. An error of a full disk names no
+    file, so the one of these disks with the least room is named.
+    """
     try:
         yield
     except OSError as error:
@@ -50,8 +52,10 @@ def plainly(*places: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def full(*places: str | os.PathLike[str], needed: int | None = None) -> str:
-    """A sentence about the fullest of the disks that these places are on; `needed`:
-    bytes that are to be written there."""
+    """Return a sentence about the fullest of the disks that these places are on.
+
+    `needed` is the number of bytes that are to be written there.
+    """
     disks = {_mount(Path(place)): shutil.disk_usage(_mount(Path(place))) for place in places}
     mount, room = min(disks.items(), key=lambda item: item[1].free)
     more = "" if needed is None else f" and {needed / 2**30:.2f} GiB are needed"

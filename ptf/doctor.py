@@ -25,12 +25,15 @@ FEW_FILES, SHM_GIB = 4096, 2.0
 
 
 class Finding(NamedTuple):
+    """One line of the report."""
+
     name: str
     value: str
     problem: str = ""  # empty: all is well
 
 
 def findings() -> Iterator[Finding]:
+    """Yield what `ptf doctor` finds, line by line."""
     yield Finding("python", platform.python_version(), "" if sys.version_info >= (3, 11) else "ptf needs 3.11 or newer")
     for package in NEEDED:
         found = _version(package)

@@ -57,7 +57,7 @@ KEPT_ANYWAY = (
 
 
 def rehearse(job: Job, tell: Callable[[str], None]) -> None:
-    """Raises UserError at the first thing that the job would fail at; `tell` hears what is done."""
+    """Run the job small; `tell` is called with what is done. Raise UserError at the first thing that would fail."""
     began = time.monotonic()
     job = resolved(job)
     places = {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}
@@ -84,7 +84,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
 
 
 def memory(job: Job) -> str:
-    """What each GPU will need, as `ptf plan` finds it."""
+    """Return a line on what each GPU will need, as `ptf plan` finds it."""
     from ptf.train.budget import budget, described
 
     found = budget(
@@ -108,7 +108,7 @@ def writable(key: str, place: str) -> None:
 
 
 def shrink(source: Path, into: Path) -> None:
-    """A directory with the same tokenizer and a config of the same family and depth, but narrow."""
+    """Return a directory with the same tokenizer and a config of the same family and depth, but narrow."""
     into.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and file.name.startswith(KEPT_ANYWAY):
@@ -118,8 +118,10 @@ def shrink(source: Path, into: Path) -> None:
 
 
 def beside(job: Job, model: Path, scratch: Path) -> Job:
-    """The job with narrow models, of random weights, in place of the ones that its recipe looks at. Raises UserError
-    for one that does not go with the job's model."""
+    """Return the job with narrow models of random weights in place of the ones that its recipe looks at.
+
+    Raise UserError for one that does not go with the job's model.
+    """
     paths = {}
     for role, one in registry.build(job).companions.items():
         if one.path is None:
@@ -138,6 +140,7 @@ def beside(job: Job, model: Path, scratch: Path) -> Job:
 
 
 def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's config with small sizes."""
     inner: dict[str, Any] = {
         key: narrow(value) if key == "text_config" else value
         for key, value in config.items()
@@ -150,7 +153,7 @@ def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def smaller(job: Job, model: Path, source: str, output: str) -> Job:
-    """The job, one step long, in this process."""
+    """Return the job, one step long, in this process."""
 
     def few(sources):
         return {name: s.model_copy(update={"limit": min(s.limit or ROWS, ROWS)}) for name, s in sources.items()}
@@ -216,7 +219,7 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
 
 
 def check_rewards(job: Job, directory: Path) -> None:
-    """Raises UserError if the reward had no result for what the small model said."""
+    """Raise UserError if the reward had no result for what the small model said."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     if job.rollout and (failed := rows[-1].get("no_result", 0.0)) > 0:
         what, plug = ("reward", job.rollout.reward) if job.rollout.reward else ("environment", job.rollout.environment)

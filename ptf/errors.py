@@ -6,8 +6,10 @@ import traceback
 
 
 def told(error: BaseException) -> str:
-    """An error that the run survives, for its log: type, message, notes, and where it was raised,
-    in another process too."""
+    """Return an error that the run survives, for its log.
+
+    The text holds its type, message, notes, and where it was raised, in another process too.
+    """
     return "".join(traceback.format_exception(error)).strip()
 
 
@@ -50,8 +52,7 @@ def passing(error: BaseException) -> bool:
 
 
 def refuse_custom_code(path: object, error: Exception) -> None:
-    """Raises UserError if that is what transformers' error means: a model or a tokenizer that works only with Python
-    code of its own files."""
+    """Raise UserError if transformers' error means that the model or tokenizer needs Python code of its own files."""
     if "custom code" in str(error):
         raise UserError(
             f"{path} works only with Python code that lies beside it (auto_map), which ptf never runs; "

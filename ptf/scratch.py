@@ -17,14 +17,20 @@ PREFIX = ".partial-"  # of the names that `sweep` may remove
 
 @contextlib.contextmanager
 def directory(target: Path) -> Iterator[Path]:
-    """An empty directory beside `target`, to work in and then to rename; removed at the end if it is still there."""
+    """Yield an empty directory beside `target`, to work in and then to rename.
+
+    It is removed at the end if it is still there.
+    """
     with _beside(target, Path.mkdir) as path:
         yield path
 
 
 @contextlib.contextmanager
 def file(target: Path) -> Iterator[Path]:
-    """The same, of an empty file."""
+    """Yield an empty file beside `target`, to work in and then to rename.
+
+    It is removed at the end if it is still there.
+    """
     with _beside(target, Path.touch) as path:
         yield path
 

@@ -54,11 +54,13 @@ class Corrupt(UserError):
 
 
 def exists(uri: str) -> bool:
+    """Return whether there is a file or a directory."""
     files, path = _open(uri)
     return _asked(files, uri, lambda: files.exists(path))
 
 
 def is_local(uri: str) -> bool:
+    """Return whether a URI names a place on this machine's file system."""
     return _local(_open(uri)[0])
 
 
@@ -155,8 +157,10 @@ def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
 
 
 def refuse_no_bucket(uri: str) -> None:
-    """Raises Missing where an object store has no bucket of that name;
-    a directory of this machine is made when something is written."""
+    """Raise Missing where an object store has no bucket of that name.
+
+    A directory of this machine is made when something is written.
+    """
     files, path = _open(uri)
     bucket = path.split("/")[0]
     if bucket and not _local(files) and not _asked(files, uri, lambda: files.exists(bucket)):
@@ -164,8 +168,10 @@ def refuse_no_bucket(uri: str) -> None:
 
 
 def open_read(uri: str, read_bytes: int = READ_BYTES) -> IO[bytes]:
-    """A file to read and to seek in. A remote one is fetched by ranges of `read_bytes`,
-    each again where the store fails."""
+    """Return a file to read and to seek in.
+
+    A remote one is fetched by ranges of `read_bytes`, each again where the store fails.
+    """
     files, path = _open(uri)
     if not _local(files):
         return io.BufferedReader(_Remote(files, path, uri), read_bytes)
@@ -182,15 +188,19 @@ class Ranged(io.RawIOBase):
         self._size, self._at = size, 0
 
     def readable(self) -> bool:
+        """Return True: the file can be read."""
         return True
 
     def seekable(self) -> bool:
+        """Return True: any place of the file can be read."""
         return True
 
     def tell(self) -> int:
+        """Return the place of the next byte."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place of the file and return it."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
 
@@ -217,7 +227,7 @@ class _Remote(Ranged):
 
 
 def read_text(uri: str) -> str:
-    """A whole file as it was at one instant. Raises Missing."""
+    """Return a whole file as it was at one instant. Raise Missing."""
     files, path = _open(uri)
     if not _local(files):
         # one GET: between a size and a range of bytes another file may have come
@@ -276,15 +286,18 @@ class Hashing:
         self._stream, self._digest, self._size = stream, hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
+        """Write the bytes, add them to the digest, and return their number."""
         self._digest.update(data)
         self._size += memoryview(data).nbytes
         self._stream.write(data)
         return memoryview(data).nbytes
 
     def tell(self) -> int:
+        """Return the number of bytes that were written."""
         return self._size
 
     def flush(self) -> None:
+        """Flush the file below."""
         self._stream.flush()
 
     def close(self) -> None:
@@ -298,8 +311,10 @@ class Hashing:
 
 @contextlib.contextmanager
 def create(uri: str) -> Iterator[Hashing]:
-    """A new file, of a directory that a manifest will finish: it is on disk when the block ends well,
-    and may be half-written when not."""
+    """Yield a new file of a directory that a manifest will finish.
+
+    It is on disk when the block ends well, and may be half-written when not.
+    """
     files, path = _open(uri)
     if _local(files):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -319,8 +334,10 @@ def move(uri: str, new: str) -> None:
 
 
 def remove(uri: str) -> None:
-    """A file, or a directory with all below it: its manifest first, so that nobody takes what is left for whole.
-    Nothing where nothing is."""
+    """Remove a file, or a directory with all below it.
+
+    Its manifest goes first, so that nobody takes what is left for whole. Where nothing is, nothing is done.
+    """
     files, path = _open(uri)
     for target in (f"{path.rstrip('/')}/{MANIFEST}", path):
         with contextlib.suppress(Missing):
@@ -341,10 +358,12 @@ def upload(directory: str | os.PathLike[str], uri: str) -> None:
 
 
 def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()) -> str:
-    """A local directory with what is at `uri`, but for names that match `without`: a local one as it is, a remote one
-    copied to a place of its own below `into`. The copy appears only when it is complete, whoever else makes it at the
-    same time, and is made again only when something at `uri` has changed. What it holds is written beside it, for
-    `ptf.verified`. Raises Missing if nothing is there."""
+    """Return a local directory with what is at `uri`, but for names that match `without`.
+
+    A local directory is returned as it is, a remote one copied to a place of its own below `into`. The copy appears
+    only when it is complete, whoever else makes it at the same time, and is made again only when something at `uri` has
+    changed. What it holds is written beside it, for `ptf.verified`. Raise Missing if nothing is there.
+    """
     files, path = _open(uri)
     if not _asked(files, uri, lambda: files.exists(path)):
         raise Missing(f"no such directory: {uri}")
@@ -422,12 +441,15 @@ def write_record(uri: str, record: dict[str, Any]) -> None:
 
 
 def record_text(record: dict[str, Any]) -> str:
+    """Return a record as the text that is stored, with its digest."""
     return json.dumps({**record, "digest": _manifest_digest(record)})
 
 
 def told_record(text: str) -> dict[str, Any]:
-    """Raises ValueError, KeyError, TypeError or AttributeError for a text that is not, to the bit,
-    one of `record_text`."""
+    """Return the record in a text.
+
+    Raise ValueError, KeyError, TypeError or AttributeError for a text that is not, to the bit, one of `record_text`.
+    """
     found = json.loads(text)
     if found.pop("digest") != _manifest_digest(found):
         raise ValueError
@@ -435,8 +457,10 @@ def told_record(text: str) -> dict[str, Any]:
 
 
 def record(uri: str, mend: str, said: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """What `write_record` wrote, which says `said`. Raises Corrupt with `mend` as the advice where it is missing, not
-    as it was written, or another's."""
+    """Return what `write_record` wrote, which says `said`.
+
+    Raise Corrupt with `mend` as the advice where it is missing, not as it was written, or another's.
+    """
     try:
         found = told_record(read_text(uri))
     except FileNotFoundError:
@@ -450,8 +474,10 @@ def record(uri: str, mend: str, said: Mapping[str, Any] = {}) -> dict[str, Any]:
 
 
 def manifest_of(directory: str) -> dict[str, Any]:
-    """The manifest of a committed directory or URI. Raises Corrupt where it is missing or not as it was written,
-    Missing if nothing is there."""
+    """Return the manifest of a committed directory or URI.
+
+    Raise Corrupt where it is missing or not as it was written, Missing if nothing is there.
+    """
     if not exists(directory):
         raise Missing(f"no such directory: {directory}")
     base = directory.rstrip("/")
@@ -471,9 +497,11 @@ def manifest_of(directory: str) -> dict[str, Any]:
 
 
 def verify(directory: str, whole_up_to: float = float("inf")) -> dict[str, Any]:
-    """The manifest of a committed directory or URI, after reading every file; of one with more bytes than
-    `whole_up_to`, after looking at the sizes. Raises Corrupt naming the first file that differs,
-    Missing if nothing is there."""
+    """Return the manifest of a committed directory or URI, after reading every file.
+
+    Of one with more bytes than `whole_up_to`, sizes alone are compared. Raise Corrupt naming the first file that
+    differs, Missing if nothing is there.
+    """
     manifest, base = manifest_of(directory), directory.rstrip("/")
     held_bytes = sum(entry["size"] for entry in manifest["files"].values())
     if not (whole := held_bytes <= whole_up_to):
@@ -505,13 +533,16 @@ def _open(uri: str) -> tuple[Any, str]:
 
 
 def patiently(uri: str, ask: Callable[[], T]) -> T:
-    """What `ask` gives, asked again as a remote store is; for stores that are not read through this module."""
+    """Return what `ask` gives, asked again as a remote store is; for stores that are not read through this module."""
     return _asked(None, uri, ask)
 
 
 def _asked(files: Any, uri: str, ask: Callable[[], T]) -> T:
-    """What a store answers. A remote one that fails is asked again after 1, 2, 4, … 30 s, for `GIVE_UP_S` in all, and
-    the console says so; what will not change (nothing there, no credentials) is a UserError at once."""
+    """Return what a store answers.
+
+    A remote one that fails is asked again after 1, 2, 4, … 30 s, for `GIVE_UP_S` in all, and the console says so; what
+    will not change (nothing there, no credentials) is a UserError at once.
+    """
     ends, pause = time.monotonic() + GIVE_UP_S, 1.0
     while True:
         try:
@@ -566,7 +597,7 @@ def _last(names: Iterator[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
-    """A new file beside `target` that takes its place, flushed to disk, when the block ends well."""
+    """Yield a new file beside `target` that takes its place, flushed to disk, when the block ends well."""
     with scratch.file(target) as part:
         yield part
         with open(part, "rb") as stream:

@@ -26,10 +26,12 @@ WAIT_S = 600.0  # for another process that hashes the same directory
 
 
 def verify(directory: str, up_to: float = float("inf"), mend: str = "", without: Sequence[str] = ()) -> dict[str, Any]:
-    """The manifest of a committed directory or URI that holds exactly what it says. Where more than `up_to` bytes had
-    to be hashed, sizes alone are compared, and the console says so. Names that match `without` may be missing. Raises
-    Corrupt naming the file that is missing, other or not of it, with `mend` as the advice;
-    Missing if nothing is there."""
+    """Return the manifest of a committed directory or URI that holds exactly what it says.
+
+    Where more than `up_to` bytes had to be hashed, sizes alone are compared, and the console says so. Names that match
+    `without` may be missing. Raise Corrupt naming the file that is missing, other or not of it, with `mend` as the
+    advice; Missing if nothing is there.
+    """
     with _advised(mend):
         manifest = storage.manifest_of(directory)
         compare(directory, {name: entry for name, entry in manifest["files"].items() if not _any(name, without)}, up_to)
@@ -37,9 +39,11 @@ def verify(directory: str, up_to: float = float("inf"), mend: str = "", without:
 
 
 def made(target: Path, said: Mapping[str, Any], make: Callable[[Path], None], up_to: float = float("inf")) -> bool:
-    """Whether `target` was there, with what `make(directory)` wrote and a manifest that says `said`; now it is in any
-    case. It appears when it is complete, whoever else makes it. Raises Corrupt where it is not what was written,
-    or was made for something else."""
+    """Make `target` where it is not there yet, and return whether it was.
+
+    It holds what `make(directory)` writes and a manifest that says `said`, and appears when it is complete, whoever
+    else makes it. Raise Corrupt where it is not what was written, or was made for something else.
+    """
     if target.exists():
         return _again(target, said, up_to)
     with scratch.directory(target) as part:
@@ -62,13 +66,18 @@ def _again(target: Path, said: Mapping[str, Any], up_to: float) -> bool:
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """What the manifest of a directory in a run's says, so that neither another run's nor another of this run's is
-    taken for it."""
+    """Return what the manifest of a directory in a run's says.
+
+    By it neither another run's directory nor another of this run's is taken for it.
+    """
     return {"lineage": directory.parent.name, "directory": directory.name}
 
 
 def refuse_other(directory: str, said: Mapping[str, Any], up_to: float, mend: str) -> None:
-    """Raises Corrupt unless a committed directory holds what was written there, with a manifest that says `said`."""
+    """Raise Corrupt unless a committed directory holds what was written there.
+
+    Its manifest must say `said`.
+    """
     manifest = verify(directory, up_to, mend)
     for key, value in said.items():
         if manifest.get(key) != value:
@@ -91,8 +100,10 @@ def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"
 
 
 def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: float, manifest: bool = True) -> None:
-    """Raises Corrupt unless the files below are those of `entries` (name → size and SHA-256), and no others but,
-    with `manifest`, that."""
+    """Raise Corrupt unless the files below are those of `entries` (name → size and SHA-256), and no others.
+
+    With `manifest`, the manifest may be there too.
+    """
     base = directory.rstrip("/")
     found = storage.marks(base)
     for name in sorted(found.keys() - entries.keys()):

@@ -60,7 +60,7 @@ NOT_HERE = {
 
 
 def core(annotation: Any) -> Any:
-    """An annotation without `| None` and its limits."""
+    """Return an annotation without `| None` and without its limits."""
     if get_origin(annotation) is Annotated:
         return core(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -70,7 +70,7 @@ def core(annotation: Any) -> Any:
 
 
 def section_at(annotation: Any, path: Sequence[str | int]) -> type[Section] | None:
-    """The section class that `path` leads to; None where that is no section."""
+    """Return the section class that `path` leads to, or None where that is no section."""
     kind = core(annotation)
     if isinstance(kind, type) and issubclass(kind, Section):
         if not path:
@@ -92,6 +92,7 @@ def keys(section: type[Section], above: str = "") -> Iterator[tuple[str, FieldIn
 
 
 def given(value: Any) -> str:
+    """Return a value as a message names it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -100,7 +101,7 @@ def given(value: Any) -> str:
 
 
 def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem]:
-    """The problems behind one pydantic error."""
+    """Return the problems behind one pydantic error."""
     loc = error["loc"]
     # pydantic names the member of a union that it tried
     members = [step for before, step in pairwise(("", *loc)) if before in WORD_OR_PLUG]
@@ -142,7 +143,7 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
 
 
 def _not_here(name: str, path: Sequence[str | int]) -> str:
-    """That ptf does not have what a key or a value of this name would ask for."""
+    """Return a sentence that ptf lacks what a key or a value of this name would ask for, or an empty text."""
     word = name.lower().split("_")[0]
     of = NOT_HERE.get(word, "") if path[:1] == ("compute",) or word not in PARALLELISM else ""
     return f"; ptf has no {of}" if of else ""

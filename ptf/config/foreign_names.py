@@ -16,6 +16,7 @@ class Here(NamedTuple):
 
 
 def at(*keys: str, note: str = "") -> Here:
+    """Return the keys of ptf that do what another framework's key does, with a note on the difference."""
     return Here(keys, note)
 
 
@@ -132,7 +133,10 @@ FOREIGN: dict[str, Here] = {
 
 
 def hint(name: str, keys: Container[str]) -> str:
-    """The key of `keys` that does what a framework calls `name`, as a message's end; empty where there is none."""
+    """Return the end of a message that names the key of `keys` which does what a framework calls `name`.
+
+    Return an empty text where there is none.
+    """
     here = FOREIGN.get(name.lower())
     key = next((key for key in here.keys if key in keys), None) if here else None
     return f"  (here it is {key}{f': {here.note}' if here and here.note else ''})" if key else ""

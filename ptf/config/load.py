@@ -60,8 +60,10 @@ def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def loads(text: str, overrides: Sequence[str] = ()) -> Job:
-    """The job in one YAML or JSON text that ptf wrote, with overrides `a.b=value`; `loads(dump(job)) == job`.
-    Names of an older version of ptf are translated."""
+    """Return the job in one YAML or JSON text that ptf wrote, with overrides `a.b=value`.
+
+    `loads(dump(job)) == job`. Names of an older version of ptf are translated.
+    """
     return checked(parse(text, overrides=overrides))
 
 
@@ -71,8 +73,10 @@ def dump(job: Job) -> str:
 
 
 def shown(job: Job) -> Job:
-    """The job as it is kept and published: without the values of environment variables,
-    which nothing that reads it again needs."""
+    """Return the job as it is kept and published.
+
+    It has no values of environment variables, which nothing that reads it again needs.
+    """
     steps = {}
     for name, step in job.flow.steps.items():
         hidden = {key: value if REFERENCE.fullmatch(value) else HIDDEN for key, value in step.environment.items()}
@@ -116,8 +120,11 @@ def resolve(
     tokenized: Mapping[str, str] = {},
     commits: Mapping[str, str] = {},
 ) -> Job:
-    """The job with what earlier stages made in place of `prepare:NAME`, of paths of models (those in `models`) and of
-    the sources that were tokenized, and with the commits (by the source's key) of datasets of the Hub."""
+    """Return the job with what earlier stages made.
+
+    That is put in place of `prepare:NAME`, of paths of models (those in `models`) and of the sources that were
+    tokenized, and with the commits (by the source's key) of datasets of the Hub.
+    """
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -149,7 +156,7 @@ def resolve(
 
 
 def frozen_differences(old: Job, new: Job) -> list[str]:
-    """What may not change on resume and did: `key: old → new`. Keys below a free key are free."""
+    """Return what may not change on resume and did, each as `key: old → new`. Keys below a free key are free."""
     return list(_differences(old, new, ""))
 
 
@@ -183,7 +190,7 @@ def _at(values: Any, section: str) -> Any:
 
 
 def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
-    """The job of a tree. Raises Problems with all that is wrong with it, and `more`."""
+    """Return the job of a tree. Raise Problems with all that is wrong with it, and with `more`."""
     values = tree.root.plain()
     problems = [*tree.problems, *more]
     known = job_class(values.get("recipe"))

@@ -20,8 +20,10 @@ from ptf.credentials import resolved
 
 
 def resolve(use: str) -> Any:
-    """The object behind `pkg.mod:name`. Raises ConfigError if there is none;
-    an error inside the module itself is raised as it is."""
+    """Return the object behind `pkg.mod:name`.
+
+    Raise ConfigError if there is none; an error inside the module itself is raised as it is.
+    """
     if moved := renames.address(use):
         raise ConfigError(f"{use} is now {moved}")
     module, colon, name = use.partition(":")
@@ -36,7 +38,7 @@ def resolve(use: str) -> Any:
 
 
 def bind(plug: Plug) -> Callable[..., Any]:
-    """The plug's callable with its `args` bound as keyword arguments."""
+    """Return the plug's callable with its `args` bound as keyword arguments."""
     target = resolve(plug.use)
     if not callable(target):
         raise ConfigError(f"{plug.use} is not callable: it is of type {type(target).__name__}")

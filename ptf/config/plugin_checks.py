@@ -97,4 +97,5 @@ def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def problem(root: Node, where: Keys, what: str) -> Problem:
+    """Return a problem at the place where `where`, or the deepest section on the way to it, was written."""
     return Problem(root.nearest(where), ".".join(map(str, where)), what)

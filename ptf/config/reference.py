@@ -77,7 +77,7 @@ SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
 def markdown() -> str:
-    """The keys that most jobs set, then one table for each section, in the order of the schema."""
+    """Return the reference: the keys that most jobs set, then a table for each section, in the order of the schema."""
     titles: dict[tuple[type[Section], bool], list[str]] = {}
     for title, section, free in _sections(Job, "", False):
         titles.setdefault((section, free), []).append(title)
@@ -146,8 +146,11 @@ def _table(title: str, section: type[Section], free: bool) -> str:
 
 
 def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool]]], resumes: bool = True) -> str:
-    """A table of keys below `head`: each key as it is to be named, with its field and whether a section above is free.
-    With `resumes` False, nothing is told of resuming."""
+    """Return a table of keys below `head`.
+
+    Each key is given as it is to be named, with its field and whether a section above is free. With `resumes` False,
+    nothing is said of resuming.
+    """
     rows = []
     for name, (field, free) in fields:
         inner = section_at(field.annotation, [])
@@ -161,12 +164,12 @@ def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool]]], resumes: 
 
 
 def _line(text: str | None) -> str:
-    """A docstring without the line breaks that it has in the source."""
+    """Return a docstring without the line breaks that it has in the source."""
     return " ".join((text or "").split())
 
 
 def _on_one_line(schema: Any) -> Any:
-    """A JSON schema whose descriptions have no line breaks."""
+    """Return a JSON schema whose descriptions have no line breaks."""
     if isinstance(schema, list):
         return [_on_one_line(value) for value in schema]
     if not isinstance(schema, dict):
@@ -178,7 +181,7 @@ def _on_one_line(schema: Any) -> Any:
 
 
 def _word(annotation: Any, limits: Any = ()) -> str:
-    """An annotation in words."""
+    """Return an annotation in words."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _word(inner[0], [limit for field in inner[1:] for limit in getattr(field, "metadata", [field])])

@@ -76,12 +76,18 @@ def address(use: str, modules: Mapping[str, str] = MODULES) -> str | None:
 
 
 def with_first_names(values: dict[str, Any]) -> dict[str, Any]:
-    """The values (which are changed in place) under the names that keys and modules had first, for fingerprints."""
+    """Return the values under the names that keys and modules had first, for fingerprints.
+
+    The values are changed in place.
+    """
     return renamed(values, list(_renames(values, FIRST_KEYS, FIRST_MODULES, (), ())))
 
 
 def renamed(values: Any, renames: Sequence[Rename]) -> Any:
-    """The values (which are changed in place) with the new names; `renames` are all of theirs, from the top down."""
+    """Return the values (which are changed in place) with the new names.
+
+    `renames` are all of theirs, from the top down.
+    """
     for rename in reversed(renames):
         holder, name = holder_of(values, rename), rename.path[-1]
         if rename.of_key:
@@ -92,12 +98,12 @@ def renamed(values: Any, renames: Sequence[Rename]) -> Any:
 
 
 def holder_of(values: Any, rename: Rename) -> Any:
-    """The section that has the name."""
+    """Return the section that has the name."""
     return reduce(lambda inner, step: inner[step], rename.path[:-1], values)
 
 
 def first_key(key: str) -> str:
-    """The name that a dotted key had first."""
+    """Return the name that a dotted key had first."""
     return ".".join(_renamed((), key.split("."), FIRST_KEYS))
 
 
@@ -122,7 +128,7 @@ def _renames(
 
 
 def _renamed(at: tuple[str, ...], steps: list[str], keys: Mapping[str, str]) -> list[str]:
-    """The steps of a key below `at`, each under its other name."""
+    """Return the steps of a key below `at`, each under its other name."""
     return [_last((*at, *steps[: i + 1]), keys) for i in range(len(steps))]
 
 

@@ -47,7 +47,7 @@ NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
 
 
 def names(job: Job) -> list[str]:
-    """What becomes part of a path must stay in its directory."""
+    """Return the problems of names that would lead out of the directory of which they become part."""
     by_key = {
         "data.sources": job.data.sources,
         "data.validation": job.data.validation,
@@ -220,8 +220,10 @@ def schedule_of(job: Job) -> list[str]:
 
 
 def places(job: Job) -> list[str]:
-    """What goes with the path of a source. (Whether it is a dataset of the Hub, where a directory may have its name,
-    is known when it is read.)"""
+    """Return the problems of keys that do not go with a source's path.
+
+    Whether the path is a dataset of the Hub, where a directory may have the same name, is known when it is read.
+    """
     sections = {
         "data.sources": job.data.sources,
         "data.validation": job.data.validation,
@@ -317,7 +319,10 @@ def length(job: Job) -> list[str]:
 
 
 def pools(job: Job) -> list[str]:
-    """Every role sits in one pool. (Which roles there are beside these two, the recipe knows.)"""
+    """Return the problems of pools: every role sits in one.
+
+    The recipe knows which roles there are beside these two.
+    """
     given = job.compute.pools
     if not given:
         return []
@@ -339,7 +344,7 @@ def pools(job: Job) -> list[str]:
 
 
 def foreign_model(job: Job) -> list[str]:
-    """What `model.backend: hf` does not have."""
+    """Return the problems of keys that ask for what `model.backend: hf` does not have."""
     if job.model.backend != "hf":
         return []
     asked = {
@@ -355,6 +360,7 @@ def foreign_model(job: Job) -> list[str]:
 
 
 def deterministic(job: Job) -> list[str]:
+    """Return the problems of keys that do not go with `train.deterministic`."""
     on_cpu = job.compute.device == "cpu"
     rules = {
         "train.deterministic needs train.precision: fp32": job.train.precision == "fp32",
@@ -368,7 +374,7 @@ def deterministic(job: Job) -> list[str]:
 
 
 def watched(job: Job) -> list[str]:
-    """What train.early_stopping and checkpoint.best look at has to be measured."""
+    """Return a problem for each metric that train.early_stopping or checkpoint.best watches and nothing measures."""
     if job.rollout:
         return ["train.early_stopping and checkpoint.best are for recipes without rollouts"]
     faults, known = [], [f"loss/{name}" for name in job.data.validation]
@@ -389,7 +395,7 @@ def watched(job: Job) -> list[str]:
 
 
 def own_components(job: Job) -> list[str]:
-    """What goes with components and tokens of the user's own, and what does not."""
+    """Return the problems of keys that do not go with components and tokens of the user's own."""
     model, tokens, faults = job.model, job.model.tokens, []
     if tokens and not (tokens.added or tokens.file or tokens.semantic_ids):
         faults.append("model.tokens adds none: give added, file or semantic_ids")

@@ -447,7 +447,7 @@ class CheckpointConfig(Section):
 
 
 class TrackConfig(Section):
-    """Where numbers go: metrics.jsonl always, and …"""
+    """Where metrics are written: always to metrics.jsonl, and to what is named here."""
 
     tensorboard: bool = free(True)
     """TensorBoard event files beside it."""
@@ -601,13 +601,15 @@ class Job(Section):
 
 
 class PlugJob(Job):
+    """A job whose recipe is a plugin."""
+
     recipe: Plug  # type: ignore[assignment]
     algo: dict[str, Any] = {}  # type: ignore[assignment]
 
 
 @cache
 def job_of(recipe: str) -> type[Job]:
-    """The `Job` whose `algo` and `rollout` are typed as the algorithm's `knobs.py` says."""
+    """Return the `Job` whose `algo` and `rollout` are typed as the algorithm's `knobs.py` says."""
     from ptf.recipes.registry import RECIPES, knobs_of  # whose knobs are made of the classes of ptf.config.section
 
     knobs = knobs_of(recipe)
@@ -628,5 +630,5 @@ def jobs() -> dict[str, type[Job]]:
 
 
 def job_class(recipe: object) -> type[Job] | None:
-    """The Job subclass for a raw `recipe` value; None if there is no such recipe."""
+    """Return the Job subclass for a raw `recipe` value, or None if there is no such recipe."""
     return PlugJob if isinstance(recipe, dict | Plug) else jobs().get(recipe) if isinstance(recipe, str) else None

@@ -46,10 +46,13 @@ class TooMuch(Exception):
 
 
 class Loader(yaml.SafeLoader):
+    """A loader of YAML that refuses texts nested too deeply."""
+
     yaml_implicit_resolvers: dict = {}
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node as PyYAML does. Raise MarkedYAMLError below `DEEPEST` levels."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise yaml.MarkedYAMLError(
@@ -66,6 +69,7 @@ class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict = {}
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Return True: nothing is written as an alias."""
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
@@ -94,6 +98,8 @@ def _whole(text: str) -> int:
 
 
 class Place(NamedTuple):
+    """Where a value was written."""
+
     source: str  # a file, or an override as it was typed
     line: int = 0
 
@@ -102,6 +108,8 @@ class Place(NamedTuple):
 
 
 class Problem(NamedTuple):
+    """What is wrong with a key, and where it was written."""
+
     place: Place
     key: str
     what: str
@@ -112,11 +120,14 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
+    """A value of a config with the place where it was written."""
+
     value: Any  # dict[str, Node], list[Node], or a plain scalar
     place: Place
     passing: bool = False  # a section that an override only goes through: it does not claim the place
 
     def plain(self) -> Any:
+        """Return the value without places: dicts, lists and scalars."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
@@ -139,6 +150,8 @@ class Node:
 
 @dataclass
 class Tree:
+    """What was read of a config: its nodes, and the problems that were found on the way."""
+
     root: Node
     problems: list[Problem] = field(default_factory=list)
     values: int = 0  # in the text that is being read
@@ -223,7 +236,10 @@ def _file(file: str, asked: Place, above: tuple[str, ...], tree: Tree) -> Node:
 
 
 def _top(text: str, source: str, above: tuple[str, ...], stored: bool, tree: Tree) -> Node:
-    """The root of one text, over the files that it extends. `stored`: ptf wrote it, perhaps an older version."""
+    """Return the root of one text, over the files that it extends.
+
+    `stored` says that ptf wrote it, perhaps an older version.
+    """
     root = _read(text, Place(source, 1), tree)
     if root is None or root.value is None:
         return Node({}, Place(source, 1))

@@ -32,8 +32,10 @@ def upgrade(*files: str) -> list[str]:
 
 
 def upgraded(text: str, source: str) -> tuple[str, list[str]]:
-    """A config's text with the names of today, and a line for each change.
-    Raises ConfigError for a text that cannot be read, or in which a name cannot be replaced."""
+    """Return a config's text with the names of today, and a line for each change.
+
+    Raise ConfigError for a text that cannot be read, or in which a name cannot be replaced.
+    """
     if text.rstrip().rpartition("\n")[2].startswith(SEAL):
         raise ConfigError(f"{source} was written by a run, which reads it in every version; it is not to be changed")
     tree = read(text, source)
@@ -83,7 +85,10 @@ def _write(file: Path, text: str) -> None:
 
 
 def _composed(text: str) -> yaml.Node | None:
-    """The nodes of a text that was found readable; None where only JSON can be read in it (tabs), not YAML."""
+    """Return the nodes of a text that was found readable.
+
+    Return None where only JSON can be read in it (it has tabs), not YAML.
+    """
     try:
         return yaml.compose(text, Loader)
     except yaml.YAMLError:

@@ -1,0 +1,1 @@
+"""Data: from sources to batches."""

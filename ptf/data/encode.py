@@ -428,6 +428,7 @@ class Encoder:
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
     def __call__(self, place: Place) -> list[PackUnit]:
+        """Return the pack units of a row. A bad row is set aside, or raises UserError with its place."""
         row: Row = {}
         try:
             row = place.read()

@@ -1,0 +1,1 @@
+"""Reinforcement learning: a controller over groups of processes that train, generate and score."""

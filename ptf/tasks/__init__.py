@@ -1,0 +1,1 @@
+"""Tasks of the shipped configs: their data, rewards and environments."""

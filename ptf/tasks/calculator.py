@@ -24,9 +24,11 @@ class Calculator:
         self.third = random.Random(seed).randrange(10)
 
     def begin(self) -> Sequence[Message]:
+        """Return the messages that the episode begins with."""
         return self.row["messages"]
 
     def act(self, text: str) -> Turn:
+        """Return what follows the agent's text, with its reward in [0, 1]."""
         wanted = self.row["messages"][-1]["content"]
         if self.result is not None:
             return Turn(reward=0.5 * (text == self.result) or 0.375 * text.startswith(self.result), done=True)

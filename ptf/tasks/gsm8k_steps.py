@@ -64,8 +64,10 @@ def prepare(
 
 
 def steps(path: Path) -> list[Question]:
-    """The distinct steps of the problems in a file, in order of appearance:
-    equal where the text between << and >> is equal."""
+    """Return the distinct steps of the problems in a file, in order of appearance.
+
+    Two are equal where the text between << and >> is equal.
+    """
     if not path.exists():
         raise UserError(
             f"{path} is not there: point PTF_DATA (or the argument `data`) at a directory with gsm8k/{path.name}"
@@ -76,13 +78,15 @@ def steps(path: Path) -> list[Question]:
 
 
 def _once(found: Sequence[Question]) -> list[Question]:
-    """The first step of each expression."""
+    """Return the first step of each expression."""
     return list({question: (question, answer) for question, answer in reversed(found)}.values())[::-1]
 
 
 def generate(patterns: Sequence[str], n: int, rng: random.Random, avoid: set[str]) -> list[Question]:
-    """n further expressions: known ones in which some numbers are redrawn with as many digits,
-    and whose value has at most two decimals."""
+    """Return n further expressions.
+
+    They are known ones in which some numbers are redrawn with as many digits, and whose value has at most two decimals.
+    """
     made: dict[str, str] = {}
     while len(made) < n:
         question = NUMBER.sub(
@@ -103,7 +107,10 @@ def _redraw(number: str, rng: random.Random) -> str:
 
 
 def decimal(expression: str) -> str | None:
-    """The exact value as people write it; None if it is negative, undefined, or has more than two decimals."""
+    """Return the exact value as people write it.
+
+    Return None if it is negative, undefined, or has more than two decimals.
+    """
     try:
         value = _value(ast.parse(expression, mode="eval").body)
     except (ZeroDivisionError, SyntaxError, KeyError):  # KeyError: another operator, such as //

@@ -10,7 +10,7 @@ from ptf.events import prepare as events
 
 
 def files(data: str | None) -> tuple[Path, Path]:
-    """The events and the items. Raises UserError if they are not there."""
+    """Return the paths of the events and of the items. Raise UserError if they are not there."""
     root = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / "events"
     bought, items = (root / f"online_retail_2009_2010_{kind}.csv.gz" for kind in ("events", "items"))
     for name in (bought, items):

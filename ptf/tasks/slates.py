@@ -23,7 +23,7 @@ from ptf.rl.environments.protocol import Turn
 
 @functools.cache
 def known(catalogue: str) -> tuple[Catalogue, np.ndarray, dict[str, int], float]:
-    """The catalogue, its vectors [items, d], each item's place, and the least popularity that there is."""
+    """Return the catalogue, its vectors [items, d], each item's place, and the least popularity that there is."""
     found = Catalogue.load(catalogue)
     least = min((item.popularity for item in found.items if item.popularity > 0), default=1.0)
     return found, load_item_vectors(catalogue), {item.name: i for i, item in enumerate(found.items)}, least
@@ -53,8 +53,10 @@ def worth(
 
 
 def revenue(row: Mapping[str, Any], text: str, **knobs: Any) -> float:
-    """A reward for `rollout.reward`: `worth` of the answer beside the first basket of the row's `future`;
-    `catalogue` and other knobs as there."""
+    """Return a reward for `rollout.reward`: `worth` of the answer beside the first basket of the row's `future`.
+
+    `catalogue` and the other knobs are those of `worth`.
+    """
     return worth(text, row["future"][0], **knobs)["reward"]
 
 
@@ -72,9 +74,11 @@ class Future:
         )
 
     def begin(self) -> Sequence[Mapping[str, Any]]:
+        """Return the messages that the episode begins with."""
         return self.row["messages"]
 
     def act(self, text: str) -> Turn:
+        """Return what the shop says of a slate, with its reward; the last basket ends the episode."""
         basket, told = self.left.pop(0)
         reward = worth(text, basket, catalogue=self.catalogue, **self.knobs)["reward"]
         return Turn([{"role": "user", "content": told}], reward) if self.left else Turn(reward=reward, done=True)

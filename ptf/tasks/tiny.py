@@ -17,15 +17,17 @@ Question = tuple[str, str]  # "12+7=", "19"
 
 
 def prompt_row(question: Question) -> dict[str, Any]:
+    """Return a question as a row of prompts."""
     return {"messages": [{"role": "user", "content": question[0]}], "answer": question[1]}
 
 
 def chat_row(question: Question) -> dict[str, Any]:
+    """Return a question with its answer as a chat."""
     return {"messages": [{"role": "user", "content": question[0]}, {"role": "assistant", "content": question[1]}]}
 
 
 def pair_rows(questions: Sequence[Question], seed: int) -> list[dict[str, Any]]:
-    """The right answer is preferred to one of which a digit is another."""
+    """Return preference rows in which the right answer is preferred to one of which a digit is another."""
     rng, rows = random.Random(f"pairs/{seed}"), []
     for question, answer in questions:
         at = rng.choice([i for i, c in enumerate(answer) if c.isdigit()])
@@ -84,8 +86,10 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_model(directory: Path, alphabet: str, *, dim: int = 128, layers: int = 3) -> None:
-    """A Qwen3 of 0.6 million parameters (if its sizes are not changed) without weights (`model.init: random`), and a
-    tokenizer with one id a character."""
+    """Write a Qwen3 without weights (`model.init: random`), and a tokenizer with one id a character.
+
+    It has 0.6 million parameters if its sizes are not changed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(alphabet, directory)
     ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}

@@ -395,6 +395,7 @@ class Restriction:
         self.walk, self.length = TrieCursor(trie), 0
 
     def __call__(self, sampled: list[int], logits: Tensor) -> Tensor:
+        """Return the logits [vocabulary] with those of tokens that are not allowed next at minus infinity."""
         if len(sampled) < self.length:  # vLLM has interrupted the request and starts it again
             self.walk, self.length = TrieCursor(self.walk.trie), 0
         for token in sampled[self.length :]:

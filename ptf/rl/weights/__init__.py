@@ -1,0 +1,1 @@
+"""How weights travel from the policy to the engines, and how that is verified."""

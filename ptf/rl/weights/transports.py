@@ -33,7 +33,7 @@ FAULT = "fault"
 
 
 class PeerFailed(SyncError):
-    """This side of a transfer ended because the other side had failed."""
+    """The other side of a transfer failed, and so this side ended it."""
 
 
 def checksum(data: Tensor) -> int:

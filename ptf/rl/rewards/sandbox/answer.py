@@ -53,12 +53,13 @@ class Answer:
         self.module = types.ModuleType(ANSWER)
 
     def load(self, source: str) -> None:
+        """Run the answer's source as the module `solution`."""
         sys.modules[ANSWER] = self.module
         sys.argv = [ANSWER]
         exec(compile(source, ANSWER, "exec"), self.module.__dict__)
 
     def reference(self, thing: Any) -> list:
-        """What stands for an object that stays here: its number and what kind it is."""
+        """Return what stands for an object that stays here: its number and what kind it is."""
         number = self.numbers.setdefault(id(thing), len(self.objects))
         if number == len(self.objects):
             self.objects.append(thing)  # kept, so that its id stays its own
@@ -67,6 +68,7 @@ class Answer:
         return ["o", number, "coroutine" if isinstance(thing, types.CoroutineType) else "object", []]
 
     def received(self, data: list) -> Any:
+        """Return the value that a form which is no plain data stands for."""
         tag, value, *more = data
         if tag == "o":
             return self.objects[value]
@@ -77,6 +79,7 @@ class Answer:
         return lambda *args, **kwargs: self.call_back(value, args, kwargs)  # "k": a function of the tests
 
     def exception(self, names: list[str], arguments: list) -> BaseException:
+        """Return an exception of the first of these names that Python has."""
         kind = next(
             (
                 e
@@ -88,6 +91,7 @@ class Answer:
         return kind(*[decode(a, self.received) for a in arguments])
 
     def call_back(self, number: int, args: tuple, kwargs: dict) -> Any:
+        """Call a function of the tests and return its result."""
         self.reply(["callback", number, *self.encoded([list(args), kwargs])])
         kind, *rest = self.serve(until="called")
         if kind == "raise":
@@ -95,9 +99,11 @@ class Answer:
         return decode(rest[0], self.received)
 
     def encoded(self, values: list) -> list:
+        """Return values in the form in which they are sent."""
         return [encode(v, self.reference) for v in values]
 
     def reply(self, message: Any) -> None:
+        """Send a message to the tests."""
         send(self.link, message)
 
     def serve(self, until: str = "") -> list:
@@ -116,6 +122,7 @@ class Answer:
                 self.reply(["raise", ["ValueError"], [str(error)]])
 
     def done(self, kind: str, *rest: Any) -> list:
+        """Carry out a request and return the reply to it."""
         if kind == "load":
             self.load(rest[0])
             return ["value", None]
@@ -170,6 +177,6 @@ def _arguments(error: BaseException, encoded: Callable[[list], list]) -> list:
 
 
 def serve(link: socket.socket) -> None:
-    """The process's whole life."""
+    """Serve requests of the tests until the link ends: this is the process's whole life."""
     with contextlib.suppress(EOFError, OSError):
         Answer(link).serve()

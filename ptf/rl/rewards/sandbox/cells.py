@@ -35,6 +35,8 @@ FIRST_UID = 2_000_000_000  # beyond what systems hand out; the cell's number and
 
 
 class Cell(NamedTuple):
+    """The limits of one side of a judgement."""
+
     mode: str
     seconds: float  # of the processor's
     memory_mib: int  # of each process
@@ -54,12 +56,16 @@ class Cell(NamedTuple):
 
 
 def read(path: str) -> str:
+    """Return the text of a file."""
     with open(path) as file:
         return file.read()
 
 
 def spare_uid(number: int) -> int:
-    """A user id that nobody has, of those that this user namespace maps. Raises OSError where it maps too few."""
+    """Return a user id that nobody has, of those that this user namespace maps.
+
+    Raise OSError where it maps too few.
+    """
     ranges = [tuple(map(int, line.split())) for line in read("/proc/self/uid_map").splitlines()]
     first, _, count = max(ranges, key=lambda r: r[2])
     if count < 1 << 15:
@@ -73,8 +79,10 @@ def spare_uid(number: int) -> int:
 
 
 def start(cell: Cell, serve: Callable[..., None], sockets: Sequence[socket.socket], trouble: int) -> int:
-    """The process id of a new cell in which `serve` runs with the sockets.
-    What goes wrong before it does is written to `trouble`."""
+    """Start a cell in which `serve` runs with the sockets, and return its process id.
+
+    What goes wrong before `serve` runs is written to `trouble`.
+    """
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -130,7 +138,10 @@ def _namespaces(cell: Cell) -> None:
 
 
 def _root(cell: Cell) -> None:
-    """A root of its own: the interpreter's and the system's directories, read-only, and a /tmp in memory."""
+    """Give this process a root of its own.
+
+    It holds the interpreter's and the system's directories, read-only, and a /tmp in memory.
+    """
     _mount(None, "/", None, RECURSIVE | PRIVATE)
 
     def inside(d):
@@ -176,7 +187,7 @@ def keep_only(held: Sequence[int]) -> None:
 
 
 def confine(cell: Cell, held: Sequence[int]) -> None:
-    """This process, from now on. Of its files it keeps those that it `held`."""
+    """Confine this process from now on. Of its open files it keeps those in `held`."""
     os.setsid()
     keep_only(held)
     null = os.open("/dev/null", os.O_RDWR)
@@ -237,7 +248,7 @@ def _process_limit(cell: Cell) -> int:
 
 
 def _bubblewrap(cell: Cell, held: Sequence[int], serve: Callable[..., None]) -> None:
-    """The same by bwrap, which may make namespaces where its callers may not. It starts Python anew."""
+    """Confine this process by bwrap, which may make namespaces where its callers may not. Python is started anew."""
     if not cell.bubblewrap:
         raise OSError("bubblewrap (bwrap) is not installed")
     command = [cell.bubblewrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
@@ -283,6 +294,7 @@ def _bubblewrap(cell: Cell, held: Sequence[int], serve: Callable[..., None]) -> 
 
 
 def in_bubblewrap() -> None:
+    """Serve in the process that bwrap started."""
     given, held, module = json.loads(sys.argv[1])
     *kept, trouble = held
     try:

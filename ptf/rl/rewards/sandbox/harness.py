@@ -30,6 +30,7 @@ class Gone(Exception):
 
 
 def main() -> None:
+    """Judge answers as they come on standard input, one after the other."""
     given = json.loads(sys.argv[1])
     place, wall_s = given.pop("place"), given.pop("wall_s")
     cell = Cell(**given)
@@ -61,6 +62,7 @@ def main() -> None:
 
 
 def judged(cells: list[Cell], wall_s: float) -> dict[str, Any]:
+    """Judge one answer in two new cells."""
     link, theirs = socket.socketpair()
     control, told = socket.socketpair()
     troubled, trouble = os.pipe()
@@ -89,6 +91,7 @@ def judged(cells: list[Cell], wall_s: float) -> dict[str, Any]:
 
 
 def line_of(fd: int) -> bytes:
+    """Return the next line that is read from a file descriptor. Raise Gone at its end."""
     data = b""
     while not data.endswith(b"\n"):
         part = os.read(fd, 1 << 20)
@@ -99,7 +102,7 @@ def line_of(fd: int) -> bytes:
 
 
 def awaited(control: socket.socket, answering: int, pids: dict[int, Cell], wall_s: float) -> dict[str, Any]:
-    """What the tests' side says; where it says nothing, whose fault that is."""
+    """Return what the tests' side says; where it says nothing, say which side is at fault."""
     until, data, turn = time.monotonic() + wall_s, b"", "tests"
     ended = os.pidfd_open(answering)
     try:

@@ -37,6 +37,8 @@ ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OM
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """What came of a judgement."""
+
     value: float | None  # 1.0: all tests passed; 0.0: they did not; None: these tests cannot tell
     why: str
 
@@ -46,8 +48,10 @@ class SandboxFault(Exception):
 
 
 def directories() -> tuple[list[str], list[str]]:
-    """What a cell sees of the machine, outermost first, and Python's path in it: its library and what is installed,
-    no project."""
+    """Return what a cell sees of the machine, outermost first, and Python's path in it.
+
+    The path holds the library and what is installed, no project.
+    """
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     base = os.path.realpath(sys.base_prefix)
     dynamic = f"{sysconfig.get_config_var('DESTSHARED') or ''}"
@@ -66,6 +70,7 @@ def directories() -> tuple[list[str], list[str]]:
 
 
 def command(mode: str, seconds: float, memory_mib: int, wall_s: float, **more: Any) -> list[str]:
+    """Return the command that starts a judging process."""
     readable, path = directories()
     cell = Cell(
         mode, seconds, memory_mib, PROCESSES, FILES_MIB, readable, path, bubblewrap=shutil.which("bwrap") or "", **more
@@ -84,8 +89,10 @@ async def judge(
     mode: str | None = None,
     **more: Any,
 ) -> Verdict:
-    """What the tests say of the answer's code. `seconds` of the processor's for each side,
-    twice that by the clock for both. Raises SandboxFault."""
+    """Return what the tests say of the answer's code.
+
+    `seconds` are of the processor's time for each side, twice that by the clock for both. Raise SandboxFault.
+    """
     job = json.dumps(
         {"answer": answer, "tests": tests, "setup": setup, "entry": entry},
         default=lambda thing: {"type": type(thing).__name__},
@@ -115,6 +122,7 @@ async def judge(
 
 
 def verdict_of(said: bytes) -> Verdict:
+    """Return the verdict in what a judging process wrote. Raise SandboxFault where it could not judge."""
     found: dict[str, Any] = json.loads(said) if said else {"error": "its process died"}
     if "error" in found:
         raise SandboxFault(found["error"])
@@ -122,7 +130,7 @@ def verdict_of(said: bytes) -> Verdict:
 
 
 def candidates() -> Iterable[str]:
-    """The modes that may be possible for this user, best first."""
+    """Return the modes that may be possible for this user, best first."""
     if os.getuid():
         return ("namespaces", "bubblewrap", "subreaper")
     try:
@@ -134,7 +142,7 @@ def candidates() -> Iterable[str]:
 
 @functools.cache
 def find_mode() -> str:
-    """The best mode that works here: each is tried. Raises UserError if none does."""
+    """Return the best mode that works here: each is tried. Raise UserError if none does."""
     faults = []
     for mode in candidates():
         try:
@@ -153,7 +161,7 @@ def find_mode() -> str:
 
 
 def tried(mode: str) -> Verdict:
-    """A first judgement. Raises SandboxFault."""
+    """Judge an answer for the first time in a mode. Raise SandboxFault where the mode does not work."""
     job = json.dumps(
         {"answer": "def f(x):\n    return x + 1", "tests": "assert f(1) == 2", "setup": None, "entry": None}
     )
@@ -175,8 +183,10 @@ def tried(mode: str) -> Verdict:
 
 
 def sandbox_line(sandbox: str) -> str:
-    """What confines code here, in a line for the run's beginning. Raises UserError where `sandbox:
-    strict` asks for more."""
+    """Return what confines code here, in a line for the run's beginning.
+
+    Raise UserError where `sandbox: strict` asks for more.
+    """
     if sandbox not in ("auto", "strict"):
         raise UserError(f"sandbox must be auto or strict, not {sandbox!r}")
     mode = find_mode()

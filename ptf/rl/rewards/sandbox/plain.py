@@ -49,8 +49,11 @@ class Malformed(Exception):
 
 
 def encode(value: Any, other: Callable[[Any], list], base: bool = False) -> Any:  # noqa: C901  one branch for each type
-    """The value as JSON's types; what is not plain data is what `other` makes of it. A subclass that the answer defines
-    is not plain, for it may have methods and state of its own, unless `base` asks for the data of its built-in base."""
+    """Return the value as JSON's types; what is not plain data is what `other` makes of it.
+
+    A subclass that the answer defines is not plain, for it may have methods and state of its own, unless `base` asks
+    for the data of its built-in base.
+    """
 
     def of(v: Any) -> Any:
         return encode(v, other)
@@ -91,7 +94,7 @@ def encode(value: Any, other: Callable[[Any], list], base: bool = False) -> Any:
 
 
 def of_numpy(value: Any, other: Callable[[Any], list]) -> Any:
-    """A numpy array or number of a numeric type; None if it is none."""
+    """Return a numpy array or number of a numeric type; None if it is none."""
     numpy = sys.modules.get("numpy")
     array = getattr(numpy, "ndarray", ())
     if (
@@ -106,7 +109,7 @@ def of_numpy(value: Any, other: Callable[[Any], list]) -> Any:
 
 
 def decode(data: Any, other: Callable[[list], Any]) -> Any:
-    """The value; forms that are no plain data are what `other` makes of them. Raises Malformed."""
+    """Return the value; forms that are no plain data are what `other` makes of them. Raise Malformed."""
     if data is None or isinstance(data, bool | int | float | str):
         return data
     if not isinstance(data, list) or not data or not isinstance(data[0], str):
@@ -172,7 +175,7 @@ def send(to: socket.socket, message: Any) -> None:
 
 
 def receive(source: socket.socket) -> Any:
-    """The next message. Raises EOFError where there is none, Malformed where it is no JSON."""
+    """Return the next message. Raise EOFError where there is none, Malformed where it is no JSON."""
     (length,) = struct.unpack("!I", _exactly(source, 4))
     if length > LONGEST:
         raise Malformed(f"a message of {length} bytes")

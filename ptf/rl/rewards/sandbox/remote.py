@@ -38,8 +38,10 @@ class Link:
         self.kinds: dict[str, type[Exception]] = {}  # the answer's own classes of exceptions, by name
 
     def ask(self, kind: str, *rest: Any) -> list:
-        """The reply after "value". Raises what the answer raised, as an exception of Python's own or of those in
-        `kinds`."""
+        """Return the reply after "value".
+
+        Raise what the answer raised, as an exception of Python's own or of those in `kinds`.
+        """
         if self.fault:
             raise AnswerFault(self.fault)
         if kind not in ("load", "names"):
@@ -67,16 +69,19 @@ class Link:
         raise self.raised
 
     def value(self, kind: str, *rest: Any) -> Any:
+        """Return the value that the answer replies to a request."""
         try:
             return decode(self.ask(kind, *rest)[0], self.received)
         except (Malformed, RecursionError, MemoryError) as error:
             return self.failed(f"what the answer sent cannot be read: {error}")
 
     def failed(self, why: str) -> Any:
+        """Remember the first fault of the answer and raise AnswerFault."""
         self.fault = self.fault or why
         raise AnswerFault(self.fault)
 
     def received(self, data: list) -> Any:
+        """Return the object that stands for one of the answer's. Raise Malformed for anything else."""
         tag, number, kind, names = data
         if tag != "o" or type(number) is not int:
             raise Malformed(f"{str(data)[:60]} is no value")
@@ -90,7 +95,7 @@ class Link:
         return self.remotes[number]
 
     def sent(self, thing: Any) -> list:
-        """What stands for an argument that is no plain data."""
+        """Return what stands for an argument that is no plain data."""
         if isinstance(thing, Remote):
             return ["o", _number(thing)]
         if getattr(builtins, getattr(thing, "__name__", ""), None) is thing:
@@ -106,10 +111,12 @@ class Link:
         )
 
     def builtin(self, names: list[str]) -> type[Exception]:
+        """Return the first exception of these names that Python has."""
         found = (getattr(builtins, str(name), None) for name in names)
         return next((e for e in found if isinstance(e, type) and issubclass(e, Exception)), Exception)
 
     def exception(self, names: list[str], arguments: list) -> Exception:
+        """Return an exception of the answer's kind, or of the nearest that Python has."""
         kind = next((self.kinds[name] for name in names if name in self.kinds), None) or self.builtin(names)
         try:
             return kind(*arguments)
@@ -117,7 +124,7 @@ class Link:
             return next(e for e in kind.__mro__ if e in (ValueError, LookupError, OSError, Exception))(*arguments)
 
     def _called_back(self, number: int, positional: Any, by_name: Any) -> None:
-        """The answer calls a function that the tests gave it."""
+        """Call a function that the tests gave the answer, and send its result."""
         args, named = decode(positional, self.received), decode(by_name, self.received)
         try:
             result = ["called", "value", encode(self.functions[number](*args, **named), self.sent)]
@@ -134,6 +141,7 @@ class Link:
         send(self.pipe, result)
 
     def call(self, thing: "Remote", args: tuple, named: dict[str, Any]) -> Any:
+        """Call an object of the answer and return its result; arguments that it changed are changed here too."""
         given, by_name = [encode(a, self.sent) for a in args], {k: encode(v, self.sent) for k, v in named.items()}
         result, *more = self.ask("call", _number(thing), None, given, by_name)
         try:
@@ -146,7 +154,7 @@ class Link:
 
 
 def _refill(original: Any, now: Any) -> None:
-    """What a function without a result has done to an argument."""
+    """Give an argument the contents that a function without a result left in it."""
     if isinstance(original, list | bytearray) and isinstance(now, list | bytearray):
         original[:] = now
     elif isinstance(original, dict | set) and isinstance(now, type(original).__mro__[-2]):
@@ -168,7 +176,7 @@ def _operate(thing: "Remote", name: str, *args: Any) -> Any:
 
 
 def _plain(thing: Any) -> Any:
-    """The plain value of an instance of a subclass of a plain type; other Remotes have none."""
+    """Return the plain value of an instance of a subclass of a plain type; other Remotes have none."""
     if not isinstance(thing, Remote):
         return thing
     link = _link(thing)
@@ -195,6 +203,7 @@ class Remote:
         link.value("set", _number(self), name, [encode(value, link.sent)])
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call the answer's object."""
         made = _link(self).call(self, args, named)
         if isinstance(made, Remote) and object.__getattribute__(made, "_ptf_coroutine"):
             return _later(made)

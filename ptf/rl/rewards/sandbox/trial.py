@@ -36,7 +36,7 @@ class Unjudged(Exception):
 
 
 def programs(tests: Any, judging: bool = True) -> list[ast.Module]:
-    """The tests, a string or a list of strings, as programs. Raises Unjudged."""
+    """Return the tests, a string or a list of strings, as programs. Raise Unjudged."""
     if isinstance(tests, str):
         tests = [tests]
     if not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
@@ -83,9 +83,11 @@ def names_used(trees: Sequence[ast.AST]) -> tuple[set[str], set[str], set[str]]:
 
 
 def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[str, Any]]:
-    """The names that the answer must define, and the names that are Python's. One that Python has, too (`sum`,
-    `isclose`), is the answer's only where it is the `entry`, or the tests use no other:
-    or an answer's own `set` could judge it. Raises Unjudged."""
+    """Return the names that the answer must define, and the names that are Python's.
+
+    One that Python has, too (`sum`, `isclose`), is the answer's only where it is the `entry`, or the tests use no
+    other: or an answer's own `set` could judge it. Raise Unjudged.
+    """
     loaded, owners, _ = names_used(trees)
     ours = {
         name: importlib.import_module(ALIASES.get(name, name))
@@ -119,6 +121,7 @@ def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[
 
 
 def imports_answer(trees: Sequence[ast.AST]) -> bool:
+    """Return whether a program imports the module `solution`."""
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.ImportFrom) and node.module == ANSWER:
             return True
@@ -159,7 +162,10 @@ def exported(trees: Sequence[ast.AST]) -> set[str]:
 def run(
     codes: list, link: Link, named: dict[str, Any], every: dict[str, Any], ours: dict[str, Any], entry: str | None
 ) -> dict[str, Any]:
-    """The verdict of tests in which the answer's names are `named`, or `every` in a module `solution`."""
+    """Return the verdict of tests.
+
+    The answer's names are `named` in them, or `every` in a module `solution`.
+    """
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     solution = sys.modules[ANSWER] = types.ModuleType(ANSWER)
     solution.__dict__.update(every)
@@ -207,7 +213,10 @@ def uncalled(main: types.ModuleType, named: dict[str, Any], entry: str | None) -
 
 
 def serve(control: socket.socket, pipe: socket.socket) -> None:
-    """The process's whole life: a job from `control`; then lines of whose turn it is, and one of what came of it."""
+    """Serve one judgement: this is the process's whole life.
+
+    A job comes from `control`; then lines of whose turn it is, and one of what came of it.
+    """
     with control.makefile("rwb") as lines:
         job = json.loads(lines.readline())
 
