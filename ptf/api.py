@@ -30,11 +30,18 @@ def load(files: Files, overrides: Sequence[str] = ()) -> Job:
     return load_checked(*several, overrides=overrides)
 
 
-def check(job: Job, *, dry_run: bool = False) -> str:
-    """Check a job before it is trained, and return one line about its length: how often it passes over its data and how
-    many steps that takes. With `dry_run`, also train one step of it on a tiny model of the same family in this process.
-    Raises UserError with what would stop the run."""
-    if found := list(problems(parse(dump(job)).root)):
+def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
+    """Check a job before it is trained, and return one line about its length.
+
+    The line says how often the job passes over its data and how many steps that takes. With `dry_run`, one step of it
+    is trained, too, on a tiny model of the same family in this process. Without `paths`, local data files and model
+    directories may be missing: they are on other machines, or another job makes them. Raise UserError with what would
+    stop the run.
+    """
+    from ptf.inspection.places import missing
+
+    root = parse(dump(job)).root
+    if found := [*problems(root), *(missing(root) if paths else ())]:
         raise Problems(found)
     if job.publish.metric is not None:
         from ptf.eval import check as check_evaluation

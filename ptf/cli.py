@@ -62,7 +62,10 @@ def fail(error: UserError) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Report everything that is wrong with a config, or print it whole."""
-    job = load_checked(*options.config, overrides=options.set)
+    from ptf.inspection.places import missing
+
+    more = None if options.skip_paths else missing
+    job = load_checked(*options.config, overrides=options.set, more=more)
     if options.dry_run:
         from ptf.dry_run import rehearse
 
@@ -73,7 +76,7 @@ def check(options: argparse.Namespace) -> int:
         console().print(Syntax(text, "yaml", background_color="default"))
     else:
         sys.stdout.write(text)
-    line = api.check(job)
+    line = api.check(job, paths=not options.skip_paths)
     console(stderr=True).print(f"check: {redacted(line)}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -390,6 +393,11 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run",
         action="store_true",
         help="train one step of it on a tiny model of the same family, in this process: data, masks, reward, places",
+    )
+    one.add_argument(
+        "--skip-paths",
+        action="store_true",
+        help="do not look for data files and model directories: they are on other machines, or another job makes them",
     )
     one.set_defaults(run=check)
     one = commands.add_parser(

@@ -22,7 +22,7 @@ def files(tmp_path, monkeypatch):
 
 
 def test_check_prints_the_whole_job(capsys):
-    assert cli.main(["check", "a.yaml", "b.yaml", "--set", "seed=3", "--set", "train.warmup=2"]) == 0
+    assert cli.main(["check", "--skip-paths", "a.yaml", "b.yaml", "--set", "seed=3", "--set", "train.warmup=2"]) == 0
     out, err = capsys.readouterr()
     assert loads(out) == load("a.yaml", "b.yaml", overrides=["seed=3", "train.warmup=2"])
     # no data and no network: still a line, at once
@@ -34,6 +34,7 @@ def test_check_prints_every_problem_and_no_traceback(capsys):
         cli.main(
             [
                 "check",
+                "--skip-paths",
                 "a.yaml",
                 "--set",
                 "trian.lr=1",

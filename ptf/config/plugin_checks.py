@@ -4,7 +4,7 @@ and its arguments are compared with its signature."""
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ptf.config import plugin
@@ -15,12 +15,18 @@ from ptf.config.tree import Node, Problem, merge, near
 Keys = tuple[str | int, ...]  # from the top of a config
 
 
-def load_checked(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
-    """As `ptf.config.load`, and every plugin is imported and compared with its arguments.
-    Raises ConfigError with all problems at once."""
+def load_checked(
+    *files: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    more: Callable[[Node], Iterable[Problem]] | None = None,
+) -> Job:
+    """Load a job as `ptf.config.load` does, import every plugin and compare it with its arguments.
+
+    Raise ConfigError with all problems at once; `more` finds further ones below the config's root.
+    """
     on_path(files)
     tree = merge(*files, overrides=overrides)
-    return checked(tree, problems(tree.root))
+    return checked(tree, [*problems(tree.root), *(more(tree.root) if more else ())])
 
 
 def problems(root: Node) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ptf
 from ptf import cli
 from tests.conftest import ROOT
 
@@ -62,7 +63,9 @@ def test_configs_are_right(tutorial: Path, capsys: pytest.CaptureFixture[str]) -
     configs = sorted((tutorial / "tutorial").glob("*.yaml"))
     assert len(configs) >= 6
     for config in configs:
-        assert cli.main(["check", str(config.relative_to(tutorial))]) == 0, capsys.readouterr().err
+        name = str(config.relative_to(tutorial))
+        later = ["--skip-paths"] if ptf.load(name).model.path.startswith("runs/") else []  # an earlier run makes it
+        assert cli.main(["check", *later, name]) == 0, capsys.readouterr().err
     # negative control: a misspelt argument of the reward
     right = (tutorial / "tutorial" / "grpo.yaml").read_text()
     (tutorial / "wrong.yaml").write_text(right.replace("args: {wrong:", "args: {wrogn:"))

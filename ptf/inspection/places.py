@@ -1,0 +1,74 @@
+"""Data files and model directories that a config names and this machine does not have."""
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ptf.config.plugin_checks import problem
+from ptf.config.tree import Node, Problem
+from ptf.data.sources import hub
+from ptf.errors import UserError
+
+MADE_LATER = ("prepare:", "job:")  # by an earlier step, or found when the job is run
+ELSEWHERE = "; if the job runs elsewhere, or another job makes it: ptf check --skip-paths"
+SECTIONS = (("data", "sources"), ("data", "validation"), ("evaluate", "sources"))
+
+
+def missing(root: Node) -> Iterator[Problem]:
+    """Yield each local path below a config's root at which there is nothing, at its line.
+
+    A valid config is not needed. Ids of the Hub and places in object stores are not looked up.
+    """
+    values = root.plain()
+    for where in SECTIONS:
+        sources = _at(values, where)
+        for name, source in sources.items() if isinstance(sources, Mapping) else ():
+            if isinstance(source, Mapping) and isinstance(path := source.get("path"), str) and not _has_data(path):
+                yield problem(root, (*where, name, "path"), f"there is no {path} on this machine{ELSEWHERE}")
+    for where in _model_keys(values, ()):
+        if not _has_model(path := _at(values, where)):
+            yield problem(root, where, f"there is no model directory {path} on this machine{ELSEWHERE}")
+
+
+def _at(values: Any, where: tuple[str, ...]) -> Any:
+    """Return what stands at a key; None where nothing does."""
+    for key in where:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def _model_keys(values: Any, where: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the keys that name a model to load: of the job, of its reward model and of its teachers."""
+    for key in (("model", "path"), ("model", "tokenizer"), ("rollout", "reward_model", "path")):
+        if isinstance(_at(values, key), str):
+            yield key
+    teachers = _at(values, ("algo", "teachers"))
+    for name in teachers if isinstance(teachers, Mapping) else ():
+        if isinstance(_at(teachers, (name, "path")), str):
+            yield ("algo", "teachers", name, "path")
+
+
+def _has_data(path: str) -> bool:
+    """Return whether there are data at a path, or this machine cannot know."""
+    path = path.removeprefix("file://")
+    if path.startswith(MADE_LATER) or "://" in path:
+        return True
+    try:
+        if hub.parse_location(path, None, None, None) is not None:
+            return True
+    except UserError:
+        return True  # said when the config itself is checked
+    path = hub.without_names(path, None, None)[0]
+    return bool(glob.glob(os.path.expanduser(path).rstrip("/")) or os.path.exists(path))
+
+
+def _has_model(path: str) -> bool:
+    """Return whether a model may be at a path: it is there, or it is an id of the Hub.
+
+    `owner/name` is a directory that is missing only where `owner` is a directory here.
+    """
+    if path.startswith(MADE_LATER) or "://" in path or os.path.exists(path):
+        return True
+    owner, _, name = path.partition("/")
+    return bool(name) and "/" not in name and not path.startswith((".", "/", "~")) and not os.path.isdir(owner)
