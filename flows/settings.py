@@ -49,17 +49,19 @@ class FromConfig(FlowMutator):
         if flow.get("event"):
             mutable_flow.add_decorator("trigger", deco_kwargs={"event": flow["event"]}, duplicates=MutableFlow.OVERRIDE)
 
-    def add_to_package(self) -> Iterator[tuple[str, str, ContentType]]:
-        """Yield the files that a task on another machine imports and reads, and their names in the code package,
+    def add_to_package(self) -> list[tuple[str, str, ContentType]]:
+        """Return the files that a task on another machine imports and reads, and their names in the code package,
         which is where it runs."""
+        files: list[tuple[str, str, ContentType]] = []
         for name in PACKAGED:
             found = importlib.util.find_spec(name)
             assert found is not None
             assert found.origin is not None
-            yield from _below(Path(found.origin).parent)
+            files += _below(Path(found.origin).parent)
         checkout = Path(__file__).parents[1]
         if (checkout / "pyproject.toml").is_file():  # a `job:` path is read where the step runs
-            yield from _below(checkout / "configs")
+            files += _below(checkout / "configs")
+        return files
 
 
 def _below(directory: Path) -> Iterator[tuple[str, str, ContentType]]:

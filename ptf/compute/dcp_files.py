@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -81,7 +81,7 @@ def writer(uri: str) -> tuple[FileSystemWriter, Files]:
     """Return the writer for dcp.save, and the files whose entries will hold this rank's hashes."""
     # our streams are flushed to disk when they are closed
     dcp_writer, files = FileSystemWriter(uri, sync_files=False), Files()
-    dcp_writer.fs, dcp_writer.path = files, uri  # type: ignore[assignment]  # DCP needs only a FileSystemBase
+    dcp_writer.fs, dcp_writer.path = cast("FileSystem", files), uri  # DCP needs only a FileSystemBase
     return dcp_writer, files
 
 
@@ -93,7 +93,7 @@ class Reader(FileSystemReader):
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
-        self.fs, self.path = Files(), uri  # type: ignore[assignment]
+        self.fs, self.path = cast("FileSystem", Files()), uri
         with storage.open_read(f"{uri}/{INDEX}") as stream:
             self._index = index_of(stream, f"{uri}/{INDEX}")
 

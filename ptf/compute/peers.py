@@ -6,6 +6,7 @@ collectives.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,9 @@ def peers(world: World, size: int, timeout_s: float) -> ProcessPeers | None:
     for tensor in range(world.tensor):
         for first in range(0, world.data_size, size):
             ranks = [data * world.tensor + tensor for data in range(first, first + size)]
-            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+            group = cast(
+                "dist.ProcessGroup", dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+            )
             if world.rank in ranks:
-                result = ProcessPeers(group)  # type: ignore[arg-type]
+                result = ProcessPeers(group)
     return result

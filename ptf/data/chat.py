@@ -144,7 +144,9 @@ def _marked(
     """
     if default is not None and not any(name in message for message in messages):
         return messages, dict.fromkeys(turns, default)
-    marks = {i: message.get(name, default if i in turns else None) for i, message in enumerate(messages)}
+    marks: dict[int, Any] = {
+        i: message.get(name, default if i in turns else None) for i, message in enumerate(messages)
+    }
     for i, mark in marks.items():
         if i in turns and not (isinstance(mark, bool | int | float) and 0 <= mark <= LARGEST):
             raise UserError(
@@ -158,7 +160,7 @@ def _marked(
             )
     return [{key: value for key, value in message.items() if key != name} for message in messages], {
         i: float(marks[i]) for i in turns
-    }  # type: ignore[arg-type]
+    }
 
 
 def _sample(ids: list[int], spans: Sequence[Turn], source: str) -> Sample:

@@ -378,10 +378,10 @@ class RoundRobin(_Lane):
         self._known: list[list[tuple[int, int, int]]] | None = None
         if extent is not None:
             self._known = [[] for _ in self._reader.uris]
-            for file, *block in zip(
+            for file, number, rows, line in zip(
                 extent.files.tolist(), extent.numbers.tolist(), extent.rows.tolist(), extent.lines.tolist(), strict=True
             ):
-                self._known[file].append(tuple(block))  # type: ignore[arg-type]
+                self._known[file].append((number, rows, line))
         self._dealt = self._epoch_start = 0  # rows passed over or taken, and how many when the epoch began
         self._begin(0)
 

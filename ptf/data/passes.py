@@ -235,11 +235,7 @@ def estimated(lanes: Lanes, rows: int, steps: int | None) -> DataPlan:
     # for compressed files, estimated from what was read of them
     known = {name: lanes.rows(name) or lanes.opened(name)[0].reader.rows for name in lanes.sources}
     wanted = {name: float(spec.epochs) if spec.epochs else None for name, spec in lanes.sources.items()}
-    ends = [
-        wanted[name] * known[name] / shares[name]  # type: ignore[operator]
-        for name in shares
-        if wanted[name] and known[name]
-    ]
+    ends = [epochs * n / share for name, share in shares.items() if (epochs := wanted[name]) and (n := known[name])]
     ending = (min if mixture.ends == "stop" else max)(ends) if ends and not mixture.endless else None
     taken: dict[str, float] = {}
     for name, share in shares.items():

@@ -7,7 +7,7 @@ slice of them. Loss weights are stored as runs of equal weights.
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -143,7 +143,7 @@ class RowFile:
         if self._file is None:
             self._open({})
         self._flush()
-        self._file.close()  # type: ignore[union-attr]
+        cast("pq.ParquetWriter", self._file).close()
 
 
 def _kind(values: np.ndarray) -> tuple[np.dtype, int]:

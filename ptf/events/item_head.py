@@ -9,7 +9,7 @@ equal weight. The head may also predict numbers of the next basket.
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -96,7 +96,7 @@ class NextItem(nn.Module):
 
     def loss(self, x: Tensor, batch: Any) -> Tensor:
         """Return the summed loss of a batch, from hidden states [B, T, D]."""
-        place: Tensor = self.place  # type: ignore[assignment]
+        place = cast("Tensor", self.place)
         classes, weight = place[batch.targets], self.items.weight
         if self.sampled is None or not torch.is_grad_enabled():  # held-out losses are exact
             loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.weights)

@@ -7,7 +7,7 @@ dtypes included.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ def kept(
 
 
 def _attend(of: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _FusedAttention.apply(q, k, v)  # type: ignore[return-value]
+    return cast("Tensor", _FusedAttention.apply(q, k, v))
 
 
 def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float, float]:
@@ -123,7 +123,8 @@ def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float,
     How many rows an expert gets is not known without values, so every rank is given an equal share of them.
     """
     if block.moe is None:
-        return _run(block.mlp, lambda: block.mlp(x.clone()))  # type: ignore[arg-type, misc]
+        mlp = cast("nn.Module", block.mlp)
+        return _run(mlp, lambda: mlp(x.clone()))
     if not isinstance(block.moe, MixtureOfExperts) or not isinstance(block.moe.experts, Experts):
         return 0.0, 0.0
     assert c.moe is not None

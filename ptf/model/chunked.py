@@ -13,7 +13,7 @@ of the hidden states is a sum over ranks.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ from ptf.model.projection import Projection, summed
 from ptf.model.sampling import NO_PROCESSING, Processing
 
 CHUNK_BYTES = 64 << 20
+
+
+Backward = TypeVar("Backward")
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Mark a `backward` whose result has no gradient; torch's own marker loses its type."""
+    return cast("Backward", once_differentiable(cast("Any", backward)))
 
 
 def chunks_of(n: int, *heads: Head) -> list[slice]:
@@ -84,7 +92,7 @@ class _CrossEntropy(Function):
         return values.sum(dtype=torch.float32), values
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         return *scaled(ctx, grads[0]), None, None, None
 
@@ -121,7 +129,7 @@ class _Surrogate(Function):
         return -coefficients.sum(dtype=torch.float32), picked, entropy, slack
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         return *scaled(ctx, grads[0]), None, None, None, None, None
 
@@ -158,7 +166,7 @@ class _TokenLogprobs(Function):
         return summed(picked, head.group), entropy, slack
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         x, weight, bias, targets, entropy, states = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)

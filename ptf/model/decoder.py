@@ -46,7 +46,7 @@ class Block(nn.Module):
         """
         x = x + self.attn_post_norm(self.attn(self.attn_norm(x), rope, attend))
         h = self.mlp_norm(x)
-        h = self.mlp(h) if self.moe is None else self.moe(h, real)  # type: ignore[misc]
+        h = self.moe(h, real) if self.moe is not None else cast("nn.Module", self.mlp)(h)
         return x + self.mlp_post_norm(h)
 
 
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         c = self.config
         if c.head == "custom":
             return self.head
-        weight: Tensor = self.head.weight  # type: ignore[assignment]
+        weight = cast("Tensor", self.head.weight)
         return (
             Scalar(weight)
             if c.head == "scalar"
@@ -121,5 +121,6 @@ class Decoder(nn.Module):
     def balance(self) -> Tensor | None:
         """Return the load-balancing loss of the last forward pass (a mean, with gradient), or None without experts."""
         # a mixture of the user's own may record no routing
-        routings = [routing for layer in self.layers if (routing := getattr(layer.moe, "routing", None)) is not None]
-        return balance(routings) if routings else None  # type: ignore[arg-type]
+        found: list[Any] = [getattr(layer.moe, "routing", None) for layer in self.layers]
+        routings = [routing for routing in found if routing is not None]
+        return balance(routings) if routings else None

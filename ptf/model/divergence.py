@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ptf.model.chunked import chunks_of, function_inputs, scaled, trained_positions
+from ptf.model.chunked import chunks_of, differentiable_once, function_inputs, scaled, trained_positions
 from ptf.model.head import Head
 from ptf.model.projection import FLOOR, Projection, summed
 from ptf.model.sampling import Processing
@@ -140,7 +139,7 @@ class _Divergence(Function):
         return (values * weights).sum(dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         return *scaled(ctx, grads[0]), *[None] * 7
 
@@ -172,7 +171,7 @@ def divergence(
     chunks = chunks_of(len(selected), head, head_teacher)
     with torch.no_grad():
         teacher = _Whole(x_teacher.flatten(0, -2).index_select(0, selected), head_teacher, chunks, temperature)
-    return _Divergence.apply(
+    result: Any = _Divergence.apply(
         *function_inputs(x, selected, head),
         head,
         teacher,
@@ -181,7 +180,8 @@ def divergence(
         temperature,
         form,
         beta,
-    )  # type: ignore[return-value]
+    )
+    return result
 
 
 def divergence_of_top(
@@ -204,7 +204,7 @@ def divergence_of_top(
     teacher = _Top(
         ids.flatten(0, -2).index_select(0, selected), logprobs.flatten(0, -2).index_select(0, selected), head
     )
-    return _Divergence.apply(
+    result: Any = _Divergence.apply(
         *function_inputs(x, selected, head),
         head,
         teacher,
@@ -213,7 +213,8 @@ def divergence_of_top(
         temperature,
         form,
         beta,
-    )  # type: ignore[return-value]
+    )
+    return result
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ of the sequence), experts what `top_k` of them do, and the head counts trained p
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import nn
 
@@ -39,7 +40,7 @@ class Flops:
             return _of_unknown_layers(model, tally)
         upstream = _trains(model.embed)
         for block in model.layers:
-            upstream = tally.block(block, upstream)  # type: ignore[arg-type]
+            upstream = tally.block(cast("Block", block), upstream)
         body = tally.tokens
         tally.tokens = 0.0
         tally.chain(model.head, upstream or _trains(model.norm))
@@ -81,14 +82,17 @@ class _Tally:
 
     def block(self, block: Block, upstream: bool) -> bool:
         """Count a layer."""
-        attend = self.attention if isinstance(block.attn, Attention) else self.chain
-        above = upstream or _trains(block.attn_norm)
-        upstream |= attend(block.attn, above) or _trains(block.attn_post_norm)  # type: ignore[arg-type]
-        into = upstream or _trains(block.mlp_norm)
-        part = block.mlp if block.moe is None else block.moe
-        kinds = {MLP: self.mlp, MixtureOfExperts: self.mixture}
-        count = next((count for kind, count in kinds.items() if isinstance(part, kind)), self.chain)
-        return upstream | count(part, into) | _trains(block.mlp_post_norm)  # type: ignore[arg-type, operator]
+        upstream |= self.part(block.attn, upstream or _trains(block.attn_norm)) or _trains(block.attn_post_norm)
+        part = cast("nn.Module", block.mlp if block.moe is None else block.moe)
+        return upstream | self.part(part, upstream or _trains(block.mlp_norm)) | _trains(block.mlp_post_norm)
+
+    def part(self, m: nn.Module, upstream: bool) -> bool:
+        """Count an attention, an MLP or a mixture; of another kind, its projections one after the other."""
+        if isinstance(m, Attention):
+            return self.attention(m, upstream)
+        if isinstance(m, MLP):
+            return self.mlp(m, upstream)
+        return self.mixture(m, upstream) if isinstance(m, MixtureOfExperts) else self.chain(m, upstream)
 
     def attention(self, m: Attention, upstream: bool) -> bool:
         """Count the projections of an attention, and what a (query, key) pair costs."""

@@ -14,7 +14,7 @@ with.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -76,9 +76,9 @@ class HFDecoder(nn.Module):
 
     def output(self) -> Head:
         """Return the head that `reduce` is given. Call it inside `forward` only."""
-        weight, bias = self.head.weight, getattr(self.head, "bias", None)
+        weight, bias = cast("Tensor", self.head.weight), getattr(self.head, "bias", None)
         scaled = bias if bias is None or self.scale == 1 else bias * self.scale
-        return Head(weight, self.config.vocab, self.softcap, scaled)  # type: ignore[arg-type]
+        return Head(weight, self.config.vocab, self.softcap, scaled)
 
     def balance(self) -> None:
         """Return None: there is no load-balancing loss."""
@@ -212,10 +212,10 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
     model.hf._weight_conversions = whole._weight_conversions if hasattr(whole, "_weight_conversions") else None
 
 
-def _set_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Set a parameter by its dotted name, bypassing registration."""
     owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._parameters[leaf] = parameter  # type: ignore[assignment]
+    model.get_submodule(owner)._parameters[leaf] = parameter
 
 
 def _random_model(c: Any, seed: int) -> Any:
@@ -241,9 +241,8 @@ def _stored_model(directory: Path) -> Any:
         "output_loading_info": True,
     }
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            directory, trust_remote_code=False, **settings
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, **settings)
+        model, info = loaded
     except Exception as error:  # transformers raises a dozen kinds; each means that the weights cannot be read
         raise UserError(f"model.path: {directory} cannot be read: {_first_line(error)}") from error
     problems = [f"missing: {n}" for n in sorted(info["missing_keys"])] + [

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,12 +75,12 @@ class LoraLinear(nn.Linear):
         self.adapters = {"weight": attach(self, "weight", lora)}
         self.adapted = True  # False inside `adapters_off`
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the projection of x, with the adapter's part unless adapters are off."""
-        y = F.linear(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the projection of `input`, with the adapter's part unless adapters are off."""
+        y = F.linear(input, self.weight, self.bias)
         if not self.adapted:
             return y
-        return y + self.adapters["weight"].scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
 
 
 def grouped(module: nn.Module, adapter: Adapter, x: Tensor, ends: Tensor) -> Tensor:
@@ -101,14 +102,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     So a policy can serve as its own reference.
     """
-    adapted = [m for m in model.modules() if getattr(m, "adapters", None) and m.adapted]
+    adapted: list[Any] = [m for m in model.modules() if getattr(m, "adapters", None) and m.adapted]
     for module in adapted:
-        module.adapted = False  # type: ignore[assignment]
+        module.adapted = False
     try:
         yield
     finally:
         for module in adapted:
-            module.adapted = True  # type: ignore[assignment]
+            module.adapted = True
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:

@@ -83,7 +83,7 @@ def parallelize(
     if mesh is not None and mesh["tensor"].size() > 1:
         cut(model, mesh["tensor"], plan if model.config.head == "lm" else {**plan, **_whole_head(model)})
     for block in model.layers:
-        recompute(block, recomputed)  # type: ignore[arg-type]
+        recompute(block, recomputed)
     if compiled:
         compile_parts(model)
     if mesh is None or (mesh.size() == 1 and precision == "fp32"):

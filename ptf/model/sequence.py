@@ -7,7 +7,7 @@ residuals cost and keep that much less.
 The one idea: inputs are gathered, and outputs are summed and sliced again; each is the other's backward.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -72,18 +72,18 @@ def gather(x: Tensor, group: ProcessGroup, same: bool = False) -> Tensor:
 
     The gradient of every rank is its part of a sum, or, if `same`, already the whole.
     """
-    return _Gather.apply(x, group, same)  # type: ignore[return-value]
+    return cast("Tensor", _Gather.apply(x, group, same))
 
 
 def sum_and_cut(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D]. T must be a multiple of the ranks."""
-    return _SumAndCut.apply(x, group)  # type: ignore[return-value]
+    return cast("Tensor", _SumAndCut.apply(x, group))
 
 
 def share(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x, dividing its gradient by the ranks: each has the whole gradient, and the ranks' gradients will be
     summed."""
-    return _Share.apply(x, group.size())  # type: ignore[return-value]
+    return cast("Tensor", _Share.apply(x, group.size()))
 
 
 def fill_up(tokens: Tensor, positions: Tensor, segments: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ class Style:
 
 def embed(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor) -> Tensor:
     """Look up the tokens whose rows this rank has, and sum over ranks: [B, T] → [B, T / ranks, D]."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
+    weight = cast("Tensor", module.weight)
     here = tokens - group.rank() * len(weight)
     mine = (here >= 0) & (here < len(weight))
     return sum_and_cut(F.embedding(torch.where(mine, here, 0), weight) * mine[..., None], group)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import Parts
 from ptf.model.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-5  # of the largest magnitude, fp32
 LENGTHS = (1, 37, 5, 52, 18)  # documents, packed into rows of 64
@@ -88,7 +91,7 @@ def verify(
         config = family.small(random.Random(f"{family_or_directory}/{seed}/{number}"))
         with tempfile.TemporaryDirectory() as directory:
             model = random_reference(config, seed * 1000 + number)
-            model.save_pretrained(directory)  # type: ignore[operator]
+            model.save_pretrained(directory)
             report.cases.append(compare(Path(directory), model, change))
         progress(report.cases[-1])
         if until_failure and not report.cases[-1].passed:
@@ -104,7 +107,7 @@ def _quiet() -> None:
     logging.set_verbosity_error()
 
 
-def reference(directory: Path) -> nn.Module:
+def reference(directory: Path) -> "PreTrainedModel":
     """Return transformers' model of a checkpoint, in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -116,7 +119,7 @@ def reference(directory: Path) -> nn.Module:
     return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
 
 
-def _loaded(directory: Path) -> nn.Module:
+def _loaded(directory: Path) -> "PreTrainedModel":
     """Return `reference`; raise UserError if transformers cannot load it."""
     try:
         return reference(directory)
@@ -125,7 +128,7 @@ def _loaded(directory: Path) -> nn.Module:
         raise UserError(f"{directory}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
 
-def random_reference(config: dict[str, Any], seed: int) -> nn.Module:
+def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
     """Return transformers' model of a config.json, every parameter drawn so that each matters to the result."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -160,7 +163,7 @@ def packed() -> tuple[Tensor, Tensor]:
     return positions, segments
 
 
-def compare(directory: Path, hf: nn.Module, change: Callable[[Decoder], Any] | None = None) -> Case:
+def compare(directory: Path, hf: "PreTrainedModel", change: Callable[[Decoder], Any] | None = None) -> Case:
     """Compare our decoder with transformers' model `hf` of the same directory."""
     config = bridge.read_config(directory)
     try:
@@ -175,7 +178,9 @@ def compare(directory: Path, hf: nn.Module, change: Callable[[Decoder], Any] | N
         return Case(config, problems=tuple(str(error).splitlines()))
 
 
-def _compare(config: dict[str, Any], ours: Decoder, family: Family, hf: nn.Module, problems: Sequence[str]) -> Case:
+def _compare(
+    config: dict[str, Any], ours: Decoder, family: Family, hf: "PreTrainedModel", problems: Sequence[str]
+) -> Case:
     """Compare logits and gradients over packed documents, and over one document alone."""
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, ours.config.vocab, (n,), generator=generator) for n in LENGTHS]
@@ -186,7 +191,7 @@ def _compare(config: dict[str, Any], ours: Decoder, family: Family, hf: nn.Modul
         tokens[segments == number] = document
     hf.eval()
     hf.zero_grad()
-    hf.get_input_embeddings().padding_idx = None  # type: ignore[operator]  it would zero one row's gradient
+    cast("nn.Embedding", hf.get_input_embeddings()).padding_idx = None  # it would zero one row's gradient
     theirs = _record(hf, _their_modules(hf), lambda: [hf(input_ids=d[None]).logits[0].float() for d in documents])
     mine = _record(ours, _our_modules(ours), lambda: ours(tokens, positions, segments, lambda x, head: head.logits(x)))
     alone = ours(
@@ -213,7 +218,7 @@ def _compare(config: dict[str, Any], ours: Decoder, family: Family, hf: nn.Modul
 
 
 @torch.no_grad()
-def _gradients(ours: Decoder, family: Family, hf: nn.Module) -> tuple[float, str]:
+def _gradients(ours: Decoder, family: Family, hf: "PreTrainedModel") -> tuple[float, str]:
     """Return the largest relative error of a gradient, and its tensor.
 
     An error is relative to the tensor's largest gradient, or to 1 % of the model's largest where that is more.
@@ -221,7 +226,7 @@ def _gradients(ours: Decoder, family: Family, hf: nn.Module) -> tuple[float, str
     for p in hf.parameters():
         p.data, p.grad = torch.zeros_like(p) if p.grad is None else p.grad, None
     with tempfile.TemporaryDirectory() as directory:
-        hf.save_pretrained(directory)  # type: ignore[operator]
+        hf.save_pretrained(directory)
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
         with TensorFiles(Path(directory), family.aliases) as files:
 
@@ -278,22 +283,22 @@ def _record(model: nn.Module, modules: dict[str, nn.Module], run: Callable[[], A
 
 def _our_modules(model: Decoder) -> dict[str, nn.Module]:
     """Return the modules of our decoder to compare, by name."""
-    modules: dict[str, nn.Module] = {}
+    modules: dict[str, Any] = {}
     for i, layer in enumerate(model.layers):
         modules |= {
             f"layer {i}, attention": layer.attn,
             f"layer {i}, mlp": layer.mlp or layer.moe,
             f"layer {i}, output": layer,
-        }  # type: ignore[dict-item]
+        }
     return modules
 
 
 def _their_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the corresponding modules of transformers' model."""
     layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
-    modules: dict[str, nn.Module] = {}
+    modules: dict[str, Any] = {}
     for i, layer in enumerate(layers):
-        modules |= {  # type: ignore[dict-item]
+        modules |= {
             f"layer {i}, attention": layer.self_attn,
             f"layer {i}, mlp": layer.mlp,
             f"layer {i}, output": layer,

@@ -195,7 +195,7 @@ def _companion(
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
     flops = forward_flops(other)
-    parallelize(other, mesh, precision)  # type: ignore[arg-type]
+    parallelize(other, mesh, precision)
     return _sizes(other), flops
 
 

@@ -131,7 +131,7 @@ class Fit:
         job, world, run, lease = self.job, self.world, self.run, self.lease
         restored = self.restore()
         plan = None if restored else planned_steps(job, lanes, self.loader, world)
-        self.step, ends, rows = restored or (0, plan.steps[1], None)  # type: ignore[union-attr]
+        self.step, ends, rows = restored or (0, cast("DataPlan", plan).steps[1], None)
         announce(job, world, self.model.config, ends, plan)
         self.planned = ends
         self.track: Tracker | None = None
@@ -324,7 +324,7 @@ class Fit:
         self.lease.check()
         best = world.share(self.saves.best_whole() if world.leads else None)
         if best is not None and best != self.ends:
-            path = self.saves.path(best)  # type: ignore[arg-type]
+            path = self.saves.path(cast("int", best))
             checkpoint.load_tensors(path, model, self.trainer.optimizer, world)
             if world.leads:
                 print(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -64,11 +64,12 @@ def _load_foreign(
 
     if head != "lm":
         raise UserError("model.backend: hf has no scalar heads (reward models, critics); use the default backend")
-    model, family = hf_backend.build(directory)
+    foreign, family = hf_backend.build(directory)
+    model = cast("Decoder", foreign)  # it has Decoder's interface
     freeze(model, family, spec.train)
-    parallelize(model, world.mesh, precision, recomputed=recomputed)  # type: ignore[arg-type]
-    hf_backend.load(model, directory, world.device, random=spec.init == "random", seed=seed)
-    return model, family  # type: ignore[return-value]
+    parallelize(model, world.mesh, precision, recomputed=recomputed)
+    hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
+    return model, family
 
 
 def forget_forwards(frozen: nn.Module) -> None:

@@ -3,7 +3,7 @@
 import gzip
 import io
 import zlib
-from typing import IO
+from typing import IO, cast
 
 import pyarrow as pa
 
@@ -112,5 +112,5 @@ class Compressed:
 def decompressed(raw: IO[bytes], name: str) -> IO[bytes]:
     """Return a stream of the decompressed content, by the suffix of the file's name."""
     if name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 1 << 20)

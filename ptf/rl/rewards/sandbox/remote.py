@@ -10,7 +10,7 @@ import builtins
 import operator
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from .plain import ARITHMETIC, Malformed, decode, encode, receive, send
 
@@ -73,9 +73,9 @@ class Link:
         try:
             return decode(self.ask(kind, *rest)[0], self.received)
         except (Malformed, RecursionError, MemoryError) as error:
-            return self.failed(f"what the answer sent cannot be read: {error}")
+            self.failed(f"what the answer sent cannot be read: {error}")
 
-    def failed(self, why: str) -> Any:
+    def failed(self, why: str) -> NoReturn:
         """Remember the first fault of the answer and raise AnswerFault."""
         self.fault = self.fault or why
         raise AnswerFault(self.fault)
@@ -150,7 +150,7 @@ class Link:
                     _refill(original, decode(after, self.received))
             return decode(result, self.received)
         except (Malformed, TypeError, ValueError, RecursionError, MemoryError) as error:
-            return self.failed(f"what the answer sent cannot be read: {error}")
+            self.failed(f"what the answer sent cannot be read: {error}")
 
 
 def _refill(original: Any, now: Any) -> None:
@@ -183,7 +183,7 @@ def _plain(thing: Any) -> Any:
     try:
         return link.value("plain", _number(thing))
     except Exception:
-        return link.failed("the answer gave an object of its own where a plain value is compared")
+        link.failed("the answer gave an object of its own where a plain value is compared")
 
 
 class Remote:
