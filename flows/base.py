@@ -153,11 +153,11 @@ class PostTrainFlow(FlowSpec):
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
         """Do a step's work on the artifact."""
-        with self._said():
+        with self._reporting_errors():
             self.artifact = work(self._job(), self._artifact())
 
     @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         """Run a block in the environment of the config. What the user can mend is printed as one message, and is not
         retried: it would fail again."""
         try:

@@ -22,8 +22,8 @@ class RetrainFlow(PostTrainFlow):
         from steps import retrain
 
         self._stage(retrain.prepare)
-        with self._said():
-            self.found = "news" if retrain.news(self._job(), self.artifact) else "nothing"
+        with self._reporting_errors():
+            self.found = "news" if retrain.has_new_data(self._job(), self.artifact) else "nothing"
         self.next(
             {"news": self.tokenize, "nothing": self.end},  # pyright: ignore[reportArgumentType]
             condition="found",
@@ -54,7 +54,7 @@ class RetrainFlow(PostTrainFlow):
     def _job(self) -> Job:
         from steps import retrain
 
-        return retrain.based(super()._job(), self.artifact)
+        return retrain.starting_from_published(super()._job(), self.artifact)
 
 
 if __name__ == "__main__":

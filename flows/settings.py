@@ -24,13 +24,13 @@ def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     literal = {
         key: value for key, value in (settings.get("environment") or {}).items() if not REFERENCE.fullmatch(value)
     }
-    found = {
+    settings = {
         "resources": resources,
         "retry": {"times": settings["retries"]} if settings.get("retries") else {},
         "timeout": {"minutes": settings["minutes"]} if settings.get("minutes") else {},
         "environment": {"vars": literal} if literal else {},
     }
-    return {name: arguments for name, arguments in found.items() if arguments}
+    return {name: arguments for name, arguments in settings.items() if arguments}
 
 
 class FromConfig(FlowMutator):
@@ -53,10 +53,10 @@ class FromConfig(FlowMutator):
         """Yield the files that a task on another machine imports and reads, and their names in the code package,
         which is where it runs."""
         for name in PACKAGED:
-            found = importlib.util.find_spec(name)
-            assert found is not None
-            assert found.origin is not None
-            yield from _below(Path(found.origin).parent)
+            spec = importlib.util.find_spec(name)
+            assert spec is not None
+            assert spec.origin is not None
+            yield from _below(Path(spec.origin).parent)
         checkout = Path(__file__).parents[1]
         if (checkout / "pyproject.toml").is_file():  # a `job:` path is read where the step runs
             yield from _below(checkout / "configs")

@@ -29,7 +29,7 @@ class SFTThenRLFlow(PostTrainFlow):
         from steps.artifact import Artifact
 
         path = super()._job().model.path
-        with self._said():
+        with self._reporting_errors():
             if not path.startswith("job:"):
                 raise UserError(
                     f"model.path: {path} is not made by another job; name one (job:configs/tiny/sft.yaml), "

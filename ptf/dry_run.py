@@ -79,7 +79,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
     recipe, path = registry.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].said())
+    tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].describe())
     tell(f"all of it works ({time.monotonic() - began:.0f} s)")
 
 
@@ -87,11 +87,11 @@ def memory(job: Job) -> str:
     """Return a line on what each GPU will need, as `ptf plan` finds it."""
     from ptf.train.budget import budget, described
 
-    found = budget(
+    plan = budget(
         job, described(job.model.path, job.model.revision), job.compute.workers, room_gib=GPU_GIB, mfu=0.4, gpu="H100"
     )
-    need = f"memory: {found.memory.total / 2**30:.1f} GiB on each of {job.compute.workers} GPUs"
-    return need if found.fits else f"{need}, more than {GPU_GIB:g}: `ptf plan` says what to change"
+    need = f"memory: {plan.memory.total / 2**30:.1f} GiB on each of {job.compute.workers} GPUs"
+    return need if plan.fits else f"{need}, more than {GPU_GIB:g}: `ptf plan` says what to change"
 
 
 def writable(key: str, place: str) -> None:

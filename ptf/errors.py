@@ -5,7 +5,7 @@ import errno
 import traceback
 
 
-def told(error: BaseException) -> str:
+def full_text(error: BaseException) -> str:
     """Return an error that the run survives, for its log.
 
     The text holds its type, message, notes, and where it was raised, in another process too.

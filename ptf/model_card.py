@@ -107,17 +107,17 @@ def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str
     ranking = job.evaluate.ranking.sources if job.evaluate.ranking else {}
     results = []
     for name, source in {**job.data.validation, **job.evaluate.sources, **ranking}.items():
-        found = {
+        values = {
             key.removeprefix(f"{name}/").removesuffix(f"/{name}"): value
             for key, value in sorted(metrics.items())
             if not key.startswith(("start/", "train/")) and (key.startswith(f"{name}/") or key.endswith(f"/{name}"))
         }
-        if found:
+        if values:
             results.append(
                 {
                     "task": {"type": task},
                     "dataset": {"name": name, "type": _repository(source) or name},
-                    "metrics": [{"type": key, "name": key, "value": value} for key, value in found.items()],
+                    "metrics": [{"type": key, "name": key, "value": value} for key, value in values.items()],
                 }
             )
     return results

@@ -92,10 +92,10 @@ def sweep(root: Path, depth: int) -> list[Path]:
     """Remove what killed processes left in `root` and `depth` levels below it. Returns what was removed."""
     removed: list[Path] = []
     try:
-        found = sorted(os.scandir(root), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except OSError:  # it is not there, or not ours to read
         return removed
-    for entry in found:
+    for entry in entries:
         path = Path(entry.path)
         if entry.name.startswith(PREFIX):
             with abandoned(path) as free:

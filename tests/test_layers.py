@@ -37,19 +37,19 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "recipes": DATA,
     "train": TRAIN,
     "rl": TRAIN | {"train", "events"},
-    "eval": TRAIN | {"train", "rl", "gate", "events"},
-    "run": TRAIN | {"train", "rl", "eval", "published"},
+    "measurement": TRAIN | {"train", "rl", "gate", "events"},
+    "run": TRAIN | {"train", "rl", "measurement", "published"},
     "dry_run": TRAIN | {"train", "run"},
     "training_run": TRAIN | {"train", "artifact", "run"},
-    "evaluation": TRAIN | {"published", "gate", "eval", "training_run"},
+    "evaluation": TRAIN | {"published", "gate", "measurement", "training_run"},
     "load_check": TRAIN | {"train"},
     "model_card": TRAIN | {"artifact"},
-    "publishing": TRAIN | {"published", "gate", "eval", "train", "artifact", "load_check", "model_card"},
+    "publishing": TRAIN | {"published", "gate", "measurement", "train", "artifact", "load_check", "model_card"},
     "conversation": DATA | {"rl"},
     "doctor": set(),
     "inspection": DATA | {"recipes", "train", "run"},
     "api": BASE
-    | {"config", "eval", "dry_run", "inspection", "training_run", "evaluation", "publishing", "conversation"},
+    | {"config", "measurement", "dry_run", "inspection", "training_run", "evaluation", "publishing", "conversation"},
     "cli": TRAIN | {"", "api", "train", "rl", "run", "doctor", "published", "inspection", "dry_run"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}
@@ -223,7 +223,11 @@ def test_every_part_has_a_place_in_the_layers():
             "from ptf import storage",
             "ptf/tasks/a.py:1  ptf.storage: ptf.tasks may not import ptf.storage",
         ),
-        ("ptf/eval.py", "from ptf.run import run", "ptf/eval.py:1  ptf.run.run: ptf.eval may not import ptf.run"),
+        (
+            "ptf/measurement.py",
+            "from ptf.run import run",
+            "ptf/measurement.py:1  ptf.run.run: ptf.measurement may not import ptf.run",
+        ),
         ("ptf/train/a.py", "import ray.util", "ptf/train/a.py:1  ray.util: ray may appear only in "),
         (
             "ptf/rl/a.py",
@@ -234,8 +238,8 @@ def test_every_part_has_a_place_in_the_layers():
         ("steps/a.py", "import torch", "steps/a.py:1  torch: torch may not be imported at module level here"),
         (
             "steps/a.py",
-            "from ptf.eval import evaluate",
-            "steps/a.py:1  ptf.eval.evaluate: ptf.eval may be imported only inside functions in steps",
+            "from ptf.measurement import measure_run",
+            "steps/a.py:1  ptf.measurement.measure_run: ptf.measurement may be imported only inside functions in steps",
         ),
         ("steps/a.py", "import metaflow", "steps/a.py:1  metaflow: metaflow may appear only in flows/*"),
         (

@@ -133,7 +133,7 @@ class Lease:
         return json.dumps(vars(self))
 
     @staticmethod
-    def told(text: str) -> "Lease":
+    def parse(text: str) -> "Lease":
         """Parse the text of a lease."""
         return Lease(**json.loads(text))
 

@@ -30,7 +30,7 @@ ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 class JobOutcome:
     """The end of a job, and whether it ran before it was followed."""
 
-    found: bool
+    was_running: bool
     status: JobStatus
     message: str
     code: int | None  # exit status of its command, where it had one

@@ -94,12 +94,12 @@ def fingerprint(job: Job, *sections: str) -> str:
 
 def model_paths(job: Job) -> dict[str, str]:
     """Key → value of everything that names a model to load."""
-    found = {"model.path": job.model.path}
+    paths = {"model.path": job.model.path}
     if job.rollout and job.rollout.reward_model:
-        found["rollout.reward_model.path"] = job.rollout.reward_model.path
+        paths["rollout.reward_model.path"] = job.rollout.reward_model.path
     if isinstance(job.algo, Knobs):
-        found |= {f"algo.{key}": path for key, path in job.algo.model_paths().items()}
-    return found
+        paths |= {f"algo.{key}": path for key, path in job.algo.model_paths().items()}
+    return paths
 
 
 def sources_of(job: Job) -> dict[str, Source]:

@@ -137,6 +137,8 @@ def _last(key: tuple[str, ...], keys: Mapping[str, str]) -> str:
         if not old.endswith(f".{key[-1]}"):
             continue
         pattern = old.split(".")
-        if len(pattern) == len(key) and all(step in (asked, "NAME") for step, asked in zip(pattern, key, strict=True)):
+        if len(pattern) == len(key) and all(
+            step in (key_part, "NAME") for step, key_part in zip(pattern, key, strict=True)
+        ):
             return new.rpartition(".")[2]
     return key[-1]

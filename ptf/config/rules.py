@@ -55,19 +55,19 @@ def names(job: Job) -> list[str]:
     }
     if job.evaluate.ranking:
         by_key["evaluate.ranking.sources"] = job.evaluate.ranking.sources
-    said = "is no name of a source: it begins with a letter or a digit, has no slash and at most 100 characters"
+    rule = "is no name of a source: it begins with a letter or a digit, has no slash and at most 100 characters"
     return [
-        f"{key}: {name!r} {said}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)
+        f"{key}: {name!r} {rule}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)
     ]
 
 
 def secrets(job: Job) -> list[str]:
     """None is written into a config, which is stored, shown and published."""
-    said = (
+    rule = (
         "is a secret, and a config is stored, shown and published; write env:NAME, "
         "the variable that holds it where it is needed"
     )
-    return [f"{key}: {said}" for key in _secrets(job.model_dump(), "")]
+    return [f"{key}: {rule}" for key in _secrets(job.model_dump(), "")]
 
 
 def _secrets(value: Any, key: str) -> Iterator[str]:
@@ -347,7 +347,7 @@ def foreign_model(job: Job) -> list[str]:
     """Return the problems of keys that ask for what `model.backend: hf` does not have."""
     if job.model.backend != "hf":
         return []
-    asked = {
+    uses = {
         "model.tokens": job.model.tokens is not None,
         "model.replace": bool(job.model.replace),
         "model.head": job.model.head is not None,
@@ -356,7 +356,7 @@ def foreign_model(job: Job) -> list[str]:
         "rollout.engine: native": job.rollout is not None and job.rollout.engine == "native",
         "evaluate.engine: native": bool(job.evaluate.sources) and job.evaluate.engine == "native",
     }
-    return [f"{key} is not there with model.backend: hf" for key, there in asked.items() if there]
+    return [f"{key} is not there with model.backend: hf" for key, there in uses.items() if there]
 
 
 def deterministic(job: Job) -> list[str]:
@@ -380,10 +380,10 @@ def watched(job: Job) -> list[str]:
     faults, known = [], [f"loss/{name}" for name in job.data.validation]
     if not (job.train.validate_every and known):
         faults.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
-    asked = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
+    watchers = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
     faults += [
         f"{key} is {of.metric}, but what is measured is {', '.join(known)}"
-        for key, of in asked.items()
+        for key, of in watchers.items()
         if of and known and of.metric not in known
     ]
     if job.checkpoint.best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:

@@ -107,5 +107,5 @@ def _edit(text: str, root: yaml.Node | None, rename: Rename) -> tuple[int, int, 
     if node is None:
         return None
     start, end = node.start_mark.index, node.end_mark.index
-    before, found, behind = text[start:end].rpartition(str(old))  # around it: quotation marks, an anchor
-    return (start, end, before + rename.text + behind) if found else None
+    before, match, behind = text[start:end].rpartition(str(old))  # around it: quotation marks, an anchor
+    return (start, end, before + rename.text + behind) if match else None

@@ -25,7 +25,7 @@ def glance(job: Job) -> str:
     if sum(sum(resolve_files(Location.of(spec)).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
         return f"the sources have more than {MOST_BYTES >> 20} MiB; {HOW}"
     tokenizer = rendered(job, tokenizer_of(job.model.tokenizer or job.model.path, job.model.tokens), None)
-    return takes(job, registry.build(job), tokenizer, FEW_ROWS)[0].said()
+    return takes(job, registry.build(job), tokenizer, FEW_ROWS)[0].describe()
 
 
 def _missing(job: Job) -> str | None:

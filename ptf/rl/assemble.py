@@ -19,7 +19,7 @@ from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.data.trie import Trie
-from ptf.errors import Lost, Retryable, UserError, told
+from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.events.catalogue import Catalogue
 from ptf.model import bridge
 from ptf.model.sampling import Processing
@@ -77,7 +77,7 @@ def fit_online(job: Job, run: Path, lease: Lease) -> None:
                 raise Retryable(f"the run was asked to stop, and then failed: {error}") from error
             failed_at, last_error = step, str(error)
             print(
-                f"{redacted(told(error))}\nstarted again from step {step} ({failures} of {job.compute.restarts}, "
+                f"{redacted(full_text(error))}\nstarted again from step {step} ({failures} of {job.compute.restarts}, "
                 "compute.restarts)",
                 flush=True,
             )

@@ -89,7 +89,7 @@ class Controller:
         self.canary: list[np.ndarray] = []
         self.step, manifest = self._restore()
         self.track = Tracker(
-            run, job.track, resumed=self.step, steps=self.steps, lease=lease, said=manifest.get("rows")
+            run, job.track, resumed=self.step, steps=self.steps, lease=lease, expected=manifest.get("rows")
         )
         self.samples = Samples(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
 

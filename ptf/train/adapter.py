@@ -17,7 +17,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.peft_format import PeftFormat, save
-from ptf.train.components import some, without_adapters
+from ptf.train.components import abbreviated, without_adapters
 from ptf.train.export import probe
 from ptf.train.trainer import load_model
 
@@ -50,7 +50,7 @@ def export_adapter(
     if obstacles := form.obstacles():
         if world.leads:
             print(
-                f"lora: no adapter is written, because PEFT's format cannot hold {some(obstacles)}; "
+                f"lora: no adapter is written, because PEFT's format cannot hold {abbreviated(obstacles)}; "
                 f"{merged} holds everything, merged",
                 flush=True,
             )

@@ -25,11 +25,11 @@ from ptf.train.trainer import load_model
 FREE = ("max_positions", "init_std", "head", "tied")  # config fields that no forward pass depends on
 
 
-def companions(
+def load_companions(
     by_role: Mapping[str, Companion],
     job: Job,
     world: World,
-    within: World,
+    model_world: World,
     model: Decoder,
     spec: ModelConfig,
     directory: Path,
@@ -53,7 +53,7 @@ def companions(
             path = located(companion, role, job.verify_bytes)
             refuse_other_tokenizer(path, tokenizer, role, companion, directory)
         section = exported(spec, path) if companion.alike else ModelConfig(path=str(path))
-        loaded[role], _ = load_model(path, within, section, seed=job.seed, precision=job.train.precision)
+        loaded[role], _ = load_model(path, model_world, section, seed=job.seed, precision=job.train.precision)
         loaded[role].requires_grad_(False)
         if companion.alike:
             refuse_other_architecture(loaded[role], model, path, role)
