@@ -1,6 +1,8 @@
-"""Training, evaluation and publication as pages. The one idea: the run's own files are the only source (metrics.jsonl,
-samples.jsonl, checkpoints, answers), and they are read from outside, so training knows nothing of cards and a run that
-continues an earlier one shows both."""
+"""Training, evaluation and publication as Metaflow cards.
+
+Cards read only the run's own files (metrics.jsonl, samples.jsonl, checkpoints, answers), and read them from outside:
+training knows nothing of cards, and a run that continues an earlier one shows both.
+"""
 
 # metaflow makes its public names at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false

@@ -1,5 +1,8 @@
-"""`flow:` of the config, as Metaflow decorators. The one idea: where a step runs is configuration, so no flow's source
-names a resource. And what goes along to another machine: our packages and configs, wherever they are installed."""
+"""The config's section `flow` as Metaflow decorators, and the files that are sent along to another machine.
+
+Where a step runs is configuration, so no flow's source names a resource. ptf's packages and configs are sent along from
+wherever they are installed.
+"""
 
 import importlib.util
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,9 @@
-"""Fine-tuning and then reinforcement learning as one flow: `python flows/sft_then_rl_flow.py run --config
-configs/tiny/grpo.yaml`.
+"""Fine-tuning followed by reinforcement learning as one flow.
 
-The one idea: the config is that of the second training, which begins with what the `job:` of its model.path makes. That
-one's stages are steps here too, so that they are seen, retried and resumed like the others.
+    python flows/sft_then_rl_flow.py run --config configs/tiny/grpo.yaml
+
+The config is that of the second training. Its `model.path: job:CONFIG` names the config of the first one, whose stages
+are steps of this flow too, so that they are displayed, retried and resumed like the others.
 """
 
 # metaflow makes `current.card` at run time:

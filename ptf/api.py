@@ -1,7 +1,7 @@
 """The public functions of ptf, which `import ptf` offers: each is one stage, from a config to a published model.
 
-The one idea: the commands of `ptf`, the flows' steps and a Python script call the same functions below these. What they
-need (torch, transformers, Ray) is imported when a function is called.
+The commands of `ptf`, the flows' steps and a Python script call the same functions below these. Heavy packages (torch,
+transformers, Ray) are imported only when a function is called.
 """
 
 from collections.abc import Sequence

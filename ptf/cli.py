@@ -1,8 +1,7 @@
-"""The console script `ptf`: check a config, train, verify a model. No torch until something needs it; rich lives here
-and in ptf/inspection/terminal.py only.
+"""The console script `ptf`.
 
-The one idea: what the user can mend (`UserError`) is one message and exit status 2;
-everything else is a bug of ours and keeps its traceback.
+torch is imported only by the commands that need it; rich is imported here and in ptf/inspection/terminal.py only. A
+`UserError` is printed as one message with exit status 2; any other exception is a fault of ptf and keeps its traceback.
 """
 
 import argparse

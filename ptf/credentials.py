@@ -1,9 +1,9 @@
-"""Secrets: tokens, keys and passwords. A config holds only their names (`env:NAME`), for it is stored,
-shown and published whole.
+"""Secrets: tokens, keys and passwords. A config is stored, shown and published whole, so it holds only their names
+(`env:NAME`).
 
-The one idea: a secret is read from the environment of the process that needs it, where it is needed, so nothing that is
-written can hold it. What is printed of an error passes through `redacted`,
-for libraries put addresses and headers into their messages.
+A secret is read from the environment of the process that needs it, where it is needed, so nothing that is written can
+contain it. The text of an error passes through `redacted` before it is printed, because libraries put addresses and
+headers into their messages.
 """
 
 import os

@@ -1,9 +1,8 @@
-"""One step of a job on a model of its family that is a few kilobytes large, before GPUs are taken:
-`ptf check --dry-run`.
+"""One step of a job with a model of its family of a few kilobytes, before GPUs are taken: `ptf check --dry-run`.
 
-The one idea: nothing is imitated. The job itself is run, with its own data, template, reward, components and recipe, in
-this process; only sizes are changed. So what it would stop at in an hour (a row that cannot be masked, a reward that
-raises, a place that cannot be written) it stops at now.
+The job itself runs in this process, with its own data, template, reward, components and recipe; only sizes are changed.
+It therefore fails now where it would fail an hour into the run: at a row that cannot be masked, a reward that raises, a
+directory that cannot be written.
 """
 
 import json

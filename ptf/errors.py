@@ -1,5 +1,4 @@
-"""Errors that are addressed to the user. The one idea: whoever raises one has written the whole message;
-nobody adds a traceback."""
+"""Errors that are addressed to the user. Their message is complete, so they are printed without a traceback."""
 
 import errno
 import traceback

@@ -1,8 +1,8 @@
-"""The gate: whether a trained model is worse than what training started from, by the same held-out rows.
+"""The gate: whether a trained model is worse than the model that training started from, on the same held-out rows.
 
-The one idea: both models answered the same rows, so what counts is the difference on each row. A model is worse where
-the whole 95 % interval of its mean difference lies on the wrong side; a difference that the rows cannot tell from none
-keeps nobody from publishing.
+Both models are measured on the same rows, so the differences on single rows are compared. A model is worse if the whole
+95 % interval of the mean difference lies on the wrong side of zero; a difference that the rows cannot tell from zero
+does not prevent publishing.
 """
 
 import json

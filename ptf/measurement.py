@@ -1,6 +1,7 @@
 """Measurements of models: each function computes metrics and writes what they were computed from into the run.
 
-`ptf.evaluation` is the stage that calls them: it holds the run's lease, retries, prints a table and records the metrics.
+`ptf.evaluation` is the stage that calls them: it holds the run's lease, retries, prints a table and records the
+metrics.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""Versions of a model below one directory or URI, and the pointer to the one that counts, `latest.json`.
+"""Versions of a model below one directory or URI, and `latest.json`, the pointer to the current one.
 
-The one idea: a version is never changed and never removed here; publishing and rolling back only move the pointer, from
-what was seen to what is wanted: where somebody else has moved it meanwhile, nothing happens,
-and whoever asked looks again.
+A version is never changed and never removed here. Publishing and rolling back only replace the pointer, by
+compare-and-swap: if somebody else has changed it since it was read, nothing is written, and the caller reads it again.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Files and directories beside what they will become, and removing those that killed processes have left there.
+"""Temporary files and directories beside their destinations, and removal of those that killed processes left there.
 
-The one idea: whoever works in one holds a lock on it (flock), which the kernel takes back when that process dies. So a
-name of ours that nobody has locked is garbage, and may be removed by anyone at any time.
+A process that works in one holds a lock on it (flock), which the kernel releases when the process dies. A name of this
+form that nobody has locked is therefore garbage, and any process may remove it at any time.
 """
 
 import contextlib

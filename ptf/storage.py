@@ -1,7 +1,7 @@
-"""Files on disk and in object stores under one set of names; fsspec lives here only.
+"""Files on disk and in object stores under one set of functions; only this module imports fsspec.
 
-The one idea: data first, `manifest.json` last. A directory without its manifest was never finished; a directory with
-one can be verified to the byte. Nothing is written in place: a reader sees the old file or the new one.
+A directory's data is written first and its `manifest.json` last. A directory without a manifest was never finished; one
+with a manifest can be verified to the byte. No file is written in place: a reader gets the old file or the new one.
 """
 
 import contextlib

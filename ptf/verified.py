@@ -1,9 +1,9 @@
-"""What is read again is compared with what was written: sizes and SHA-256 of every file,
-and no file that does not belong there.
+"""Verification of files that are read again: their sizes and SHA-256 must be those that were written, and no other file
+may be there.
 
-The one idea: a file whose identity (device, inode, size, mtime and ctime; in an object store entity tag and version) is
-the one under which it was hashed before is not hashed again. What was found is kept in a small file per directory below
-`PTF_CACHE` (default `~/.cache/ptf`).
+A file is not hashed again if its identity is unchanged since the last time: device, inode, size, mtime and ctime on
+disk; entity tag and version in an object store. Identities and hashes are remembered in one small file per directory
+below `PTF_CACHE` (default `~/.cache/ptf`).
 """
 
 import contextlib

@@ -1,7 +1,8 @@
-"""Retraining: from the version that is published, on data that it was not trained on, published only if it is better.
+"""Retraining: training continues from the published version on new data, and the result is published only if it is
+better.
 
-The one idea: a published version says what its data were. Where they are the same still, or have been trained on from
-there, there is nothing to do.
+A published version records which data it was trained on. If the data are the same, or a training from that version has
+already used them, there is nothing to do.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Offloading of a role's memory while it waits, so that others can use it.
 
-The one idea: a tensor's storage is copied away and emptied, and later filled again in place, so that every view, alias
-and shard of it, and the optimizer that holds it, stay valid.
+A tensor's storage is copied away and emptied, and later filled again in place, so that every view, alias and shard of
+it, and the optimizer that holds it, stay valid.
 """
 
 import contextlib

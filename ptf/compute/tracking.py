@@ -1,7 +1,7 @@
 """A run's metrics: metrics.jsonl, one aligned line on the console, and sinks (TensorBoard, Weights & Biases).
 
-The one idea: a row belongs to a step, so a resume drops the rows of steps that will be made again, and the file reads
-as if the run had never stopped. `is_clock` names the fields that measure time or memory; all others repeat bit for bit.
+A row belongs to a step, so a resume drops the rows of steps that will be made again, and the file reads as if the run
+had never stopped. `is_clock` names the fields that measure time or memory; all others repeat bit for bit.
 """
 
 import hashlib

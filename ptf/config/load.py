@@ -1,7 +1,8 @@
-"""YAML files to a `Job`, and a `Job` to YAML, to a fingerprint, to what may not change on resume.
+"""Conversion of YAML files to a `Job`, and of a `Job` to YAML, to a fingerprint, and to the keys that are frozen on
+resume.
 
-The one idea: a config is right as a whole or it is refused as a whole. Every problem in every file is found and
-reported in one error, each with the line to mend.
+A config is accepted or refused as a whole. Every problem in every file is found and reported in one error, each with
+the line that must change.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
-"""Your own code by name: `use: pkg.mod:name` and its `args`.
+"""The user's own code by name: `use: pkg.mod:name` and its `args`.
 
-The one idea: a plug is a callable with its keyword arguments bound, and a wrong name is answered with the nearest right
-one.
+A plug is resolved to a callable with its keyword arguments bound; a wrong name is refused with the nearest right one.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """Keys of a config that have another name today, and plugins that stand in another module.
 
-The one idea: there is one table, and three read it. A config with an old name is refused with the new one
-(`ptf.config.tree`), `ptf upgrade` rewrites it (`ptf.config.upgrade`), and what an earlier version of ptf has stored is
-translated when it is read, so that its runs continue. Fingerprints are taken over the first names, so that they do not
-depend on the version.
+There is one table, and three read it. A config with an old name is refused with the new one (`ptf.config.tree`), `ptf
+upgrade` rewrites it (`ptf.config.upgrade`), and what an earlier version of ptf has stored is translated when it is
+read, so that its runs continue. Fingerprints are taken over the first names, so that they do not depend on the version.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
-"""Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to
-change."""
+"""Rules between keys of a job, for combinations that do not work.
+
+Each rule returns its problems as lines that begin with the key to change.
+"""
 
 import re
 from collections.abc import Iterator

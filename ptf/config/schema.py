@@ -1,9 +1,9 @@
-"""Every knob of ptf on one page. A `Job` is one YAML: what to train, from what data, how, and where.
+"""The schema of a config: every key of ptf. A `Job` is one YAML file: what to train, from what data, how, and where.
 
-The one idea: keys are declared here and nowhere else. Each is *frozen* on resume (changing it would change what is
-trained) unless it is declared with `free(...)`. Paths are relative to the working directory and may be local or any
-fsspec URI; two prefixes point at what other stages make: `prepare:NAME` (a file or directory that `data.prepare` wrote)
-and `job:CONFIG` (the model which that config last published).
+Keys are declared here and nowhere else. Each is *frozen* on resume (changing it would change what is trained) unless it
+is declared with `free(...)`. Paths are relative to the working directory and may be local or any fsspec URI; two
+prefixes point at what other stages make: `prepare:NAME` (a file or directory that `data.prepare` wrote) and
+`job:CONFIG` (the model which that config last published).
 """
 
 from functools import cache

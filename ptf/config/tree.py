@@ -1,9 +1,9 @@
 """YAML files as one tree of nodes that know where they were written. No schema here: reading, `extends`,
 merging, `a.b=value`.
 
-The one idea: every value keeps its `Place` (file:line, or the override it came from) through every merge, so whatever
-is found wrong later can name the line to mend. Nothing raises: problems are collected in the tree,
-for the loader to report all at once.
+Every value keeps its `Place` (file:line, or the override it came from) through every merge, so whatever is found wrong
+later can name the line to mend. Nothing raises: problems are collected in the tree, for the loader to report all at
+once.
 
 The dialect is YAML 1.2's core: `1e-4` is a number, only true and false are booleans, a date is text, keys are always
 text, a key written twice is a problem.

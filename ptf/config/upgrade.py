@@ -1,7 +1,7 @@
 """Rewriting old names in a config file: `ptf upgrade CONFIG`.
 
-The one idea: the text is edited where the YAML parser found each name, so that comments and layout stay; the result is
-parsed again and must be the translated config, or nothing is written.
+The text is edited where the YAML parser found each name, so that comments and layout stay; the result is parsed again
+and must be the translated config, or nothing is written.
 """
 
 import os

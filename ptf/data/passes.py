@@ -1,8 +1,8 @@
 """What a run will take of its data: its steps, and how often it passes over each source, known before it begins.
 
-The one idea: both follow from the lengths of the samples alone, so the very lanes of the run are read with samples that
-have a length and no tokens: of tokenized sources only the lengths are read, rows of others are encoded once. Where that
-would cost too much, the first rows stand for all, and the numbers are intervals.
+Both follow from the lengths of the samples alone, so the very lanes of the run are read with samples that have a length
+and no tokens: of tokenized sources only the lengths are read, rows of others are encoded once. Where that would cost
+too much, the first rows stand for all, and the numbers are intervals.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,7 @@
 """The prepare plugin: user code that makes data, a tokenizer or a model config, run once for each key.
 
-The one idea: the plugin writes into a temporary sibling directory that is renamed when it is complete, so a directory
-under its key is complete or does not exist.
+The plugin writes into a temporary sibling directory that is renamed when it is complete, so a directory under its key
+is complete or does not exist.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""What `ptf inspect` finds in a job's data, as plain values, and as the JSON object that it prints.
+"""The findings of `ptf inspect` in a job's data, as plain values, and as the JSON object that it prints.
 
-The one idea: rows go through the very encoder, mixer and packer that training uses; what was not looked at is
-extrapolated, and the report says so.
+Rows pass through the same encoder, mixer and packer as in training. Numbers beyond the rows that were read are
+extrapolated, and the report marks them.
 """
 
 import json

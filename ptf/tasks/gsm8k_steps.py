@@ -1,8 +1,8 @@
 """The calculator steps of GSM8K, `<<48/2=24>>`: real expressions in the four operations,
 short enough for a small model.
 
-The one idea: a step counts as seen by its expression, the text before `=`. No expression of test.jsonl or dev.jsonl is
-in what is trained on, neither among the steps of the training problems nor among the generated ones.
+A step counts as seen by its expression, the text before `=`. No expression of test.jsonl or dev.jsonl is in what is
+trained on, neither among the steps of the training problems nor among the generated ones.
 """
 
 import ast

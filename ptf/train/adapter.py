@@ -1,7 +1,6 @@
 """Export of LoRA training: merged weights, which any engine loads, and the adapter alone, in PEFT's format.
 
-The one idea: an export counts only after it was loaded again, as users will load it, and gave the log-probs of the
-model that was trained.
+Each export is loaded again as users will load it, and must give the log-probs of the model that was trained.
 """
 
 import os

@@ -1,9 +1,9 @@
 """A ledger of every answer of an on-policy run through all its kills: that each was trained exactly once,
 and none lost or sampled otherwise.
 
-The one idea: it is kept beside the run, by whoever kills it. Each attempt appends what was sampled, scored, trained and
-restored; what survives of an attempt are its steps before the one from which the next attempt went on. An answer is
-known by its tokens and by the engine's log-probs of them.
+It is kept beside the run, by whoever kills it. Each attempt appends what was sampled, scored, trained and restored;
+what survives of an attempt are its steps before the one from which the next attempt went on. An answer is known by its
+tokens and by the engine's log-probs of them.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """The files that a run reads again, one kind of them at a time, made by tiny real runs; and how a run reads them
 (tests/reliability/damage.py).
 
-The one idea: every scene has a counterpart of another run, step or version with the same names, whose files are the
-likeliest to be taken for its own.
+Every scene has a counterpart of another run, step or version with the same names, whose files are the likeliest to be
+taken for its own.
 """
 
 import contextlib

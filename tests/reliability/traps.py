@@ -1,9 +1,9 @@
 """Killing a process at a named instant: the n-th visit to a phase, the n-th file operation,
 the first byte over a size in whatever file.
 
-The one idea: the trap is armed in the process that is to die, and what trips it is SIGKILL (or, for a size, the
-kernel's SIGXFSZ, in the middle of a write): nothing of the process is left to tidy up. Moments on the clock are the
-parent's affair, which kills the whole process group.
+The trap is armed in the process that is to die, and what trips it is SIGKILL (or, for a size, the kernel's SIGXFSZ, in
+the middle of a write): nothing of the process is left to tidy up. Moments on the clock are the parent's affair, which
+kills the whole process group.
 """
 
 import os
