@@ -274,8 +274,8 @@ class RolloutConfig(Section):
     workers: Positive = free(1)
     """Engine replicas."""
     tensor: Positive = free(1)
-    """Devices that hold one vLLM engine together, each a part of every layer; the engines then take `workers` × `tensor`
-    GPUs of their pool."""
+    """Devices that hold one vLLM engine together, each a part of every layer; the engines then take `workers` ×
+    `tensor` devices of their pool."""
     lora: Literal["merged", "adapter"] = "merged"
     """What is sent of a policy with `model.lora`: the merged model, or the adapter alone, which the engine applies to
     the base model."""
