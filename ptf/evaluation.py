@@ -34,7 +34,7 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
     start = {name.removeprefix("start/"): value for name, value in metrics.items() if name.startswith("start/")}
     columns = {"start": start, "trained": metrics, **({"published": there.get("metrics", {})} if there else {})}
     print_table(columns, [name for name in metrics if not name.startswith("start/")])
-    print(f"gate: {gate.said(job, gate.comparisons(job, run, metrics))}", flush=True)
+    print(f"gate: {gate.describe(job, gate.comparisons(job, run, metrics))}", flush=True)
     return metrics
 
 

@@ -31,7 +31,7 @@ from ptf.rl.weights.transports import Sender, Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, SyncError, into_buckets, manifest_of, write_buckets
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_rows_singly
-from ptf.train.components import some
+from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
 from ptf.train.trainer import forget_forwards, load_model
@@ -228,7 +228,7 @@ class Learner:
         """
         form = PeftFormat(self.model, self.family) if adapter else None
         if form and (obstacles := form.obstacles()):
-            raise UserError(f"rollout.lora: an adapter cannot hold {some(obstacles)}; use merged")
+            raise UserError(f"rollout.lora: an adapter cannot hold {abbreviated(obstacles)}; use merged")
         tensors = form.tensors() if form else bridge.hf_tensors(self.model, self.family)
         if not self.world.leads:
             for _ in tensors:  # take part in the gathering

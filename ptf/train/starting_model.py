@@ -93,7 +93,7 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
 
     Raises Corrupt if its files changed since, or if it belongs to another run.
     """
-    verified.made(directory, verified.of_run(directory), make)
+    verified.make_once(directory, verified.of_run(directory), make)
     return directory
 
 
