@@ -24,7 +24,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "scratch": set(),
     "credentials": {"errors"},
     "disk": {"errors"},
-    "config": BASE,  # and ptf.recipes.registry, inside functions
+    "config": BASE,  # and REGISTRIES, inside functions
     "storage": BASE,
     "gate": BASE | {"config", "storage", "verified"},
     "verified": BASE | {"storage"},
@@ -79,7 +79,16 @@ PACKAGES = {
     "rich": ["ptf/cli.py", "ptf/inspection/terminal.py"],
 }
 KNOBS = ["ptf/recipes/registry.py", "ptf/recipes/on_policy.py", "ptf/recipes/rules.py", "ptf/recipes/*/knobs.py"]
-TORCH_FREE = [*KNOBS, "ptf/config/*", "ptf/storage.py", "ptf/errors.py", "ptf/cli.py", "ptf/data/*"]
+REGISTRIES = ("ptf.recipes.registry.", "ptf.rl.weights.transports.")  # which the config asks, inside functions
+TORCH_FREE = [
+    *KNOBS,
+    "ptf/rl/weights/transports.py",
+    "ptf/config/*",
+    "ptf/storage.py",
+    "ptf/errors.py",
+    "ptf/cli.py",
+    "ptf/data/*",
+]
 TORCH_ANYWAY = ["ptf/data/batch.py"]
 TORCH_ONLY_LAZILY = ["steps/*", "flows/*"]
 
@@ -148,7 +157,7 @@ def broken_rule(file: str, found: Import) -> str | None:
     if home == "ptf" and is_in(KNOBS) and not found.lazy:
         knows = found.module.startswith("ptf.config.section.") or is_knobs(found.module)
         return None if knows else "knobs know ptf.config.section and each other alone"
-    if file.startswith("ptf/config/") and found.lazy and found.module.startswith("ptf.recipes.registry."):
+    if file.startswith("ptf/config/") and found.lazy and found.module.startswith(REGISTRIES):
         return None
     own = file.split("/")[1].removesuffix(".py").replace("__init__", "")
     return None if part == own or part in MAY_IMPORT.get(own, set()) else f"ptf.{own} may not import ptf.{part}"

@@ -163,7 +163,7 @@ def broken(job: Job) -> list[str]:  # noqa: C901  one condition for each rule
             faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
         if job.rollout.tensor > 1 and (job.rollout.engine != "vllm" or job.compute.launcher != "ray"):
             faults.append("rollout.tensor: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
-        faults += streamed(job)
+        faults += transport(job)
         if job.compute.launcher == "local" and job.rollout.workers > 1:
             faults.append("rollout.workers: compute.launcher: local has one process")
         if job.compute.launcher == "torchrun":
@@ -246,26 +246,11 @@ def places(job: Job) -> list[str]:
     return faults
 
 
-def streamed(job: Job) -> list[str]:
-    """Weights that go from device to device."""
-    assert job.rollout is not None
-    how = job.rollout.transport
-    if how not in ("ipc", "nccl"):
-        return []
-    shared = not job.compute.pools or any(
-        {"policy", "rollout"} <= set(pool.roles) for pool in job.compute.pools.values()
-    )
-    wrong = {
-        "policy and rollout need processes of their own: compute.launcher: ray": job.compute.launcher != "ray",
-        "rollout.engine must be native or vllm": job.rollout.engine not in ("native", "vllm"),
-        "an adapter alone is small; give object_store or path": job.rollout.lora == "adapter",
-        "model.backend: hf has no names to announce; give object_store or path": job.model.backend == "hf",
-        "policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as compute.workers": how
-        == "ipc"
-        and (not shared or job.rollout.workers * job.rollout.tensor != job.compute.workers),
-        "policy and rollout must be in different compute.pools": how == "nccl" and shared,
-    }
-    return [f"rollout.transport: {how}: {what}" for what, is_so in wrong.items() if is_so]
+def transport(job: Job) -> list[str]:
+    """Return the problems of the transport of the weights with the rest of the job."""
+    from ptf.rl.weights.transports import faults
+
+    return faults(job)
 
 
 def rewarded(job: Job) -> list[str]:

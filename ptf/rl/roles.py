@@ -27,8 +27,10 @@ from ptf.model.sampling import NO_PROCESSING, Processing
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, sharded
 from ptf.rl.scoring import packer_of, per_token, sample_logprobs
-from ptf.rl.weights.transports import Sender, Transfer
-from ptf.rl.weights.verification import Buckets, Manifest, SyncError, into_buckets, manifest_of, write_buckets
+from ptf.rl.weights import stored
+from ptf.rl.weights.streamed import Sender, Transfer
+from ptf.rl.weights.transports import TRANSPORTS
+from ptf.rl.weights.verification import Buckets, Manifest, SyncError
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_rows_singly
 from ptf.train.components import abbreviated
@@ -218,7 +220,7 @@ class Learner:
         )
 
     @broadcast
-    def weights(
+    def collect_weights(
         self, version: int, directory: str | None = None, adapter: bool = False
     ) -> tuple[Buckets, Manifest] | None:
         """Return all tensors by Hugging Face name, in buckets, with their manifest; on other ranks than 0, None.
@@ -234,20 +236,15 @@ class Learner:
             for _ in tensors:  # take part in the gathering
                 pass
             return None
-        copied = ((name, t.to("cpu", copy=True)) for name, t in tensors)
-        if directory is not None:
-            buckets, manifest = write_buckets(copied, Path(directory), version)
-        else:
-            buckets = list(into_buckets(copied))
-            manifest = manifest_of(buckets, version)
+        buckets, manifest = stored.collect(tensors, version, None if directory is None else Path(directory))
         return buckets, replace(manifest, adapter=form and form.config(str(self.source)))
 
     @broadcast
-    def lend(
+    def open_transfer(
         self, transport: Literal["ipc", "nccl"], version: int, engines: int, timeout_s: float
     ) -> tuple[Transfer, Manifest]:
-        """Return the transfer from which the engines read while `send` runs."""
-        if self.sender is None and (transport == "ipc" or self.world.leads):
+        """Return the transfer from which the engines read while `send` runs, and its manifest."""
+        if self.sender is None and (TRANSPORTS[transport].from_every_rank or self.world.leads):
             self.sender = Sender(transport, self.world.device, engines, timeout_s)
         offers = tuple(offer for offer in self.world.gather(self.sender and self.sender.offer) if offer)
         names = bridge.hf_names(self.model, self.family)
@@ -256,7 +253,7 @@ class Learner:
 
     @broadcast
     def send(self, version: int) -> None:
-        """Send all tensors by Hugging Face name to the engines that read the transfer which `lend` returned."""
+        """Send all tensors by Hugging Face name to the engines that read the transfer that `open_transfer` returned."""
         tensors = bridge.hf_tensors(self.model, self.family)
         if self.sender:
             self.sender.send(version, tensors)

@@ -25,7 +25,7 @@ from ptf.rl.cluster import broadcast, replayed_broadcast, sharded, unreplayable_
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.episodes import Episode, Limits, run_episodes
-from ptf.rl.weights.transports import Transfer
+from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
 from ptf.train.components import parts_of
 

@@ -36,7 +36,8 @@ from ptf.data.sources.rows import blocks_once
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
 from ptf.measurement import measure_run, read_row_metrics
 from ptf.model import bridge
-from ptf.rl.weights.verification import BucketFiles, check, write_buckets
+from ptf.rl.weights.stored import BucketFiles, write_buckets
+from ptf.rl.weights.verification import check
 from ptf.train import job_tokenizer, starting_model
 from ptf.train.export import probe_of, refuse_damaged
 from ptf.train.tokenize import tokenize

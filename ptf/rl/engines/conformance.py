@@ -26,16 +26,8 @@ from ptf.model.sampling import ROUNDING, nucleus, restrict
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling, edges_of, generate_all
 from ptf.rl.sampler import make_engine
-from ptf.rl.weights.verification import (
-    Bucket,
-    Buckets,
-    Manifest,
-    Receipt,
-    SyncError,
-    into_buckets,
-    manifest_of,
-    write_buckets,
-)
+from ptf.rl.weights.stored import into_buckets, write_buckets
+from ptf.rl.weights.verification import Bucket, Buckets, Manifest, Receipt, SyncError, manifest_of
 from ptf.train.trainer import load_model
 
 STOP, LONGEST, MAX_LENGTH = 5, 16, 96

@@ -28,7 +28,7 @@ from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import nucleus, restrict
 from ptf.rl.engines.kv_cache import Cache
 from ptf.rl.engines.protocol import Request, edges_of
-from ptf.rl.weights.transports import Transfer
+from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ptf.rl.weights.transports import Transfer
+from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Receipt
 
 
