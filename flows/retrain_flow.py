@@ -42,14 +42,12 @@ class RetrainFlow(PostTrainFlow):
 
     @step
     def end(self):
-        """Say how it ended."""
+        """Print the result."""
         if self.artifact.published:
             print(f"lineage    {self.lineage}\npublished  {self.artifact.published}")
         else:
-            print(
-                "nothing published: "
-                f"{'the data are as they were' if self.found == 'nothing' else 'what is there is better'}"
-            )
+            no_data, no_gain = "there are no new data", "the new model is not better than the published version"
+            print(f"nothing published: {no_data if self.found == 'nothing' else no_gain}")
 
     def _job(self) -> Job:
         from steps import retrain

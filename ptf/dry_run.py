@@ -24,7 +24,7 @@ from ptf.model.bridge import build, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import resolved, run
 from ptf.train.companions import located, refuse_other_architecture
-from ptf.train.data_plan import takes
+from ptf.train.data_plan import preview_data
 from ptf.train.job_tokenizer import rendered
 from ptf.train.trainer import load_model
 
@@ -78,7 +78,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
     recipe, path = registry.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].describe())
+    tell(preview_data(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].describe())
     tell(f"all of it works ({time.monotonic() - began:.0f} s)")
 
 

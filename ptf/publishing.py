@@ -127,7 +127,7 @@ def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) ->
 def page(artifact: Artifact) -> str:
     """Return Markdown for whoever looks at the publish step: the gates that were passed, and the model card."""
     if artifact.published is None:
-        return f"# {artifact.lineage}\n\n**Not published:** what is there is better."
+        return f"# {artifact.lineage}\n\n**Not published:** it is not better than the published version."
     text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
     manifest = storage.manifest_of(artifact.published)
     return (

@@ -27,7 +27,7 @@ from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.recipes import registry
 from ptf.run import resolved
-from ptf.train.data_plan import takes
+from ptf.train.data_plan import preview_data
 from ptf.train.dataloading import specs
 from ptf.train.job_tokenizer import rendered
 
@@ -88,7 +88,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     )
     if not any(source.counts["samples"] for source in surveyed.sources):
         return Report(job, surveyed, tokenizer, None, {})
-    return Report(job, surveyed, tokenizer, *takes(job, recipe, tokenizer))
+    return Report(job, surveyed, tokenizer, *preview_data(job, recipe, tokenizer))
 
 
 def few_or_all(sources: Mapping[str, SourceSpec], tokenizer: Tokenizer) -> int:

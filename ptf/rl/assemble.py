@@ -1,6 +1,6 @@
-"""From an online job to a trained model: what the job needs, its roles and prompts, and the controller that runs them.
+"""Run an online job: build its roles and prompts, and the controller that trains.
 
-The one idea: everything that can be refused is refused before a role is started.
+Every problem of the job that can be found without a role is reported before a role is started.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The online training loop, written as the algorithm.
 
-The one idea: one process runs the loop and calls role groups; it holds no tensors but those that it passes from one
+One process runs the loop and calls the role groups, which compute; it holds only the tensors that it passes from one
 role to another.
 """
 
@@ -28,7 +28,7 @@ from ptf.recipes.protocol import Online
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.rewards.functions import Rewards, score_groups
 from ptf.rl.rewards.model import RewardModelClient
-from ptf.rl.roles import refuse_apart
+from ptf.rl.roles import check_logprob_difference
 from ptf.rl.samples import Samples
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
@@ -140,7 +140,7 @@ class Controller:
             groups = score_groups(self.rewards, groups)
             reward_s += time.perf_counter() - began
             if self.reward_model:
-                with self.cluster.phase(self.reward_model.group, "reward model"):
+                with self.cluster.phase(self.reward_model.role, "reward model"):
                     groups = self.reward_model.score(groups)
             sampled += groups
             usable += (
@@ -227,7 +227,7 @@ class Controller:
         if self.needs_old_logprobs:
             with self.cluster.phase(self.policy, "logprobs"):
                 groups, difference = self.annotate(groups, self.policy, "old_logprobs")
-            refuse_apart(self.step, float(difference.max()), self.bound)
+            check_logprob_difference(self.step, float(difference.max()), self.bound)
             metrics = {"logprob_diff": float(difference.max()), "logprob_diff_mean": float(difference.mean())}
         for name, scorer in self.scorers.items():
             with self.cluster.phase(scorer, name):

@@ -1,7 +1,7 @@
-"""A role whose workers are independent, each in a gang of its own,
-so that one that is lost is replaced while the others continue.
+"""A role whose workers are independent, each in a gang of its own, so that a lost one is replaced while the others
+continue.
 
-The one idea: the results of a replica that arrived before it was lost are kept. Its successor gets the replayed
+The results of a replica that arrived before it was lost are kept. Its successor gets the replayed
 broadcasts (the last weights) and then computes the missing results.
 """
 

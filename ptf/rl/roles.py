@@ -1,7 +1,7 @@
 """Roles that hold a model of their own: `Learner` (policy, critic) and `Scorer` (reference, teacher).
 
-The one idea: the policy role *is* the SFT trainer, called from another process. The role that generates is
-`ptf.rl.sampler.Sampler`, the one of a reward model `ptf.rl.rewards.model.RewardModel`.
+The policy role *is* the SFT trainer, called from another process. The role that generates is `ptf.rl.sampler.Sampler`,
+and the role of a reward model is `ptf.rl.rewards.model.RewardModel`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
-from ptf.compute.offload import Parking, own_file
+from ptf.compute.offload import OffloadedTensors, own_file
 from ptf.compute.world import World, alone
 from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.data.sample import PackUnit, Sample
@@ -30,7 +30,7 @@ from ptf.rl.scoring import packer_of, per_token, sample_logprobs
 from ptf.rl.weights import stored
 from ptf.rl.weights.streamed import Sender, Transfer
 from ptf.rl.weights.transports import TRANSPORTS
-from ptf.rl.weights.verification import Buckets, Manifest, SyncError
+from ptf.rl.weights.verification import LIKELY_CAUSES, Buckets, Manifest, SyncError
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_rows_singly
 from ptf.train.components import abbreviated
@@ -39,12 +39,12 @@ from ptf.train.export import export
 from ptf.train.trainer import forget_forwards, load_model
 
 
-def refuse_apart(step: int, worst: float, bound: float) -> None:
+def check_logprob_difference(step: int, worst: float, bound: float) -> None:
     """Raise SyncError if the engine's and the trainer's log-probs of a sampled token differ by more than the bound."""
     if not worst <= bound:
         raise SyncError(
             f"step {step}: the engine's and the trainer's log-probs of a sampled token differ by {worst:.3g} (bound "
-            f"{bound:g}, rollout.max_logprob_diff): they do not hold the same policy"
+            f"{bound:g}, rollout.max_logprob_diff). {LIKELY_CAUSES}"
         )
 
 
@@ -78,7 +78,7 @@ class FrozenModel:
         offload_path: str | None = None,
     ) -> None:
         self.world, self.width, self.micro_rows = world, width, micro_rows
-        self.parking = Parking(own_file(offload_path, world.rank))
+        self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.model, self.family = load_model(
             Path(directory), world, spec, seed=seed, precision=precision, head=self.head
         )
@@ -87,12 +87,12 @@ class FrozenModel:
     @broadcast
     def offload(self) -> None:
         """See Role.offload."""
-        self.parking.park(device_tensors(self.model))
+        self.offloaded.offload(device_tensors(self.model))
 
     @broadcast
     def onload(self) -> None:
         """See Role.onload."""
-        self.parking.wake()
+        self.offloaded.restore()
 
     @broadcast
     def memory_gib(self) -> float:
@@ -137,7 +137,7 @@ class Learner:
         sampling: Processing,
         offload_path: str | None = None,
     ) -> None:
-        self.parking = Parking(own_file(offload_path, world.rank))
+        self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.world, self.source, self.recipe, self.seed = world, Path(directory), recipe, seed
         self.width, self.sampling = width, sampling
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
@@ -167,7 +167,7 @@ class Learner:
 
         def check(means: Mapping[str, float]) -> None:
             if bound is not None:
-                refuse_apart(step, means["max_logprob_diff"], bound)
+                check_logprob_difference(step, means["max_logprob_diff"], bound)
 
         self.world.seed(self.seed, step)
         results = []
@@ -284,12 +284,12 @@ class Learner:
         tensors = list(device_tensors(self.model))
         for state in self.trainer.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
-        self.parking.park(tensors)
+        self.offloaded.offload(tensors)
 
     @broadcast
     def onload(self) -> None:
         """See Role.onload."""
-        self.parking.wake()
+        self.offloaded.restore()
 
     @broadcast
     def memory_gib(self) -> float:

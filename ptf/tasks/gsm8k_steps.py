@@ -132,8 +132,8 @@ def _value(node: ast.expr) -> Fraction:
 
 def numeric(row: Mapping[str, Any], text: str) -> float:
     """Reward: 1 where the text is the answer, as numbers where both are (0.50 is 0.5)."""
-    said, answer = text.strip(), row["answer"].strip()
+    given, answer = text.strip(), row["answer"].strip()
     try:
-        return float(Fraction(said) == Fraction(answer))
+        return float(Fraction(given) == Fraction(answer))
     except (ValueError, ZeroDivisionError):
-        return float(said == answer)
+        return float(given == answer)

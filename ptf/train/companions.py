@@ -38,8 +38,8 @@ def load_companions(
 ) -> dict[str, Decoder]:
     """Load the companions, by role; all ranks call it.
 
-    `within`: the ranks that share one model; `spec` and `directory`: what `model` was made from. Raises UserError if a
-    companion must have the model's architecture and has another one, or has another tokenizer.
+    `model_world`: the ranks that share one model; `spec` and `directory`: what `model` was made from. Raises UserError
+    if a companion must have the model's architecture and has another one, or has another tokenizer.
     """
     loaded: dict[str, Decoder] = {}
     for role, companion in by_role.items():

@@ -100,10 +100,10 @@ class Fit:
             print(f"train: {trap}", flush=True)
         starting = cast("StartingModel", world.share(starting.adapter_base() if world.leads else None))
         self.spec, self.directory = starting.section, starting.directory
-        self.within = alone(world) if job.train.deterministic else world  # the ranks that share one model
+        self.model_world = alone(world) if job.train.deterministic else world  # the ranks that share one model
         self.model, self.family = load_model(
             self.directory,
-            self.within,
+            self.model_world,
             self.spec,
             seed=job.seed,
             precision=job.train.precision,
@@ -149,7 +149,7 @@ class Fit:
             by_role,
             self.job,
             self.world,
-            self.within,
+            self.model_world,
             self.model,
             self.spec,
             self.directory,
@@ -256,7 +256,7 @@ class Fit:
         train = self.job.train
         rows = 1 if train.deterministic else train.micro_sequences
         losses = held_out_loss(
-            self.model, self.recipe, self.held_out, self.within, rows, self.job.data.seq_len, self.companions
+            self.model, self.recipe, self.held_out, self.model_world, rows, self.job.data.seq_len, self.companions
         )
         if (
             self.ends == self.planned

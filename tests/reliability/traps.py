@@ -96,7 +96,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.recipes.ppo.recipe import PPO, Critic
     from ptf.recipes.rm.recipe import RM
     from ptf.recipes.sft.recipe import SFT
-    from ptf.rl.cluster import LocalGroup
+    from ptf.rl.cluster import LocalRoleGroup
     from ptf.rl.samples import Samples
     from ptf.rl.worker_process import WorkerProcess
     from ptf.train import precompute
@@ -157,4 +157,4 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (WorkerProcess, "_start"),
     ):
         watched(owner, name)
-    watched(LocalGroup, "call", lambda group, method, *_: f"{group.spec.name}.{method}")
+    watched(LocalRoleGroup, "call", lambda group, method, *_: f"{group.spec.name}.{method}")

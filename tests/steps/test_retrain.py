@@ -255,7 +255,7 @@ def toy(tmp_path) -> Toy:
 def test_the_flow_ends_early_where_nothing_is_new(raw, toy):
     again(raw | {"train": {**raw["train"], "steps": 2}}, "first")
     said = flow(raw, toy)
-    assert "nothing published: the data are as they were" in said
+    assert "nothing published: there are no new data" in said
     assert "/train/" not in said, "no such step"
 
 

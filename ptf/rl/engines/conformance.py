@@ -1,7 +1,7 @@
 """Conformance checks of rollout engines: all that the controller relies on, checked on a small model. They are run on
 plugin engines (`ptf check-engine`) and on ptf's own.
 
-The one idea: the reference is a plain forward pass of ptf's decoder over the tokens that the engine reports. It uses no
+The reference is a plain forward pass of ptf's decoder over the tokens that the engine reports. It uses no
 caches, batches or fused weights.
 """
 

@@ -125,7 +125,7 @@ class Sender:
                 buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
             self.buffers.append(buffer)
         self.offer = Offer(address, port, host(), name_of(device), tuple(handles))
-        self.group: Any = None
+        self.process_group: Any = None
         self.keys: list[str] = []  # that this version has in the store
 
     def send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -144,8 +144,8 @@ class Sender:
         for key in self.keys:  # of the version before, which every engine has read
             store.store.delete_key(key)
         self.keys = []
-        if self.transport == "nccl" and self.group is None:
-            self.group = _group(store, 0, 1 + self.receivers, self.device)
+        if self.transport == "nccl" and self.process_group is None:
+            self.process_group = _process_group(store, 0, 1 + self.receivers, self.device)
         for pieces in _fill_buffers(tensors):
             buffer = self.buffers[sent % BUFFERS]
             self._await_read(version, sent - BUFFERS)
@@ -157,8 +157,8 @@ class Sender:
             buffer[at:filled] = 0
             description = {"bytes": filled, "sum": checksum(buffer[:filled]), "pieces": [piece for *piece, _ in pieces]}
             self._publish(version, sent, description)
-            if self.group is not None:
-                _broadcast(self.group, buffer[:filled], store, version)
+            if self.process_group is not None:
+                _broadcast(self.process_group, buffer[:filled], store, version)
             sent += 1
         self._publish(version, sent, {"end": sent})
         self._await_read(version, sent)
@@ -299,11 +299,11 @@ class Receiver:
     def __init__(
         self, transport: str, offers: tuple[Offer, ...], receivers: int, timeout_s: float, device: torch.device
     ) -> None:
-        self.device, self.group = device, None
+        self.device, self.process_group = device, None
         if transport == "nccl":
             self.store = TransferStore(offers[0].address, offers[0].port, timeout_s)
             self.buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-            self.group = _group(self.store, self.store.store.add("engines", 1), 1 + receivers, device)
+            self.process_group = _process_group(self.store, self.store.store.add("engines", 1), 1 + receivers, device)
             return
         mine = [offer for offer in offers if (offer.host, offer.device) == (host(), name_of(device))]
         if not mine or (device.type == "cuda" and len(mine) > 1):
@@ -320,8 +320,8 @@ class Receiver:
     def receive(self, version: int, which: int, n: int) -> Tensor:
         """Return the first n bytes of buffer `which`, filled by the policy."""
         buffer = self.buffers[which][:n]
-        if self.group is not None:
-            _broadcast(self.group, buffer, self.store, version)
+        if self.process_group is not None:
+            _broadcast(self.process_group, buffer, self.store, version)
         return buffer
 
 
@@ -364,7 +364,7 @@ def _open_shared(handle: Any, device: torch.device) -> Tensor:
     return torch.from_file(handle, shared=True, size=BUFFER_BYTES, dtype=torch.uint8)
 
 
-def _group(store: TransferStore, rank: int, size: int, device: torch.device) -> Any:
+def _process_group(store: TransferStore, rank: int, size: int, device: torch.device) -> Any:
     """Return the process group of the sender and all receivers; it is not registered with torch.distributed."""
     prefixed, timeout = dist.PrefixStore("group", store.store), timedelta(seconds=store.timeout_s)
     if device.type == "cuda":

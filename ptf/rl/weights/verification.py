@@ -18,6 +18,14 @@ Bucket = list[tuple[str, Tensor]]
 Buckets = Iterable[Bucket]
 
 
+# of log-probs that differ, for messages
+LIKELY_CAUSES = (
+    "Either the engine computes otherwise, for example with another precision or attention kernel, or it did not load "
+    "the weights that were sent. `ptf check-engine` compares an engine with ptf's own forward pass; if the difference "
+    "is one of precision, use the same precision for both or raise rollout.max_logprob_diff"
+)
+
+
 class SyncError(RuntimeError):
     """The engine does not hold the weights that the trainer sent. Nothing may be generated from it."""
 
