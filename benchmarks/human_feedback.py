@@ -41,7 +41,7 @@ from ptf.config import Job, fingerprint, loads  # noqa: E402
 from ptf.data.encode import encode_preference, encode_scored  # noqa: E402
 from ptf.data.sample import PackUnit, length  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.eval import auc, evaluate  # noqa: E402
+from ptf.measurement import auc, measure_run  # noqa: E402
 from ptf.run import run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "human_feedback.md"
@@ -240,7 +240,7 @@ def ratings(seed: int, base: Path, on: str, sums: np.ndarray | None) -> tuple[np
     knobs = {"epochs": 3, "lr": 1e-3, "warmup": 20, "weight_decay": 0.1}
     one = job("rm", seed, {"path": str(base)}, sources, validation, knobs, algo={"loss": "binary"})
     made = trained(one, f"ratings-{on}-{seed}")
-    found = evaluate(one, made)
+    found = measure_run(one, made)
     scores = scored(made / "model", held_out)
     truth = np.array([row["reward"] > 0.5 for row in held_out])
     words = bag_of_words(train, held_out)
@@ -326,7 +326,7 @@ def preferences(seed: int, base: Path, on: str) -> dict[str, float]:
         ("DPO", "dpo", {"epochs": 2, "lr": 1e-4}, {"beta": 0.1}),
     ):
         one = job(recipe, seed, {"path": str(base)}, sources, validation, {**knobs, "warmup": 5}, algo=algo)
-        measured = evaluate(one, trained(one, f"{recipe}-{on}-{seed}"))
+        measured = measure_run(one, trained(one, f"{recipe}-{on}-{seed}"))
         found |= {
             f"{name}, accuracy": measured[f"accuracy/{on}"],
             "the longer answer, accuracy": measured[f"accuracy_by_length/{on}"],

@@ -45,7 +45,7 @@ from ptf.config.schema import ModelConfig  # noqa: E402
 from ptf.data.encode import encode_document  # noqa: E402
 from ptf.data.packing import pack_all  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.eval import evaluate  # noqa: E402
+from ptf.measurement import measure_run  # noqa: E402
 from ptf.recipes.documents import sums  # noqa: E402
 from ptf.recipes.dpo.recipe import DPO  # noqa: E402
 from ptf.run import run  # noqa: E402
@@ -247,7 +247,7 @@ class Seed:
             judged = self.job("kd", chats, 600, 2e-3, algo={"teachers": {"base": {"path": str(base)}}}).model_copy(
                 update={"seed": self.seed + 100}
             )
-            metrics = evaluate(judged, made)
+            metrics = measure_run(judged, made)
             if teacher == base:
                 found = {
                     "KD: KL to the teacher, before": metrics["start/kl/held_out"],

@@ -45,7 +45,7 @@ from ptf.data.trajectory import Group  # noqa: E402
 from ptf.errors import UserError  # noqa: E402
 from ptf.recipes.grpo.recipe import GRPO  # noqa: E402
 from ptf.rl import controller  # noqa: E402
-from ptf.rl.cluster import LocalGroup  # noqa: E402
+from ptf.rl.cluster import LocalRoleGroup  # noqa: E402
 from ptf.rl.weights.verification import SyncError  # noqa: E402
 from ptf.run import run  # noqa: E402
 from ptf.tasks import calculator  # noqa: E402
@@ -98,7 +98,7 @@ def patched(owner: Any, name: str, value: Any):
 def unsynced(call: Callable) -> Callable:
     """An engine that says it has loaded what it was sent, and keeps what it had."""
 
-    def made(self: LocalGroup, method: str, *args: Any) -> Any:
+    def made(self: LocalRoleGroup, method: str, *args: Any) -> Any:
         if self.spec.name == "rollout" and method == "load" and args[1].version > 0:
             self.role.engine.version = args[1].version
             return type("Receipt", (), {"version": args[1].version, "tensors": len(args[1].digests)})()
@@ -292,7 +292,7 @@ class Seed:
             if name == "control: mask off by one":
                 faulty.enter_context(patched(controller, "samples_of", shifted(controller.samples_of)))
             if name == "control: weights never synced":
-                faulty.enter_context(patched(LocalGroup, "call", unsynced(LocalGroup.call)))
+                faulty.enter_context(patched(LocalRoleGroup, "call", unsynced(LocalRoleGroup.call)))
             try:
                 made = self.run(raw, label)
             except (SyncError, UserError) as error:

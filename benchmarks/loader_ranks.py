@@ -2,10 +2,10 @@
 
     python benchmarks/loader_ranks.py [--documents 40000] [--steps 1400] [--rounds 1]
 
-The one idea: a rank is a process, as in training, and what counts is all CPU time of that process, messages included.
-Ranks have as many lanes and as many documents each however many there are. Of 128 ranks one group that exchanges rows
-is run: the others say nothing to it. Sixteen processes run side by side in every case (16 single ranks, two groups of
-8, one of 16), since processes that share cores and caches slow each other down; cases take turns.
+A rank is a process, as in training, and what counts is all CPU time of that process, messages included. Ranks have as
+many lanes and as many documents each however many there are. Of 128 ranks one group that exchanges rows is run: the
+others say nothing to it. Sixteen processes run side by side in every case (16 single ranks, two groups of 8, one of
+16), since processes that share cores and caches slow each other down; cases take turns.
 """
 
 import argparse

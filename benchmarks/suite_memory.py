@@ -6,8 +6,8 @@ where the peak is above the limit.
 
 TESTS is what pytest is to run; default: the whole suite in two processes.
 
-The one idea: this process is made the reaper of all its descendants,
-so that daemons which leave their parents are still found below it.
+This process is made the reaper of all its descendants, so that daemons which leave their parents are still found below
+it.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A flow's command line: `run --config a.yaml b.yaml --set train.lr=1e-5`, put into the words that Metaflow has for it.
+"""Translation of a flow's command line, `run --config a.yaml b.yaml --set train.lr=1e-5`, into Metaflow's options.
 
-The one idea: files and overrides are merged and checked once, at launch, before there is a run. What Metaflow stores,
-and what every task, retry and resume reads, is the whole checked job; the YAML files are not looked at again.
+Files and overrides are merged and checked once, at launch, before a run exists. Metaflow stores the whole checked job,
+and every task, retry and resume reads that; the YAML files are not read again.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""The DAG that every recipe shares: start → prepare → tokenize → train → evaluate → publish → end. The one idea: a step
-names the function that does its work and what comes next; everything that makes it a good citizen of the orchestrator
-happens around it, here.
+"""The DAG that every recipe shares: start → prepare → tokenize → train → evaluate → publish → end.
+
+A step names the function that does its work and the step that comes next. This module does the rest around it: the
+environment, error messages, retries and cards.
 
     python flows/sft_flow.py run --config configs/tiny/sft.yaml --set train.lr=1e-5
     python flows/sft_flow.py resume --origin-run-id RUN
@@ -153,11 +154,11 @@ class PostTrainFlow(FlowSpec):
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
         """Do a step's work on the artifact."""
-        with self._said():
+        with self._reporting_errors():
             self.artifact = work(self._job(), self._artifact())
 
     @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         """Run a block in the environment of the config. What the user can mend is printed as one message, and is not
         retried: it would fail again."""
         try:

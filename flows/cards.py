@@ -1,6 +1,8 @@
-"""Training, evaluation and publication as pages. The one idea: the run's own files are the only source (metrics.jsonl,
-samples.jsonl, checkpoints, answers), and they are read from outside, so training knows nothing of cards and a run that
-continues an earlier one shows both."""
+"""Training, evaluation and publication as Metaflow cards.
+
+Cards read only the run's own files (metrics.jsonl, samples.jsonl, checkpoints, answers), and read them from outside:
+training knows nothing of cards, and a run that continues an earlier one shows both.
+"""
 
 # metaflow makes its public names at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -113,7 +115,7 @@ class TrainingPage:
             parts.append(Table(pairs(list(self.charts.values()))))
         if answers := read_last(self.run / "samples.jsonl"):
             rows: list[Any] = [
-                [short(asked(row["prompt"])), short(row["answer"]), worth(row)] for row in answers[:SAMPLES]
+                [short(last_message(row["prompt"])), short(row["answer"]), worth(row)] for row in answers[:SAMPLES]
             ]
             parts.append(Table(rows, headers=[f"prompt, step {answers[0]['step']}", "answer", "reward"]))
         parts.append(Markdown(self._checkpoints()))
@@ -141,11 +143,11 @@ class TrainingPage:
     def _left(self) -> str:
         """How far it is, and how long it will take at the rate of this attempt."""
         total, step = self.job.train.steps, self._step()
-        said, mine = f"step {step} of {total or 'all'}", [row for row in self.rows if row.get("time", 0) >= self.begun]
+        text, mine = f"step {step} of {total or 'all'}", [row for row in self.rows if row.get("time", 0) >= self.begun]
         if total and step < total and len(mine) > 1:
             rate = (mine[-1]["time"] - mine[0]["time"]) / (mine[-1]["step"] - mine[0]["step"])
-            said += f" · about {duration(rate * (total - step))} left"
-        return said
+            text += f" · about {duration(rate * (total - step))} left"
+        return text
 
     def _checkpoints(self) -> str:
         if "://" in (self.job.checkpoint.to or ""):
@@ -184,14 +186,19 @@ def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
             before = then.get(json.dumps(row["prompt"], sort_keys=True))
             rewards = f"{worth(before)} → {worth(row)}" if before else worth(row)
             rows.append(
-                [short(asked(row["prompt"])), short(before["answer"]) if before else "", short(row["answer"]), rewards]
+                [
+                    short(last_message(row["prompt"])),
+                    short(before["answer"]) if before else "",
+                    short(row["answer"]),
+                    rewards,
+                ]
             )
         if rows:
             parts.append(Table(rows, headers=[f"{name}: prompt", "at the start", "now", "reward"]))
     return parts
 
 
-def asked(row: Mapping[str, Any]) -> str:
+def last_message(row: Mapping[str, Any]) -> str:
     """Return the last message of a prompt."""
     messages = row.get("messages")
     return str(messages[-1].get("content")) if messages else str(row.get("prompt", row.get("text", "")))
@@ -199,8 +206,8 @@ def asked(row: Mapping[str, Any]) -> str:
 
 def worth(row: Mapping[str, Any]) -> str:
     """Return the reward of an answer as text."""
-    found = row.get("outcome", row.get("reward", row.get("no_result")))
-    return f"{found:.3g}" if isinstance(found, int | float) else f"no result: {short(found)}"
+    outcome = row.get("outcome", row.get("reward", row.get("no_result")))
+    return f"{outcome:.3g}" if isinstance(outcome, int | float) else f"no result: {short(outcome)}"
 
 
 def short(text: Any, most: int = 300) -> str:
@@ -224,11 +231,11 @@ def read_last(path: Path) -> list[Mapping[str, Any]]:
 def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") -> None:
     """Fill the card of the evaluate step: every metric at the start and now, and answers side by side;
     of a trial that failed, why."""
-    found = artifact.metrics
-    names = sorted(name for name in found if not name.startswith(("start/", "train/")))
+    metrics = artifact.metrics
+    names = sorted(name for name in metrics if not name.startswith(("start/", "train/")))
 
     def shown(name):
-        return f"{found[name]:.4g}" if name in found else ""
+        return f"{metrics[name]:.4g}" if name in metrics else ""
 
     card.append(Markdown(f"# {plain(artifact.lineage)}"))
     if failed:
@@ -245,14 +252,14 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
         print(f"card: {type(error).__name__}: {error}", flush=True)
     card.append(
         Table(
-            [[name, shown(name)] for name in sorted(found) if name.startswith("train/")],
+            [[name, shown(name)] for name in sorted(metrics) if name.startswith("train/")],
             headers=["of the last step", ""],
         )
     )
 
 
 @contextmanager
-def publishing(card: Any, artifact: "Callable[[], Artifact]", said: "Callable[[Artifact], str]") -> Iterator[None]:
+def publishing(card: Any, artifact: "Callable[[], Artifact]", describe: "Callable[[Artifact], str]") -> Iterator[None]:
     """Fill the card of the publish step: with what `said` returns of what was published and of the gates that it has
     passed, or with why it was not."""
     try:
@@ -269,7 +276,7 @@ def publishing(card: Any, artifact: "Callable[[], Artifact]", said: "Callable[[A
         _render(card)
         raise
     try:
-        text = said(artifact())
+        text = describe(artifact())
     except Exception as error:  # what is published is whole without it
         text = plain(f"card: {type(error).__name__}: {error}")
     card.append(Markdown(text))

@@ -1,8 +1,7 @@
-"""What becomes of a flow's processes when one of them is killed. The one idea: no task outlives its run,
-and where there is time it tidies up.
+"""The processes of a flow's run: none of them outlives the run, also if one is killed.
 
 On SIGTERM or Ctrl-C the run passes the signal on; its tasks unwind (`finally`, Ray's shutdown, child processes) for the
-5 s that Metaflow grants, then it kills what is left. If the run itself is killed outright, the kernel kills its tasks.
+5 s that Metaflow grants, then it kills the rest. If the run itself is killed outright, the kernel kills its tasks.
 """
 
 import ctypes

@@ -22,8 +22,8 @@ class RetrainFlow(PostTrainFlow):
         from steps import retrain
 
         self._stage(retrain.prepare)
-        with self._said():
-            self.found = "news" if retrain.news(self._job(), self.artifact) else "nothing"
+        with self._reporting_errors():
+            self.found = "news" if retrain.has_new_data(self._job(), self.artifact) else "nothing"
         self.next(
             {"news": self.tokenize, "nothing": self.end},  # pyright: ignore[reportArgumentType]
             condition="found",
@@ -42,19 +42,17 @@ class RetrainFlow(PostTrainFlow):
 
     @step
     def end(self):
-        """Say how it ended."""
+        """Print the result."""
         if self.artifact.published:
             print(f"lineage    {self.lineage}\npublished  {self.artifact.published}")
         else:
-            print(
-                "nothing published: "
-                f"{'the data are as they were' if self.found == 'nothing' else 'what is there is better'}"
-            )
+            no_data, no_gain = "there are no new data", "the new model is not better than the published version"
+            print(f"nothing published: {no_data if self.found == 'nothing' else no_gain}")
 
     def _job(self) -> Job:
         from steps import retrain
 
-        return retrain.based(super()._job(), self.artifact)
+        return retrain.starting_from_published(super()._job(), self.artifact)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""`flow:` of the config, as Metaflow decorators. The one idea: where a step runs is configuration, so no flow's source
-names a resource. And what goes along to another machine: our packages and configs, wherever they are installed."""
+"""The config's section `flow` as Metaflow decorators, and the files that are sent along to another machine.
+
+Where a step runs is configuration, so no flow's source names a resource. ptf's packages and configs are sent along from
+wherever they are installed.
+"""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -24,13 +27,13 @@ def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     literal = {
         key: value for key, value in (settings.get("environment") or {}).items() if not REFERENCE.fullmatch(value)
     }
-    found = {
+    settings = {
         "resources": resources,
         "retry": {"times": settings["retries"]} if settings.get("retries") else {},
         "timeout": {"minutes": settings["minutes"]} if settings.get("minutes") else {},
         "environment": {"vars": literal} if literal else {},
     }
-    return {name: arguments for name, arguments in found.items() if arguments}
+    return {name: arguments for name, arguments in settings.items() if arguments}
 
 
 class FromConfig(FlowMutator):
@@ -54,10 +57,10 @@ class FromConfig(FlowMutator):
         which is where it runs."""
         files: list[tuple[str, str, ContentType]] = []
         for name in PACKAGED:
-            found = importlib.util.find_spec(name)
-            assert found is not None
-            assert found.origin is not None
-            files += _below(Path(found.origin).parent)
+            spec = importlib.util.find_spec(name)
+            assert spec is not None
+            assert spec.origin is not None
+            files += _below(Path(spec.origin).parent)
         checkout = Path(__file__).parents[1]
         if (checkout / "pyproject.toml").is_file():  # a `job:` path is read where the step runs
             files += _below(checkout / "configs")

@@ -1,8 +1,9 @@
-"""Fine-tuning and then reinforcement learning as one flow: `python flows/sft_then_rl_flow.py run --config
-configs/tiny/grpo.yaml`.
+"""Fine-tuning followed by reinforcement learning as one flow.
 
-The one idea: the config is that of the second training, which begins with what the `job:` of its model.path makes. That
-one's stages are steps here too, so that they are seen, retried and resumed like the others.
+    python flows/sft_then_rl_flow.py run --config configs/tiny/grpo.yaml
+
+The config is that of the second training. Its `model.path: job:CONFIG` names the config of the first one, whose stages
+are steps of this flow too, so that they are displayed, retried and resumed like the others.
 """
 
 # metaflow makes `current.card` at run time:
@@ -29,7 +30,7 @@ class SFTThenRLFlow(PostTrainFlow):
         from steps.artifact import Artifact
 
         path = super()._job().model.path
-        with self._said():
+        with self._reporting_errors():
             if not path.startswith("job:"):
                 raise UserError(
                     f"model.path: {path} is not made by another job; name one (job:configs/tiny/sft.yaml), "

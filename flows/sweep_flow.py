@@ -34,7 +34,7 @@ class SweepFlow(PostTrainFlow):
         from steps.sweep import trials
 
         self.lineage, self.trial, self.failed = self._lineage(), "", ""
-        with self._said():
+        with self._reporting_errors():
             self.trials = trials(self._job())
             # of other jobs: made once, and the same for all
             self.models = dict(prepare(self._job(), Artifact(lineage=self.lineage)).models)
@@ -71,7 +71,7 @@ class SweepFlow(PostTrainFlow):
         from steps.sweep import best
 
         self.trial, trials = "", sorted(inputs, key=lambda trial: trial.number)
-        with self._said():
+        with self._reporting_errors():
             chosen = trials[best(self._job(), [trial.artifact.metrics for trial in trials])]
         self.lineage, self.trial, self.artifact, self.failed = chosen.lineage, chosen.trial, chosen.artifact, ""
         self.next(self.publish)

@@ -1,7 +1,7 @@
 """The public functions of ptf, which `import ptf` offers: each is one stage, from a config to a published model.
 
-The one idea: the commands of `ptf`, the flows' steps and a Python script call the same functions below these. What they
-need (torch, transformers, Ray) is imported when a function is called.
+The commands of `ptf`, the flows' steps and a Python script call the same functions below these. Heavy packages (torch,
+transformers, Ray) are imported only when a function is called.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,10 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     from ptf.inspection.places import missing
 
     root = parse(dump(job)).root
-    if found := [*problems(root), *(missing(root) if paths else ())]:
-        raise Problems(found)
+    if faults := [*problems(root), *(missing(root) if paths else ())]:
+        raise Problems(faults)
     if job.publish.metric is not None:
-        from ptf.eval import check as check_evaluation
+        from ptf.measurement import check_evaluation
 
         check_evaluation(job)
     if dry_run:
@@ -88,9 +88,9 @@ def evaluate(
 
     if job is not None:
         return evaluate_model(job, fspath(run.model) if not isinstance(run, str | PathLike) else fspath(run))
-    found = _run(run, overrides)
-    found.refuse_unfinished()
-    return evaluate_run(found.job, found.directory)
+    training_run = _run(run, overrides)
+    training_run.refuse_unfinished()
+    return evaluate_run(training_run.job, training_run.directory)
 
 
 def publish(run: "Run | str | PathLike[str]", *, overrides: Sequence[str] = ()) -> str:
@@ -100,8 +100,8 @@ def publish(run: "Run | str | PathLike[str]", *, overrides: Sequence[str] = ()) 
     run."""
     from ptf.publishing import publish as publish_version
 
-    found = _run(run, overrides)
-    return str(publish_version(found.job, found.artifact()).published)
+    training_run = _run(run, overrides)
+    return str(publish_version(training_run.job, training_run.artifact()).published)
 
 
 def chat(

@@ -1,8 +1,7 @@
-"""The console script `ptf`: check a config, train, verify a model. No torch until something needs it; rich lives here
-and in ptf/inspection/terminal.py only.
+"""The console script `ptf`.
 
-The one idea: what the user can mend (`UserError`) is one message and exit status 2;
-everything else is a bug of ours and keeps its traceback.
+torch is imported only by the commands that need it; rich is imported here and in ptf/inspection/terminal.py only. A
+`UserError` is printed as one message with exit status 2; any other exception is a fault of ptf and keeps its traceback.
 """
 
 import argparse
@@ -95,8 +94,8 @@ def doctor(options: argparse.Namespace) -> int:
     from ptf.doctor import findings
 
     table = Table("", "", "what is off", box=SIMPLE)
-    for found in findings():
-        table.add_row(*map(Text, found), style="yellow" if found.problem else None)
+    for finding in findings():
+        table.add_row(*map(Text, finding), style="yellow" if finding.problem else None)
     console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 
@@ -130,51 +129,51 @@ def plan(options: argparse.Namespace) -> int:
 
     job = resolved(job)
     directory = described(job.model.path, job.model.revision)
-    found = budget(job, directory, options.gpus, room_gib=options.memory, mfu=options.mfu, gpu=options.gpu)
+    step_budget = budget(job, directory, options.gpus, room_gib=options.memory, mfu=options.mfu, gpu=options.gpu)
     console(width=None if sys.stdout.isatty() else 180).print(
-        _planned(found), *map(Text, _judged(found)), sep="\n", highlight=False
+        _budget_table(step_budget), *map(Text, _budget_advice(step_budget)), sep="\n", highlight=False
     )
-    return 0 if found.fits else 1
+    return 0 if step_budget.fits else 1
 
 
-def _planned(found: "Budget") -> Table:
+def _budget_table(step: "Budget") -> Table:
     """Return the memory of the fullest GPU, line by line."""
 
     def gib(n):
         return f"{n / 2**30:.2f}"
 
-    memory = found.memory
+    memory = step.memory
     lines = {
         "weights (fp32 shard)": memory.weights,
         "gradients (fp32 shard)": memory.gradients,
         "optimizer (AdamW)": memory.optimizer,
         "gathered blocks": memory.gathered,
-        f"activations ({found.micro_rows} rows at a time)": memory.activations,
+        f"activations ({step.micro_rows} rows at a time)": memory.activations,
         "logits and head": memory.logits,
     }
     table = Table("GiB on each GPU", "", box=SIMPLE)
-    table.title = Text(f"{found.model}: {found.parameters:,} parameters, {found.trained:,} trained")
+    table.title = Text(f"{step.model}: {step.parameters:,} parameters, {step.trained:,} trained")
     table.columns[1].justify = "right"
     for name, value in lines.items():
         table.add_row(name, gib(value))
     table.add_section()
-    table.add_row("total", f"{gib(memory.total)} of {gib(found.room)}", style=None if found.fits else "red")
+    table.add_row("total", f"{gib(memory.total)} of {gib(step.room)}", style=None if step.fits else "red")
     return table
 
 
-def _judged(found: "Budget") -> list[str]:
+def _budget_advice(step: "Budget") -> list[str]:
     """Return what a step costs, and, if it does not fit, what takes most and what to change."""
-    mesh = " × ".join(f"{name} {size}" for name, size in found.mesh.items())
-    rate = found.tokens / found.seconds
+    mesh = " × ".join(f"{name} {size}" for name, size in step.mesh.items())
+    rate = step.tokens / step.seconds
     lines = [
         (
-            f"{found.gpus} GPUs ({mesh}): {found.flops:.3g} FLOPs and {found.tokens:,} tokens a step; "
-            f"{found.seconds:.3g} s, {rate:,.0f} tokens/s"
+            f"{step.gpus} GPUs ({mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens a step; "
+            f"{step.seconds:.3g} s, {rate:,.0f} tokens/s"
         )
     ]
-    if not found.fits:
-        lines.append(f"does not fit: {found.memory.largest} take most. Change:")
-        lines += [f"  {what}  → {total / 2**30:.2f} GiB" for what, total in found.advice]
+    if not step.fits:
+        lines.append(f"does not fit: {step.memory.largest} take most. Change:")
+        lines += [f"  {what}  → {total / 2**30:.2f} GiB" for what, total in step.advice]
     return lines
 
 
@@ -186,7 +185,7 @@ def inspect(options: argparse.Namespace) -> int:
             job = load(*options.config, overrides=options.set)
             from ptf.inspection import page, report, terminal
 
-            found = api.inspect(job, rows=options.rows, samples=options.samples)
+            inspected = api.inspect(job, rows=options.rows, samples=options.samples)
         except UserError as error:
             if not options.json:
                 raise
@@ -195,14 +194,14 @@ def inspect(options: argparse.Namespace) -> int:
             out.write(errors_as_json(error) + "\n")
             return 2
         if options.html:
-            storage.write_text(options.html, page.page(found))
+            storage.write_text(options.html, page.page(inspected))
         if options.json:
-            out.write(json.dumps(report.as_dict(found), ensure_ascii=False) + "\n")
+            out.write(json.dumps(report.as_dict(inspected), ensure_ascii=False) + "\n")
         elif options.html:
             print(f"inspect: written to {options.html}")
         else:
-            terminal.show(found, console(width=None if sys.stdout.isatty() else 180, highlight=False))
-    return 1 if any(source.bad for source in found.survey.sources) and job.data.on_bad_row == "error" else 0
+            terminal.show(inspected, console(width=None if sys.stdout.isatty() else 180, highlight=False))
+    return 1 if any(source.bad for source in inspected.survey.sources) and job.data.on_bad_row == "error" else 0
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
-"""A conversation with a checkpoint: what `ptf chat` holds. The one idea: the model is served as it was trained, by the
-chat template of its own tokenizer."""
+"""The conversation with a checkpoint that `ptf chat` holds.
+
+The model is served as it was trained: with the chat template of its own tokenizer.
+"""
 
 from pathlib import Path
 

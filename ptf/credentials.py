@@ -1,9 +1,9 @@
-"""Secrets: tokens, keys and passwords. A config holds only their names (`env:NAME`), for it is stored,
-shown and published whole.
+"""Secrets: tokens, keys and passwords. A config is stored, shown and published whole, so it holds only their names
+(`env:NAME`).
 
-The one idea: a secret is read from the environment of the process that needs it, where it is needed, so nothing that is
-written can hold it. What is printed of an error passes through `redacted`,
-for libraries put addresses and headers into their messages.
+A secret is read from the environment of the process that needs it, where it is needed, so nothing that is written can
+contain it. The text of an error passes through `redacted` before it is printed, because libraries put addresses and
+headers into their messages.
 """
 
 import os
@@ -38,12 +38,12 @@ def is_secret(value: object, key: str, *, variable: bool = False) -> bool:
 
 def from_environment(value: str, key: str) -> str:
     """Return what a reference stands for; any other text as it is. Raise UserError where the variable is not set."""
-    found = REFERENCE.fullmatch(value)
-    if found is None:
+    match = REFERENCE.fullmatch(value)
+    if match is None:
         return value
-    if found[1] not in os.environ:
-        raise UserError(f"{key} is {value}, but the environment variable {found[1]} is not set where this runs")
-    return os.environ[found[1]]
+    if match[1] not in os.environ:
+        raise UserError(f"{key} is {value}, but the environment variable {match[1]} is not set where this runs")
+    return os.environ[match[1]]
 
 
 def resolved(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -36,11 +36,11 @@ def findings() -> Iterator[Finding]:
     """Yield what `ptf doctor` finds, line by line."""
     yield Finding("python", platform.python_version(), "" if sys.version_info >= (3, 11) else "ptf needs 3.11 or newer")
     for package in NEEDED:
-        found = _version(package)
-        yield Finding(package, found or "–", "" if found else "ptf cannot run without it: make setup")
+        version = _version(package)
+        yield Finding(package, version or "–", "" if version else "ptf cannot run without it: make setup")
     for package, lost in OPTIONAL.items():
-        found = next(filter(None, map(_version, SAME.get(package, (package,)))), None)
-        yield Finding(package, found or "–", "" if found else f"without it there is no {lost}")
+        version = next(filter(None, map(_version, SAME.get(package, (package,)))), None)
+        yield Finding(package, version or "–", "" if version else f"without it there is no {lost}")
     yield from _devices()
     yield from _machine()
 
@@ -97,10 +97,10 @@ def _nvidia_smi() -> int:
     if not shutil.which("nvidia-smi"):
         return 0
     try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
         return 0
-    return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def _machine() -> Iterator[Finding]:

@@ -1,9 +1,8 @@
-"""One step of a job on a model of its family that is a few kilobytes large, before GPUs are taken:
-`ptf check --dry-run`.
+"""One step of a job with a model of its family of a few kilobytes, before GPUs are taken: `ptf check --dry-run`.
 
-The one idea: nothing is imitated. The job itself is run, with its own data, template, reward, components and recipe, in
-this process; only sizes are changed. So what it would stop at in an hour (a row that cannot be masked, a reward that
-raises, a place that cannot be written) it stops at now.
+The job itself runs in this process, with its own data, template, reward, components and recipe; only sizes are changed.
+It therefore fails now where it would fail an hour into the run: at a row that cannot be masked, a reward that raises, a
+directory that cannot be written.
 """
 
 import json
@@ -25,7 +24,7 @@ from ptf.model.bridge import build, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import resolved, run
 from ptf.train.companions import located, refuse_other_architecture
-from ptf.train.data_plan import takes
+from ptf.train.data_plan import preview_data
 from ptf.train.job_tokenizer import rendered
 from ptf.train.trainer import load_model
 
@@ -79,7 +78,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
     recipe, path = registry.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tell(takes(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].said())
+    tell(preview_data(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].describe())
     tell(f"all of it works ({time.monotonic() - began:.0f} s)")
 
 
@@ -87,11 +86,11 @@ def memory(job: Job) -> str:
     """Return a line on what each GPU will need, as `ptf plan` finds it."""
     from ptf.train.budget import budget, described
 
-    found = budget(
+    plan = budget(
         job, described(job.model.path, job.model.revision), job.compute.workers, room_gib=GPU_GIB, mfu=0.4, gpu="H100"
     )
-    need = f"memory: {found.memory.total / 2**30:.1f} GiB on each of {job.compute.workers} GPUs"
-    return need if found.fits else f"{need}, more than {GPU_GIB:g}: `ptf plan` says what to change"
+    need = f"memory: {plan.memory.total / 2**30:.1f} GiB on each of {job.compute.workers} GPUs"
+    return need if plan.fits else f"{need}, more than {GPU_GIB:g}: `ptf plan` says what to change"
 
 
 def writable(key: str, place: str) -> None:

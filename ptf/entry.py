@@ -1,9 +1,9 @@
 """The first code of a process that ptf starts: `python -m ptf.entry MODULE ARGUMENTS…` runs a module as `python -m`
 would, bound to its parent.
 
-The one idea: nothing heavy is imported before the kernel was told to kill this process together with its parent, and
-before the parent was seen to be alive still. A process that imports torch for seconds first would outlive a parent that
-is killed meanwhile, and then wait for its peers for half an hour.
+Nothing heavy is imported before the kernel was told to kill this process together with its parent, and before the
+parent was seen to be still alive. A process that first imports torch for seconds would outlive a parent that is killed
+meanwhile, and then wait for its peers for half an hour.
 """
 
 import ctypes

@@ -1,11 +1,10 @@
-"""Errors that are addressed to the user. The one idea: whoever raises one has written the whole message;
-nobody adds a traceback."""
+"""Errors that are addressed to the user. Their message is complete, so they are printed without a traceback."""
 
 import errno
 import traceback
 
 
-def told(error: BaseException) -> str:
+def full_text(error: BaseException) -> str:
     """Return an error that the run survives, for its log.
 
     The text holds its type, message, notes, and where it was raised, in another process too.

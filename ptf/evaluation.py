@@ -1,7 +1,7 @@
-"""The evaluate stage: measure a run, or any model, by what a job holds out.
+"""The evaluate stage: measure a run, or any model, with what a job holds out, and report it.
 
-The one idea: one process at a time works in a run, so an evaluation holds the run's lease; what it measured is kept in
-the run's directory, where publishing finds it.
+`ptf.measurement` computes the metrics. This module holds the run's lease, because one process at a time works in a run,
+retries, prints a table, and records the metrics in the run's directory, where publishing reads them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +11,8 @@ from ptf import disk, gate, published, scratch
 from ptf.compute.lease import hold_lease
 from ptf.config import Job
 from ptf.credentials import redacted
-from ptf.errors import Retryable, UserError, passing, told
-from ptf.eval import check, evaluate, measure
+from ptf.errors import Retryable, UserError, full_text, passing
+from ptf.measurement import check_evaluation, measure_model, measure_run
 from ptf.model import bridge
 from ptf.training_run import record_evaluation
 
@@ -20,35 +20,40 @@ TRIES = 3
 
 
 def evaluate_run(job: Job, run: Path) -> dict[str, float]:
-    """Measure the trained model of a resolved job's run, print a table, and keep the metrics in the run. The columns
-    are the model that training started from, the trained model, and the published version. The evaluation is tried
-    again where a process was lost, Ray did not start or a port was taken. Raises Held where another process works in
-    the run."""
+    """Measure the trained model of a resolved job's run, print a table, and record the metrics in the run.
+
+    The columns are the model that training started from, the trained model, and the published version. The evaluation
+    is repeated if a process was lost, Ray did not start or a port was taken. Raises Held if another process works in
+    the run.
+    """
     there = published.manifest(job.versions)
     with disk.plainly(job.output), hold_lease(job, run) as lease:
-        metrics = tried(lambda: evaluate(job, run))
+        metrics = retry(lambda: measure_run(job, run))
         with lease.commit():
             record_evaluation(run, metrics)
     start = {name.removeprefix("start/"): value for name, value in metrics.items() if name.startswith("start/")}
     columns = {"start": start, "trained": metrics, **({"published": there.get("metrics", {})} if there else {})}
     print_table(columns, [name for name in metrics if not name.startswith("start/")])
-    print(f"gate: {gate.said(job, gate.comparisons(job, run, metrics))}", flush=True)
+    print(f"gate: {gate.describe(job, gate.comparisons(job, run, metrics))}", flush=True)
     return metrics
 
 
 def evaluate_model(job: Job, model: str) -> dict[str, float]:
-    """Measure a model (a directory, a directory of versions, a URI or a Hugging Face id) by what the job holds out, and
-    print a table. Nothing else is kept. Raises UserError where the job measures nothing, or for an adapter."""
+    """Measure a model with what the job holds out, and print a table; nothing is recorded.
+
+    `model`: a directory, a directory of versions, a URI or a Hugging Face id. Raises UserError if the job measures
+    nothing, or if the model is an adapter.
+    """
     section = job.model.model_copy(
         update={"path": model, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None}
         | {"lora": None, "train": None}
     )
     job = job.model_copy(update={"model": section, "evaluate": job.evaluate.model_copy(update={"start": False})})
-    check(job)
+    check_evaluation(job)
     directory = bridge.locate(model, verify_up_to=job.verify_bytes)
     with disk.plainly(job.output), scratch.directory(Path(job.output) / "evaluation") as place:
         (place / "model").symlink_to(directory.resolve())
-        metrics = tried(lambda: measure(job, place))
+        metrics = retry(lambda: measure_model(job, place))
     if not metrics:
         raise UserError("the job measures nothing: it has no evaluate.sources with a reward, and no data.validation")
     print_table({"measured": metrics}, list(metrics))
@@ -65,9 +70,11 @@ def print_table(columns: Mapping[str, Mapping[str, float]], names: Sequence[str]
         print(f"{name:<28}" + "".join(f" {cell:>9}" for cell in cells), flush=True)
 
 
-def tried(act: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return what `act` returns, after up to `TRIES` attempts. Raises what the last attempt raised; as Retryable, if it
-    is of a kind that passes."""
+def retry(act: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Return what `act` returns, after up to `TRIES` attempts.
+
+    An error that another attempt may not meet is raised as Retryable after the last attempt; any other at once.
+    """
     attempt = 0
     while True:
         attempt += 1
@@ -78,5 +85,5 @@ def tried(act: Callable[[], dict[str, float]]) -> dict[str, float]:
                 raise
             if attempt == TRIES:
                 raise Retryable(f"the evaluation failed {TRIES} times, at last so: {redacted(str(error))}") from error
-            message = str(error) if isinstance(error, Retryable) else told(error)
+            message = str(error) if isinstance(error, Retryable) else full_text(error)
             print(f"{redacted(message)}\nthe evaluation is tried again ({attempt} of {TRIES - 1})", flush=True)

@@ -1,8 +1,8 @@
-"""The gate: whether a trained model is worse than what training started from, by the same held-out rows.
+"""The gate: whether a trained model is worse than the model that training started from, on the same held-out rows.
 
-The one idea: both models answered the same rows, so what counts is the difference on each row. A model is worse where
-the whole 95 % interval of its mean difference lies on the wrong side; a difference that the rows cannot tell from none
-keeps nobody from publishing.
+Both models are measured on the same rows, so the differences on single rows are compared. A model is worse if the whole
+95 % interval of the mean difference lies on the wrong side of zero; a difference that the rows cannot tell from zero
+does not prevent publishing.
 """
 
 import json
@@ -21,7 +21,7 @@ from ptf.config.section import Knobs
 from ptf.errors import UserError
 
 ROWS = "held_out"  # in the run's directory: loss and denominator of each held-out row
-ANSWERS, RANKED = "answers", "ranked"  # what ptf.eval leaves there of each prompt, and of each user
+ANSWERS, RANKED = "answers", "ranked"  # what ptf.measurement leaves there of each prompt, and of each user
 AGAIN = "run the evaluate stage again"
 FEWEST = 5  # rows that have an interval
 LEVEL = 0.975  # of each side
@@ -48,7 +48,7 @@ class Comparison:
         return self.high < -allowed
 
     @property
-    def said(self) -> str:
+    def describe(self) -> str:
         """The comparison in words, with its interval."""
         change = f"{self.metric} {self.start:.4g} at the start, {self.now:.4g} now"
         if not self.rows:
@@ -65,16 +65,16 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     Raises UserError where rows are not of this evaluation."""
     named = job.publish.metric
     if named is not None and f"start/{named}" in metrics:
-        found = [(named, job.publish.mode == "max", _rows(job, run, named))]
+        named_rows = [(named, job.publish.mode == "max", _rows(job, run, named))]
     else:
         wanted = [names for names in defaults(job) if any(f"start/{name}" in metrics for name in names)]
-        found = [
+        named_rows = [
             (name, not _is_loss(name), _rows(job, run, name))
             for names in wanted[:1]
             for name in names
             if f"start/{name}" in metrics
         ]
-    return [_compared(name, more, rows, metrics) for name, more, rows in found]
+    return [_compared(name, more, rows, metrics) for name, more, rows in named_rows]
 
 
 def commit_rows(run: Path) -> None:
@@ -196,25 +196,25 @@ def quantile(freedom: int) -> float:
     return sum(term / v**power for power, term in enumerate(terms))
 
 
-def said(job: Job, found: Sequence[Comparison]) -> str:
+def describe(job: Job, compared: Sequence[Comparison]) -> str:
     """Return a line for the console and the card."""
     if job.publish.gate == "off":
         return "not compared with what training started from: publish.gate is off"
-    if not found:
+    if not compared:
         why = (
             "evaluate.start is off"
             if not job.evaluate.start
             else "the job holds nothing out (evaluate.sources, data.validation)"
         )
         return f"not compared with what training started from: {why}"
-    return "; ".join(one.said for one in found)
+    return "; ".join(one.describe for one in compared)
 
 
-def refuse_worse(job: Job, found: Sequence[Comparison]) -> None:
+def refuse_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, naming what is worse than it was."""
     allowed = job.publish.max_drop if job.publish.metric else 0.0
-    if job.publish.gate != "off" and (worse := [one for one in found if one.is_worse(allowed)]):
+    if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
         raise Worse(
-            f"not published: worse than what training started from: {'; '.join(one.said for one in worse)}. "
+            f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}. "
             "publish.gate: off publishes it anyway (a flow: run --continue LINEAGE --set publish.gate=off)"
         )

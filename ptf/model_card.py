@@ -1,8 +1,8 @@
-"""The README of a published model: what it is, how it did beside what it began with and what was published before, what
-it was made of, and how to serve it.
+"""The README of a published model: what it is, its metrics beside those of its starting model and of the version
+published before, what it was made from, and how to serve it.
 
-The one idea: the card is read elsewhere, so it names models and data sets as others can find them (ids of the Hub,
-URIs) and shortens every path of this machine to its last part; the manifest beside it keeps the paths.
+The card is read on other machines, so it names models and data sets by Hub ids and URIs, and shortens every local path
+to its last part; the manifest beside it keeps the paths.
 """
 
 import json
@@ -107,17 +107,17 @@ def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str
     ranking = job.evaluate.ranking.sources if job.evaluate.ranking else {}
     results = []
     for name, source in {**job.data.validation, **job.evaluate.sources, **ranking}.items():
-        found = {
+        values = {
             key.removeprefix(f"{name}/").removesuffix(f"/{name}"): value
             for key, value in sorted(metrics.items())
             if not key.startswith(("start/", "train/")) and (key.startswith(f"{name}/") or key.endswith(f"/{name}"))
         }
-        if found:
+        if values:
             results.append(
                 {
                     "task": {"type": task},
                     "dataset": {"name": name, "type": _repository(source) or name},
-                    "metrics": [{"type": key, "name": key, "value": value} for key, value in found.items()],
+                    "metrics": [{"type": key, "name": key, "value": value} for key, value in values.items()],
                 }
             )
     return results

@@ -1,8 +1,7 @@
-"""Versions of a model below one directory or URI, and the pointer to the one that counts, `latest.json`.
+"""Versions of a model below one directory or URI, and `latest.json`, the pointer to the current one.
 
-The one idea: a version is never changed and never removed here; publishing and rolling back only move the pointer, from
-what was seen to what is wanted: where somebody else has moved it meanwhile, nothing happens,
-and whoever asked looks again.
+A version is never changed and never removed here. Publishing and rolling back only replace the pointer, by
+compare-and-swap: if somebody else has changed it since it was read, nothing is written, and the caller reads it again.
 """
 
 import json
@@ -35,30 +34,30 @@ def pointer(root: str) -> Pointer | None:
 def latest(root: str) -> str | None:
     """Return the directory or URI of the version that counts; None where nothing is published. Raises Corrupt if it is
     not there whole."""
-    found = _found(root)
-    return found and f"{root}/{found[0].version}"
+    current = _read_current(root)
+    return current and f"{root}/{current[0].version}"
 
 
 def manifest(root: str) -> dict[str, Any] | None:
     """Return the manifest of the version that counts. Raises Corrupt if it is not there whole."""
-    found = _found(root)
-    return found and found[1]
+    current = _read_current(root)
+    return current and current[1]
 
 
-def _found(root: str) -> tuple[Pointer, dict[str, Any]] | None:
-    if (found := pointer(root)) is None:
+def _read_current(root: str) -> tuple[Pointer, dict[str, Any]] | None:
+    if (current := pointer(root)) is None:
         return None
     try:
-        said = storage.manifest_of(f"{root}/{found.version}")
-        if said.get("version") != found.version:
+        stored = storage.manifest_of(f"{root}/{current.version}")
+        if stored.get("version") != current.version:
             raise Corrupt(
-                f"{root}/{found.version} holds another version, {said.get('version')}; "
+                f"{root}/{current.version} holds another version, {stored.get('version')}; "
                 f"ptf publish {root} --rollback VERSION goes back to one"
             )
-        return found, said
+        return current, stored
     except storage.Missing:
         raise Corrupt(
-            f"{root}/{POINTER} names {found.version}, which is not there; ptf publish {root} --list says what is"
+            f"{root}/{POINTER} names {current.version}, which is not there; ptf publish {root} --list says what is"
         ) from None
 
 
@@ -128,12 +127,12 @@ def refuse_damaged(directory: Path, path: str, up_to: float, without: Sequence[s
     """Raise Corrupt where a local directory, or a copy of `path`, is not what was published there. A model that ptf
     did not publish has no manifest to compare it with."""
     try:
-        said = json.loads((directory / storage.MANIFEST).read_text())
+        stored = json.loads((directory / storage.MANIFEST).read_text())
     except FileNotFoundError:
         return
     except ValueError:
-        said = {"digest": None}  # whose manifest it is cannot be known: the check below names it
-    if not (isinstance(said, dict) and said.keys() & {"digest", "files"}):
+        stored = {"digest": None}  # whose manifest it is cannot be known: the check below names it
+    if not (isinstance(stored, dict) and stored.keys() & {"digest", "files"}):
         print(
             f"not verified: {directory}/{storage.MANIFEST} is not ptf's, "
             f"so nothing is known of what {directory} should hold",
@@ -168,9 +167,9 @@ def _text(root: str) -> str | None:
 def _read(root: str, text: str) -> Pointer:
     try:
         # one that was written by hand has none
-        said = storage.told_record(text) if '"digest"' in text else json.loads(text)
-        version, before = said["version"], tuple(said.get("before", ()))
-        if not all(map(_is_name, (version, *before))) or said.keys() - {"version", "before"}:
+        stored = storage.parse_record(text) if '"digest"' in text else json.loads(text)
+        version, before = stored["version"], tuple(stored.get("before", ()))
+        if not all(map(_is_name, (version, *before))) or stored.keys() - {"version", "before"}:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Corrupt(

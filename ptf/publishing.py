@@ -12,8 +12,8 @@ from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
-from ptf.eval import refuse_regression
 from ptf.load_check import adapter_difference, model_difference
+from ptf.measurement import refuse_regression
 from ptf.model_card import card
 from ptf.train.export import refuse_damaged
 
@@ -42,7 +42,7 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     _refuse_worse(job, artifact, published.manifest(root))
     difference = _loaded_difference(resolved, run, Path(artifact.model))
     staged = _stage_files(job, run, Path(artifact.model))
-    verdict, made_with = gate.said(job, comparisons), provenance.read(run)
+    verdict, made_with = gate.describe(job, comparisons), provenance.read(run)
     (staged / "README.md").write_text(card(job, artifact, made_with, _version_before(root, artifact.lineage), verdict))
     manifest = {
         "version": artifact.lineage,
@@ -127,7 +127,7 @@ def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) ->
 def page(artifact: Artifact) -> str:
     """Return Markdown for whoever looks at the publish step: the gates that were passed, and the model card."""
     if artifact.published is None:
-        return f"# {artifact.lineage}\n\n**Not published:** what is there is better."
+        return f"# {artifact.lineage}\n\n**Not published:** it is not better than the published version."
     text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
     manifest = storage.manifest_of(artifact.published)
     return (

@@ -68,15 +68,15 @@ def prepared_directory(job: Job) -> str | None:
 def published_models(job: Job) -> dict[str, str]:
     """Path → the published version that it stands for now, so that every later stage and resume takes the same one: of
     those of the job's models that are `job:`s which have published something, or directories of versions."""
-    found = {}
+    versions = {}
     for path in model_paths(job).values():
         place = path
         if path.startswith("job:"):
             other = load(path.removeprefix("job:"))
             place = other.versions
         if not path.startswith("prepare:") and (version := published.latest(place)):
-            found[path] = version
-    return found
+            versions[path] = version
+    return versions
 
 
 def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
@@ -93,15 +93,15 @@ def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
     Where the config names no revision, an earlier attempt at the lineage has said which."""
     text = recorded(Path(job.output) / lineage) if lineage else None
     before = sources_of(loads(text)) if text else {}
-    found = {}
+    commits = {}
     for key, source in sources_of(job).items():
         repo = (
             None if source.kind == "tokenized" or source.path.startswith("prepare:") else repo_of(Location.of(source))
         )
         if repo is not None and not (repo.revision and hub.COMMIT.fullmatch(repo.revision)):
             then = before.get(key) if repo.revision is None else None
-            found[key] = (then and _commit_read(then)) or hub.commit_of(repo.id, repo.revision)
-    return found
+            commits[key] = (then and _commit_read(then)) or hub.commit_of(repo.id, repo.revision)
+    return commits
 
 
 def _commit_read(source: Source) -> str | None:
@@ -259,7 +259,7 @@ def work(text: str, directory: str, lease: str) -> None:
 
     job = loads(text)
     with world_of(job) as world:
-        fit(job, world, Path(directory), Lease.told(lease))
+        fit(job, world, Path(directory), Lease.parse(lease))
 
 
 def world_of(job: Job):
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if world.leads and not os.environ.get(launch.LAUNCHED):
                     shutdown.forget(directory)
                     remove_leftovers(job, lineage)
-                fit(job, world, directory, Lease.told(str(text)))
+                fit(job, world, directory, Lease.parse(str(text)))
     except UserError as error:
         print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)
         return 2

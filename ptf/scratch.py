@@ -1,7 +1,7 @@
-"""Files and directories beside what they will become, and removing those that killed processes have left there.
+"""Temporary files and directories beside their destinations, and removal of those that killed processes left there.
 
-The one idea: whoever works in one holds a lock on it (flock), which the kernel takes back when that process dies. So a
-name of ours that nobody has locked is garbage, and may be removed by anyone at any time.
+A process that works in one holds a lock on it (flock), which the kernel releases when the process dies. A name of this
+form that nobody has locked is therefore garbage, and any process may remove it at any time.
 """
 
 import contextlib
@@ -92,10 +92,10 @@ def sweep(root: Path, depth: int) -> list[Path]:
     """Remove what killed processes left in `root` and `depth` levels below it. Returns what was removed."""
     removed: list[Path] = []
     try:
-        found = sorted(os.scandir(root), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except OSError:  # it is not there, or not ours to read
         return removed
-    for entry in found:
+    for entry in entries:
         path = Path(entry.path)
         if entry.name.startswith(PREFIX):
             with abandoned(path) as free:

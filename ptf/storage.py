@@ -1,7 +1,7 @@
-"""Files on disk and in object stores under one set of names; fsspec lives here only.
+"""Files on disk and in object stores under one set of functions; only this module imports fsspec.
 
-The one idea: data first, `manifest.json` last. A directory without its manifest was never finished; a directory with
-one can be verified to the byte. Nothing is written in place: a reader sees the old file or the new one.
+A directory's data is written first and its `manifest.json` last. A directory without a manifest was never finished; one
+with a manifest can be verified to the byte. No file is written in place: a reader gets the old file or the new one.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Corrupt(UserError):
 def exists(uri: str) -> bool:
     """Return whether there is a file or a directory."""
     files, path = _open(uri)
-    return _asked(files, uri, lambda: files.exists(path))
+    return _retry(files, uri, lambda: files.exists(path))
 
 
 def is_local(uri: str) -> bool:
@@ -74,7 +74,7 @@ def local_path(uri: str) -> Path:
 def size(uri: str) -> int:
     """Bytes of a file. Raises Missing."""
     files, path = _open(uri)
-    return int(_asked(files, uri, lambda: files.size(path)))
+    return int(_retry(files, uri, lambda: files.size(path)))
 
 
 def listing(uri: str) -> list[str]:
@@ -86,8 +86,8 @@ def listing(uri: str) -> list[str]:
 def children(uri: str) -> list[str]:
     """Names of the files and directories that lie directly in a directory; none where nothing is."""
     files, path = _open(uri)
-    found = _asked(files, uri, lambda: files.ls(path, detail=False) if files.isdir(path) else [])
-    return sorted({name.rstrip("/").rpartition("/")[2] for name in found})
+    names = _retry(files, uri, lambda: files.ls(path, detail=False) if files.isdir(path) else [])
+    return sorted({name.rstrip("/").rpartition("/")[2] for name in names})
 
 
 # as file systems call it
@@ -106,19 +106,21 @@ def stamps(uri: str) -> dict[str, str]:
             return files.find(path, detail=True)
         return {match: about for match, about in files.glob(path, detail=True).items() if about["type"] == "file"}
 
-    found = _asked(files, uri, find)
-    if not found:
+    entries = _retry(files, uri, find)
+    if not entries:
         refuse_no_bucket(uri)
-    if not found and not _asked(files, uri, lambda: files.isdir(path)):
+    if not entries and not _retry(files, uri, lambda: files.isdir(path)):
         raise Missing(f"no such file or directory, and no file matches: {uri}")
     if _local(files):
-        held = {str(name): os.stat(name) for name in sorted(found)}  # of what a link leads to
+        held = {str(name): os.stat(name) for name in sorted(entries)}  # of what a link leads to
         return {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
 
     def changes(about):
         return next((str(about[key]) for key in STAMPS if about.get(key)), "")
 
-    return {files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(found.items())}
+    return {
+        files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(entries.items())
+    }
 
 
 def marks(directory: str) -> dict[str, tuple[int, str]]:
@@ -132,28 +134,28 @@ def marks(directory: str) -> dict[str, tuple[int, str]]:
             for name, s in held.items()
         }
     root = path.rstrip("/") + "/"
-    found = _asked(files, directory, lambda: files.find(path, detail=True))
+    entries = _retry(files, directory, lambda: files.find(path, detail=True))
 
     def named(about):
         return " ".join(
             str(about[key]) for key in ("ETag", "etag", "VersionId", "version_id", "md5Hash") if about.get(key)
         )
 
-    return {name.removeprefix(root): (int(about["size"]), named(about)) for name, about in found.items()}
+    return {name.removeprefix(root): (int(about["size"]), named(about)) for name, about in entries.items()}
 
 
 def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
     """`stamps`, and the directory that a directory is, a file is in, or all matches of a glob are below."""
     files, path = _open(uri)
-    found = stamps(uri)
-    if _asked(files, uri, lambda: files.isdir(path)):
+    stamped = stamps(uri)
+    if _retry(files, uri, lambda: files.isdir(path)):
         below = path
-    elif len(found) == 1 and _asked(files, uri, lambda: files.isfile(path)):
+    elif len(stamped) == 1 and _retry(files, uri, lambda: files.isfile(path)):
         below = path.rpartition("/")[0]
     else:
         below = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
     below = below.rstrip("/") if _local(files) else files.unstrip_protocol(below).rstrip("/")
-    return below, found
+    return below, stamped
 
 
 def refuse_no_bucket(uri: str) -> None:
@@ -163,7 +165,7 @@ def refuse_no_bucket(uri: str) -> None:
     """
     files, path = _open(uri)
     bucket = path.split("/")[0]
-    if bucket and not _local(files) and not _asked(files, uri, lambda: files.exists(bucket)):
+    if bucket and not _local(files) and not _retry(files, uri, lambda: files.exists(bucket)):
         raise Missing(f"there is no bucket {bucket!r}: {uri}")
 
 
@@ -209,14 +211,14 @@ class _Remote(Ranged):
     """A remote file as it was when it was opened: nothing of it is held here."""
 
     def __init__(self, files: Any, path: str, uri: str) -> None:
-        super().__init__(int(_asked(files, uri, lambda: files.size(path))))
+        super().__init__(int(_retry(files, uri, lambda: files.size(path))))
         self._files, self._path, self._uri = files, path, uri
 
     def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self._size)
         if end <= self._at:
             return 0
-        data = _asked(self._files, self._uri, lambda: self._files.cat_file(self._path, start=self._at, end=end))
+        data = _retry(self._files, self._uri, lambda: self._files.cat_file(self._path, start=self._at, end=end))
         if len(data) != end - self._at:
             raise Corrupt(
                 f"{self._uri} has changed while it was read: {len(data)} bytes at {self._at}, not {end - self._at}"
@@ -231,7 +233,7 @@ def read_text(uri: str) -> str:
     files, path = _open(uri)
     if not _local(files):
         # one GET: between a size and a range of bytes another file may have come
-        return _asked(files, uri, lambda: files.cat_file(path)).decode()
+        return _retry(files, uri, lambda: files.cat_file(path)).decode()
     with open_read(uri) as stream:
         return stream.read().decode()
 
@@ -243,7 +245,7 @@ def write_text(uri: str, text: str) -> None:
         with _replacing(Path(path)) as part:
             part.write_bytes(text.encode())
     else:
-        _asked(files, uri, lambda: files.pipe_file(path, text.encode()))  # one PUT
+        _retry(files, uri, lambda: files.pipe_file(path, text.encode()))  # one PUT
 
 
 def swap_text(uri: str, text: str, expected: str | None) -> bool:
@@ -259,7 +261,7 @@ def swap_text(uri: str, text: str, expected: str | None) -> bool:
         return same
     if expected is None:
         return not exists(uri) and _put_if(files, path, uri, text, {"mode": "create"})
-    tag = _asked(files, uri, lambda: files.info(path)).get("ETag")
+    tag = _retry(files, uri, lambda: files.info(path)).get("ETag")
     # Ceph's gateway wants it without its quotation marks
     conditions = [{"IfMatch": tag}, {"IfMatch": tag.strip('"')}] if tag else [{}]
     return any(read_text(uri) == expected and _put_if(files, path, uri, text, condition) for condition in conditions)
@@ -268,7 +270,7 @@ def swap_text(uri: str, text: str, expected: str | None) -> bool:
 def _put_if(files: Any, path: str, uri: str, text: str, condition: dict[str, str]) -> bool:
     """Whether it was put; not where the store says that the condition does not hold."""
     try:
-        _asked(
+        _retry(
             files, uri, lambda: files.pipe_file(path, text.encode(), **(condition if "s3" in files.protocol else {}))
         )
     except OSError as error:
@@ -330,7 +332,7 @@ def create(uri: str) -> Iterator[Hashing]:
 def move(uri: str, new: str) -> None:
     """Give a file another name on the same store."""
     files, path = _open(uri)
-    _asked(files, uri, lambda: files.mv(path, _open(new)[1]))
+    _retry(files, uri, lambda: files.mv(path, _open(new)[1]))
 
 
 def remove(uri: str) -> None:
@@ -341,8 +343,8 @@ def remove(uri: str) -> None:
     files, path = _open(uri)
     for target in (f"{path.rstrip('/')}/{MANIFEST}", path):
         with contextlib.suppress(Missing):
-            if _asked(files, uri, partial(files.exists, target)):
-                _asked(files, uri, partial(files.rm, target, recursive=True))
+            if _retry(files, uri, partial(files.exists, target)):
+                _retry(files, uri, partial(files.rm, target, recursive=True))
 
 
 def upload(directory: str | os.PathLike[str], uri: str) -> None:
@@ -354,7 +356,7 @@ def upload(directory: str | os.PathLike[str], uri: str) -> None:
             with _replacing(Path(target)) as part:
                 shutil.copyfile(source, part)
         else:
-            _asked(files, target, partial(files.put_file, source, target))
+            _retry(files, target, partial(files.put_file, source, target))
 
 
 def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()) -> str:
@@ -365,30 +367,30 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
     changed. What it holds is written beside it, for `ptf.verified`. Raise Missing if nothing is there.
     """
     files, path = _open(uri)
-    if not _asked(files, uri, lambda: files.exists(path)):
+    if not _retry(files, uri, lambda: files.exists(path)):
         raise Missing(f"no such directory: {uri}")
     if _local(files):
         return path
     root = path.rstrip("/") + "/"
-    there = _asked(files, uri, lambda: files.find(path, detail=True))
+    there = _retry(files, uri, lambda: files.find(path, detail=True))
     if outside := next((name for name in there if not _inside(name.removeprefix(root))), None):
         raise Corrupt(f"{uri}: a name in it leads out of it: {outside!r}")
-    found = {
+    entries = {
         name: info for name, info in there.items() if not any(fnmatch(name.removeprefix(root), p) for p in without)
     }
-    state = json.dumps([uri.rstrip("/"), found], sort_keys=True, default=str)  # sizes, and times or ETags
+    state = json.dumps([uri.rstrip("/"), entries], sort_keys=True, default=str)  # sizes, and times or ETags
     copy = Path(into) / f"{Path(path).name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     if copy.is_dir() and exists(f"{copy}{COPIED}"):
         return str(copy)
     with scratch.directory(copy) as part:
-        for name in found:
+        for name in entries:
             target = part / name.removeprefix(root)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _asked(files, uri, partial(files.get_file, name, str(target)))
-            if target.stat().st_size != found[name]["size"]:
+            _retry(files, uri, partial(files.get_file, name, str(target)))
+            if target.stat().st_size != entries[name]["size"]:
                 raise Corrupt(
                     f"{uri} has changed while it was copied: {name} has {target.stat().st_size} bytes, "
-                    f"not {found[name]['size']}"
+                    f"not {entries[name]['size']}"
                 )
         entries = {}
         for name in _names(part):
@@ -445,32 +447,32 @@ def record_text(record: dict[str, Any]) -> str:
     return json.dumps({**record, "digest": _manifest_digest(record)})
 
 
-def told_record(text: str) -> dict[str, Any]:
+def parse_record(text: str) -> dict[str, Any]:
     """Return the record in a text.
 
     Raise ValueError, KeyError, TypeError or AttributeError for a text that is not, to the bit, one of `record_text`.
     """
-    found = json.loads(text)
-    if found.pop("digest") != _manifest_digest(found):
+    stored = json.loads(text)
+    if stored.pop("digest") != _manifest_digest(stored):
         raise ValueError
-    return found
+    return stored
 
 
-def record(uri: str, mend: str, said: Mapping[str, Any] = {}) -> dict[str, Any]:
+def record(uri: str, mend: str, expected: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Return what `write_record` wrote, which says `said`.
 
     Raise Corrupt with `mend` as the advice where it is missing, not as it was written, or another's.
     """
     try:
-        found = told_record(read_text(uri))
+        stored = parse_record(read_text(uri))
     except FileNotFoundError:
         raise Corrupt(f"{uri} is missing; {mend}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Corrupt(f"{uri} is not as it was written; {mend}") from None
-    for key, value in said.items():
-        if found.get(key) != value:
-            raise Corrupt(f"{uri} was written for another {key}, {found.get(key)}; {mend}")
-    return found
+    for key, value in expected.items():
+        if stored.get(key) != value:
+            raise Corrupt(f"{uri} was written for another {key}, {stored.get(key)}; {mend}")
+    return stored
 
 
 def manifest_of(directory: str) -> dict[str, Any]:
@@ -534,10 +536,10 @@ def _open(uri: str) -> tuple[Any, str]:
 
 def patiently(uri: str, ask: Callable[[], T]) -> T:
     """Return what `ask` gives, asked again as a remote store is; for stores that are not read through this module."""
-    return _asked(None, uri, ask)
+    return _retry(None, uri, ask)
 
 
-def _asked(files: Any, uri: str, ask: Callable[[], T]) -> T:
+def _retry(files: Any, uri: str, ask: Callable[[], T]) -> T:
     """Return what a store answers.
 
     A remote one that fails is asked again after 1, 2, 4, … 30 s, for `GIVE_UP_S` in all, and the console says so; what

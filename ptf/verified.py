@@ -1,9 +1,9 @@
-"""What is read again is compared with what was written: sizes and SHA-256 of every file,
-and no file that does not belong there.
+"""Verification of files that are read again: their sizes and SHA-256 must be those that were written, and no other file
+may be there.
 
-The one idea: a file whose identity (device, inode, size, mtime and ctime; in an object store entity tag and version) is
-the one under which it was hashed before is not hashed again. What was found is kept in a small file per directory below
-`PTF_CACHE` (default `~/.cache/ptf`).
+A file is not hashed again if its identity is unchanged since the last time: device, inode, size, mtime and ctime on
+disk; entity tag and version in an object store. Identities and hashes are remembered in one small file per directory
+below `PTF_CACHE` (default `~/.cache/ptf`).
 """
 
 import contextlib
@@ -38,30 +38,32 @@ def verify(directory: str, up_to: float = float("inf"), mend: str = "", without:
     return manifest
 
 
-def made(target: Path, said: Mapping[str, Any], make: Callable[[Path], None], up_to: float = float("inf")) -> bool:
+def make_once(
+    target: Path, expected: Mapping[str, Any], make: Callable[[Path], None], up_to: float = float("inf")
+) -> bool:
     """Make `target` where it is not there yet, and return whether it was.
 
     It holds what `make(directory)` writes and a manifest that says `said`, and appears when it is complete, whoever
     else makes it. Raise Corrupt where it is not what was written, or was made for something else.
     """
     if target.exists():
-        return _again(target, said, up_to)
+        return _verify_existing(target, expected, up_to)
     with scratch.directory(target) as part:
         new = part / "new"
         new.mkdir()
         make(new)
-        storage.commit(new, dict(said))
+        storage.commit(new, dict(expected))
         try:
             new.rename(target)
         except OSError:  # another process was faster
             if not target.exists():
                 raise
-            return _again(target, said, up_to)
+            return _verify_existing(target, expected, up_to)
     return False
 
 
-def _again(target: Path, said: Mapping[str, Any], up_to: float) -> bool:
-    refuse_other(str(target), said, up_to, f"remove {target}: it is made again")
+def _verify_existing(target: Path, expected: Mapping[str, Any], up_to: float) -> bool:
+    refuse_other(str(target), expected, up_to, f"remove {target}: it is made again")
     return True
 
 
@@ -73,13 +75,13 @@ def of_run(directory: Path) -> dict[str, Any]:
     return {"lineage": directory.parent.name, "directory": directory.name}
 
 
-def refuse_other(directory: str, said: Mapping[str, Any], up_to: float, mend: str) -> None:
+def refuse_other(directory: str, expected: Mapping[str, Any], up_to: float, mend: str) -> None:
     """Raise Corrupt unless a committed directory holds what was written there.
 
     Its manifest must say `said`.
     """
     manifest = verify(directory, up_to, mend)
-    for key, value in said.items():
+    for key, value in expected.items():
         if manifest.get(key) != value:
             raise Corrupt(f"{directory} holds what was made for another {key}, {manifest.get(key)}; {mend}")
 
@@ -105,20 +107,20 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
     With `manifest`, the manifest may be there too.
     """
     base = directory.rstrip("/")
-    found = storage.marks(base)
-    for name in sorted(found.keys() - entries.keys()):
+    present = storage.marks(base)
+    for name in sorted(present.keys() - entries.keys()):
         if not (manifest and name == MANIFEST):
             raise Corrupt(f"{base}/{name} does not belong there: it is not one of the files that were written")
     for name, entry in sorted(entries.items()):
-        if name not in found:
+        if name not in present:
             raise Corrupt(f"{base}/{name} is missing")
-        if found[name][0] != entry["size"]:
-            raise Corrupt(f"{base}/{name} has {found[name][0]} bytes, not {entry['size']}")
+        if present[name][0] != entry["size"]:
+            raise Corrupt(f"{base}/{name} has {present[name][0]} bytes, not {entry['size']}")
     with _memory(base) as known:
         unknown = {
             name: entry
             for name, entry in entries.items()
-            if not found[name][1] or known.get(name) != [found[name][1], entry["sha256"]]
+            if not present[name][1] or known.get(name) != [present[name][1], entry["sha256"]]
         }
         size = sum(entry["size"] for entry in unknown.values())
         if size > up_to:
@@ -136,7 +138,7 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
             after = storage.marks(base)
             now = time.time_ns()
             for name, entry in unknown.items():
-                if name in after and after[name] == found[name] and _settled(after[name][1], now):
+                if name in after and after[name] == present[name] and _settled(after[name][1], now):
                     known[name] = [after[name][1], entry["sha256"]]
 
 

@@ -11,5 +11,5 @@ def evaluate(job: Job, artifact: Artifact) -> Artifact:
     from ptf.evaluation import evaluate_run
 
     assert artifact.run is not None
-    found = evaluate_run(artifact.resolve(job), Path(artifact.run))
-    return artifact.but(metrics={**artifact.metrics, **found})
+    metrics = evaluate_run(artifact.resolve(job), Path(artifact.run))
+    return artifact.but(metrics={**artifact.metrics, **metrics})

@@ -11,7 +11,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     published first."""
     from ptf import published, storage
     from ptf.data.sources.rows import stamps
-    from ptf.eval import check
+    from ptf.measurement import check_evaluation
     from ptf.run import (
         begun,
         dataset_commits,
@@ -24,7 +24,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from ptf.train.dataloading import specs
 
     refuse_lineage(artifact.lineage)
-    check(job)  # what the last steps need, before the first one works
+    check_evaluation(job)  # what the last steps need, before the first one works
     published.manifest(job.versions)  # raises where what is published cannot be read
     storage.refuse_no_bucket(job.versions)
     remove_leftovers(job, artifact.lineage)

@@ -1,7 +1,8 @@
-"""Retraining: from the version that is published, on data that it was not trained on, published only if it is better.
+"""Retraining: training continues from the published version on new data, and the result is published only if it is
+better.
 
-The one idea: a published version says what its data were. Where they are the same still, or have been trained on from
-there, there is nothing to do.
+A published version records which data it was trained on. If the data are the same, or a training from that version has
+already used them, there is nothing to do.
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ from steps.artifact import Artifact
 LAST = "retrained.json"  # beside the pointer: what the last retraining was made of, and how it ended
 
 
-def based(job: Job, artifact: Artifact) -> Job:
+def starting_from_published(job: Job, artifact: Artifact) -> Job:
     """Return the job beginning with the version that its first step found published; as it stands where there was
     none."""
     return _on_published(job) if job.versions in artifact.models else job
@@ -50,7 +51,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     return prepared(_on_published(job) if from_version else job, artifact)
 
 
-def news(job: Job, artifact: Artifact) -> bool:
+def has_new_data(job: Job, artifact: Artifact) -> bool:
     """Return whether there are data that neither the published version nor a training from it was trained on. Print
     what there is."""
     from ptf import published
@@ -84,7 +85,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish as any recipe does, if the model is better than the one that it was trained from; else nothing is
     published. How it ended is recorded beside the pointer."""
     from ptf import storage
-    from ptf.eval import Worse
+    from ptf.measurement import Worse
     from steps.publish import publish as published
 
     metric = str(job.publish.metric)
@@ -93,13 +94,13 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     try:
         if begun and now is not None and now == before and not job.publish.max_drop:
             raise Worse(f"not published: {metric} is {now:.4g} as before")
-        artifact, how = published(job, artifact), "was published"
+        artifact, outcome = published(job, artifact), "was published"
     except Worse as worse:
         print(f"retrain: {worse}", flush=True)
-        how = "was not better"
-    how += f": {metric} {'' if before is None else f'{before:.4g} → '}{now:.4g}"
+        outcome = "was not better"
+    outcome += f": {metric} {'' if before is None else f'{before:.4g} → '}{now:.4g}"
     storage.write_record(
-        f"{job.versions}/{LAST}", _trial(job, artifact, begun) | {"lineage": artifact.lineage, "how": how}
+        f"{job.versions}/{LAST}", _trial(job, artifact, begun) | {"lineage": artifact.lineage, "how": outcome}
     )
     return artifact
 

@@ -9,7 +9,7 @@ from ptf.config import ConfigError, Job, dump, loads
 from ptf.errors import UserError
 
 
-def ruler(job: Job) -> dict[str, Any]:
+def measured_by(job: Job) -> dict[str, Any]:
     """Return, by key, all that a trial is measured by, and where it is published."""
     knobs, rollout = job.evaluate.model_dump(), job.rollout
     reward = job.evaluate.reward or (rollout.reward if rollout else None)
@@ -34,19 +34,19 @@ def trials(job: Job) -> list[str]:
         raise UserError("flow.sweep: a sweep has two trials at least, like [{train.lr: 1e-4}, {train.lr: 3e-4}]")
     if not job.publish.metric or job.publish.metric.startswith("train/"):
         raise UserError("publish.metric: a sweep chooses by a metric of the evaluate stage; name it")
-    found = []
+    texts = []
     for number, changes in enumerate(job.flow.sweep):
         try:
             trial = loads(dump(job), [f"{key}={json.dumps(value)}" for key, value in changes.items()])
         except ConfigError as error:
             raise UserError(f"flow.sweep[{number}]: {error}") from None
-        here = ruler(trial)
-        if other := [key for key, value in ruler(job).items() if here[key] != value]:
+        here = measured_by(trial)
+        if other := [key for key, value in measured_by(job).items() if here[key] != value]:
             raise UserError(
                 f"flow.sweep[{number}]: {', '.join(other)} must be the same in all trials, or they cannot be compared"
             )
-        found.append(dump(trial))
-    return found
+        texts.append(dump(trial))
+    return texts
 
 
 def best(job: Job, metrics: Sequence[Mapping[str, float]]) -> int:

@@ -1,10 +1,10 @@
 """The suite leaves nothing behind: a session in which a process, a listening port, a file in shared memory or a
 temporary file outlives the tests fails.
 
-The one idea: only what descends from this session counts, for others work on the same machine. A process is known by a
-variable in its environment or by having been seen as a descendant; a file in shared memory by the process that had it
-mapped, or whose number it bears; temporary files by TMPDIR, which is the session's own. Also a plugin of pytest:
-`-p tests.leftovers`.
+Only what descends from this session counts, for others work on the same machine. A process is known by a variable in
+its environment or by having been seen as a descendant; a file in shared memory by the process that had it mapped, or
+whose number it bears; temporary files by TMPDIR, which is the session's own. Also a plugin of pytest: `-p
+tests.leftovers`.
 """
 
 import multiprocessing.util

@@ -31,9 +31,9 @@ def test_the_quantile_is_students(freedom: int) -> None:
 
 
 def test_the_interval_of_equal_denominators_is_students() -> None:
-    found = np.random.default_rng(0).normal(0.1, 1.0, 40)
-    wanted = stats.t.interval(0.95, 39, found.mean(), stats.sem(found))
-    assert interval(found, np.ones(40)) == pytest.approx(wanted, rel=1e-3)
+    differences = np.random.default_rng(0).normal(0.1, 1.0, 40)
+    wanted = stats.t.interval(0.95, 39, differences.mean(), stats.sem(differences))
+    assert interval(differences, np.ones(40)) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_the_interval_covers_a_ratio_as_often_as_it_says() -> None:
@@ -98,9 +98,9 @@ def test_what_is_worse_beyond_its_interval_is_named(
     raw: dict[str, Any], tmp_path: Path, then: list, now: list, worse: bool
 ) -> None:
     job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, then, now)
-    found = gate.comparisons(job, tmp_path, metrics)
-    assert [one.metric for one in found] == ["test/reward", "test/pass@1"]
-    assert [one.is_worse() for one in found] == [worse, worse]
+    compared = gate.comparisons(job, tmp_path, metrics)
+    assert [one.metric for one in compared] == ["test/reward", "test/pass@1"]
+    assert [one.is_worse() for one in compared] == [worse, worse]
     off = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
     if worse:
         with pytest.raises(
@@ -108,18 +108,18 @@ def test_what_is_worse_beyond_its_interval_is_named(
             match=r"test/pass@1 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ .*512 rows\): "
             r"worse.*publish\.gate: off",
         ):
-            gate.refuse_worse(job, found)
+            gate.refuse_worse(job, compared)
     else:
-        gate.refuse_worse(job, found)
+        gate.refuse_worse(job, compared)
     gate.refuse_worse(off, gate.comparisons(off, tmp_path, metrics))
-    assert gate.said(off, found) == "not compared with what training started from: publish.gate is off"
+    assert gate.describe(off, compared) == "not compared with what training started from: publish.gate is off"
 
 
 def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_path: Path) -> None:
     metrics = answers(tmp_path, [0.9] * 50, [0.1] * 49 + [1])
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@1"}}))
-    gate.refuse_worse(job, found := gate.comparisons(job, tmp_path, metrics))
-    assert [one.metric for one in found] == ["test/pass@1"]
+    gate.refuse_worse(job, compared := gate.comparisons(job, tmp_path, metrics))
+    assert [one.metric for one in compared] == ["test/pass@1"]
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward"}}))
     with pytest.raises(Worse, match="test/reward"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))

@@ -24,7 +24,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "scratch": set(),
     "credentials": {"errors"},
     "disk": {"errors"},
-    "config": BASE,  # and ptf.recipes.registry, inside functions
+    "config": BASE,  # and REGISTRIES, inside functions
     "storage": BASE,
     "gate": BASE | {"config", "storage", "verified"},
     "verified": BASE | {"storage"},
@@ -37,19 +37,19 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "recipes": DATA,
     "train": TRAIN,
     "rl": TRAIN | {"train", "events"},
-    "eval": TRAIN | {"train", "rl", "gate", "events"},
-    "run": TRAIN | {"train", "rl", "eval", "published"},
+    "measurement": TRAIN | {"train", "rl", "gate", "events"},
+    "run": TRAIN | {"train", "rl", "measurement", "published"},
     "dry_run": TRAIN | {"train", "run"},
     "training_run": TRAIN | {"train", "artifact", "run"},
-    "evaluation": TRAIN | {"published", "gate", "eval", "training_run"},
+    "evaluation": TRAIN | {"published", "gate", "measurement", "training_run"},
     "load_check": TRAIN | {"train"},
     "model_card": TRAIN | {"artifact"},
-    "publishing": TRAIN | {"published", "gate", "eval", "train", "artifact", "load_check", "model_card"},
+    "publishing": TRAIN | {"published", "gate", "measurement", "train", "artifact", "load_check", "model_card"},
     "conversation": DATA | {"rl"},
     "doctor": set(),
     "inspection": DATA | {"recipes", "train", "run"},
     "api": BASE
-    | {"config", "eval", "dry_run", "inspection", "training_run", "evaluation", "publishing", "conversation"},
+    | {"config", "measurement", "dry_run", "inspection", "training_run", "evaluation", "publishing", "conversation"},
     "cli": TRAIN | {"", "api", "train", "rl", "run", "doctor", "published", "inspection", "dry_run"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}
@@ -79,7 +79,16 @@ PACKAGES = {
     "rich": ["ptf/cli.py", "ptf/inspection/terminal.py"],
 }
 KNOBS = ["ptf/recipes/registry.py", "ptf/recipes/on_policy.py", "ptf/recipes/rules.py", "ptf/recipes/*/knobs.py"]
-TORCH_FREE = [*KNOBS, "ptf/config/*", "ptf/storage.py", "ptf/errors.py", "ptf/cli.py", "ptf/data/*"]
+REGISTRIES = ("ptf.recipes.registry.", "ptf.rl.weights.transports.")  # which the config asks, inside functions
+TORCH_FREE = [
+    *KNOBS,
+    "ptf/rl/weights/transports.py",
+    "ptf/config/*",
+    "ptf/storage.py",
+    "ptf/errors.py",
+    "ptf/cli.py",
+    "ptf/data/*",
+]
 TORCH_ANYWAY = ["ptf/data/batch.py"]
 TORCH_ONLY_LAZILY = ["steps/*", "flows/*"]
 
@@ -148,7 +157,7 @@ def broken_rule(file: str, found: Import) -> str | None:
     if home == "ptf" and is_in(KNOBS) and not found.lazy:
         knows = found.module.startswith("ptf.config.section.") or is_knobs(found.module)
         return None if knows else "knobs know ptf.config.section and each other alone"
-    if file.startswith("ptf/config/") and found.lazy and found.module.startswith("ptf.recipes.registry."):
+    if file.startswith("ptf/config/") and found.lazy and found.module.startswith(REGISTRIES):
         return None
     own = file.split("/")[1].removesuffix(".py").replace("__init__", "")
     return None if part == own or part in MAY_IMPORT.get(own, set()) else f"ptf.{own} may not import ptf.{part}"
@@ -223,7 +232,11 @@ def test_every_part_has_a_place_in_the_layers():
             "from ptf import storage",
             "ptf/tasks/a.py:1  ptf.storage: ptf.tasks may not import ptf.storage",
         ),
-        ("ptf/eval.py", "from ptf.run import run", "ptf/eval.py:1  ptf.run.run: ptf.eval may not import ptf.run"),
+        (
+            "ptf/measurement.py",
+            "from ptf.run import run",
+            "ptf/measurement.py:1  ptf.run.run: ptf.measurement may not import ptf.run",
+        ),
         ("ptf/train/a.py", "import ray.util", "ptf/train/a.py:1  ray.util: ray may appear only in "),
         (
             "ptf/rl/a.py",
@@ -234,8 +247,8 @@ def test_every_part_has_a_place_in_the_layers():
         ("steps/a.py", "import torch", "steps/a.py:1  torch: torch may not be imported at module level here"),
         (
             "steps/a.py",
-            "from ptf.eval import evaluate",
-            "steps/a.py:1  ptf.eval.evaluate: ptf.eval may be imported only inside functions in steps",
+            "from ptf.measurement import measure_run",
+            "steps/a.py:1  ptf.measurement.measure_run: ptf.measurement may be imported only inside functions in steps",
         ),
         ("steps/a.py", "import metaflow", "steps/a.py:1  metaflow: metaflow may appear only in flows/*"),
         (

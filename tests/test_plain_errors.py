@@ -16,7 +16,7 @@ from ptf.errors import UserError
 from ptf.rl.rewards.functions import Rewards
 from ptf.run import run
 from steps.artifact import Artifact
-from steps.retrain import news
+from steps.retrain import has_new_data
 from tests.tiny import arithmetic
 
 SMALL = 'mount -t tmpfs -o size={size}k tmpfs "$0" && exec "$@"'
@@ -97,13 +97,13 @@ def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, co
     storage.finish(f"{job.versions}/one", {"version": "one", "data": {"sums": "then"}}, {})
     published.point(job.versions, "one", None)
     file = Path(job.versions) / "retrained.json"
-    assert news(job, Artifact("a", data={"sums": "now"}))  # the control: there is none
+    assert has_new_data(job, Artifact("a", data={"sums": "now"}))  # the control: there is none
     file.mkdir() if content is None else file.write_bytes(content)
     with pytest.raises(UserError, match=r"retrained\.json cannot be read.*remove it"):
-        news(job, Artifact("a", data={"sums": "now"}))
+        has_new_data(job, Artifact("a", data={"sums": "now"}))
     if content is not None:
         storage.write_record(str(file), {"lineage": "x", "how": "was published", "data": {}})
-        assert news(job, Artifact("a", data={"sums": "now"}))
+        assert has_new_data(job, Artifact("a", data={"sums": "now"}))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Checkpoints from which training continues exactly: `step_N/` holds tensors (torch DCP, sharded), host state, and a
 manifest.
 
-The one idea: the manifest, with the SHA-256 of every file, is written last. Without it a checkpoint is absent; with it,
-it is whole. A reader takes the newest that verifies and names those that it skipped.
+The manifest, with the SHA-256 of every file, is written last. Without it a checkpoint is absent; with it, it is whole.
+A reader takes the newest that verifies and names those that it skipped.
 """
 
 import io

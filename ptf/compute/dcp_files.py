@@ -1,9 +1,8 @@
 """Torch's distributed checkpoints over ptf.storage: on disk or in an object store, and hashed while they are written.
 
-The one idea: DCP opens its files through a small file-system interface. This implementation computes the SHA-256 of
-what passes through, so nothing is read again to write a manifest. Reading runs no code of the files: DCP's index is a
-pickle, of which only the names below are resolved, and entries that are not tensors, which DCP would unpickle, are
-never read.
+DCP opens its files through a small file-system interface. This implementation computes the SHA-256 of what passes
+through, so nothing is read again to write a manifest. Reading runs no code of the files: DCP's index is a pickle, of
+which only the names below are resolved, and entries that are not tensors, which DCP would unpickle, are never read.
 """
 
 import os

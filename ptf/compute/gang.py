@@ -1,9 +1,8 @@
 """A gang: N processes on Ray that form one process group. verl's worker groups place and start them; each runs the
 functions that it is sent.
 
-The one idea: the driver reports any failure of a rank at once, with the rank's name. The exception of a function is
-raised here as it was raised there; a process that died, or a deadline that passed, becomes a RuntimeError with rank,
-pid and the task.
+The driver reports any failure of a rank at once, with the rank's name. The exception of a function is raised here as it
+was raised there; a process that died, or a deadline that passed, becomes a RuntimeError with rank, pid and the task.
 """
 
 # ruff: noqa: E402  environment variables come before the imports that read them

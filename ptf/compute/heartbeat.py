@@ -1,9 +1,9 @@
 """Heartbeats: the ranks report once a second what they are doing, and the launcher finds those that are silent or
 stuck.
 
-The one idea: a thread of each rank writes a small record into a store that the launcher serves (a `TCPStore`, found
-through the environment), so a rank that was stopped is recognised by its silence and one that hangs by its phase not
-ending, whatever its main thread waits for.
+A thread of each rank writes a small record into a store that the launcher serves (a `TCPStore`, found through the
+environment), so a rank that was stopped is recognised by its silence and one that hangs by its phase not ending,
+whatever its main thread waits for.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Running one function on every worker: in this process, under torchrun, or as a gang on Ray.
 
-The one idea: the function is `module:name` with plain arguments and finds its rank in the environment, so it does not
-depend on the launcher.
+The function is `module:name` with plain arguments and finds its rank in the environment, so it does not depend on the
+launcher.
 """
 
 import os

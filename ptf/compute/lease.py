@@ -1,9 +1,9 @@
 """One writer per lineage: a lease that the process which trains, evaluates or publishes a run holds, and that every
 commit checks.
 
-The one idea: the lease is a small file beside what it protects, replaced only by compare-and-swap (a lock of the file
-system; a conditional PUT in an object store). Each change of the holder raises its token; a process whose token is no
-longer in the file has lost the lease and writes nothing more.
+The lease is a small file beside what it protects, replaced only by compare-and-swap (a lock of the file system; a
+conditional PUT in an object store). Each change of the holder raises its token; a process whose token is no longer in
+the file has lost the lease and writes nothing more.
 """
 
 import contextlib
@@ -133,7 +133,7 @@ class Lease:
         return json.dumps(vars(self))
 
     @staticmethod
-    def told(text: str) -> "Lease":
+    def parse(text: str) -> "Lease":
         """Parse the text of a lease."""
         return Lease(**json.loads(text))
 

@@ -1,7 +1,7 @@
 """Offloading of a role's memory while it waits, so that others can use it.
 
-The one idea: a tensor's storage is copied away and emptied, and later filled again in place, so that every view, alias
-and shard of it, and the optimizer that holds it, stay valid.
+A tensor's storage is copied away and emptied, and later filled again in place, so that every view, alias and shard of
+it, and the optimizer that holds it, stay valid.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-class Parking:
+class OffloadedTensors:
     """The offloaded tensors of one role on one worker: in a file, or in host memory if `file` is None."""
 
     def __init__(self, file: Path | None) -> None:
@@ -26,9 +26,9 @@ class Parking:
         # storage, its size in bytes, and its copy if there is no file
         self.waiting: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Empty the storages of these tensors, which nothing may read until `wake`; tensors that are offloaded already
-        stay so.
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Empty the storages of these tensors, which nothing may read until `restore`; tensors that are offloaded
+        already stay so.
 
         Raises OSError, and changes nothing, if the file cannot be written.
         """
@@ -61,7 +61,7 @@ class Parking:
         self.waiting = waiting
         release_freed_memory()
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Fill the storages again. Raises OSError or RuntimeError if the file is not what was written."""
         sha = hashlib.sha256()
         with open(self.file, "rb") if self.file and self.waiting else contextlib.nullcontext() as file:

@@ -1,7 +1,6 @@
 """Exchange of bytes between the ranks of a small group, on the CPU, in parallel with the GPUs.
 
-The one idea: a separate gloo process group, used from one thread only, so that this traffic never mixes with a step's
-collectives.
+It uses a gloo process group of its own, from one thread only, so its traffic never mixes with a step's collectives.
 """
 
 from collections.abc import Sequence

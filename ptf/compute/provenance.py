@@ -1,7 +1,7 @@
 """What a run was made with, stored in every checkpoint's and every published model's manifest.
 
-The one idea: some of it decides the bits (ptf's own code, the packages that compute), and a run does not continue with
-other versions unless it is allowed to; the rest (hardware) is for information.
+Some of it decides the bits (ptf's own code, the packages that compute), and a run does not continue with other versions
+unless it is allowed to; the rest (hardware) is for information.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Authentication to Ray: by a token, or without one.
 
-The one idea: in the wrong mode Ray waits, or fails without a reason, so a cluster that is joined is first asked,
-without a token, whether it needs one, and this process takes the mode that fits. Settings in the environment are
-respected: a mode or a token that does not fit is refused, and the variable is named. A run's own Ray always has a
-token. Import this module before ray.
+In the wrong mode Ray waits, or fails without a reason, so a cluster that is joined is first asked, without a token,
+whether it needs one, and this process takes the mode that fits. Settings in the environment are respected: a mode or a
+token that does not fit is refused, and the variable is named. A run's own Ray always has a token. Import this module
+before ray.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """A run as a job of a Ray cluster: submitted once, found again by its name, followed to its end.
 
-The one idea: the job is named by the lineage, so a retry or a resume of the same run, after the first driver died,
-finds it running and follows it; only a job that failed or was stopped is submitted again, and then continues from its
-checkpoint.
+The job is named by the lineage, so a retry or a resume of the same run, after the first driver died, finds it running
+and follows it; only a job that failed or was stopped is submitted again, and then continues from its checkpoint.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 class JobOutcome:
     """The end of a job, and whether it ran before it was followed."""
 
-    found: bool
+    was_running: bool
     status: JobStatus
     message: str
     code: int | None  # exit status of its command, where it had one

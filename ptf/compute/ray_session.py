@@ -1,9 +1,9 @@
 """Ray for the duration of a run: its own, or a running cluster joined by address.
 
-The one idea: a run leaves nothing behind. Its own Ray lives in a temporary directory, token included (nothing is
-written under the home directory), and on exit every process that it started has ended, after a grace period by force,
-also if the run itself is killed. A Ray that this process is already connected to is used and left running. A start that
-fails, or a cluster that does not answer, is tried again until `compute.timeout_s` has passed.
+A run leaves nothing behind. Its own Ray lives in a temporary directory, token included (nothing is written under the
+home directory), and on exit every process that it started has ended, after a grace period by force, also if the run
+itself is killed. A Ray that this process is already connected to is used and left running. A start that fails, or a
+cluster that does not answer, is tried again until `compute.timeout_s` has passed.
 """
 
 import contextlib

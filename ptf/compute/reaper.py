@@ -1,9 +1,9 @@
-"""Ends what a run's own Ray left behind. It is also a process of its own beside the run, for when the run is killed:
-`-m ptf.compute.reaper PID HOME`.
+"""Ending of the processes that a run's own Ray left behind.
 
-The one idea: all processes of Ray are recognised by the run's directory, which is in their command lines or among their
-open files. When a run is killed, Ray's servers and workers end by themselves within seconds, but two helpers still ran
-after a minute, and the directory stays.
+`python -m ptf.compute.reaper PID HOME` does it from a process beside the run, for the case that the run is killed. All
+processes of Ray are recognised by the run's directory, which is in their command lines or among their open files. When
+a run is killed, Ray's servers and workers end by themselves within seconds, but two helpers still ran after a minute,
+and the directory stays.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Checkpoints written while training continues.
 
-The one idea: a step waits until its state is copied to the host; a thread then writes the copy, over a process group of
-its own, and the leading rank's thread ends with the manifest. One checkpoint is written at a time, and a failure is
-raised by the next call.
+A step waits until its state is copied to the host; a thread then writes the copy, over a process group of its own, and
+the leading rank's thread ends with the manifest. One checkpoint is written at a time, and a failure is raised by the
+next call.
 """
 
 import threading

@@ -1,8 +1,7 @@
 """Ending a run early on request: SIGTERM (preemption), or a file `stop` in the run's directory.
 
-The one idea: a request is only recorded when it comes, and acted on between two steps, where a checkpoint can be
-written. A launcher that gets SIGTERM writes the file, so its ranks see the request on any machine; the next attempt
-begins by removing it.
+A request is only recorded when it comes, and acted on between two steps, where a checkpoint can be written. A launcher
+that gets SIGTERM writes the file, so its ranks see the request on any machine; the next attempt begins by removing it.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A run's metrics: metrics.jsonl, one aligned line on the console, and sinks (TensorBoard, Weights & Biases).
 
-The one idea: a row belongs to a step, so a resume drops the rows of steps that will be made again, and the file reads
-as if the run had never stopped. `is_clock` names the fields that measure time or memory; all others repeat bit for bit.
+A row belongs to a step, so a resume drops the rows of steps that will be made again, and the file reads as if the run
+had never stopped. `is_clock` names the fields that measure time or memory; all others repeat bit for bit.
 """
 
 import hashlib
@@ -56,20 +56,20 @@ class Rows:
     """
 
     def __init__(
-        self, path: Path, resumed: int, lease: Lease = UNSHARED, said: Mapping[str, Any] | None = None
+        self, path: Path, resumed: int, lease: Lease = UNSHARED, expected: Mapping[str, Any] | None = None
     ) -> None:
         self._lease, self._digest, self._count = lease, hashlib.sha256(), 0
         exists = path.is_file()
         rows = [row for row in read_metrics(path) if row["step"] <= resumed]
         text = self._encode(rows)
-        if said and self.state != said:
+        if expected and self.state != expected:
             if exists:
                 raise UserError(
-                    f"{path} does not hold the {said['rows']} rows of step {resumed} unchanged: the file was damaged; "
-                    "restore it, or remove it to continue without it"
+                    f"{path} does not hold the {expected['rows']} rows of step {resumed} unchanged: the file was "
+                    "damaged; restore it, or remove it to continue without it"
                 )
             print(
-                f"{path} is missing: its {said['rows']} rows up to step {resumed} are lost, "
+                f"{path} is missing: its {expected['rows']} rows up to step {resumed} are lost, "
                 "and this run continues without them",
                 flush=True,
             )
@@ -165,11 +165,11 @@ class Tracker:
         resumed: int,
         steps: int,
         lease: Lease = UNSHARED,
-        said: Mapping[str, Any] | None = None,
+        expected: Mapping[str, Any] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        self.rows = Rows(self.path, resumed, lease, said)
+        self.rows = Rows(self.path, resumed, lease, expected)
         self.steps, self.print_every = steps, knobs.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if knobs.tensorboard else []

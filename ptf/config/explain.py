@@ -1,7 +1,7 @@
-"""What pydantic found, in plain words, at the line to mend.
+"""pydantic's errors in plain words, each at the line of the config that must change.
 
-The one idea: an error's path leads twice — through the tree of nodes to a file and line, and through the schema's
-annotations to the names that would have been right.
+The path of an error leads to a file and line through the tree of nodes, and to the names that would have been right
+through the schema's annotations.
 """
 
 import re

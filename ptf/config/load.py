@@ -1,7 +1,8 @@
-"""YAML files to a `Job`, and a `Job` to YAML, to a fingerprint, to what may not change on resume.
+"""Conversion of YAML files to a `Job`, and of a `Job` to YAML, to a fingerprint, and to the keys that are frozen on
+resume.
 
-The one idea: a config is right as a whole or it is refused as a whole. Every problem in every file is found and
-reported in one error, each with the line to mend.
+A config is accepted or refused as a whole. Every problem in every file is found and reported in one error, each with
+the line that must change.
 """
 
 import hashlib
@@ -94,12 +95,12 @@ def fingerprint(job: Job, *sections: str) -> str:
 
 def model_paths(job: Job) -> dict[str, str]:
     """Key → value of everything that names a model to load."""
-    found = {"model.path": job.model.path}
+    paths = {"model.path": job.model.path}
     if job.rollout and job.rollout.reward_model:
-        found["rollout.reward_model.path"] = job.rollout.reward_model.path
+        paths["rollout.reward_model.path"] = job.rollout.reward_model.path
     if isinstance(job.algo, Knobs):
-        found |= {f"algo.{key}": path for key, path in job.algo.model_paths().items()}
-    return found
+        paths |= {f"algo.{key}": path for key, path in job.algo.model_paths().items()}
+    return paths
 
 
 def sources_of(job: Job) -> dict[str, Source]:

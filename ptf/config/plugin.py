@@ -1,7 +1,6 @@
-"""Your own code by name: `use: pkg.mod:name` and its `args`.
+"""The user's own code by name: `use: pkg.mod:name` and its `args`.
 
-The one idea: a plug is a callable with its keyword arguments bound, and a wrong name is answered with the nearest right
-one.
+A plug is resolved to a callable with its keyword arguments bound; a wrong name is refused with the nearest right one.
 """
 
 import functools
@@ -29,12 +28,11 @@ def resolve(use: str) -> Any:
     module, colon, name = use.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{use!r} is not of the form pkg.mod:name")
-    found = _module(module, use)
-    if not hasattr(found, name):
-        raise ConfigError(
-            f"{use}: the module {module} has no {name!r}{near(name, (n for n in vars(found) if not n.startswith('_')))}"
-        )
-    return getattr(found, name)
+    module_object = _module(module, use)
+    if not hasattr(module_object, name):
+        public = (n for n in vars(module_object) if not n.startswith("_"))
+        raise ConfigError(f"{use}: the module {module} has no {name!r}{near(name, public)}")
+    return getattr(module_object, name)
 
 
 def bind(plug: Plug) -> Callable[..., Any]:
@@ -47,22 +45,22 @@ def bind(plug: Plug) -> Callable[..., Any]:
 
 def _module(name: str, use: str) -> ModuleType:
     """Import a module, or say which part of its dotted name is not there."""
-    found, parent = None, ""
+    imported, parent = None, ""
     for part in name.split("."):
         whole = f"{parent}.{part}" if parent else part
-        inside = list(getattr(found, "__path__", ())) if found else None  # None: the whole Python path
+        inside = list(getattr(imported, "__path__", ())) if imported else None  # None: the whole Python path
         if inside == [] or importlib.util.find_spec(whole) is None:
             where = (
                 f"the package {parent}"
                 if inside
                 else f"{parent}, which is no package"
-                if found
+                if imported
                 else "the Python path: install it, or add its directory"
             )
             raise ConfigError(
                 f"{use}: no module {part!r} in "
                 f"{where}{near(part, (module.name for module in pkgutil.iter_modules(inside)))}"
             )
-        found, parent = importlib.import_module(whole), whole
-    assert found is not None
-    return found
+        imported, parent = importlib.import_module(whole), whole
+    assert imported is not None
+    return imported

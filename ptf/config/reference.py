@@ -1,7 +1,7 @@
 """docs/config.md and configs/schema.json, written from the schema.
 Run `python -m ptf.config.reference` in the repository root.
 
-The one idea: the schema's annotations and attribute docstrings are the documentation; nothing is typed twice.
+The schema's annotations and attribute docstrings are the documentation; nothing is typed twice.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Keys of a config that have another name today, and plugins that stand in another module.
 
-The one idea: there is one table, and three read it. A config with an old name is refused with the new one
-(`ptf.config.tree`), `ptf upgrade` rewrites it (`ptf.config.upgrade`), and what an earlier version of ptf has stored is
-translated when it is read, so that its runs continue. Fingerprints are taken over the first names, so that they do not
-depend on the version.
+There is one table, and three read it. A config with an old name is refused with the new one (`ptf.config.tree`), `ptf
+upgrade` rewrites it (`ptf.config.upgrade`), and what an earlier version of ptf has stored is translated when it is
+read, so that its runs continue. Fingerprints are taken over the first names, so that they do not depend on the version.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,6 +136,8 @@ def _last(key: tuple[str, ...], keys: Mapping[str, str]) -> str:
         if not old.endswith(f".{key[-1]}"):
             continue
         pattern = old.split(".")
-        if len(pattern) == len(key) and all(step in (asked, "NAME") for step, asked in zip(pattern, key, strict=True)):
+        if len(pattern) == len(key) and all(
+            step in (key_part, "NAME") for step, key_part in zip(pattern, key, strict=True)
+        ):
             return new.rpartition(".")[2]
     return key[-1]

@@ -1,5 +1,7 @@
-"""Rules between keys of a job: what goes with what. The one idea: each gives one line that begins with the key to
-change."""
+"""Rules between keys of a job, for combinations that do not work.
+
+Each rule returns its problems as lines that begin with the key to change.
+"""
 
 import re
 from collections.abc import Iterator
@@ -55,19 +57,19 @@ def names(job: Job) -> list[str]:
     }
     if job.evaluate.ranking:
         by_key["evaluate.ranking.sources"] = job.evaluate.ranking.sources
-    said = "is no name of a source: it begins with a letter or a digit, has no slash and at most 100 characters"
+    rule = "is no name of a source: it begins with a letter or a digit, has no slash and at most 100 characters"
     return [
-        f"{key}: {name!r} {said}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)
+        f"{key}: {name!r} {rule}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)
     ]
 
 
 def secrets(job: Job) -> list[str]:
     """None is written into a config, which is stored, shown and published."""
-    said = (
+    rule = (
         "is a secret, and a config is stored, shown and published; write env:NAME, "
         "the variable that holds it where it is needed"
     )
-    return [f"{key}: {said}" for key in _secrets(job.model_dump(), "")]
+    return [f"{key}: {rule}" for key in _secrets(job.model_dump(), "")]
 
 
 def _secrets(value: Any, key: str) -> Iterator[str]:
@@ -161,7 +163,7 @@ def broken(job: Job) -> list[str]:  # noqa: C901  one condition for each rule
             faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
         if job.rollout.tensor > 1 and (job.rollout.engine != "vllm" or job.compute.launcher != "ray"):
             faults.append("rollout.tensor: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
-        faults += streamed(job)
+        faults += transport(job)
         if job.compute.launcher == "local" and job.rollout.workers > 1:
             faults.append("rollout.workers: compute.launcher: local has one process")
         if job.compute.launcher == "torchrun":
@@ -244,26 +246,11 @@ def places(job: Job) -> list[str]:
     return faults
 
 
-def streamed(job: Job) -> list[str]:
-    """Weights that go from device to device."""
-    assert job.rollout is not None
-    how = job.rollout.transport
-    if how not in ("ipc", "nccl"):
-        return []
-    shared = not job.compute.pools or any(
-        {"policy", "rollout"} <= set(pool.roles) for pool in job.compute.pools.values()
-    )
-    wrong = {
-        "policy and rollout need processes of their own: compute.launcher: ray": job.compute.launcher != "ray",
-        "rollout.engine must be native or vllm": job.rollout.engine not in ("native", "vllm"),
-        "an adapter alone is small; give object_store or path": job.rollout.lora == "adapter",
-        "model.backend: hf has no names to announce; give object_store or path": job.model.backend == "hf",
-        "policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as compute.workers": how
-        == "ipc"
-        and (not shared or job.rollout.workers * job.rollout.tensor != job.compute.workers),
-        "policy and rollout must be in different compute.pools": how == "nccl" and shared,
-    }
-    return [f"rollout.transport: {how}: {what}" for what, is_so in wrong.items() if is_so]
+def transport(job: Job) -> list[str]:
+    """Return the problems of the transport of the weights with the rest of the job."""
+    from ptf.rl.weights.transports import faults
+
+    return faults(job)
 
 
 def rewarded(job: Job) -> list[str]:
@@ -347,7 +334,7 @@ def foreign_model(job: Job) -> list[str]:
     """Return the problems of keys that ask for what `model.backend: hf` does not have."""
     if job.model.backend != "hf":
         return []
-    asked = {
+    uses = {
         "model.tokens": job.model.tokens is not None,
         "model.replace": bool(job.model.replace),
         "model.head": job.model.head is not None,
@@ -356,7 +343,7 @@ def foreign_model(job: Job) -> list[str]:
         "rollout.engine: native": job.rollout is not None and job.rollout.engine == "native",
         "evaluate.engine: native": bool(job.evaluate.sources) and job.evaluate.engine == "native",
     }
-    return [f"{key} is not there with model.backend: hf" for key, there in asked.items() if there]
+    return [f"{key} is not there with model.backend: hf" for key, there in uses.items() if there]
 
 
 def deterministic(job: Job) -> list[str]:
@@ -380,10 +367,10 @@ def watched(job: Job) -> list[str]:
     faults, known = [], [f"loss/{name}" for name in job.data.validation]
     if not (job.train.validate_every and known):
         faults.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
-    asked = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
+    watchers = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
     faults += [
         f"{key} is {of.metric}, but what is measured is {', '.join(known)}"
-        for key, of in asked.items()
+        for key, of in watchers.items()
         if of and known and of.metric not in known
     ]
     if job.checkpoint.best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:

@@ -1,9 +1,9 @@
-"""Every knob of ptf on one page. A `Job` is one YAML: what to train, from what data, how, and where.
+"""The schema of a config: every key of ptf. A `Job` is one YAML file: what to train, from what data, how, and where.
 
-The one idea: keys are declared here and nowhere else. Each is *frozen* on resume (changing it would change what is
-trained) unless it is declared with `free(...)`. Paths are relative to the working directory and may be local or any
-fsspec URI; two prefixes point at what other stages make: `prepare:NAME` (a file or directory that `data.prepare` wrote)
-and `job:CONFIG` (the model which that config last published).
+Keys are declared here and nowhere else. Each is *frozen* on resume (changing it would change what is trained) unless it
+is declared with `free(...)`. Paths are relative to the working directory and may be local or any fsspec URI; two
+prefixes point at what other stages make: `prepare:NAME` (a file or directory that `data.prepare` wrote) and
+`job:CONFIG` (the model which that config last published).
 """
 
 from functools import cache
@@ -42,13 +42,13 @@ class TokensConfig(Section):
     semantic_ids: list[Positive] = []
     """Codes on each level of semantic ids: [256, 256] adds <a_0> … <a_255> and <b_0> … <b_255>."""
     special: bool = False
-    """Register them as special tokens, which decoders may leave out of a text."""
+    """Register them as special tokens, which a decoder may leave out of the text."""
     init: Literal["mean", "description", "vectors"] = "mean"
-    """How their rows begin: the mean of the rows in use, the mean of the rows of their description's tokens,
-    or `vectors`."""
+    """How their rows are initialised: `mean`, the mean of the rows in use; `description`, the mean of the rows of the
+    tokens of their description; `vectors`."""
     vectors: str | None = None
-    """safetensors with `embed` [tokens, width], in the order of the tokens, and `head` where the head is not tied (else
-    it takes the mean); `prepare:NAME`."""
+    """safetensors with `embed` [tokens, width], in the order of the tokens, and, if the head is not tied, `head`
+    (without it the head's rows take the mean); `prepare:NAME`."""
 
 
 class LoraConfig(Section):
@@ -57,12 +57,12 @@ class LoraConfig(Section):
     rank: Positive = 16
     """Inner width of each adapter."""
     alpha: PositiveFloat = 32.0
-    """An adapter's output counts alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     rslora: bool = False
-    """It counts alpha / √rank, so that its size does not depend on the rank."""
+    """Multiply it by alpha / √rank instead, so that its size does not depend on the rank."""
     targets: Patterns = ["layers.*_proj"]
-    """Patterns of unified names of the projections that get one (`layers.*.attn.q_proj`, `layers.*.moe.experts.*`);
-    by default all but routers."""
+    """Patterns of unified names of the projections that get an adapter (`layers.*.attn.q_proj`,
+    `layers.*.moe.experts.*`); by default all but routers."""
 
 
 class ModelConfig(Section):
@@ -73,12 +73,12 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: str | None = None
-    """Tokenizer directory, where it is not beside the model."""
+    """Directory or Hugging Face id of the tokenizer, if it is not the model's own."""
     chat_template: str | None = None
-    """File of a chat template (Jinja) in the place of the tokenizer's own; it is published with the model."""
+    """File of a chat template (Jinja) that replaces the tokenizer's own; it is published with the model."""
     template_args: dict[str, Any] = {}
-    """Arguments of the chat template (`enable_thinking: false`): defaults wherever it renders, also in what is
-    published. A row's own (`template_args` or `chat_template_kwargs`) come before them."""
+    """Arguments of the chat template (`enable_thinking: false`). They are its defaults in training, in generation and
+    in what is published; a row's own (`template_args` or `chat_template_kwargs`) override them."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only config.json and draws the weights from `seed`."""
     backend: Literal["ptf", "hf"] = "ptf"
@@ -87,16 +87,16 @@ class ModelConfig(Section):
     tokens: TokensConfig | None = None
     """Tokens to add."""
     replace: dict[str, Plug] = {}
-    """Components of your own, by a pattern of unified names (`layers.*.mlp`, `layers.0.attn`): made instead of the
-    class there, with its arguments."""
+    """Components of your own, by a pattern of unified names (`layers.*.mlp`, `layers.0.attn`). Each is constructed in
+    place of the class there, with that class's arguments."""
     head: Plug | None = None
     """An output head of your own, with its loss (ptf.model.custom_head);
     its tensors are exported to `head.safetensors`."""
     lora: LoraConfig | None = None
-    """Train adapters (LoRA); the run leaves them in `adapter` (PEFT) and merged in `model`."""
+    """Train adapters (LoRA). The run writes them to `adapter` (PEFT), and the merged model to `model`."""
     train: Patterns | None = None
-    """Patterns of unified names of what trains (`embed`, `layers.*.attn`); default: everything, or with `lora` the
-    adapters, which these come on top of."""
+    """Patterns of unified names of what trains (`embed`, `layers.*.attn`). Default: everything. With `lora` the
+    adapters always train, and these patterns add to them."""
 
 
 class Source(Section):
@@ -105,9 +105,9 @@ class Source(Section):
 
     path: str
     """File, directory, glob or URI; `prepare:NAME`; or a dataset of the Hugging Face Hub: `owner/name`,
-    `owner/name:config:split`, or `hf://datasets/owner/name` where a directory of that name is here too."""
+    `owner/name:config:split`, or `hf://datasets/owner/name` if a local directory has the same name."""
     config: str | None = None
-    """Config of a dataset that has several: a name in the header of its README, else a folder."""
+    """Config of a dataset that has several: a name in the header of its README, or else a folder."""
     split: str | None = None
     """Split of a dataset that has several (`train`, `test`, …); `a+b` takes two."""
     revision: str | None = None
@@ -115,38 +115,39 @@ class Source(Section):
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = (
         "auto"
     )
-    """What the rows are. `auto`: what the columns of the first one say; in online recipes, prompts. `chat`: `messages`,
-    and `tools`. `completion`: `prompt` and `completion`. `scored`: those and a number `reward` (or a `label`), or
-    `messages` of which some of the assistant's have a `reward`. `text`. `events`: a list of strings and of baskets
-    (lists of strings), the first `context` given. `preference`: `chosen` and `rejected`. `prompt`: `messages` that end
-    before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the tokenize stage. A row's
-    `weight` counts its tokens, its pair or its score more or less."""
+    """What the rows are. `auto`: what the columns of the first row imply; in online recipes, prompts. `chat`:
+    `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: those and a number `reward` (or a
+    `label`), or `messages` in which some of the assistant's have a `reward`. `text`. `events`: a list of strings and of
+    baskets (lists of strings), of which the first `context` are given. `preference`: `chosen` and `rejected`. `prompt`:
+    `messages` that end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the
+    tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of its score."""
     columns: dict[str, str | None] = {}
-    """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null:
-    the column of that name is not used (`{label: null}`)."""
+    """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null if the column is not to be used
+    (`{label: null}`)."""
     weight: PositiveFloat | None = None
-    """Share in the mixture, relative to the other sources (1 for those that have none). Where no source has a weight,
-    every row comes once an epoch: sources are interleaved by their numbers of rows, and each ends when it is done."""
+    """Share in the mixture, relative to the other sources; a source without a weight counts 1. If no source has a
+    weight, every row comes once an epoch: sources are interleaved in proportion to their numbers of rows, and each ends
+    after its epochs."""
     rows: Positive | None = None
-    """How many rows its files have, about, where they do not tell without being read (compressed files,
-    lines in an object store) and it matters."""
+    """Approximate number of rows. It is needed only where an error asks for it, for files that must be read to be
+    counted (compressed files, lines in an object store)."""
     limit: Positive | None = None
-    """Rows of it that count, the first ones in the order of the files."""
+    """Number of rows that are used: the first ones in the order of the files."""
     epochs: Positive | None = None
-    """Passes over it after which it is exhausted; default: `train.epochs`, without which it goes on forever."""
+    """Passes over it after which it is exhausted; default: `train.epochs`, without which it never is."""
 
 
 class MixConfig(Section):
     """How several sources make one stream."""
 
     by: Literal["samples", "tokens"] = "samples"
-    """What the sources' weights are shares of."""
+    """The unit in which the weights of sources are shares."""
     temperature: PositiveFloat = 1.0
-    """Shares are proportional to weight^(1 / temperature), without weights to rows^(1 / temperature):
-    above 1 they come nearer to each other."""
+    """Shares are proportional to weight^(1 / temperature), without weights to rows^(1 / temperature); a temperature
+    above 1 makes them more equal."""
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
-    """With weights: what happens when a source has had its epochs. `repeat`: it begins anew, until all have had theirs.
-    `drop`: the others go on without it. `stop`: the run ends with the first. Without weights it is `drop`."""
+    """With weights: what happens when a source has had its epochs. `repeat`: it starts again, until all sources have
+    had theirs. `drop`: the others continue without it. `stop`: the run ends. Without weights it is `drop`."""
 
 
 class DataConfig(Section):
@@ -157,18 +158,19 @@ class DataConfig(Section):
     validation: dict[str, Source] = {}
     """Held-out data: its loss is reported every `train.validate_every` steps."""
     prepare: Plug | None = None
-    """Makes data (or a tokenizer, or a model config) before anything else: called as `f(directory, **args)`."""
+    """Function that makes data, a tokenizer or a model config before all other stages: called as `f(directory,
+    **args)`."""
     partitions: Positive = 8
-    """Logical slices of the data; the number of workers must divide it. Batches depend on it,
-    not on the number of workers."""
+    """Equal slices of the data, each shuffled and packed by itself; the number of workers must divide their number.
+    Batches depend on it, not on the number of workers."""
     seq_len: Positive = 2048
     """Tokens in one packed sequence; no sample may be longer."""
     shuffle: Count = 1024
     """Samples in each partition's shuffle window. What enters it is read from blocks (row groups of parquet, 1 MiB of
     lines) that are permuted each epoch; compressed files are permuted whole. 0 keeps the order of the files."""
     baskets: Literal["shuffle", "keep"] = "shuffle"
-    """The order of the events inside a basket (`kind: events`), which means nothing:
-    drawn anew each time they are read, or kept."""
+    """The order of the events inside a basket (`kind: events`), which has no meaning: `shuffle` draws it anew each time
+    the basket is read."""
     lookahead: Positive = 64
     """Samples that the packer may choose from to fill a sequence."""
     mix: MixConfig = MixConfig()
@@ -177,55 +179,53 @@ class DataConfig(Section):
     """What to do with a sample longer than `seq_len`; what was dropped or cut is counted.
     `split` makes documents of its pieces."""
     train_on: Annotated[str, Field(pattern=r"^(assistant|last|all|field:.+)$")] = "assistant"
-    """What of a chat is trained: `assistant`, all of its turns; `last` of them; `all` tokens; `field:NAME`, each of the
-    assistant's turns as much as its key NAME says (true, false, or a number)."""
+    """Which tokens of a chat are trained. `assistant`: all turns of the assistant; `last`: the last of them; `all`:
+    every token; `field:NAME`: each turn of the assistant with the weight in its key NAME (true, false or a number)."""
     share_prefixes: bool = False
-    """Read once what the samples of a conversation begin with alike, as rollouts do for the answers to a prompt (recipe
-    sft). For templates that make every turn a sample of its own (`ptf inspect` says so: *expansion*);
-    losses are the same but for rounding."""
+    """Compute the common beginning of a conversation's samples once, as rollouts do for the answers to one prompt
+    (recipe sft). It helps with templates that make every turn a sample of its own, which `ptf inspect` reports as
+    *expansion*; losses are the same but for rounding."""
     render: Literal["template", "served"] = "template"
-    """`template`: an answer is trained as the chat template writes it, and refused where it does not write it behind
-    the served prompt. `served`: there the answer and its thinking are put behind that prompt,
-    as a server's model would say them."""
+    """`template`: an answer is trained as the chat template writes it, and refused if the template does not write it
+    after the served prompt. `served`: such an answer and its thinking are appended to that prompt, as a server's model
+    would generate them."""
     unseen_context: Literal["error", "allow"] = "error"
     """Whether a chat template may leave out context: tools, their results, developer and system messages,
     earlier answers."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
-    """The day (YYYY-MM-DD) that chat templates which render today's date are given. Default:
-    the day on which the run began."""
+    """The date (YYYY-MM-DD) given to chat templates that render today's date. Default: the day on which the run
+    began."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with a row that cannot be encoded. `skip` sets it aside in `quarantine`, with its reason,
-    and counts it."""
+    """What to do with a row that cannot be encoded. `skip` writes it to `quarantine` with the reason, and counts it."""
     max_bad: Fraction = 0.01
-    """Largest share of a source's rows that may be skipped (of fewer than 1,000 rows: of 1,000)
-    before the run stops."""
+    """Largest share of a source's rows that may be skipped before the run stops; with fewer than 1,000 rows read, the
+    share of 1,000."""
     pretokenize: bool = True
-    """In a flow: tokenize once to parquet, or on the fly while training."""
+    """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
     prefetch: Positive = free(4)
     """Global steps packed ahead in the background."""
 
 
 class RewardModelConfig(Section):
-    """A model that scores answers, as recipe rm makes them; it has a tokenizer and template of its own."""
+    """A model that scores answers, as recipe rm trains them; it uses its own tokenizer and chat template."""
 
     path: str
-    """What `model.path` may be; a directory or id whose head is one score (`…ForSequenceClassification` with one
-    label)."""
+    """As `model.path`; the head of the model must be one score (`…ForSequenceClassification` with one label)."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
     weight: float = 1.0
-    """What its score is multiplied with."""
+    """Factor on its score."""
 
 
 class AllowedConfig(Section):
-    """The answers that there may be: nothing else can be said."""
+    """The permitted answers: the policy can generate nothing else."""
 
     path: str
-    """A text file with an answer a line."""
+    """A text file with one answer per line."""
     repeat: Positive = 1
-    """How many of them an answer is made of, one right after the other."""
+    """How many of them make up one answer, directly one after the other."""
     distinct: bool = False
-    """None of them twice in an answer; what was said is taken out of what may follow."""
+    """An answer contains none of them twice: those that were generated may not follow again."""
 
 
 class RolloutConfig(Section):
@@ -234,93 +234,95 @@ class RolloutConfig(Section):
     reward: Plug | None = None
     """`f(row, text, **args) -> float`; an exception counts as no result, never as 0."""
     reward_model: RewardModelConfig | None = None
-    """Instead of `reward`, or added to it: a role of its own."""
+    """A reward model that replaces `reward`, or whose score is added to it; it is a role of its own."""
     environment: Plug | None = None
-    """Instead of `reward`, for conversations with turns: `make(row, seed, **args) -> Environment`
-    (ptf.rl.environments.protocol), which gives the rewards."""
+    """For conversations with several turns, in place of `reward`: `make(row, seed, **args) -> Environment`
+    (ptf.rl.environments.protocol), which returns the rewards."""
     max_turns: Positive = 8
-    """Turns of the policy in one episode (`environment`); `max_new_tokens` is of each,
-    `data.seq_len` of all with what they are shown."""
+    """Most turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn, `data.seq_len` the
+    whole episode with the messages of the environment."""
     processes: Positive = free(1)
-    """Processes in which rewards are found; of environments, of each engine replica."""
+    """Processes that compute rewards; for environments, the number of processes beside each engine replica."""
     reward_timeout_s: PositiveFloat = free(10.0)
-    """Deadline of one reward, or of one answer of an environment. What misses it is killed."""
+    """Deadline of one reward, or of one reply of an environment; a process that misses it is killed."""
     retries: Count = free(1)
-    """How often a reward or an environment that failed is asked again before its answer has no result."""
+    """How often a reward or an environment that failed is called again before its answer counts as having no result."""
     engine: Literal["vllm", "native"] | Plug = "vllm"
-    """`vllm`, our own decoder (`native`, no further package), or `use: pkg.mod:Engine` (ptf.rl.engines.protocol; `ptf
-    check-engine` says whether it will do)."""
+    """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
+    (ptf.rl.engines.protocol), which `ptf check-engine` tests."""
     prompts: Positive = 64
     """Prompts in each step."""
     group_size: Positive = 8
-    """Answers sampled for each prompt; GRPO compares them, so it needs two at least."""
+    """Answers sampled for each prompt. GRPO compares them, so it needs at least two."""
     max_new_tokens: Positive = 256
-    """Longest answer, end-of-turn included."""
+    """Most tokens of an answer, with its end-of-turn token."""
     zero_variance_groups: Literal["keep", "replace"] = "keep"
-    """Groups whose answers all have the same reward teach nothing. `replace`: draw other prompts in their place, at
-    most `max_rounds` times in all."""
+    """What to do with groups whose answers all have the same reward, from which nothing is learned. `replace`: draw
+    other prompts in their place, in at most `max_rounds` rounds."""
     max_rounds: Positive = 8
-    """How often prompts are drawn for one step (`zero_variance_groups: replace`); what has been found by then is
-    trained on."""
+    """Most rounds in which prompts are drawn for one step (`zero_variance_groups: replace`); the step then trains on
+    the groups that it has."""
     temperature: Temperature = 1.0
-    """Sampling temperature; the trainer's log-probs are taken at the same."""
+    """Sampling temperature; the trainer computes log-probs at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that together have this probability; the trainer's log-probs are those of the same
-    nucleus. Below 1 there is one update from a step's rollouts, and no KL: how another policy would have cut its own
-    nucleus says nothing of this one's."""
+    """Nucleus sampling: draw from the likeliest tokens that together have this probability. The trainer computes
+    log-probs over the same tokens. Below 1, a step makes one update from its rollouts and has no KL term, because
+    another policy would have another nucleus."""
     allowed: AllowedConfig | None = None
-    """Only these answers, in training and in evaluation; log-probs are those among the tokens that might follow."""
+    """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
+    follow."""
     workers: Positive = free(1)
     """Engine replicas."""
     tensor: Positive = free(1)
-    """Devices that hold one vLLM engine together, each a part of every layer;
-    rollout then takes `workers` × `tensor` of its pool."""
+    """Devices that hold one vLLM engine together, each a part of every layer; the engines then take `workers` ×
+    `tensor` devices of their pool."""
     lora: Literal["merged", "adapter"] = "merged"
-    """How a policy with `model.lora` is sent: as a whole model, or its adapter alone,
-    which the engine keeps beside the base model."""
+    """What is sent of a policy with `model.lora`: the merged model, or the adapter alone, which the engine applies to
+    the base model."""
     transport: Literal["object_store", "path", "ipc", "nccl"] = free("object_store")
-    """How new weights reach the engines: through host memory; or bucket by bucket, so that neither policy nor vLLM
-    holds another whole model for it (the native engine does), through files in the run's directory, which engines on
-    other machines must see (`path`), through memory of the device that policy and engine share (`ipc`),
-    or from device to device (`nccl`)."""
+    """How new weights reach the engines. `object_store`: as a whole model, through host memory. The other three send
+    them in buckets, so that neither the policy nor vLLM holds a second copy of the model (the native engine does).
+    `path`: through files in the run's directory, which engines on other machines must be able to read. `ipc`: through
+    memory of the GPU that policy and engine share. `nccl`: from GPU to GPU."""
     max_logprob_diff: PositiveFloat | None = None
-    """Largest difference between the engine's and the trainer's log-prob of a sampled token before the run stops;
-    default 1e-3 in fp32, 0.2 in bf16."""
+    """Largest permitted difference between the engine's and the trainer's log-prob of a sampled token; above it the run
+    stops. Default: 1e-3 in fp32, 0.2 in bf16."""
     max_no_result: Fraction = 0.1
-    """Largest share of answers in a step that may have no reward before the run stops."""
+    """Largest permitted share of answers without a reward in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = free(0.7)
-    """How much of a GPU's memory one vLLM engine takes, weights and cache; with `transport:
-    ipc` its weights must fit beside the awake policy."""
+    """Share of a GPU's memory that one vLLM engine uses for weights and cache. With `transport: ipc` its weights must
+    fit beside the policy's, which is not offloaded then."""
     kv_cache_gib: PositiveFloat = free(0.25)
-    """Key-value cache of one vLLM engine on a CPU; on a GPU vLLM sizes its own."""
+    """Key-value cache of one vLLM engine on a CPU, in GiB; on a GPU vLLM determines its own."""
 
 
 class StopConfig(Section):
-    """When a run ends early."""
+    """A condition that ends a run early."""
 
     metric: str
     """`loss/NAME` of one of `data.validation`."""
     mode: Literal["min", "max"] = "min"
-    """Which is better, less or more."""
+    """Whether lower (`min`) or higher (`max`) is better."""
     patience: Positive = 3
-    """How many times in a row it is seen (every `train.validate_every` steps) without having got better."""
+    """Number of measurements in a row (one every `train.validate_every` steps) without an improvement after which the
+    run ends."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """By how much it must change to count as better."""
+    """Smallest change that counts as an improvement."""
 
 
 class TrainConfig(Section):
     """The optimizer and the loop."""
 
     steps: Positive | None = None
-    """Global steps (of rollout and update, in online recipes)."""
+    """Number of global steps; in online recipes a step is one rollout with its update."""
     epochs: Positive | None = None
-    """Instead of `steps`: passes over the data (offline recipes). The steps that they take are counted at the start,
-    in a pass over the data."""
+    """Passes over the data, in place of `steps` (offline recipes). The number of steps is computed before training, in
+    a pass over the data."""
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
     lr_groups: dict[str, PositiveFloat] = {}
-    """Factors on `lr` by pattern of unified names (`{embed: 10, "*.lora_b": 16}`); the first that fits counts,
-    1 for the rest."""
+    """Factors on `lr` by pattern of unified names (`{embed: 10, "*.lora_b": 16}`). The first pattern that matches
+    applies; other parameters have factor 1."""
     sequences: Positive = 8
     """Packed sequences in a global step (offline recipes), over all workers."""
     micro_sequences: Positive = free(8)
@@ -328,16 +330,16 @@ class TrainConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after warm-up."""
     warmup: Steps = 0
-    """Steps of linear warm-up, or, below 1, the share of the run that it is (`0.03`)."""
+    """Steps of linear warm-up, or, below 1, its share of the run (`0.03`)."""
     decay: Steps | None = None
-    """Steps of decay at the end, or their share of the run; by default all that follow the warm-up."""
+    """Steps of decay at the end, or its share of the run; default: all steps after the warm-up."""
     decay_at_loss: PositiveFloat | None = None
-    """Held-out loss (of the first of `data.validation`) at which the decay begins early; the run then ends `decay`
-    steps later, at `steps` at the latest."""
+    """Held-out loss (of the first of `data.validation`) at which the decay begins early. The run then ends `decay`
+    steps later, and never after `steps`."""
     min_lr: Fraction = 0.0
-    """Where the decay ends, as a share of `lr`."""
+    """Learning rate at the end of the decay, as a share of `lr`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay of matrices; never of norms and biases."""
+    """Decoupled weight decay of matrices; norms and biases have none."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's averages of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
@@ -345,21 +347,21 @@ class TrainConfig(Section):
     clip: PositiveFloat = 1.0
     """Largest global norm of the gradient."""
     on_nonfinite: Literal["stop", "skip"] = free("stop")
-    """When the loss or the gradient is not finite: end the run, or leave the step out (at most 10 in a row).
-    Its rows are kept in `RUN/nonfinite/`."""
+    """What to do if the loss or the gradient is not finite: end the run, or skip the step (at most 10 in a row). The
+    rows of the step are written to `RUN/nonfinite/`."""
     early_stopping: StopConfig | None = None
-    """Offline recipes: end early when a held-out metric no longer gets better."""
+    """Offline recipes: end the run when a held-out metric no longer improves."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """`bf16` computes in bfloat16 over fp32 master weights, optimizer and reductions."""
     activation_checkpointing: Literal["none", "block", "selective"] = free("none")
-    """What the backward finds again instead of keeping it. `block`: everything inside a layer. `selective`: what is
-    cheap, that is all but matrix products and attention."""
+    """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer.
+    `selective`: only cheap operations, that is all but matrix products and attention."""
     deterministic: bool = False
-    """CPU, fp32, small models: the same bits for any `micro_sequences` and any number of
-    workers, by adding sequences in a fixed order."""
+    """Compute the same bits for any `micro_sequences` and any number of workers, by adding the gradients of sequences
+    in a fixed order. For small models in fp32 on a CPU."""
     compile: bool = free(False)
-    """Compile norms and gates (torch.compile, any shape): half a minute at the start,
-    fewer passes over memory after it."""
+    """Compile norms and gates (torch.compile, for any shape). It takes half a minute at the start and saves memory
+    traffic in every step."""
     validate_every: Count = free(0)
     """Steps between held-out losses, or (online) between greedy passes over `evaluate.sources`; 0: never."""
 
@@ -375,46 +377,46 @@ class MeshConfig(Section):
 
 
 class PoolConfig(Section):
-    """Devices of their own for some roles of an online job, which share them by turns."""
+    """Devices that some roles of an online job share in turns, and no other role uses."""
 
     roles: Annotated[list[str], Field(min_length=1)]
-    """`policy`, `rollout`, `critic`, `reference`, `teacher`, `reward` (its model): those that the recipe has.
-    As wide as the widest of them."""
+    """Any of `policy`, `rollout`, `critic`, `reference`, `teacher` and `reward` (the reward model) that the recipe has.
+    The pool has as many devices as its largest role needs."""
     offload: Literal["auto", "disk"] = free("auto")
-    """Where a role's weights and optimizer are while another has the devices. `auto`: in host memory; without a GPU
-    they stay where they are. `disk`: in files under the run's directory, on a CPU too,
-    for models that do not fit beside each other."""
+    """Where the weights and the optimizer of a role are while another role uses the devices. `auto`: in host memory;
+    without a GPU they stay in place. `disk`: in files under the run's directory, also on a CPU, for models that do not
+    fit into memory together."""
 
 
 class ComputeConfig(Section):
-    """Where it runs."""
+    """Where the run runs, and on how many devices."""
 
     launcher: Literal["ray", "torchrun", "local"] = free("ray")
-    """`ray`: Ray actors; one worker of an offline recipe needs none without an `address`, and is this process.
+    """`ray`: Ray actors; an offline recipe with one worker and no `address` runs in this process without Ray.
     `torchrun`: subprocesses on this machine. `local`: this process, one worker."""
     workers: Positive = free(1)
     """Training processes; one per GPU."""
     mesh: MeshConfig = MeshConfig()
     """How the workers divide the model."""
     pools: dict[str, PoolConfig] = free({})
-    """Online recipes: which roles share devices (colocated), and which have their own. Default:
-    one pool of all roles."""
+    """Online recipes: which roles share devices (colocated), and which have their own. Default: one pool of all
+    roles."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
-    """`auto` takes the GPU if there is one, and says which it took."""
+    """`auto` uses the GPU if there is one, and prints which device it uses."""
     threads: Positive | None = free(None)
     """CPU threads of each worker; default: the machine's cores divided by the workers."""
     address: str | None = free(None)
     """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265`
-    to submit the run as a job of its own, which goes on when this process dies and is found again by the run's lineage.
-    By default one is started for the run and stopped after it. A cluster that wants a token is given that of
-    RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."""
+    to submit the run as a job of the cluster. Such a job continues if this process dies, and is found again by the
+    run's lineage. By default a cluster is started for the run and stopped after it. A cluster that requires a token
+    gets the one of RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."""
     timeout_s: PositiveFloat = free(1800.0)
-    """Deadline of any one wait: a collective, a phase of a step, a worker's start;
-    a Ray that does not start or answer is tried again until then."""
+    """Deadline of every single wait: a collective, a phase of a step, the start of a worker. A Ray that does not start
+    or answer is tried again until then."""
     restarts: Count = free(2)
-    """Online recipes on Ray: how often what failed is started again before the run ends. A rollout engine is replaced,
-    with the newest weights, and asked for what it has not given; the others start together from the newest checkpoint,
-    so often without a newer one."""
+    """Online recipes on Ray: number of restarts after failures before the run ends. A rollout engine that failed is
+    replaced; its successor gets the newest weights and only the requests that were not answered. If another role fails,
+    all of them restart from the newest checkpoint; the count begins again with each new checkpoint."""
 
 
 class BestConfig(Section):
@@ -423,7 +425,7 @@ class BestConfig(Section):
     metric: str
     """A metric of the step that the checkpoint was written after (`loss/NAME` of `data.validation`)."""
     mode: Literal["min", "max"] = "min"
-    """Which is better, less or more."""
+    """Whether lower (`min`) or higher (`max`) is better."""
 
 
 class CheckpointConfig(Section):
@@ -432,103 +434,105 @@ class CheckpointConfig(Section):
     to: str | None = None
     """Directory or URI (`s3://…`) in which each run has a directory of checkpoints; default: the run's own."""
     every: Positive = free(100)
-    """Steps between checkpoints; the last step always has one. They are written while training goes on."""
+    """Steps between checkpoints; one is always written after the last step. Training continues while they are
+    written."""
     keep: Positive = free(2)
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints that are kept."""
     best: BestConfig | None = None
-    """Offline recipes: keep the best checkpoint too, and export its weights at the end."""
+    """Offline recipes: also keep the best checkpoint, and export its weights at the end."""
     verify_gib: PositiveFloat = free(64.0)
     """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their
-    SHA-256 when they are read again (once: a file that has not changed since is not hashed again). Of what has more to
-    hash than this, sizes are compared, and the run says so."""
+    SHA-256 when they are read again; a file that has not changed since it was last hashed is not hashed again. If a
+    directory has more GiB to hash than this, only sizes are compared, and the run says so."""
     accept_changes: bool = free(False)
-    """Continue although ptf or its packages have changed since the checkpoint;
-    the run may then differ in its bits from one that never stopped."""
+    """Continue although ptf or its packages have changed since the checkpoint. The run may then differ in its bits from
+    one that was never interrupted."""
 
 
 class TrackConfig(Section):
-    """Where metrics are written: always to metrics.jsonl, and to what is named here."""
+    """Where metrics are written, in addition to metrics.jsonl, which always is."""
 
     tensorboard: bool = free(True)
-    """TensorBoard event files beside it."""
+    """Write TensorBoard event files beside metrics.jsonl."""
     wandb: str | None = free(None)
-    """A project of Weights & Biases, where the package is installed and logged in; runs are named by their lineage."""
+    """A project of Weights & Biases; the package must be installed and logged in. Runs are named by their lineage."""
     samples_every: Count = free(20)
-    """Online recipes: steps between answers kept token by token in `RUN/samples.jsonl`,
-    with log-probs and advantages; 0: never."""
+    """Online recipes: every so many steps, write answers token by token to `RUN/samples.jsonl`, with log-probs and
+    advantages; 0: never."""
     samples: Positive = free(2)
-    """Prompts of such a step whose answers are kept."""
+    """Number of prompts in such a step; all answers to each of them are written."""
     print_every: Positive = free(10)
     """Steps between lines on the console."""
 
 
 class RankingConfig(Section):
-    """Rank a catalogue (ptf.events.prepare) after each held-out history, and compare with what followed:
-    `SOURCE/all/ndcg@10`, `SOURCE/new/…`, …. Each user's measures are left in `RUN/ranked`."""
+    """Rank a catalogue (ptf.events.prepare) after each held-out history, and compare the list with what followed:
+    `SOURCE/all/ndcg@10`, `SOURCE/new/…`, …. The metrics of each user are written to `RUN/ranked`."""
 
     sources: dict[str, Source] = Field(min_length=1)
     """Histories by name: prompts with `history` and `future`."""
     catalogue: str = "prepare:catalogue.json"
-    """The items, and beside it their `vectors.npy`."""
+    """The catalogue of items; `vectors.npy` is read from the same directory."""
     k: Positive = 10
-    """Items that count of each list."""
+    """Length of the list."""
     beam: Positive = 100
-    """Beginnings kept on each level of ids that have several tokens."""
+    """Number of beginnings that are kept on each level, for ids of several tokens."""
 
 
 class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
     sources: dict[str, Source] = free({})
-    """Held-out prompts by name; empty: only held-out loss."""
+    """Held-out prompts by name; without any, only the held-out loss is measured."""
     reward: Plug | None = free(None)
-    """Score of an answer, 1 is a pass; default: `rollout.reward`."""
+    """Score of an answer, where 1 is a pass; default: `rollout.reward`."""
     metrics: dict[str, Plug] = free({})
     """More metrics by name: a function of all greedy answers to a source, each with `prompt` (its row), `answer` and
     `outcome`, that returns a number."""
     ranking: RankingConfig | None = free(None)
-    """Lists of a catalogue's items beside what users then did."""
+    """Rank a catalogue and compare it with what users did next."""
     engine: Literal["vllm", "native"] | Plug = free("native")
-    """What generates, as `rollout.engine`."""
+    """What generates the answers, with the values of `rollout.engine`."""
     start: bool = free(True)
-    """Evaluate the model that training started from too, as `start/…`."""
+    """Also measure the model that training started from; its metrics begin with `start/`."""
     limit: Positive = free(512)
-    """Prompts taken from each source, the first ones."""
+    """Most prompts of each source; the first ones are used."""
     samples: Positive = free(8)
-    """k of pass@k, sampled at `temperature`; pass@1 is greedy."""
+    """k of pass@k, whose answers are sampled at `temperature`; the answer of pass@1 is greedy."""
     temperature: Temperature = free(1.0)
     """Sampling temperature of pass@k."""
     max_new_tokens: Positive = free(256)
-    """Longest answer."""
+    """Most tokens of an answer."""
 
 
 class PublishConfig(Section):
     """The publish stage."""
 
     to: str | None = free(None)
-    """Directory or URI of versions and their pointer; default `{output}/published`."""
+    """Directory or URI of the versions and of the pointer to the current one; default `{output}/published`."""
     what: Literal["merged", "adapter", "both"] = free("merged")
     """What a version holds: the `merged` model; the `adapter` of `model.lora` alone, in PEFT format with the tokenizer;
     or `both`, the merged model with the adapter in `adapter/` beside it."""
     gate: Literal["start", "off"] = free("start")
-    """`start`: what is worse than what training started from is not published. Worse: the 95 % interval of the
-    difference on the same held-out rows, of `metric` or else of greedy answers, of rankings, or of held-out losses,
-    whichever there is first, lies below 0 (below -`max_drop`). `off`: publish."""
+    """`start`: refuse to publish a model that is worse than the one that training started from. It is worse if the
+    whole 95 % interval of the difference on the same held-out rows lies below 0 (below -`max_drop`). Compared is
+    `metric` or, without it, the first that the job has of greedy answers, rankings and held-out losses. `off`: publish
+    without this comparison."""
     metric: str | None = free(None)
     """A metric of the evaluate stage that may not be worse than the published version's by more than `max_drop`."""
     mode: Literal["min", "max"] = free("max")
-    """Which is better, less or more."""
+    """Whether lower (`min`) or higher (`max`) is better."""
     max_drop: Annotated[float, Field(ge=0)] = free(0.0)
     """By how much `metric` may be worse and still be published."""
     hub: str | None = free(None)
-    """Repository of the Hugging Face hub (`team/name`) that each version is pushed to as well; made, and private, if it
-    is not there. The token is the hub's own (`HF_TOKEN`)."""
+    """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
+    one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""
     license: str | None = free(None)
     """For the model card: the model's licence, by its SPDX name (`apache-2.0`)."""
 
 
 class StepConfig(Section):
-    """What the orchestrator gives one step."""
+    """Resources and limits of one step of a flow."""
 
     cpu: Positive | None = None
     """CPUs."""
@@ -541,37 +545,38 @@ class StepConfig(Section):
     minutes: Positive | None = None
     """Time limit."""
     environment: dict[str, str] = {}
-    """Environment variables. A secret is written as `env:NAME`: the variable of that name where the step runs,
-    which nothing stores."""
+    """Environment variables. A secret is written as `env:NAME`: its value is read from that variable where the step
+    runs, and is not stored."""
 
 
 class FlowConfig(Section):
-    """What the orchestrator needs; training does not read it."""
+    """Settings of the orchestrator, which training does not read."""
 
     steps: dict[Literal["prepare", "tokenize", "train", "evaluate", "publish"], StepConfig] = free({})
     """Resources, retries and limits by step."""
     cron: str | None = free(None)
-    """When a deployed flow runs: minute, hour, day of the month, month, day of the week (`0 3 * * 1`:
-    Mondays at three)."""
+    """Schedule of a deployed flow: minute, hour, day of the month, month, day of the week (`0 3 * * 1`: Mondays at
+    three)."""
     event: str | None = free(None)
     """Name of the event that starts a deployed flow."""
     sweep: list[dict[str, Any]] = free([])
-    """Trials of the sweep flow: what each has otherwise, by dotted key (`{train.lr: 1e-4, train.sequences: 8}`)."""
+    """Trials of the sweep flow: for each, the keys that differ from this job (`{train.lr: 1e-4, train.sequences:
+    8}`)."""
 
 
 class Job(Section):
     """One run, from data to a published model. `job_class` picks the subclass that types `algo` by `recipe`."""
 
     recipe: str | Plug
-    """The algorithm, or `use: pkg.mod:MyRecipe`."""
+    """Name of a recipe of ptf, or `use: pkg.mod:MyRecipe`."""
     output: str = free("runs")
     """Directory under which each run gets one of its own, named by its lineage."""
     seed: Count = 0
-    """Of everything random."""
+    """Seed of everything random."""
     model: ModelConfig
     data: DataConfig
     algo: Knobs | dict[str, Any] = {}
-    """Knobs of the recipe; of a plugged recipe: its keyword arguments."""
+    """Settings of the recipe, which its `knobs.py` declares; with `recipe: {use: …}`, its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
     compute: ComputeConfig = ComputeConfig()

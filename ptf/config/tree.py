@@ -1,9 +1,9 @@
 """YAML files as one tree of nodes that know where they were written. No schema here: reading, `extends`,
 merging, `a.b=value`.
 
-The one idea: every value keeps its `Place` (file:line, or the override it came from) through every merge, so whatever
-is found wrong later can name the line to mend. Nothing raises: problems are collected in the tree,
-for the loader to report all at once.
+Every value keeps its `Place` (file:line, or the override it came from) through every merge, so whatever is found wrong
+later can name the line to mend. Nothing raises: problems are collected in the tree, for the loader to report all at
+once.
 
 The dialect is YAML 1.2's core: `1e-4` is a number, only true and false are booleans, a date is text, keys are always
 text, a key written twice is a problem.
@@ -187,8 +187,8 @@ def read(text: str, source: str) -> Tree:
 
 def near(name: str, names: Iterable[str]) -> str:
     """` (did you mean …?)`, or nothing where no name is close."""
-    found = difflib.get_close_matches(name, list(names), 1)
-    return f"  (did you mean {found[0]}?)" if found else ""
+    matches = difflib.get_close_matches(name, list(names), 1)
+    return f"  (did you mean {matches[0]}?)" if matches else ""
 
 
 def _over(low: Node, high: Node) -> Node:
@@ -204,17 +204,17 @@ def _over(low: Node, high: Node) -> Node:
     return Node(low.value | both, place)
 
 
-def _file(file: str, asked: Place, above: tuple[str, ...], tree: Tree) -> Node:
+def _file(file: str, extended_at: Place, above: tuple[str, ...], tree: Tree) -> Node:
     """One file with all that it extends. `asked` is who named it, `above` the files that led here."""
-    key = "extends" if asked.line else ""
+    key = "extends" if extended_at.line else ""
     if os.path.realpath(file) in map(os.path.realpath, above):
         tree.problems.append(
-            Problem(asked, key, f"the files extend each other in a circle: {' → '.join((*above, file))}")
+            Problem(extended_at, key, f"the files extend each other in a circle: {' → '.join((*above, file))}")
         )
-        return Node({}, asked)
+        return Node({}, extended_at)
     if len(above) >= DEEPEST:
-        tree.problems.append(Problem(asked, key, f"more than {DEEPEST} files extend each other"))
-        return Node({}, asked)
+        tree.problems.append(Problem(extended_at, key, f"more than {DEEPEST} files extend each other"))
+        return Node({}, extended_at)
     try:
         with open(file, encoding="utf-8-sig") as stream:
             text = stream.read()
@@ -224,13 +224,13 @@ def _file(file: str, asked: Place, above: tuple[str, ...], tree: Tree) -> Node:
         )
         tree.problems.append(
             Problem(
-                asked,
+                extended_at,
                 key,
                 f"cannot read the config file {file}: {why}" if key else f"cannot read the config file: {why}",
             )
         )
         tree.unread = True
-        return Node({}, asked)
+        return Node({}, extended_at)
     stored = text.rstrip().rpartition("\n")[2].startswith(SEAL)
     return _top(text, file, (*above, file), stored, tree)
 

@@ -1,7 +1,7 @@
 """Rewriting old names in a config file: `ptf upgrade CONFIG`.
 
-The one idea: the text is edited where the YAML parser found each name, so that comments and layout stay; the result is
-parsed again and must be the translated config, or nothing is written.
+The text is edited where the YAML parser found each name, so that comments and layout stay; the result is parsed again
+and must be the translated config, or nothing is written.
 """
 
 import os
@@ -107,5 +107,5 @@ def _edit(text: str, root: yaml.Node | None, rename: Rename) -> tuple[int, int, 
     if node is None:
         return None
     start, end = node.start_mark.index, node.end_mark.index
-    before, found, behind = text[start:end].rpartition(str(old))  # around it: quotation marks, an anchor
-    return (start, end, before + rename.text + behind) if found else None
+    before, match, behind = text[start:end].rpartition(str(old))  # around it: quotation marks, an anchor
+    return (start, end, before + rename.text + behind) if match else None

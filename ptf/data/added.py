@@ -1,8 +1,8 @@
 """Tokens that a job adds to a tokenizer: special tokens, and semantic ids (TIGER, Rajput et al. 2023: an item is one
 code on each level).
 
-The one idea: the added tokens are a function of the config and the tokenizer alone, so every stage that reads the
-config gets the same ids.
+The added tokens are a function of the config and the tokenizer alone, so every stage that reads the config gets the
+same ids.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The conversation of an answer: what a row's prompt, or its messages, and the answer make together.
 
-The one idea: an answer that has a user's turn is the whole conversation already, so nothing is put before it, and the
-row's prompt must agree with it.
+An answer that has a user's turn is the whole conversation already, so nothing is put before it, and the row's prompt
+must agree with it.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """A conversation as samples: token ids, and which of them belong to the assistant's turns.
 
-The one idea: the served text is the training text. The span of a turn runs from the end of its generation prompt to its
-end-of-turn token, and both are found by rendering the conversation up to there as a server would. Turns share a sample
-as long as each render begins with the one before; where a template rewrites earlier turns (it drops old thinking, say),
-a new sample starts. A span or a context that cannot be verified is an error, never a guess.
+The served text is the training text. The span of a turn runs from the end of its generation prompt to its end-of-turn
+token, and both are found by rendering the conversation up to there as a server would. Turns share a sample as long as
+each render begins with the one before; where a template rewrites earlier turns (it drops old thinking, say), a new
+sample starts. A span or a context that cannot be verified is an error, never a guess.
 """
 
 import json

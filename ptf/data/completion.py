@@ -1,9 +1,9 @@
 """Answers that a chat template would not show after the served prompt (`data.render: served`).
 
-The one idea: a server gives the model a prompt and takes what comes back, and no template rewrites that. Some templates
-open the thinking in the prompt and then drop it from the turn (R1-distill, QwQ), or show no thinking at all. So the
-turn is assembled: the row's thinking between the tags that the prompt opened or the template has, and after it the
-answer without thinking as the template writes it.
+A server gives the model a prompt and takes what comes back, and no template rewrites that. Some templates open the
+thinking in the prompt and then drop it from the turn (R1-distill, QwQ), or show no thinking at all. So the turn is
+assembled: the row's thinking between the tags that the prompt opened or the template has, and after it the answer
+without thinking as the template writes it.
 """
 
 import re

@@ -2,10 +2,10 @@
 
 The context is the messages of users, systems, developers and tools, and the tools themselves.
 
-The one idea: a text that is found in the render, and could have come from nowhere else in it, is shown; this costs no
-render. Texts that are not found are replaced by unique words in one more render. A part whose word does not appear, and
-whose replacement does not change the render, is context that the template drops. Earlier thinking is not context,
-because templates drop it on purpose.
+A text that is found in the render, and could have come from nowhere else in it, is shown; this costs no render. Texts
+that are not found are replaced by unique words in one more render. A part whose word does not appear, and whose
+replacement does not change the render, is context that the template drops. Earlier thinking is not context, because
+templates drop it on purpose.
 """
 
 import json

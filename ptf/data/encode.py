@@ -1,7 +1,7 @@
 """Rows of data as pack units to train on, or as prompts to answer.
 
-The one idea: encoders are pure functions of a row, and a row's columns say what it is. `Encoder` does the rest in the
-same way for every recipe: the row's file, the names of its columns there, and samples that are too long.
+Encoders are pure functions of a row, and a row's columns say what it is. `Encoder` does the rest in the same way for
+every recipe: the row's file, the names of its columns there, and samples that are too long.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

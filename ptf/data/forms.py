@@ -1,7 +1,7 @@
 """Rows of widely used forms, converted to ptf's column names.
 
-The one idea: a form that has one interpretation is recognised (ShareGPT, Alpaca, calls of functions). For any other
-form the advice names the config key that makes it one that is.
+A form that has one interpretation is recognised (ShareGPT, Alpaca, calls of functions). For any other form the advice
+names the config key that makes it one that is.
 """
 
 from collections.abc import Mapping

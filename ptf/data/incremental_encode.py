@@ -1,9 +1,9 @@
 """Token ids of texts that mostly repeat the text before them, as the renders of a conversation turn by turn do.
 
-The one idea: a special token splits a text into two parts that are encoded independently. Two texts that are equal up
-to a special token therefore have equal ids up to it, and only the rest is encoded, for all texts in one call. A
-conversation of n turns then costs about one encoding, not n. Whether a tokenizer has this property is tested, not
-assumed (`Tokenizer.cuts`).
+A special token splits a text into two parts that are encoded independently. Two texts that are equal up to a special
+token therefore have equal ids up to it, and only the rest is encoded, for all texts in one call. A conversation of n
+turns then costs about one encoding, not n. Whether a tokenizer has this property is tested, not assumed
+(`Tokenizer.cuts`).
 """
 
 from bisect import bisect_left

@@ -1,7 +1,7 @@
 """The kind of a row, and its columns as the encoders read them.
 
-The one idea: the columns of a row say what it is, and all rows of a source are of one kind. A column that affects what
-is trained is used, or refused by name; columns that nothing reads are listed.
+The columns of a row say what it is, and all rows of a source are of one kind. A column that affects what is trained is
+used, or refused by name; columns that nothing reads are listed.
 """
 
 import re

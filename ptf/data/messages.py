@@ -2,9 +2,9 @@ r"""Messages and tools of data sets, converted to what a chat template takes.
 
 It takes messages as a list of {role, content} and tools as objects.
 
-The one idea: a list is converted where its form has one interpretation, and refused by name where it does not. The text
-of a message is not searched for anything, except the turns of `\\n\\nHuman: … \\n\\nAssistant: …` where a whole text
-begins with them.
+A list is converted where its form has one interpretation, and refused by name where it does not. The text of a message
+is not searched for anything, except the turns of `\\n\\nHuman: … \\n\\nAssistant: …` where a whole text begins with
+them.
 """
 
 import json

@@ -1,8 +1,8 @@
 """What a run will take of its data: its steps, and how often it passes over each source, known before it begins.
 
-The one idea: both follow from the lengths of the samples alone, so the very lanes of the run are read with samples that
-have a length and no tokens: of tokenized sources only the lengths are read, rows of others are encoded once. Where that
-would cost too much, the first rows stand for all, and the numbers are intervals.
+Both follow from the lengths of the samples alone, so the very lanes of the run are read with samples that have a length
+and no tokens: of tokenized sources only the lengths are read, rows of others are encoded once. Where that would cost
+too much, the first rows stand for all, and the numbers are intervals.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ class DataPlan:
         """Whether the number of steps is known."""
         return self.steps[0] == self.steps[1]
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return the plan as one line of text."""
 
         def number(low, high, form):
@@ -221,9 +221,9 @@ def estimated(lanes: Lanes, rows: int, steps: int | None) -> DataPlan:
     """Estimate the plan from the first rows of each source."""
     sampled = {name: list(_sampled_lengths(lanes, name)) for name in lanes.sources}
     # tokens in a row of the source, and the margin of error
-    per_row = {name: _mean([sum(row) for row in found]) for name, found in sampled.items()}
-    per_sample = {name: _mean([n for row in found for n in row])[0] or 1.0 for name, found in sampled.items()}
-    flat = [placeholder_unit(n) for found in sampled.values() for row in found for n in row]
+    per_row = {name: _mean([sum(row) for row in counts]) for name, counts in sampled.items()}
+    per_sample = {name: _mean([n for row in counts for n in row])[0] or 1.0 for name, counts in sampled.items()}
+    flat = [placeholder_unit(n) for counts in sampled.values() for row in counts for n in row]
     order = np.random.default_rng(0).permutation(len(flat))
     packed = pack_all((flat[i] for i in order), lanes.seq_len, lanes.lookahead)
     full = packed[: max(1, len(packed) - lanes.lookahead // 4)]

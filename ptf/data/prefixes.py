@@ -1,10 +1,10 @@
 """Shared prefixes: packed rows in which the tokens that several samples begin with are computed once, such as the
 prompt of several answers.
 
-The one idea: the first sample of a family is laid out whole, and right behind it come the others from where they
-differ; their `begins` is the length of the prefix. The last token of the prefix belongs to each sample, because each
-has another target there. The prefix is never trained and has zeros in its columns, so every gradient is the same, but
-for rounding, as if each sample were alone in a row.
+The first sample of a family is laid out whole, and right behind it come the others from where they differ; their
+`begins` is the length of the prefix. The last token of the prefix belongs to each sample, because each has another
+target there. The prefix is never trained and has zeros in its columns, so every gradient is the same, but for rounding,
+as if each sample were alone in a row.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The prepare plugin: user code that makes data, a tokenizer or a model config, run once for each key.
 
-The one idea: the plugin writes into a temporary sibling directory that is renamed when it is complete, so a directory
-under its key is complete or does not exist.
+The plugin writes into a temporary sibling directory that is renamed when it is complete, so a directory under its key
+is complete or does not exist.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def prepare(plug: Callable[[str], Any], key: str, root: str, verify_up_to: float
     target = Path(root) / key
     if target.exists() and not (target / storage.MANIFEST).exists():
         raise UserError(f"{target} exists but was not written by prepare (it has no {storage.MANIFEST}): move it away")
-    if verified.made(target, {"key": key}, lambda part: plug(str(part)), verify_up_to):
+    if verified.make_once(target, {"key": key}, lambda part: plug(str(part)), verify_up_to):
         print(f"prepare: reusing {target}")
     return str(target)
 

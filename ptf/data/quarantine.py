@@ -1,7 +1,7 @@
 """Bad rows that are set aside (`data.on_bad_row: skip`): one line of jsonl for each, with its location and the reason.
 
-The one idea: a row is written once, however often a resumed run meets it again, and a source whose share of bad rows is
-too large stops the run.
+A row is written once, however often a resumed run meets it again, and a source whose share of bad rows is too large
+stops the run.
 """
 
 import json

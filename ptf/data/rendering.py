@@ -1,8 +1,8 @@
 """Settings of how conversations are rendered, beyond the text of a tokenizer's chat template.
 
-The one idea: everything that changes a render belongs to the tokenizer. Arguments are written into its template as
-defaults that a caller can override, so they hold wherever the tokenizer is loaded, on a server too. The other settings
-(`Rendering`) are stored beside the tokenizer in a run's directory.
+Everything that changes a render belongs to the tokenizer. Arguments are written into its template as defaults that a
+caller can override, so they hold wherever the tokenizer is loaded, on a server too. The other settings (`Rendering`)
+are stored beside the tokenizer in a run's directory.
 """
 
 import datetime

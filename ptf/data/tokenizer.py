@@ -1,8 +1,7 @@
 """The tokenizer: a thin layer over the one that AutoTokenizer loads, which alone decides which text becomes which ids.
 
-The one idea: a chat is rendered by the model's own chat template and by nothing else. What ends a turn is found by
-rendering probe conversations with that template, not by knowing its family. This is the only import of transformers in
-ptf.data.
+A chat is rendered by the model's own chat template and by nothing else. What ends a turn is found by rendering probe
+conversations with that template, not by knowing its family. This is the only import of transformers in ptf.data.
 """
 
 import hashlib

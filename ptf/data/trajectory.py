@@ -1,8 +1,8 @@
 """The output of a rollout: `Call` is one request as served, `Trajectory` is one episode, and `Group` is the episodes of
 one prompt.
 
-The one idea: sampled ids are kept as the engine returned them and are never tokenized again. An outcome has a type, so
-a reward that crashed cannot be mistaken for a reward of 0.
+Sampled ids are kept as the engine returned them and are never tokenized again. An outcome has a type, so a reward that
+crashed cannot be mistaken for a reward of 0.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """The allowed answers as a trie of tokens: ids of a catalogue, labels, or anything else that a model must not invent.
 
-The one idea: which tokens may follow depends on the answer's tokens alone. So an engine that samples and a trainer that
-scores the samples, now or after several updates, restrict to the same sets without sending them to each other.
+Which tokens may follow depends on the answer's tokens alone. So an engine that samples and a trainer that scores the
+samples, now or after several updates, restrict to the same sets without sending them to each other.
 """
 
 import hashlib

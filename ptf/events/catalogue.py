@@ -1,7 +1,7 @@
 """The catalogue of items: the tokens, the value and the description of each.
 
-The one idea: a catalogue belongs to one tokenizer, whose fingerprint it stores. With another tokenizer its items would
-be other tokens, so that is refused.
+A catalogue belongs to one tokenizer, whose fingerprint it stores. With another tokenizer its items would be other
+tokens, so that is refused.
 """
 
 import io

@@ -1,7 +1,7 @@
 """Events as histories: each user's baskets in the order of time.
 
-The one idea: the held-out part is chosen from baskets, before anything is written or tokenized, so no row can hold what
-came after it.
+The held-out part is chosen from baskets, before anything is written or tokenized, so no row can hold what came after
+it.
 """
 
 import csv

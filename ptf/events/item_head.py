@@ -2,9 +2,9 @@
 
 It is chosen by `model.head: {use: "ptf.events.item_head:NextItem", args: {items: "prepare:items.safetensors"}}`.
 
-The one idea: there is one class for each item and one for the end of a basket, whatever the vocabulary is. The order
-inside a basket has no meaning, so with `set_wise` every position of it predicts all items that are still to come, with
-equal weight. The head may also predict numbers of the next basket.
+There is one class for each item and one for the end of a basket, whatever the vocabulary is. The order inside a basket
+has no meaning, so with `set_wise` every position of it predicts all items that are still to come, with equal weight.
+The head may also predict numbers of the next basket.
 """
 
 import math

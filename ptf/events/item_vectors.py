@@ -1,7 +1,7 @@
 """Vectors of items, from their descriptions and from the items that they are bought together with.
 
-The one idea: both are factors of a sparse table (Deerwester et al. 1990), computed by scikit-learn; a vector of zeros
-means that nothing is known.
+Both are factors of a sparse table (Deerwester et al. 1990), computed by scikit-learn; a vector of zeros means that
+nothing is known.
 """
 
 from collections.abc import Sequence

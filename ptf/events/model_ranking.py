@@ -1,8 +1,7 @@
 """The catalogue ranked by a model, after each of some histories.
 
-The one idea: an item's score is the log-probability of its tokens among those that items may consist of, which is what
-constrained decoding samples from. Items of one token are all scored; for ids of several tokens a beam is kept on each
-level.
+An item's score is the log-probability of its tokens among those that items may consist of, which is what constrained
+decoding samples from. Items of one token are all scored; for ids of several tokens a beam is kept on each level.
 """
 
 import json

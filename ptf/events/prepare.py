@@ -2,8 +2,8 @@
 
     data: {prepare: {use: "ptf.events.prepare:prepare", args: {events: events.csv.gz, items: items.csv.gz}}}
 
-The one idea: all that training, generation and evaluation need is written at once, from the same split, so that only
-the two files of held-out baskets contain anything of what is held out.
+All that training, generation and evaluation need is written at once, from the same split, so that only the two files of
+held-out baskets contain anything of what is held out.
 
 The files that it writes:
     train.jsonl                        histories to train on (kind events)

@@ -1,7 +1,7 @@
 """Metrics of a ranked list of items, compared with the user's next basket.
 
-The one idea: every measure is one number per user, so two models are compared user by user, and their difference has a
-confidence interval. Only coverage is of all lists together.
+Every measure is one number per user, so two models are compared user by user, and their difference has a confidence
+interval. Only coverage is of all lists together.
 """
 
 from collections.abc import Mapping, Sequence

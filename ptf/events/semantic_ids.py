@@ -3,8 +3,8 @@
 The codes come from residual quantisation of the items' vectors: it is RQ-k-means (Deng et al. 2025; Rajput et al. 2023
 use an autoencoder).
 
-The one idea: the last level only tells items of equal codes apart, so every item has its own id and all ids have the
-same length. It has spare codes: new items take the free ones, and no other item's id changes.
+The last level only tells items of equal codes apart, so every item has its own id and all ids have the same length. It
+has spare codes: new items take the free ones, and no other item's id changes.
 """
 
 import string

@@ -1,8 +1,8 @@
 """A user's history as rows of data.
 
-The one idea: a history is written in the order of time, `<start> basket <gap> basket <gap> …`. The gap token after a
-basket says how long before it the previous basket was. So the next basket follows the last gap, and nothing in the text
-tells when that will be.
+A history is written in the order of time, `<start> basket <gap> basket <gap> …`. The gap token after a basket says how
+long before it the previous basket was. So the next basket follows the last gap, and nothing in the text tells when that
+will be.
 """
 
 import math

@@ -18,14 +18,14 @@ def glance(job: Job) -> str:
     from ptf.data.added import tokenizer_of
     from ptf.data.sources.blocks import Location, resolve_files
     from ptf.recipes import registry
-    from ptf.train.data_plan import takes
+    from ptf.train.data_plan import preview_data
     from ptf.train.dataloading import specs
     from ptf.train.job_tokenizer import rendered
 
     if sum(sum(resolve_files(Location.of(spec)).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
         return f"the sources have more than {MOST_BYTES >> 20} MiB; {HOW}"
     tokenizer = rendered(job, tokenizer_of(job.model.tokenizer or job.model.path, job.model.tokens), None)
-    return takes(job, registry.build(job), tokenizer, FEW_ROWS)[0].said()
+    return preview_data(job, registry.build(job), tokenizer, FEW_ROWS)[0].describe()
 
 
 def _missing(job: Job) -> str | None:

@@ -34,26 +34,26 @@ mark { background: var(--mark); color: inherit; border-bottom: 2px solid var(--e
 """
 
 
-def page(found: Report) -> str:
+def page(report: Report) -> str:
     """Return the whole page."""
-    survey, job = found.survey, found.job
+    survey, job = report.survey, report.job
     colours = {source.name: COLOURS[i % len(COLOURS)] for i, source in enumerate(survey.sources)}
     recipe = job.recipe if isinstance(job.recipe, str) else job.recipe.use
     parts = [
         f"<h1>Data of {escape(recipe)} job {escape(job.output)}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in outlook(found)),
-        *(f'<p class="warn">{escape(line)}</p>' for line in advice(found)),
+        *(f"<p>{escape(line)}</p>" for line in outlook(report)),
+        *(f'<p class="warn">{escape(line)}</p>' for line in advice(report)),
         "<h2>Sources and mixture</h2>",
         *_sources(survey, colours),
         "<h2>Lengths</h2>",
         *_lengths(survey.sources, colours),
         "<h2>Packing</h2>",
-        *_packing(found, colours),
+        *_packing(report, colours),
         "<h2>Left out</h2>",
         *_left_out(survey),
         "<h2>Samples</h2>",
         "<p>What is trained is <mark>marked</mark>; the rest is context.</p>",
-        *_samples(found),
+        *_samples(report),
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ptf inspect: '
@@ -134,10 +134,10 @@ def _lengths(sources: Iterable[SourceSurvey], colours: dict[str, str]) -> Iterat
     yield _table(("length of a sample", "samples", ""), rows)
 
 
-def _packing(found: Report, colours: dict[str, str]) -> Iterator[str]:
+def _packing(report: Report, colours: dict[str, str]) -> Iterator[str]:
     """Yield the first packed rows, each document as wide as its share of the row."""
-    survey, width = found.survey, found.job.data.seq_len
-    if found.job.rollout:
+    survey, width = report.survey, report.job.data.seq_len
+    if report.job.rollout:
         yield "<p>Prompts are not packed.</p>"
         return
     yield f"<p>Rows of {width:,} tokens are {survey.fill:.2%} full, with {survey.documents:.1f} documents in each.</p>"
@@ -170,20 +170,20 @@ def _left_out(survey: Survey) -> Iterator[str]:
         yield "<h3>The first bad rows</h3>" + _table(("source", "place", "reason"), bad, "text")
 
 
-def _samples(found: Report) -> Iterator[str]:
-    for source in found.survey.sources:
+def _samples(report: Report) -> Iterator[str]:
+    for source in report.survey.sources:
         for place, atom in source.examples:
             names = KINDS["preference"] if source.kind == "preference" else [""] * len(atom)
             documents = "".join(
-                f"{name}<pre>{_marked(sample, found)}</pre>" for name, sample in zip(names, atom, strict=True)
+                f"{name}<pre>{_marked(sample, report)}</pre>" for name, sample in zip(names, atom, strict=True)
             )
             title = f"{escape(source.name)}, {escape(place)}: {sum(map(len, atom)):,} tokens"
             yield f"<h3>{title}</h3>" + (f'<div class="pair">{documents}</div>' if len(atom) > 1 else documents)
 
 
-def _marked(sample: Sample, found: Report) -> str:
+def _marked(sample: Sample, report: Report) -> str:
     pieces = []
-    for text, weight in spans(sample, found.tokenizer):
+    for text, weight in spans(sample, report.tokenizer):
         counts = "" if weight in (0, 1) else f' title="counts {weight:g} times"'
         pieces.append(f"<mark{counts}>{escape(text)}</mark>" if weight else escape(text))
     return "".join(pieces)

@@ -1,7 +1,7 @@
-"""What `ptf inspect` finds in a job's data, as plain values, and as the JSON object that it prints.
+"""The findings of `ptf inspect` in a job's data, as plain values, and as the JSON object that it prints.
 
-The one idea: rows go through the very encoder, mixer and packer that training uses; what was not looked at is
-extrapolated, and the report says so.
+Rows pass through the same encoder, mixer and packer as in training. Numbers beyond the rows that were read are
+extrapolated, and the report marks them.
 """
 
 import json
@@ -27,7 +27,7 @@ from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.recipes import registry
 from ptf.run import resolved
-from ptf.train.data_plan import takes
+from ptf.train.data_plan import preview_data
 from ptf.train.dataloading import specs
 from ptf.train.job_tokenizer import rendered
 
@@ -72,7 +72,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     sources = specs(data.sources)
     if recipe.online:
         sources = {name: replace(spec, kind="prompt") for name, spec in sources.items()}
-    found = survey(
+    surveyed = survey(
         sources,
         tokenizer,
         encode,
@@ -86,9 +86,9 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         examples=samples,
         share=data.share_prefixes,
     )
-    if not any(source.counts["samples"] for source in found.sources):
-        return Report(job, found, tokenizer, None, {})
-    return Report(job, found, tokenizer, *takes(job, recipe, tokenizer))
+    if not any(source.counts["samples"] for source in surveyed.sources):
+        return Report(job, surveyed, tokenizer, None, {})
+    return Report(job, surveyed, tokenizer, *preview_data(job, recipe, tokenizer))
 
 
 def few_or_all(sources: Mapping[str, SourceSpec], tokenizer: Tokenizer) -> int:
@@ -104,30 +104,30 @@ def spans(sample: Sample, tokenizer: Tokenizer) -> list[tuple[str, float]]:
     return [(tokenizer.decode(sample.tokens[start:end]), float(sample.weights[start])) for start, end in edges]
 
 
-def as_dict(found: Report) -> dict[str, Any]:
+def as_dict(report: Report) -> dict[str, Any]:
     """Return the report as JSON values: sources with their rows, samples, passes and what was left out, steps,
     expansion and the first samples."""
     return {
-        "sources": {source.name: _source(source, found.planned) for source in found.survey.sources},
-        "steps": round(sum(found.planned.steps) / 2) if found.planned else 0,
-        "steps_exact": found.planned is None or found.planned.steps_exact,
-        "expansion": round(found.expansion, 6),
-        "samples": _samples(found),
+        "sources": {source.name: _source(source, report.planned) for source in report.survey.sources},
+        "steps": round(sum(report.planned.steps) / 2) if report.planned else 0,
+        "steps_exact": report.planned is None or report.planned.steps_exact,
+        "expansion": round(report.expansion, 6),
+        "samples": _samples(report),
     }
 
 
-def outlook(found: Report) -> list[str]:
+def outlook(report: Report) -> list[str]:
     """Return how long the run will be, in sentences."""
-    lines = [f"The run as configured: {found.planned.said()}."] if found.planned else []
-    return lines + [f"Source {name} is read {order}." for name, order in found.orders.items() if order != BLOCKS]
+    lines = [f"The run as configured: {report.planned.describe()}."] if report.planned else []
+    return lines + [f"Source {name} is read {order}." for name, order in report.orders.items() if order != BLOCKS]
 
 
-def advice(found: Report) -> list[str]:
+def advice(report: Report) -> list[str]:
     """Return what to change, where something costs more than it needs to, in sentences."""
-    if found.expansion <= COSTLY:
+    if report.expansion <= COSTLY:
         return []
     return [
-        f"Splitting conversations makes the run {found.expansion:.2g} times as long: "
+        f"Splitting conversations makes the run {report.expansion:.2g} times as long: "
         "the template shows earlier turns otherwise than they were served, "
         "so each becomes a sample of its own. `data.share_prefixes: true` (recipe sft) "
         "reads what they begin with once; `data.train_on: last` trains "
@@ -148,12 +148,12 @@ def _source(source: SourceSurvey, planned: DataPlan | None) -> dict[str, Any]:
     }
 
 
-def _samples(found: Report) -> list[dict[str, Any]]:
+def _samples(report: Report) -> list[dict[str, Any]]:
     """Each document by itself; those of one atom (the two answers of a preference) share the number `pair`,
     others have none."""
     listed: list[dict[str, Any]] = []
     pairs = 0
-    for source in found.survey.sources:
+    for source in report.survey.sources:
         for place, atom in source.examples:
             pairs += len(atom) > 1
             for sample in atom:
@@ -161,7 +161,7 @@ def _samples(found: Report) -> list[dict[str, Any]]:
                     {
                         "source": source.name,
                         "place": place,
-                        "text": found.tokenizer.decode(sample.tokens),
+                        "text": report.tokenizer.decode(sample.tokens),
                         "ids": sample.tokens.tolist(),
                         "weights": [round(w, 6) for w in sample.weights.tolist()],
                         "pair": pairs - 1 if len(atom) > 1 else None,

@@ -18,11 +18,11 @@ from ptf.inspection.report import Report, advice, outlook, spans
 BAR = 50  # characters of the longest bar
 
 
-def show(found: Report, console: Console) -> None:
+def show(report: Report, console: Console) -> None:
     """Print the whole report."""
-    survey = found.survey
-    console.print(_sources(survey), *_histogram(survey), *_packing(found), sep="\n", markup=False)
-    for line in (*outlook(found), *advice(found)):
+    survey = report.survey
+    console.print(_sources(survey), *_histogram(survey), *_packing(report), sep="\n", markup=False)
+    for line in (*outlook(report), *advice(report)):
         console.print(line, markup=False)
     for source in survey.sources:
         _left_out(source, console)
@@ -32,7 +32,7 @@ def show(found: Report, console: Console) -> None:
                 f"\n{source.name}, {place}: {sum(map(len, atom))} tokens; trained is {mark}", style="bold", markup=False
             )
             for sample in atom:
-                console.print(_marked(sample, found, console.is_terminal), soft_wrap=True)
+                console.print(_marked(sample, report, console.is_terminal), soft_wrap=True)
 
 
 def _sources(survey: Survey) -> Table:
@@ -92,8 +92,8 @@ def _histogram(survey: Survey) -> Iterator[str]:
     yield ""
 
 
-def _packing(found: Report) -> Iterator[str]:
-    survey, job = found.survey, found.job
+def _packing(report: Report) -> Iterator[str]:
+    survey, job = report.survey, report.job
     about = "" if all(s.whole for s in survey.sources) else "about "
     line = f"an epoch of all sources: {about}{survey.tokens:,.0f} tokens"
     if not job.rollout:
@@ -113,9 +113,9 @@ def _left_out(source: SourceSurvey, console: Console) -> None:
         console.print(f"bad row: {bad.where} (source {source.name}): {bad.reason}", style="red", markup=False)
 
 
-def _marked(sample: Sample, found: Report, colours: bool) -> Text:
+def _marked(sample: Sample, report: Report, colours: bool) -> Text:
     """Return the text of a sample, with what is trained marked."""
     out = Text()
-    for text, weight in spans(sample, found.tokenizer):
+    for text, weight in spans(sample, report.tokenizer):
         out.append(text if colours or not weight else f"⟦{text}⟧", style="black on green" if weight else "dim")
     return out

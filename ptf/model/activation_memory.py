@@ -1,8 +1,6 @@
-"""How many bytes of activations a layer saves for its backward, per token, found by running the layer without memory
-(meta device).
+"""The bytes of activations per token that a layer saves for its backward pass, measured on the meta device.
 
-The one idea: autograd reports what it saves, so the count follows the modules: adapters, frozen weights, biases and
-dtypes included.
+Autograd reports what it saves, so the count follows the modules: adapters, frozen weights, biases and dtypes included.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Adapters that are stored in PEFT format, read into our decoder: what `ptf chat` serves and publishing checks.
 
-The one idea: an adapter is read exactly or refused by name. What PEFT can store and our decoder does not compute (DoRA,
-biases, ranks by module) is an error that names it, never a model that is slightly another.
+An adapter is read exactly or refused by name. What PEFT can store and our decoder does not compute (DoRA, biases, ranks
+by module) is an error that names it, never a model that is slightly another.
 """
 
 import json

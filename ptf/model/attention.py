@@ -1,9 +1,9 @@
 """Grouped-query attention, and the rules for which token attends to which.
 
-The one idea: the projections are the same everywhere; what differs between training on packed sequences and generating
-with a cache is an `Attend` object that is passed in. Documents of a packed sequence never attend to each other: on a
-CPU each is computed as a sequence of its own (without any mask, so nothing can leak), on a GPU FlexAttention skips the
-blocks between documents.
+The projections are the same everywhere; what differs between training on packed sequences and generating with a cache
+is an `Attend` object that is passed in. Documents of a packed sequence never attend to each other: on a CPU each is
+computed as a sequence of its own (without any mask, so nothing can leak), on a GPU FlexAttention skips the blocks
+between documents.
 """
 
 import functools

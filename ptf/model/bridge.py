@@ -1,7 +1,7 @@
 """Conversion of a Hugging Face checkpoint into our decoder and back.
 
-The one idea: a family's list of names is read in both directions, and a tensor is read from safetensors only in the
-slice that this process owns, so that loading a sharded model needs no whole copy anywhere.
+A family's list of names is read in both directions, and a tensor is read from safetensors only in the slice that this
+process owns, so that loading a sharded model needs no whole copy anywhere.
 """
 
 import hashlib

@@ -3,9 +3,8 @@
 Positions that are not trained are dropped before the head; the rest goes through it in chunks whose fp32 logits take
 about 64 MiB. Every function returns a sum or per-token values.
 
-The one idea: the gradient is computed where the logits are, in the forward pass, so that a step needs three GEMMs a
-chunk and recomputes nothing. Only `token_logprobs`, whose upstream gradient is not known by then, computes its logits
-again.
+The gradient is computed where the logits are, in the forward pass, so that a step needs three GEMMs a chunk and
+recomputes nothing. Only `token_logprobs`, whose upstream gradient is not known by then, computes its logits again.
 
 Vocabulary-parallel (Megatron-LM, Shoeybi et al. 2019, section 3): every rank has all hidden states and some rows of the
 head. Two numbers a token are reduced for the normaliser. The head's gradient is then complete where its rows are; that

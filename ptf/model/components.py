@@ -1,8 +1,8 @@
-"""Components of the user's own (`model.replace`, `model.head`): where they may stand, which of their tensors have no
-Hugging Face name, and what the initial values of those are.
+"""The user's own components (`model.replace`, `model.head`): where they may stand, which of their tensors have no
+Hugging Face name, and how those are initialised.
 
-The one idea: a tensor that has the name and the shape of the one it replaces is that tensor, and is loaded and exported
-as usual. Every other goes by its unified name, begins as its constructor leaves it, and is exported beside the model.
+A tensor that has the name and shape of the one it replaces is loaded and exported as that one. Every other tensor goes
+by its unified name, keeps the values that its constructor gave it, and is exported beside the model.
 """
 
 import hashlib

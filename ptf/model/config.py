@@ -1,6 +1,6 @@
 """The architecture of a decoder: no Hugging Face, no training. Families map a config.json onto it.
 
-The one idea: what differs between families, or between the layers of one, is a field here and never a subclass.
+What differs between families, or between the layers of one, is a field here and never a subclass.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """A head of the user's own: `model.head: {use: pkg.mod:MyHead}` replaces the projection to the vocabulary.
 
-The one idea: the head is given the hidden states inside the decoder's forward pass, where sharded parameters are whole,
-and defines the loss that trains it. Its tensors have no Hugging Face name; they are exported beside the model, in
+The head is given the hidden states inside the decoder's forward pass, where sharded parameters are whole, and defines
+the loss that trains it. Its tensors have no Hugging Face name; they are exported beside the model, in
 `head.safetensors`, under names that begin with `head.`.
 """
 

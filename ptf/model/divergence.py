@@ -8,10 +8,9 @@ tokens and the rest; computed chunk by chunk, like the losses of chunked.py.
     js        β KL(t ‖ m) + (1 − β) KL(s ‖ m),  m = β t + (1 − β) s
               generalised Jensen–Shannon (Agarwal et al. 2024, eq. 1)
 
-The one idea: the gradient of D(s) = Σ d(sᵥ) by the logits is sᵥ (d′(sᵥ) − Σ s d′), whatever d is: it takes one mean
-over the vocabulary, and everything else happens where the logits are. With the likeliest k tokens, all others are one
-further outcome, so that D is 0 only where those k and their sum are right, and is never larger than over the whole
-vocabulary.
+The gradient of D(s) = Σ d(sᵥ) by the logits is sᵥ (d′(sᵥ) − Σ s d′), whatever d is: it takes one mean over the
+vocabulary, and everything else happens where the logits are. With the likeliest k tokens, all others are one further
+outcome, so that D is 0 only where those k and their sum are right, and is never larger than over the whole vocabulary.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Floating-point operations, counted from the modules that do them; MFU divides by them.
 
-The one idea: a matrix costs 2 · its size for each token forward, as much again for the gradient of its input and as
-much for its own gradient. A gradient that is not needed is not counted: a frozen weight has none, and nothing before
-the first adapter may need one. Attention costs what its documents need (causal pairs inside the window, not the square
-of the sequence), experts what `top_k` of them do, and the head counts trained positions only. What is computed twice
-(activation checkpointing) counts once.
+A matrix costs 2 · its size for each token forward, as much again for the gradient of its input and as much for its own
+gradient. A gradient that is not needed is not counted: a frozen weight has none, and nothing before the first adapter
+may need one. Attention costs what its documents need (causal pairs inside the window, not the square of the sequence),
+experts what `top_k` of them do, and the head counts trained positions only. What is computed twice (activation
+checkpointing) counts once.
 """
 
 from collections.abc import Iterable, Mapping

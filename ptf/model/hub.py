@@ -1,7 +1,7 @@
 """From a Hugging Face id to a directory of the local cache, with the few files that training reads.
 
-The one idea: the hub is asked once, because a branch may have moved. Where the hub cannot be reached, and for a commit,
-which never changes, the cache answers at once; where the cache is incomplete, the message says what to do.
+The hub is asked once, because a branch may have moved. Where the hub cannot be reached, and for a commit, which never
+changes, the cache answers at once; where the cache is incomplete, the message says what to do.
 """
 
 import re

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021): W x becomes W x + s · B A x, and only A and B are trained.
 
-The one idea: adapters are decided where a projection is constructed (layers.Parts), and lie beside the weight that they
-adapt: `q_proj.lora_a` beside `q_proj.weight`, `experts.gate_proj_lora_a` [experts, rank, in] beside `experts.gate_proj`
+Adapters are decided where a projection is constructed (layers.Parts), and lie beside the weight that they adapt:
+`q_proj.lora_a` beside `q_proj.weight`, `experts.gate_proj_lora_a` [experts, rank, in] beside `experts.gate_proj`
 [experts, out, in]. With B = 0 the model computes what its base does.
 """
 

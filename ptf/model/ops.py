@@ -1,8 +1,8 @@
 """How our tensors and Hugging Face's correspond: data that a family's file declares once, used for reading and for
 writing.
 
-The one idea: an op says which slices of their tensors make up a slice of ours, so that a rank reads from a checkpoint
-only what it owns. In a name, `{i}` runs over the layers and `{e}` over the experts.
+An op says which slices of their tensors make up a slice of ours, so that a rank reads from a checkpoint only what it
+owns. In a name, `{i}` runs over the layers and `{e}` over the experts.
 """
 
 from collections.abc import Callable, Sequence

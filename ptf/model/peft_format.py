@@ -1,9 +1,9 @@
 """Adapters as PEFT and vLLM read them: `adapter_config.json` and `adapter_model.safetensors`.
 
-The one idea: a family's ops also determine how its adapters are stored. Where Hugging Face has one tensor for all
-experts, PEFT has one pair of matrices, [experts · rank, in] and [out, rank · experts]; gate and up that share a tensor
-share an adapter of twice the rank, half of it zero. A file has one rank and one α, so narrower adapters are padded with
-zeros, and rsLoRA's scale is written as the α that gives it.
+A family's ops also determine how its adapters are stored. Where Hugging Face has one tensor for all experts, PEFT has
+one pair of matrices, [experts · rank, in] and [out, rank · experts]; gate and up that share a tensor share an adapter
+of twice the rank, half of it zero. A file has one rank and one α, so narrower adapters are padded with zeros, and
+rsLoRA's scale is written as the α that gives it.
 """
 
 import json

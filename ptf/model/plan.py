@@ -1,7 +1,7 @@
 """Sharding from outside: the model files are written for one device, and this file distributes them over many.
 
-The one idea: how tensor parallelism shards each parameter is a table over unified names; data parallelism (FSDP2, HSDP)
-needs none, because it shards every parameter alike.
+How tensor parallelism shards each parameter is a table over unified names; data parallelism (FSDP2, HSDP) needs none,
+because it shards every parameter alike.
 """
 
 from collections.abc import Mapping

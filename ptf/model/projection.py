@@ -1,7 +1,7 @@
 """The output projection applied to hidden states chunk by chunk: it computes log-probs, and takes the gradients of
 logits back.
 
-The one idea: the same few buffers serve every chunk, and everything after the GEMM happens in them in place.
+The same few buffers serve every chunk, and everything after the GEMM happens in them in place.
 """
 
 import torch

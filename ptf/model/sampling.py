@@ -1,9 +1,9 @@
 """From logits to the distribution that a token is drawn from, for the engine that draws and for the losses over what
 was drawn.
 
-The one idea: both run these lines, so a log-prob of the trainer is one of the distribution that was really sampled
-from. First only allowed tokens are kept, then the temperature is applied, then the nucleus: the likeliest tokens that
-together have `top_p` (Holtzman et al. 2020).
+The engine and the trainer call the same functions, so a log-prob of the trainer belongs to the distribution that was
+sampled from. First only allowed tokens are kept, then the temperature is applied, then the nucleus: the likeliest
+tokens that together have probability `top_p` (Holtzman et al. 2020).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""One value a position: what reward models and critics compute from the hidden states.
+"""One value per position, which reward models and critics compute from the hidden states.
 
-The one idea: it is a projection to one row, which transformers' `...ForSequenceClassification` calls `score.weight` [1,
-D] and reads at the last token. The product is taken in fp32, because the margin between two scores is smaller than the
-scores are.
+The head is a projection to one row, which transformers' `...ForSequenceClassification` calls `score.weight` [1, D] and
+reads at the last token. The product is taken in fp32, because the margin between two scores is smaller than the scores
+are.
 """
 
 from collections.abc import Mapping

@@ -4,7 +4,7 @@ Activation Recomputation, 2022).
 Between two projections that are sharded over the group every rank holds T / ranks of the positions, so norms and
 residuals cost and keep that much less.
 
-The one idea: inputs are gathered, and outputs are summed and sliced again; each is the other's backward.
+Inputs are gathered, and outputs are summed and sliced again; each is the other's backward.
 """
 
 from typing import Any, cast

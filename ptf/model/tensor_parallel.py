@@ -1,9 +1,9 @@
 """Tensor parallelism: every rank of a group holds a slice of the heads, of the MLP's width, of the experts and of the
 vocabulary (Megatron-LM, Shoeybi et al. 2019).
 
-The one idea: a parameter is a DTensor to whatever stores it (FSDP, the optimizer, checkpoints, the bridge) and its
-local slice to whatever computes with it, so the modules stay those of one device. How each parameter is sharded is a
-`Style`, and plan.py says which module has which.
+A parameter is a DTensor to whatever stores it (FSDP, the optimizer, checkpoints, the bridge) and its local slice to
+whatever computes with it, so the modules stay those of one device. How each parameter is sharded is a `Style`, and
+plan.py says which module has which.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Verification of a model family: our decoder against transformers' on small random members of it, and of an export
 against the run that made it.
 
-The one idea: everything is compared under Hugging Face's names and from one saved checkpoint, so a mistake anywhere
-(config mapping, op, layer, attention mask) shows as a number, with the first module whose outputs differ.
+Everything is compared under Hugging Face's names and from one saved checkpoint, so a mistake anywhere (config mapping,
+op, layer, attention mask) shows as a number, with the first module whose outputs differ.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Extension of a checkpoint's vocabulary: its embedding and its head get rows for new tokens.
 
-The one idea: the extended model is written out once, as an ordinary Hugging Face directory, so that training, engines,
-evaluation and publishing use the same model. Rows that a checkpoint has beyond its tokenizer (Qwen3: 151,936 against
-151,669) are used before any is added.
+The extended model is written out once, as an ordinary Hugging Face directory, so that training, engines, evaluation and
+publishing use the same model. Rows that a checkpoint has beyond its tokenizer (Qwen3: 151,936 against 151,669) are used
+before any is added.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

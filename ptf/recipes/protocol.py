@@ -1,7 +1,6 @@
-"""What a recipe provides: that in which algorithms differ, and nothing else.
+"""The protocol of recipes: the parts of training in which algorithms differ, and nothing else.
 
-The one idea: a loss is a *sum*; the step divides it once, by the number of units that all workers together average
-over.
+A loss is a *sum*; the step divides it once, by the number of units over which all workers together average.
 """
 
 from collections.abc import Mapping, Sequence

@@ -34,7 +34,7 @@ RECIPES = {
 
 
 # Values of a job that recipes may request by a parameter's name; see `facts`.
-FACTS = ("train_on", "sources", "how", "length")
+FACTS = ("train_on", "sources", "processing", "length")
 
 
 @cache
@@ -68,13 +68,16 @@ def build(job: "Job") -> "Recipe":
 def facts(job: "Job") -> dict[str, Any]:
     """Return the values of the job that a recipe may request by a parameter's name.
 
-    They are `train_on` (what of a chat is trained), `sources` (names of the training data) and, where there are
-    rollouts, `how` (the distribution that tokens are drawn from) and `length` (the largest number of tokens of one
-    answer).
+    They are `train_on` (which messages of a chat are trained) and `sources` (the names of the training data). Where
+    there are rollouts, they are also `processing` (the distribution that tokens are drawn from) and `length` (the
+    largest number of tokens of one answer).
     """
     values: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}
     if job.rollout is not None:
         from ptf.model.sampling import Processing
 
-        values |= {"how": Processing(job.rollout.temperature, job.rollout.top_p), "length": job.rollout.max_new_tokens}
+        values |= {
+            "processing": Processing(job.rollout.temperature, job.rollout.top_p),
+            "length": job.rollout.max_new_tokens,
+        }
     return values

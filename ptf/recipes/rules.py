@@ -1,5 +1,7 @@
-"""Rules that several algorithms share. Each returns one line for each broken rule, which begins with the key to
-change."""
+"""Rules that several algorithms share.
+
+Each function returns a line for each broken rule, which begins with the key to change.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,9 @@ def whole_answer_faults(job: "Job") -> list[str]:
     """Check the data of an algorithm that compares or scores whole answers."""
     faults = []
     if job.data.train_on != "assistant":
-        faults.append(f"data.train_on applies to chats; recipe {job.recipe} compares or scores the last answer")
+        faults.append(
+            f"data.train_on applies to chats; recipe {job.recipe} compares or scores the last answer. Remove the key"
+        )
     if job.data.too_long in ("truncate", "split"):
         faults.append(f"data.too_long: recipe {job.recipe} needs whole answers; use error or drop")
     return faults
@@ -20,18 +24,25 @@ def whole_answer_faults(job: "Job") -> list[str]:
 def custom_head_faults(job: "Job") -> list[str]:
     """Check the head of an algorithm that compares log-probs with another model's."""
     if job.model.head is not None or "head" in job.model.replace:
-        return [f"model.head: {job.recipe} compares log-probs over the vocabulary"]
+        return [
+            f"model.head: recipe {job.recipe} compares log-probs over the vocabulary, which a custom head does not "
+            "give; remove the key"
+        ]
     return []
 
 
 def backend_faults(job: "Job") -> list[str]:
     """Check the backend of an algorithm that needs ptf's own decoder."""
-    return [f"model.backend: hf has no recipe {job.recipe}"] if job.model.backend == "hf" else []
+    if job.model.backend == "hf":
+        return [f"model.backend: hf has no recipe {job.recipe}, which needs ptf's own decoder; use the default backend"]
+    return []
 
 
 def precomputed_faults(job: "Job") -> list[str]:
     """Check the conditions of `algo.precomputed`."""
-    reason = "the last bits of precomputed values depend on how rows are split over ranks"
-    return (
-        [f"algo.precomputed: {reason}; it cannot be used with train.deterministic"] if job.train.deterministic else []
-    )
+    if job.train.deterministic:
+        return [
+            "algo.precomputed cannot be used with train.deterministic, because the last bits of precomputed values "
+            "depend on how rows are split over ranks; set one of them to false"
+        ]
+    return []

@@ -1,6 +1,6 @@
-"""From an online job to a trained model: what the job needs, its roles and prompts, and the controller that runs them.
+"""Run an online job: build its roles and prompts, and the controller that trains.
 
-The one idea: everything that can be refused is refused before a role is started.
+Every problem of the job that can be found without a role is reported before a role is started.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.data.trie import Trie
-from ptf.errors import Lost, Retryable, UserError, told
+from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.events.catalogue import Catalogue
 from ptf.model import bridge
 from ptf.model.sampling import Processing
@@ -77,7 +77,7 @@ def fit_online(job: Job, run: Path, lease: Lease) -> None:
                 raise Retryable(f"the run was asked to stop, and then failed: {error}") from error
             failed_at, last_error = step, str(error)
             print(
-                f"{redacted(told(error))}\nstarted again from step {step} ({failures} of {job.compute.restarts}, "
+                f"{redacted(full_text(error))}\nstarted again from step {step} ({failures} of {job.compute.restarts}, "
                 "compute.restarts)",
                 flush=True,
             )

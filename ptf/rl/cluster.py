@@ -1,7 +1,7 @@
 """Roles and the processes that hold them: a `RoleGroup` is one role on its workers, and a `Cluster` starts groups and
 schedules which of them uses a pool's devices.
 
-The one idea: markers determine how a method's arguments are dispatched. `@sharded` splits the first argument (a list)
+Markers determine how a method's arguments are dispatched. `@sharded` splits the first argument (a list)
 over the workers and joins the results in order. `@broadcast` calls every worker with the same arguments and returns
 rank 0's result. `@replayed_broadcast` is a broadcast that is repeated to a worker that replaces a lost one;
 `@unreplayable_broadcast` is one that cannot be repeated. The same role class runs in this process (`LocalCluster`) or
@@ -161,7 +161,7 @@ class PoolSchedule:
 
     def __init__(self, pools: Sequence[Pool], gpu: bool) -> None:
         self.pools, self.gpu = pools, gpu
-        self.groups: list[Any] = []
+        self.role_groups: list[Any] = []
         self.loaded: dict[str, Any] = {}  # pool → the group that uses its devices
         self.seconds: dict[str, float] = {}  # phase → its total
         self.table: list[PhaseRecord] = []
@@ -268,7 +268,7 @@ class Cluster(Protocol):
         ...
 
 
-class LocalGroup:
+class LocalRoleGroup:
     """A role of one worker, in this process."""
 
     def __init__(self, spec: RoleSpec, world: World) -> None:
@@ -300,16 +300,16 @@ class LocalCluster(PoolSchedule):
         super().__init__(pools, world.device.type == "cuda")
         self.world = world
 
-    def start(self, spec: RoleSpec) -> LocalGroup:
+    def start(self, spec: RoleSpec) -> LocalRoleGroup:
         """See Cluster.start."""
         pool = self.pool(spec.name)
         self.free(pool)
-        group = LocalGroup(spec, self.world)
-        self.groups.append(group)
+        group = LocalRoleGroup(spec, self.world)
+        self.role_groups.append(group)
         self.loaded[pool.name] = group
         return group
 
     def close(self) -> None:
         """Forget all groups."""
-        self.groups.clear()
+        self.role_groups.clear()
         self.loaded.clear()

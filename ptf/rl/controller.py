@@ -1,12 +1,11 @@
 """The online training loop, written as the algorithm.
 
-The one idea: one process runs the loop and calls role groups; it holds no tensors but those that it passes from one
+One process runs the loop and calls the role groups, which compute; it holds only the tensors that it passes from one
 role to another.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,20 @@ from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, samples_of
-from ptf.errors import Left, Lost, UserError
+from ptf.errors import Left, UserError
 from ptf.recipes.protocol import Online
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.rewards.functions import Rewards, score_groups
 from ptf.rl.rewards.model import RewardModelClient
-from ptf.rl.roles import refuse_apart
+from ptf.rl.roles import check_logprob_difference
 from ptf.rl.samples import Samples
 from ptf.rl.validate import pass_rates
-from ptf.rl.weights.transports import PeerFailed, Transfer
-from ptf.rl.weights.verification import Manifest, Receipt, SyncError
+from ptf.rl.weights.streamed import send_and_receive
+from ptf.rl.weights.transports import TRANSPORTS
+from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import refuse_frozen_changes
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
-ECHO_S = 8.0  # how long to wait for the second side's error: a dead process is detected within seconds
 SYNC = "sync"  # in the run's directory: weights on their way to the engines (rollout.transport: path)
 
 
@@ -89,7 +88,7 @@ class Controller:
         self.canary: list[np.ndarray] = []
         self.step, manifest = self._restore()
         self.track = Tracker(
-            run, job.track, resumed=self.step, steps=self.steps, lease=lease, said=manifest.get("rows")
+            run, job.track, resumed=self.step, steps=self.steps, lease=lease, expected=manifest.get("rows")
         )
         self.samples = Samples(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
 
@@ -141,7 +140,7 @@ class Controller:
             groups = score_groups(self.rewards, groups)
             reward_s += time.perf_counter() - began
             if self.reward_model:
-                with self.cluster.phase(self.reward_model.group, "reward model"):
+                with self.cluster.phase(self.reward_model.role, "reward model"):
                     groups = self.reward_model.score(groups)
             sampled += groups
             usable += (
@@ -228,7 +227,7 @@ class Controller:
         if self.needs_old_logprobs:
             with self.cluster.phase(self.policy, "logprobs"):
                 groups, difference = self.annotate(groups, self.policy, "old_logprobs")
-            refuse_apart(self.step, float(difference.max()), self.bound)
+            check_logprob_difference(self.step, float(difference.max()), self.bound)
             metrics = {"logprob_diff": float(difference.max()), "logprob_diff_mean": float(difference.mean())}
         for name, scorer in self.scorers.items():
             with self.cluster.phase(scorer, name):
@@ -290,21 +289,20 @@ class Controller:
 
         Verified are the digests of what arrives, the version, and what the engine then computes. Raises SyncError.
         """
-        transport = self.knobs.transport
-        streaming = transport in ("ipc", "nccl")
+        transport, directory = TRANSPORTS[self.knobs.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("score", self.canary)
-            if streaming:
+            if transport.streams:
                 engines = self.knobs.workers * self.knobs.tensor
-                arguments = (transport, self.step, engines, self.job.compute.timeout_s)
-                weights, manifest = self.policy.call("lend", *arguments)
+                arguments = (self.knobs.transport, self.step, engines, self.job.compute.timeout_s)
+                weights, manifest = self.policy.call("open_transfer", *arguments)
             else:
-                directory = str(self.directory / SYNC) if transport == "path" else None
-                weights, manifest = self.policy.call("weights", self.step, directory, self.knobs.lora == "adapter")
-        if streaming:
+                arguments = (self.step, directory if transport.in_files else None, self.knobs.lora == "adapter")
+                weights, manifest = self.policy.call("collect_weights", *arguments)
+        if transport.streams:
             with self.cluster.together(self.policy, self.rollout, "sync"):
-                receipt = self.stream_weights(weights, manifest)
+                receipt = send_and_receive(self.policy, self.rollout, weights, manifest)
         else:
             with self.cluster.phase(self.rollout, "sync"):
                 receipt = self.rollout.call("load", weights, manifest)
@@ -316,25 +314,6 @@ class Controller:
                 f"of {len(manifest.digests)}"
             )
         return {"sync_tensors": float(receipt.tensors), "canary_diff": worst}
-
-    def stream_weights(self, transfer: Transfer, manifest: Manifest) -> Receipt:
-        """Let the policy send while the engines receive.
-
-        When one side fails, the other has `ECHO_S` seconds to report its error; the error that is the cause is raised.
-        """
-        threads = ThreadPoolExecutor(2)
-        try:
-            sending = threads.submit(self.policy.call, "send", self.step)
-            receiving = threads.submit(self.rollout.call, "receive", transfer, manifest)
-            both = [sending, receiving]
-            wait(both, return_when=FIRST_EXCEPTION)
-            wait(both, timeout=ECHO_S)
-            errors = [error for one in both if one.done() and (error := one.exception())]
-            if errors:
-                raise min(errors, key=lambda error: (not isinstance(error, Lost), isinstance(error, PeerFailed)))
-            return receiving.result()
-        finally:
-            threads.shutdown(wait=False)  # a side that still waits ends with its process
 
     def canary_prompts(self) -> list[Prompt]:
         """Return four prompts without advancing the stream."""

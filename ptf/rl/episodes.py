@@ -1,7 +1,7 @@
 """Episodes: policy and environment take turns until the environment is done, or the context is full. An answer without
 an environment is an episode of one turn.
 
-The one idea: sampled tokens stay as they were sampled. The next context is what a server would send: the whole
+Sampled tokens stay as they were sampled. The next context is what a server would send: the whole
 conversation, rendered again. As long as that text begins with the text of the last context and its answer, its ids are
 the ids of that context, the sampled ids, and those of the new text. Where the template rewrites an earlier answer, the
 context is encoded from its text, and a new training sample begins there (`ptf.data.trajectory.merged`).
@@ -126,7 +126,7 @@ class Episode:
         if self.done:
             return None
         try:
-            self._extend(call, [turn.said or {"role": "assistant", "content": text}, *turn.messages])
+            self._extend(call, [turn.message or {"role": "assistant", "content": text}, *turn.messages])
         except UserError as error:
             self._fail(f"the environment's reply: {error}")
 

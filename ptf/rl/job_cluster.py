@@ -14,7 +14,7 @@ from ptf.errors import UserError
 from ptf.rl.cluster import Cluster, LocalCluster, Pool, RoleSpec
 from ptf.rl.controller import SYNC
 
-OFFLOADED = "parked"  # in the run's directory: what offloaded roles keep on disk
+OFFLOADED = "offloaded"  # in the run's directory: what offloaded roles keep on disk
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Roles on Ray: the `Cluster` protocol on gangs of verl's workers, one gang for each role,
-each process with its own environment variables.
+"""Roles on Ray: the `Cluster` protocol on gangs of verl's workers, one gang for each role.
 
-The one idea: a pool is a set of reserved slots, and each of its roles has one process on as many slots as it needs.
-Where the pool offloads, the loaded role frees its memory before another one is loaded.
+A pool is a set of reserved slots, and each of its roles has one process on as many slots as it needs, with environment
+variables of its own. Where the pool offloads, the loaded role frees its memory before another one is loaded.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ class RoleRank(Rank):
         yield from (pair for pair in (results if isinstance(results, Iterator) else enumerate(results)))
 
 
-class VerlGroup:
+class VerlRoleGroup:
     """One role whose workers form a process group."""
 
     def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
@@ -103,7 +102,7 @@ class VerlCluster(PoolSchedule):
         self._stack = contextlib.ExitStack()
         self._slots: dict[str, Any] = {}  # pool → its placement group
 
-    def start(self, spec: RoleSpec) -> VerlGroup | Replicas:
+    def start(self, spec: RoleSpec) -> VerlRoleGroup | Replicas:
         """See Cluster.start."""
         pool = self.pool(spec.name)
         if spec.workers > pool.workers:
@@ -111,12 +110,12 @@ class VerlCluster(PoolSchedule):
                 f"role {spec.name} has {spec.workers} workers, but its pool {pool.name} has {pool.workers} slots"
             )
         self.free(pool)
-        group = self._group(spec, pool) if spec.cls.distributed else self._replicas(spec, pool)
-        self.groups.append(group)
+        group = self._start_role_group(spec, pool) if spec.cls.distributed else self._start_replicas(spec, pool)
+        self.role_groups.append(group)
         self.loaded[pool.name] = group
         return group
 
-    def _group(self, spec: RoleSpec, pool: Pool) -> VerlGroup:
+    def _start_role_group(self, spec: RoleSpec, pool: Pool) -> VerlRoleGroup:
         gang = Gang(
             spec.name,
             workers=spec.workers,
@@ -128,9 +127,9 @@ class VerlCluster(PoolSchedule):
             worker=RoleRank,
         )
         self._stack.enter_context(gang)
-        return VerlGroup(spec, gang, self.device)
+        return VerlRoleGroup(spec, gang, self.device)
 
-    def _replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
+    def _start_replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
         threads = self.threads or max(1, (os.cpu_count() or 1) // spec.workers)
         count = spec.workers // spec.tensor
         slots = [self._shared(pool, spec.tensor, i * spec.tensor) for i in range(count)]
@@ -163,5 +162,5 @@ class VerlCluster(PoolSchedule):
     def close(self) -> None:
         """End all actors and release the pools' slots."""
         self._stack.close()
-        self.groups.clear()
+        self.role_groups.clear()
         self.loaded.clear()

@@ -1,7 +1,7 @@
-"""A role whose workers are independent, each in a gang of its own,
-so that one that is lost is replaced while the others continue.
+"""A role whose workers are independent, each in a gang of its own, so that a lost one is replaced while the others
+continue.
 
-The one idea: the results of a replica that arrived before it was lost are kept. Its successor gets the replayed
+The results of a replica that arrived before it was lost are kept. Its successor gets the replayed
 broadcasts (the last weights) and then computes the missing results.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from ptf.compute.gang import Gang, share
 from ptf.credentials import redacted
-from ptf.errors import Lost, Retryable, UserError, told
+from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.weights.verification import SyncError
 
@@ -138,12 +138,14 @@ class Replicas:
                     raise
                 if self.irreplaceable:
                     why = "its successor cannot get the weights alone (rollout.transport)"
-                    raise Lost(f"{self._name(i)} failed at {method}, and {why}: {redacted(told(error))}") from error
+                    raise Lost(
+                        f"{self._name(i)} failed at {method}, and {why}: {redacted(full_text(error))}"
+                    ) from error
                 if attempt == self.restarts:
                     raise Retryable(
-                        f"{self._name(i)} failed at {method}, {attempt + 1} times: {redacted(told(error))}"
+                        f"{self._name(i)} failed at {method}, {attempt + 1} times: {redacted(full_text(error))}"
                     ) from error
-                reason = redacted(told(error))
+                reason = redacted(full_text(error))
                 print(f"{self._name(i)} failed at {method} and is replaced{progress()}: {reason}", flush=True)
                 lost = True
         raise AssertionError("not reached")

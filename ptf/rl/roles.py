@@ -1,7 +1,7 @@
 """Roles that hold a model of their own: `Learner` (policy, critic) and `Scorer` (reference, teacher).
 
-The one idea: the policy role *is* the SFT trainer, called from another process. The role that generates is
-`ptf.rl.sampler.Sampler`, the one of a reward model `ptf.rl.rewards.model.RewardModel`.
+The policy role *is* the SFT trainer, called from another process. The role that generates is `ptf.rl.sampler.Sampler`,
+and the role of a reward model is `ptf.rl.rewards.model.RewardModel`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
-from ptf.compute.offload import Parking, own_file
+from ptf.compute.offload import OffloadedTensors, own_file
 from ptf.compute.world import World, alone
 from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.data.sample import PackUnit, Sample
@@ -27,22 +27,24 @@ from ptf.model.sampling import NO_PROCESSING, Processing
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, sharded
 from ptf.rl.scoring import packer_of, per_token, sample_logprobs
-from ptf.rl.weights.transports import Sender, Transfer
-from ptf.rl.weights.verification import Buckets, Manifest, SyncError, into_buckets, manifest_of, write_buckets
+from ptf.rl.weights import stored
+from ptf.rl.weights.streamed import Sender, Transfer
+from ptf.rl.weights.transports import TRANSPORTS
+from ptf.rl.weights.verification import LIKELY_CAUSES, Buckets, Manifest, SyncError
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_rows_singly
-from ptf.train.components import some
+from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
 from ptf.train.trainer import forget_forwards, load_model
 
 
-def refuse_apart(step: int, worst: float, bound: float) -> None:
+def check_logprob_difference(step: int, worst: float, bound: float) -> None:
     """Raise SyncError if the engine's and the trainer's log-probs of a sampled token differ by more than the bound."""
     if not worst <= bound:
         raise SyncError(
             f"step {step}: the engine's and the trainer's log-probs of a sampled token differ by {worst:.3g} (bound "
-            f"{bound:g}, rollout.max_logprob_diff): they do not hold the same policy"
+            f"{bound:g}, rollout.max_logprob_diff). {LIKELY_CAUSES}"
         )
 
 
@@ -76,7 +78,7 @@ class FrozenModel:
         offload_path: str | None = None,
     ) -> None:
         self.world, self.width, self.micro_rows = world, width, micro_rows
-        self.parking = Parking(own_file(offload_path, world.rank))
+        self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.model, self.family = load_model(
             Path(directory), world, spec, seed=seed, precision=precision, head=self.head
         )
@@ -85,12 +87,12 @@ class FrozenModel:
     @broadcast
     def offload(self) -> None:
         """See Role.offload."""
-        self.parking.park(device_tensors(self.model))
+        self.offloaded.offload(device_tensors(self.model))
 
     @broadcast
     def onload(self) -> None:
         """See Role.onload."""
-        self.parking.wake()
+        self.offloaded.restore()
 
     @broadcast
     def memory_gib(self) -> float:
@@ -135,7 +137,7 @@ class Learner:
         sampling: Processing,
         offload_path: str | None = None,
     ) -> None:
-        self.parking = Parking(own_file(offload_path, world.rank))
+        self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.world, self.source, self.recipe, self.seed = world, Path(directory), recipe, seed
         self.width, self.sampling = width, sampling
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
@@ -165,7 +167,7 @@ class Learner:
 
         def check(means: Mapping[str, float]) -> None:
             if bound is not None:
-                refuse_apart(step, means["max_logprob_diff"], bound)
+                check_logprob_difference(step, means["max_logprob_diff"], bound)
 
         self.world.seed(self.seed, step)
         results = []
@@ -218,7 +220,7 @@ class Learner:
         )
 
     @broadcast
-    def weights(
+    def collect_weights(
         self, version: int, directory: str | None = None, adapter: bool = False
     ) -> tuple[Buckets, Manifest] | None:
         """Return all tensors by Hugging Face name, in buckets, with their manifest; on other ranks than 0, None.
@@ -228,26 +230,21 @@ class Learner:
         """
         form = PeftFormat(self.model, self.family) if adapter else None
         if form and (obstacles := form.obstacles()):
-            raise UserError(f"rollout.lora: an adapter cannot hold {some(obstacles)}; use merged")
+            raise UserError(f"rollout.lora: an adapter cannot hold {abbreviated(obstacles)}; use merged")
         tensors = form.tensors() if form else bridge.hf_tensors(self.model, self.family)
         if not self.world.leads:
             for _ in tensors:  # take part in the gathering
                 pass
             return None
-        copied = ((name, t.to("cpu", copy=True)) for name, t in tensors)
-        if directory is not None:
-            buckets, manifest = write_buckets(copied, Path(directory), version)
-        else:
-            buckets = list(into_buckets(copied))
-            manifest = manifest_of(buckets, version)
+        buckets, manifest = stored.collect(tensors, version, None if directory is None else Path(directory))
         return buckets, replace(manifest, adapter=form and form.config(str(self.source)))
 
     @broadcast
-    def lend(
+    def open_transfer(
         self, transport: Literal["ipc", "nccl"], version: int, engines: int, timeout_s: float
     ) -> tuple[Transfer, Manifest]:
-        """Return the transfer from which the engines read while `send` runs."""
-        if self.sender is None and (transport == "ipc" or self.world.leads):
+        """Return the transfer from which the engines read while `send` runs, and its manifest."""
+        if self.sender is None and (TRANSPORTS[transport].from_every_rank or self.world.leads):
             self.sender = Sender(transport, self.world.device, engines, timeout_s)
         offers = tuple(offer for offer in self.world.gather(self.sender and self.sender.offer) if offer)
         names = bridge.hf_names(self.model, self.family)
@@ -256,7 +253,7 @@ class Learner:
 
     @broadcast
     def send(self, version: int) -> None:
-        """Send all tensors by Hugging Face name to the engines that read the transfer which `lend` returned."""
+        """Send all tensors by Hugging Face name to the engines that read the transfer that `open_transfer` returned."""
         tensors = bridge.hf_tensors(self.model, self.family)
         if self.sender:
             self.sender.send(version, tensors)
@@ -287,12 +284,12 @@ class Learner:
         tensors = list(device_tensors(self.model))
         for state in self.trainer.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
-        self.parking.park(tensors)
+        self.offloaded.offload(tensors)
 
     @broadcast
     def onload(self) -> None:
         """See Role.onload."""
-        self.parking.wake()
+        self.offloaded.restore()
 
     @broadcast
     def memory_gib(self) -> float:

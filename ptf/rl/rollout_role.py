@@ -1,4 +1,4 @@
-"""From a job to its rollout role: the engine, the environment, the allowed answers, and the rewards."""
+"""Build the rollout role of a job: the engine, the environment, the allowed answers, and the rewards."""
 
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -118,7 +118,7 @@ def refuse_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
 
 
 def with_sampling(recipe: Recipe, knobs: RolloutConfig, trie: Trie | None) -> tuple[Recipe, Processing]:
-    """Return the recipe, with the sampling distribution of the answers in its field `how`, and that distribution.
+    """Return the recipe, with the distribution of the sampled answers in its field `processing`, and that distribution.
 
     Raises UserError if the distribution is not the model's own and the recipe has no such field.
     """
@@ -128,13 +128,13 @@ def with_sampling(recipe: Recipe, knobs: RolloutConfig, trie: Trie | None) -> tu
             "rollout.top_p must be 1: the recipe needs the old policy's log-probs, "
             "and the nucleus of one policy is not that of another"
         )
-    if is_dataclass(recipe) and any(field.name == "how" and field.init for field in fields(recipe)):
-        return replace(cast("Any", recipe), how=sampling), sampling
+    if is_dataclass(recipe) and any(field.name == "processing" and field.init for field in fields(recipe)):
+        return replace(cast("Any", recipe), processing=sampling), sampling
     if sampling != NO_PROCESSING:
         raise UserError(
-            "rollout.temperature, rollout.top_p and rollout.allowed: the recipe is no dataclass with a field `how` "
-            "(ptf.model.sampling.Processing), so its loss does not know the sampling distribution of the answers; "
-            "give it one, or leave them at 1, 1 and null"
+            "rollout.temperature, rollout.top_p and rollout.allowed: the recipe is no dataclass with a field "
+            "`processing` (of type ptf.model.sampling.Processing), so its loss cannot use the distribution that "
+            "answers are sampled from. Add the field, or leave the three keys at 1, 1 and null"
         )
     return recipe, sampling
 

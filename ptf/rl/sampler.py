@@ -1,7 +1,7 @@
 """The role that generates: `Sampler`, an engine with its tokenizer and environments.
 
-The one idea: an answer's seed depends only on the run's seed, the occasion, the prompt and the number of the answer, so
-it is the same on whichever worker it is generated.
+An answer's seed depends only on the run's seed, the occasion (a step, an evaluation), the prompt and the number of the
+answer, so an answer is the same on every worker.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from ptf.rl.cluster import broadcast, replayed_broadcast, sharded, unreplayable_
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.episodes import Episode, Limits, run_episodes
-from ptf.rl.weights.transports import Transfer
-from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
+from ptf.rl.weights.streamed import Transfer
+from ptf.rl.weights.verification import LIKELY_CAUSES, Buckets, Manifest, Receipt, SyncError
 from ptf.train.components import parts_of
 
 
@@ -117,28 +117,28 @@ class Sampler:
             return await asyncio.wait_for(anext(running, None), max(0.0, until - time.monotonic()))
 
         with asyncio.Runner() as runner:
-            # not Runner.run, which asks twice for Python's handler of SIGINT and thereby formats what was returned
+            # Runner.run would call signal.getsignal twice, which formats the whole result
             run = runner.get_loop().run_until_complete
             try:
                 while (ended := run(next_ended())) is not None:
                     yield ended
             except TimeoutError:
                 raise TimeoutError(self._too_slow(episodes)) from None
-        # leaving the Runner cancels what is still running, and closes `running`
+        # leaving the Runner cancels the episodes that still run, and closes `running`
 
     def _too_slow(self, episodes: list[Episode]) -> str:
-        """Describe a step whose episodes did not end in time."""
+        """Return the message of the error that is raised if the episodes of a step do not end in time."""
         left, environments = sum(not e.done for e in episodes), self.environments
         processes = f" in {len(environments.processes)} processes" if environments else ""
         return (
-            f"{left} of {len(episodes)} episodes{processes} were not over after {self.timeout_s:g} s "
-            f"(compute.timeout_s): {'rollout.processes may be too few, or ' if environments else ''}"
-            "there are too many or too long answers for one step"
+            f"{left} of {len(episodes)} episodes{processes} did not end within {self.timeout_s:g} s "
+            "(compute.timeout_s): a step has too many answers or they are too long"
+            f"{', or rollout.processes is too low' if environments else ''}"
         )
 
     @broadcast
     def take_retries(self) -> int:
-        """Return how many questions to environments were retried in this worker since the last call."""
+        """Return how many requests to environments were retried in this worker since the last call."""
         return self.environments.take_retries() if self.environments else 0
 
     @replayed_broadcast
@@ -161,8 +161,9 @@ class Sampler:
         worst = max(float(np.abs(a - b).max()) for a, b in zip(self.engine.score(tokens), expected, strict=True))
         if not worst <= bound:
             raise SyncError(
-                f"after sync {self.engine.version} the engine's log-probs of the canary differ from the trainer's by "
-                f"{worst:.3g} (bound {bound:g}): it does not compute with the weights that were sent"
+                f"after weight sync {self.engine.version} the log-probs that the engine computes of fixed prompts (the "
+                f"canary) differ from the trainer's by up to {worst:.3g} (bound {bound:g}, rollout.max_logprob_diff). "
+                f"{LIKELY_CAUSES}"
             )
         return worst
 

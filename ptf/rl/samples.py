@@ -1,8 +1,8 @@
 """A log of the policy's answers for people to read: every n steps the answers to the step's first prompts, token by
 token, with their advantages.
 
-The one idea: it shows the tokens that were trained, not a rendering of them. `samples.jsonl` has one answer on a line;
-each token is [text, log-prob in the engine, advantage], the advantage null where an answer was not trained.
+It shows the tokens that were trained, not a rendering of them. `samples.jsonl` has one answer on a line; each token is
+[text, log-prob in the engine, advantage], and the advantage is null where an answer was not trained.
 """
 
 from collections import defaultdict

@@ -1,6 +1,6 @@
 """Forward passes over samples without training: log-probs, values, scores.
 
-The one idea: every rank has its own samples, but all ranks make the same number of passes, because the ranks of a
+Every rank has its own samples, but all ranks make the same number of passes, because the ranks of a
 sharded model gather its weights together.
 """
 

@@ -1,7 +1,7 @@
 """A process for users' code: rewards and environments. The code may raise, hang, stop or die; the caller then gets a
 `Fault` with the reason.
 
-The one idea: every reply has a deadline and carries the number of its question. A process that misses the deadline, or
+Every reply has a deadline and carries the number of its question. A process that misses the deadline, or
 whose replies cannot be read or belong to another question, is killed with all processes that it has started, and the
 next question starts another one. The process ends with the thread that started it, so that thread must live as long as
 the process is used. Run as a program (by ptf.entry), this module is the process: it answers pickled questions from a

@@ -1,7 +1,7 @@
 """Sums and differences of two numbers: a task that a small model learns on a CPU in a minute.
 
-The one idea: what is held out is the unordered pair of operands. No sum or difference of a tested pair,
-in either order, is ever trained on.
+What is held out is the unordered pair of operands. No sum or difference of a tested pair, in either order, is ever
+trained on.
 """
 
 import random

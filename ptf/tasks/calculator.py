@@ -53,9 +53,11 @@ def prepare(directory: str) -> None:
             "".join(json.dumps({"messages": [{"role": "user", "content": s}]}) + "\n" for s in part)
         )
 
-    def said(s, d):
+    def messages(s, d):
         return [("user", s), ("assistant", s), ("tool", d), ("assistant", d)]
 
-    calls = [[{"role": role, "content": text} for role, text in said(s, str(d))] for s in sums[:80] for d in range(10)]
+    calls = [
+        [{"role": role, "content": text} for role, text in messages(s, str(d))] for s in sums[:80] for d in range(10)
+    ]
     (root / "calls.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in calls))
     write_model(root / "model", "0123456789+", dim=64, layers=2)

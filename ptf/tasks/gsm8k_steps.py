@@ -1,8 +1,8 @@
 """The calculator steps of GSM8K, `<<48/2=24>>`: real expressions in the four operations,
 short enough for a small model.
 
-The one idea: a step counts as seen by its expression, the text before `=`. No expression of test.jsonl or dev.jsonl is
-in what is trained on, neither among the steps of the training problems nor among the generated ones.
+A step counts as seen by its expression, the text before `=`. No expression of test.jsonl or dev.jsonl is in what is
+trained on, neither among the steps of the training problems nor among the generated ones.
 """
 
 import ast
@@ -132,8 +132,8 @@ def _value(node: ast.expr) -> Fraction:
 
 def numeric(row: Mapping[str, Any], text: str) -> float:
     """Reward: 1 where the text is the answer, as numbers where both are (0.50 is 0.5)."""
-    said, answer = text.strip(), row["answer"].strip()
+    given, answer = text.strip(), row["answer"].strip()
     try:
-        return float(Fraction(said) == Fraction(answer))
+        return float(Fraction(given) == Fraction(answer))
     except (ValueError, ZeroDivisionError):
-        return float(said == answer)
+        return float(given == answer)

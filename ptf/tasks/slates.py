@@ -4,8 +4,8 @@
              + diversity · (mean of 1 − cosine over the slate's pairs)
              + novelty · (mean of −log₂ popularity, as a share of the largest there is)
 
-The one idea: an item counts once, however often the slate has it, and a token sequence that names no item counts as an
-empty place. The slate has `size` places, and what is not filled brings nothing.
+An item counts once, however often the slate has it, and a token sequence that names no item counts as an empty place.
+The slate has `size` places, and what is not filled brings nothing.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """What the demo tasks share: expressions with answers, written as the files of a data set,
 beside a model small enough for a CPU.
 
-The one idea: a task is made whole, from data to tokenizer to model config,
-so that a fresh clone trains without a download.
+A task is made whole, from data to tokenizer to model config, so that a fresh clone trains without a download.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Export of LoRA training: merged weights, which any engine loads, and the adapter alone, in PEFT's format.
 
-The one idea: an export counts only after it was loaded again, as users will load it, and gave the log-probs of the
-model that was trained.
+Each export is loaded again as users will load it, and must give the log-probs of the model that was trained.
 """
 
 import os
@@ -17,7 +16,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.peft_format import PeftFormat, save
-from ptf.train.components import some, without_adapters
+from ptf.train.components import abbreviated, without_adapters
 from ptf.train.export import probe
 from ptf.train.trainer import load_model
 
@@ -50,7 +49,7 @@ def export_adapter(
     if obstacles := form.obstacles():
         if world.leads:
             print(
-                f"lora: no adapter is written, because PEFT's format cannot hold {some(obstacles)}; "
+                f"lora: no adapter is written, because PEFT's format cannot hold {abbreviated(obstacles)}; "
                 f"{merged} holds everything, merged",
                 flush=True,
             )

@@ -1,8 +1,7 @@
 """Distribution of packed rows over ranks, also where their number does not divide evenly.
 
-The one idea: sharded models gather their weights together, so every rank must make the same number of forward passes; a
-rank with fewer rows adds rows that train nothing. Rows are distributed so that the ranks' attention work is nearly
-equal.
+Sharded models gather their weights together, so every rank must make the same number of forward passes; a rank with
+fewer rows adds rows that train nothing. Rows are distributed so that the ranks' attention work is nearly equal.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The memory on each GPU, the FLOPs of a step and its time, computed before a job is started.
 
-The one idea: the model is sharded exactly as it would be, on the meta device and under a fake process group of as many
-ranks, so the counts are those of the real plan and take seconds for hundreds of GPUs. Activations come from what
-autograd saves (ptf.model.activation_memory).
+The model is sharded exactly as it would be, on the meta device and under a fake process group of as many ranks, so the
+counts are those of the real plan and take seconds for hundreds of GPUs. Activations come from what autograd saves
+(ptf.model.activation_memory).
 
 Where the numbers depend on the data, they are upper bounds: every row is one document of `seq_len` tokens, all of them
 trained; experts get equal shares.

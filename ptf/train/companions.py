@@ -1,7 +1,7 @@
 """The frozen models that a recipe's loss uses beside the one that trains.
 
-The one idea: a companion is loaded as the model itself is, and sharded alike. Where only adapters train and the
-companion is what training starts from, the model without its adapters is that companion and costs no memory.
+A companion is loaded as the model itself is, and sharded alike. Where only adapters train and the companion is what
+training starts from, the model without its adapters is that companion and costs no memory.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ from ptf.train.trainer import load_model
 FREE = ("max_positions", "init_std", "head", "tied")  # config fields that no forward pass depends on
 
 
-def companions(
+def load_companions(
     by_role: Mapping[str, Companion],
     job: Job,
     world: World,
-    within: World,
+    model_world: World,
     model: Decoder,
     spec: ModelConfig,
     directory: Path,
@@ -38,8 +38,8 @@ def companions(
 ) -> dict[str, Decoder]:
     """Load the companions, by role; all ranks call it.
 
-    `within`: the ranks that share one model; `spec` and `directory`: what `model` was made from. Raises UserError if a
-    companion must have the model's architecture and has another one, or has another tokenizer.
+    `model_world`: the ranks that share one model; `spec` and `directory`: what `model` was made from. Raises UserError
+    if a companion must have the model's architecture and has another one, or has another tokenizer.
     """
     loaded: dict[str, Decoder] = {}
     for role, companion in by_role.items():
@@ -53,7 +53,7 @@ def companions(
             path = located(companion, role, job.verify_bytes)
             refuse_other_tokenizer(path, tokenizer, role, companion, directory)
         section = exported(spec, path) if companion.alike else ModelConfig(path=str(path))
-        loaded[role], _ = load_model(path, within, section, seed=job.seed, precision=job.train.precision)
+        loaded[role], _ = load_model(path, model_world, section, seed=job.seed, precision=job.train.precision)
         loaded[role].requires_grad_(False)
         if companion.alike:
             refuse_other_architecture(loaded[role], model, path, role)

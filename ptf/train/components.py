@@ -43,7 +43,7 @@ def without_head(spec: ModelConfig) -> ModelConfig:
     )
 
 
-def some(names: Sequence[str]) -> str:
+def abbreviated(names: Sequence[str]) -> str:
     """Return the first four names, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
@@ -51,11 +51,13 @@ def some(names: Sequence[str]) -> str:
 def report(directory: Path, new: Sequence[str], own: Sequence[str]) -> None:
     """Print which tensors the checkpoint lacked, and which ones have no Hugging Face name."""
     if new:
-        print(f"model: these tensors are not in {directory} and are drawn from the seed: {some(new)}", flush=True)
+        print(
+            f"model: these tensors are not in {directory} and are drawn from the seed: {abbreviated(new)}", flush=True
+        )
     if own:
         files = ", ".join(sorted({file_of(name) for name in own}))
         print(
-            f"model: these tensors have no Hugging Face name: {some(own)}. "
+            f"model: these tensors have no Hugging Face name: {abbreviated(own)}. "
             f"Exports hold them in {files} beside model.safetensors. ptf loads both files; transformers and vLLM "
             "load only the latter, so publishing as a plain Hugging Face model is refused if a layer is your own",
             flush=True,

@@ -11,7 +11,9 @@ from ptf.recipes.protocol import Recipe
 from ptf.train.dataloading import make_lanes, specs
 
 
-def takes(job: Job, recipe: Recipe, tokenizer: Tokenizer, few: int | None = None) -> tuple[DataPlan, dict[str, str]]:
+def preview_data(
+    job: Job, recipe: Recipe, tokenizer: Tokenizer, few: int | None = None
+) -> tuple[DataPlan, dict[str, str]]:
     """Return the run's passes and steps, and the order in which each source is read.
 
     Bad rows are left out. `few`: the number of rows up to which all are encoded, for exact numbers.

@@ -1,10 +1,9 @@
 """The deterministic mode: a step's result is the same to the bit however its rows are split into passes and distributed
 over ranks.
 
-The one idea: floating-point addition depends on its order, so the order is fixed. Each row is trained by itself, from
-gradients of zero; the rows' gradients and metrics are then added one after the other by the row's number in the global
-step, on every rank alike. That needs the whole model on every rank and a gradient for each row, so it is for small
-models.
+Floating-point addition depends on its order, so the order is fixed. Each row is trained by itself, from gradients of
+zero; the rows' gradients and metrics are then added one after the other by the row's number in the global step, on
+every rank alike. That needs the whole model on every rank and a gradient for each row, so it is for small models.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Export of the trained model as a Hugging Face directory, with a probe that whoever loads it must reproduce.
+"""Export of the trained model as a Hugging Face directory, with a probe that the loaded checkpoint must reproduce.
 
-The one idea: the probe is computed by the model that was trained, before anything is written, so the publish gate
-compares a loaded checkpoint with the training run and not with another reading of the same files.
+The probe is computed by the model that was trained, before anything is written, so the publish gate compares a loaded
+checkpoint with the training run and not with another reading of the same files.
 """
 
 from functools import partial

@@ -28,7 +28,7 @@ from ptf.recipes import registry
 from ptf.recipes.protocol import Companion
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
-from ptf.train.companions import companions, forward_flops
+from ptf.train.companions import forward_flops, load_companions
 from ptf.train.dataloading import held_out_rows, make_lanes, make_loader, planned_steps, specs
 from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import Watch
@@ -68,7 +68,7 @@ class Fit:
         self.job, self.world, self.run, self.lease = job, world, run, lease
         self.recipe = registry.build(job)
         self._load_model()
-        data_job = self._load_companions()
+        data_job = self._prepare_companions()
         self.trainer = trainer_of(job.train, self.model, world, self.companions)
         self.trainer.refuse_large(job.train.sequences)
         lanes = make_lanes(data_job, self.recipe, self.tokenizer, run)
@@ -100,10 +100,10 @@ class Fit:
             print(f"train: {trap}", flush=True)
         starting = cast("StartingModel", world.share(starting.adapter_base() if world.leads else None))
         self.spec, self.directory = starting.section, starting.directory
-        self.within = alone(world) if job.train.deterministic else world  # the ranks that share one model
+        self.model_world = alone(world) if job.train.deterministic else world  # the ranks that share one model
         self.model, self.family = load_model(
             self.directory,
-            self.within,
+            self.model_world,
             self.spec,
             seed=job.seed,
             precision=job.train.precision,
@@ -112,7 +112,7 @@ class Fit:
             compiled=job.train.compile,
         )
 
-    def _load_companions(self) -> Job:
+    def _prepare_companions(self) -> Job:
         """Load the frozen models beside the trained one, or precompute what they contribute.
 
         Returns the job whose data is read: with precomputed data, its sources are the annotated ones.
@@ -121,9 +121,9 @@ class Fit:
         if getattr(self.recipe, "precomputed", False):
             recipe: Any = self.recipe
             return annotated(
-                self.job, recipe, self.tokenizer, self.world, self.model, self.directory, self.load_companions
+                self.job, recipe, self.tokenizer, self.world, self.model, self.directory, self.load_by_role
             )
-        self.companions = self.load_companions(self.recipe.companions)
+        self.companions = self.load_by_role(self.recipe.companions)
         return self.job
 
     def _begin(self, lanes: Lanes) -> None:
@@ -139,17 +139,17 @@ class Fit:
         self.trainer.schedule = Schedule.of(job.train, job.train.steps or ends)
         self.end_at(ends)
         if world.leads:
-            self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, said=rows)
+            self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, expected=rows)
         self.skipped = 0  # consecutive steps
         self.clock.step = self.step
 
-    def load_companions(self, by_role: Mapping[str, Companion]) -> dict[str, Decoder]:
+    def load_by_role(self, by_role: Mapping[str, Companion]) -> dict[str, Decoder]:
         """Load frozen models by role."""
-        return companions(
+        return load_companions(
             by_role,
             self.job,
             self.world,
-            self.within,
+            self.model_world,
             self.model,
             self.spec,
             self.directory,
@@ -256,7 +256,7 @@ class Fit:
         train = self.job.train
         rows = 1 if train.deterministic else train.micro_sequences
         losses = held_out_loss(
-            self.model, self.recipe, self.held_out, self.within, rows, self.job.data.seq_len, self.companions
+            self.model, self.recipe, self.held_out, self.model_world, rows, self.job.data.seq_len, self.companions
         )
         if (
             self.ends == self.planned
@@ -398,4 +398,4 @@ def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | N
             flush=True,
         )
         if plan:
-            print(f"train: {plan.said()}", flush=True)
+            print(f"train: {plan.describe()}", flush=True)

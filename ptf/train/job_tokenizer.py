@@ -1,7 +1,7 @@
 """A job's tokenizer, with the chat template, template arguments and date of the job.
 
-The one idea: a template that renders today's date gives other ids tomorrow, so a run writes its first day to
-`date.json`, and every stage and resume of the run reads it there.
+A template that renders today's date gives other ids tomorrow, so a run writes its first day to `date.json`, and every
+stage and resume of the run reads it there.
 """
 
 import contextlib

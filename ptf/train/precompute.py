@@ -1,10 +1,10 @@
-"""Precomputed data: what companions contribute to the loss (reference log-probs, teachers' likeliest tokens), computed
-once before training and kept beside the tokens.
+"""Precomputed data: what companions contribute to the loss (reference log-probs, a teacher's likeliest tokens),
+computed once before training and stored beside the tokens.
 
-The one idea: rows keep their order and their row groups, so a run reads annotated data exactly as it would read the
-tokenized data that it was made of, and trains the same batches (except where a row group would be larger than
-`GROUP_BYTES`: it is divided, and blocks are then permuted otherwise). A directory's name is a key of the data, models
-and settings that decide its content, so a directory that exists is reused.
+Rows keep their order and their row groups, so a run reads annotated data exactly as it would read the tokenized data
+that it was made from, and trains the same batches. The exception is a row group that would be larger than
+`GROUP_BYTES`: it is divided, so blocks are permuted differently. A directory's name is a hash of the data, models and
+settings that determine its content, so a directory that exists is reused.
 """
 
 import contextlib

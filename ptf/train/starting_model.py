@@ -1,9 +1,9 @@
 """The model that training starts from: its files, its tokenizer, added tokens, and random weights that were written
 out.
 
-The one idea: `StartingModel.of` is the opening sequence of training, evaluation and rollouts: locate the model, add
-tokens, write the tokenizer. Each directory of the run is written once and verified when it is read again, so every
-stage finds the same model.
+Training, evaluation and rollouts all begin with `StartingModel.of`: it locates the model, adds tokens and writes the
+tokenizer. Each directory is written once per run and verified when it is read again, so every stage uses the same
+model.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
 
     Raises Corrupt if its files changed since, or if it belongs to another run.
     """
-    verified.made(directory, verified.of_run(directory), make)
+    verified.make_once(directory, verified.of_run(directory), make)
     return directory
 
 

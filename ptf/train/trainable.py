@@ -1,7 +1,7 @@
-"""What trains, selected by patterns of unified parameter names.
+"""Selection of what trains, by patterns of unified parameter names.
 
-The one idea: a pattern fits a parameter or anything that it is part of, so `embed`, `layers.3`, `layers.*.attn` and
-`*.lora_b` all mean what they read like.
+A pattern matches a parameter or any module that contains it, for example `embed`, `layers.3`, `layers.*.attn` and
+`*.lora_b`.
 """
 
 from collections.abc import Iterable, Sequence

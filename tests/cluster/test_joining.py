@@ -104,8 +104,8 @@ def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its
         import json, sys
         from pathlib import Path
         from ptf.config import load
-        from ptf.eval import evaluate
-        print("FOUND", json.dumps(evaluate(load(sys.argv[1]), Path(sys.argv[2]))))
+        from ptf.measurement import measure_run
+        print("FOUND", json.dumps(measure_run(load(sys.argv[1]), Path(sys.argv[2]))))
     """
     job = yaml.safe_load((tmp_path / "runs" / "a" / "job.yaml").read_text())
     job["evaluate"] = {

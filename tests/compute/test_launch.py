@@ -18,11 +18,11 @@ CODE = """
     import sys
     from pathlib import Path
     from ptf.config import load
-    from ptf.eval import evaluate
+    from ptf.measurement import measure_run
     from ptf.run import run
     job = load(sys.argv[1])
     directory = run(job, "a")
-    assert "loss/held_out" in evaluate(job, directory)
+    assert "loss/held_out" in measure_run(job, directory)
     print("RAY", "ray" in sys.modules, "verl" in sys.modules)
 """
 

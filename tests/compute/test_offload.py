@@ -4,14 +4,14 @@ import psutil
 import pytest
 import torch
 
-from ptf.compute.offload import Parking, own_file, release_freed_memory
+from ptf.compute.offload import OffloadedTensors, own_file, release_freed_memory
 
 MIB = 1 << 20
 
 
 @pytest.fixture(params=["file", "host memory"])
-def parking(request, tmp_path) -> Parking:
-    return Parking(own_file(str(tmp_path / "parked" / "policy"), 3) if request.param == "file" else None)
+def offloaded(request, tmp_path) -> OffloadedTensors:
+    return OffloadedTensors(own_file(str(tmp_path / "offloaded" / "policy"), 3) if request.param == "file" else None)
 
 
 def resident() -> int:
@@ -37,13 +37,13 @@ def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[to
     return [*model.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
 
 
-def test_training_goes_on_as_if_nothing_had_been_parked(parking):
+def test_training_goes_on_as_if_nothing_had_been_parked(offloaded):
     (model, optimizer), (other, others) = trained(), trained()
     half = model[0].weight[:512]  # a view
     for _ in range(3):
-        parking.park(tensors(model, optimizer))
+        offloaded.offload(tensors(model, optimizer))
         assert all(t.untyped_storage().nbytes() == 0 for t in tensors(model, optimizer))
-        parking.wake()
+        offloaded.restore()
         step(model, optimizer)
         step(other, others)
     assert all(torch.equal(a, b) for a, b in zip(tensors(model, optimizer), tensors(other, others), strict=True))
@@ -54,33 +54,33 @@ def test_training_goes_on_as_if_nothing_had_been_parked(parking):
 def test_on_disk_it_takes_no_memory(tmp_path):
     model, optimizer = trained()
     release_freed_memory()  # what earlier tests left
-    parking, before = Parking(tmp_path / "policy.bin"), resident()
+    offloaded, before = OffloadedTensors(tmp_path / "policy.bin"), resident()
     size = sum(t.nbytes for t in {id(t): t for t in tensors(model, optimizer)}.values())
-    parking.park(tensors(model, optimizer))
-    assert parking.bytes == size
+    offloaded.offload(tensors(model, optimizer))
+    assert offloaded.bytes == size
     assert before - resident() > 0.95 * size
     assert (tmp_path / "policy.bin").stat().st_size == size
-    parking.wake()
+    offloaded.restore()
     assert abs(resident() - before) < 0.1 * size
     assert not (tmp_path / "policy.bin").exists()
 
 
-def test_what_waits_is_not_parked_again_and_what_is_awake_not_woken(parking):
+def test_what_waits_is_not_parked_again_and_what_is_awake_not_woken(offloaded):
     model, optimizer = trained()
     sums = [float(t.detach().sum()) for t in tensors(model, optimizer)]
-    parking.wake()
-    parking.park(tensors(model, optimizer))
-    parking.park(tensors(model, optimizer))
-    parking.wake()
-    parking.wake()
+    offloaded.restore()
+    offloaded.offload(tensors(model, optimizer))
+    offloaded.offload(tensors(model, optimizer))
+    offloaded.restore()
+    offloaded.restore()
     assert [float(t.detach().sum()) for t in tensors(model, optimizer)] == sums
 
 
-def test_memory_that_is_not_torchs_own_is_refused_before_anything_is_emptied(parking):
+def test_memory_that_is_not_torchs_own_is_refused_before_anything_is_emptied(offloaded):
     values, seen = torch.ones(MIB), torch.ones(MIB)
     array = seen.numpy()
     with pytest.raises(RuntimeError, match=r"1 of 2 tensors have memory .* cannot be freed"):
-        parking.park([values, seen])
+        offloaded.offload([values, seen])
     assert values.sum() == MIB == array.sum()
 
 
@@ -88,7 +88,7 @@ def test_a_disk_that_cannot_be_written_leaves_everything_awake(tmp_path):
     (tmp_path / "full").write_text("a file where the directory should be")
     values = torch.ones(MIB)
     with pytest.raises(OSError, match="full"):
-        Parking(tmp_path / "full" / "0.bin").park([values])
+        OffloadedTensors(tmp_path / "full" / "0.bin").offload([values])
     assert values.sum() == MIB
 
 
@@ -97,8 +97,8 @@ def test_a_disk_that_cannot_be_written_leaves_everything_awake(tmp_path):
     [(lambda b: b[:5], "is shorter than what was written"), (lambda b: b[:-1] + b"x", "is not what was written")],
 )
 def test_a_file_that_was_changed_is_noticed(tmp_path, change, said):
-    values, parking = torch.ones(MIB), Parking(tmp_path / "0.bin")
-    parking.park([values])
+    values, offloaded = torch.ones(MIB), OffloadedTensors(tmp_path / "0.bin")
+    offloaded.offload([values])
     (tmp_path / "0.bin").write_bytes(change((tmp_path / "0.bin").read_bytes()))
     with pytest.raises(RuntimeError, match=said):
-        parking.wake()
+        offloaded.restore()

@@ -1,6 +1,6 @@
 """The forms in which people's data sets come, each made in small, and what ptf is to make of it.
 
-The one idea: one literal table is what the tests assert and what benchmarks/results/formats.md shows.
+One literal table is what the tests assert and what benchmarks/results/formats.md shows.
 """
 
 import json

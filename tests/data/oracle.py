@@ -1,9 +1,9 @@
 """The assistant's tokens found a second way: by characters, and by asking the template what it does with other words.
 
-The one idea: each part of a turn (thinking, content, a call's name and arguments) and of its context is replaced by a
-word that occurs nowhere else, and rendered again. Words that do not come out are what the template drops. Where a turn
-ends is known by hand (tests/data/templates.py). Spans are characters of rendered text, turns share a sample while the
-text of one begins the next, and tokens are told by their offsets. Imports nothing of ptf.
+Each part of a turn (thinking, content, a call's name and arguments) and of its context is replaced by a word that
+occurs nowhere else, and rendered again. Words that do not come out are what the template drops. Where a turn ends is
+known by hand (tests/data/templates.py). Spans are characters of rendered text, turns share a sample while the text of
+one begins the next, and tokens are told by their offsets. Imports nothing of ptf.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The ids that ptf trains on, beside those that AutoTokenizer makes of the files that ptf writes.
 
-The one idea: what trains is a tokenizer in memory, with the tokens that the job added to it; what serves is another
-one, read by transformers from the directory that was published. Both are asked about the same texts: by the batch, as
-data are encoded, and some as whole documents.
+What trains is a tokenizer in memory, with the tokens that the job added to it; what serves is another one, read by
+transformers from the directory that was published. Both are asked about the same texts: by the batch, as data are
+encoded, and some as whole documents.
 """
 
 import os

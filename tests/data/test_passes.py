@@ -76,11 +76,11 @@ def test_what_is_said_is_what_is_trained(
     if mixture in ("drop", "stop") and epochs is None:
         epochs = 9
     options = MIXTURES[mixture]
-    said = planned(lanes_of(files, characters, epochs, **options), ROWS, steps)
+    plan = planned(lanes_of(files, characters, epochs, **options), ROWS, steps)
     ends, found = trained(lanes_of(files, characters, epochs, **options), None if steps is None else steps * ROWS)
-    assert said.exact
-    assert said.steps == (ends, ends)
-    assert said.passes == {name: (pytest.approx(n), pytest.approx(n)) for name, n in found.items()}
+    assert plan.exact
+    assert plan.steps == (ends, ends)
+    assert plan.passes == {name: (pytest.approx(n), pytest.approx(n)) for name, n in found.items()}
     if mixture in ("none", "temperature", "drop") and steps is None:
         assert found == {"a": epochs, "b": epochs}
     rough = estimated(lanes_of(files, characters, epochs, **options), ROWS, steps)
@@ -105,15 +105,15 @@ def test_rows_of_compressed_files_are_counted_or_estimated(
     lanes = Lanes(sources, characters, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
     ends, found = trained(lanes, None)
     monkeypatch.setattr(passes, "FEW_ROWS", few)
-    said = planned(lanes, ROWS, None)
-    low, high = said.passes["a"]  # type: ignore[misc]
+    plan = planned(lanes, ROWS, None)
+    low, high = plan.passes["a"]  # type: ignore[misc]
     if few > SIZES["a"]:
-        assert said.exact
-        assert said.steps == (ends, ends)
+        assert plan.exact
+        assert plan.steps == (ends, ends)
         assert low == high == pytest.approx(found["a"])
     else:
-        assert not said.exact
-        assert said.steps[0] * 0.9 - 2 <= ends <= said.steps[1] * 1.1 + 2
+        assert not plan.exact
+        assert plan.steps[0] * 0.9 - 2 <= ends <= plan.steps[1] * 1.1 + 2
         assert low * 0.85 <= found["a"] <= high * 1.15
 
 
@@ -135,8 +135,8 @@ def test_only_the_lengths_of_what_is_tokenized_are_read(
     lanes = Lanes(sources, characters, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
     steps, found = trained(lanes, None)
     monkeypatch.setattr(TokenRows, "__init__", lambda self, table: pytest.fail("tokens were read"))
-    said = planned(lanes, ROWS, None)
-    assert (said.steps, said.passes, said.exact) == ((steps, steps), {"a": (2.0, 2.0)}, True)
+    plan = planned(lanes, ROWS, None)
+    assert (plan.steps, plan.passes, plan.exact) == ((steps, steps), {"a": (2.0, 2.0)}, True)
     assert found["a"] == 2
     monkeypatch.setattr(passes, "FEW_ROWS", 0)
     assert planned(lanes, ROWS, None).exact
@@ -147,10 +147,10 @@ def test_an_interval_where_too_much_would_be_encoded(
 ) -> None:
     monkeypatch.setattr(passes, "FEW_ROWS", 100)
     lanes = lanes_of(files, characters, 1)
-    said = planned(lanes, ROWS, None)
-    assert not said.exact
-    assert said.steps[0] < said.steps[1]
-    assert said.passes == {"a": (1.0, 1.0), "b": (1.0, 1.0)}
-    assert "passes over the data: a 1, b 1; steps: " in said.said()
-    assert said.said().endswith("(estimated)")
+    plan = planned(lanes, ROWS, None)
+    assert not plan.exact
+    assert plan.steps[0] < plan.steps[1]
+    assert plan.passes == {"a": (1.0, 1.0), "b": (1.0, 1.0)}
+    assert "passes over the data: a 1, b 1; steps: " in plan.describe()
+    assert plan.describe().endswith("(estimated)")
     assert planned(lanes, ROWS, None, exact=True).exact

@@ -1,9 +1,9 @@
 """Random trials of a run that is stopped and resumed: another number of ranks each time, any lanes, rows,
 formats and mixtures.
 
-The one idea: every sample carries its number, so what was trained can be read back from the batches, and compared with
-a run that never stopped, with what an epoch is, and with what was said before the run began.
-Used by a test and by benchmarks/resume_trials.py.
+Every sample carries its number, so what was trained can be read back from the batches, and compared with a run that
+never stopped, with what an epoch is, and with what was said before the run began. Used by a test and by
+benchmarks/resume_trials.py.
 """
 
 import gzip

@@ -1,10 +1,10 @@
-"""Whether documents of packed rows see each other, exactly: by the Jacobian between documents,
-and beside each document alone.
+"""Exact tests of whether documents of a packed row affect each other: by the Jacobian between documents, and by
+comparison with each document alone.
 
-The one idea: the gradient of some documents' outputs (drawn directions) with respect to every token's embedding. It is
-exactly zero at the other documents, or something of them was looked at; a whole batch of packings is one forward and
-one backward pass. In fp64 a document of a packed row is also what it is alone, to rounding, so that wrong positions
-show too. And three faults that are put in on purpose have to be seen in every row that can show them.
+The tests take the gradient of some documents' outputs, in random directions, with respect to every token's embedding.
+It is exactly zero at the other documents unless something of them was read; a whole batch of packings is one forward
+and one backward pass. In fp64 a document of a packed row also equals the same document alone, to rounding, so wrong
+positions are found too. Three faults that are put in on purpose must be found in every row that can show them.
 """
 
 import random

@@ -27,9 +27,9 @@ FORMS = {
     "dpo": DPO(beta=0.3),
     "conservative": DPO(beta=0.3, label_smoothing=0.1),
     "means": DPO(beta=2.0, length_normalised=True),
-    "ipo": DPO(form="ipo", beta=0.2),
-    "ipo of means": DPO(form="ipo", beta=0.2, length_normalised=True),
-    "simpo": DPO(form="simpo", beta=2.0, gamma=0.7),
+    "ipo": DPO(loss_type="ipo", beta=0.2),
+    "ipo of means": DPO(loss_type="ipo", beta=0.2, length_normalised=True),
+    "simpo": DPO(loss_type="simpo", beta=2.0, gamma=0.7),
 }
 
 
@@ -68,14 +68,14 @@ def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tens
     for chosen, rejected in made:
         weight = float(chosen.weights.max())
         (w, n_w), (v, n_v) = dense.answer(policy, chosen), dense.answer(policy, rejected)
-        if recipe.form == "simpo":
+        if recipe.loss_type == "simpo":
             loss = -torch.log(torch.sigmoid(recipe.beta / n_w * w - recipe.beta / n_v * v - recipe.gamma))
         else:
             with torch.no_grad():
                 (rw, _), (rv, _) = dense.answer(reference, chosen), dense.answer(reference, rejected)
             by = (n_w, n_v) if recipe.length_normalised else (1, 1)
             gap = (w - rw) / by[0] - (v - rv) / by[1]
-            if recipe.form == "ipo":
+            if recipe.loss_type == "ipo":
                 loss = (gap - 1 / (2 * recipe.beta)) ** 2
             else:
                 e = recipe.label_smoothing

@@ -15,7 +15,7 @@ from ptf.config import ConfigError, loads
 from ptf.config.section import Plug
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.eval import auc, calibration_error, check, evaluate, own_metric, refuse_regression
+from ptf.measurement import auc, calibration_error, check_evaluation, compute_own_metric, measure_run, refuse_regression
 from tests.tiny import arithmetic
 from tests.train.test_fit import facts, train
 from tests.train.test_preferences import RECIPES, preferences
@@ -47,7 +47,7 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     if lora:
         raw["model"] |= {"lora": {"rank": 4}, "train": ["head"] if "dpo" not in name else None}
     run = train(raw, "run")
-    found, last = evaluate(loads(yaml.safe_dump(raw)), run), facts(run)[-1]
+    found, last = measure_run(loads(yaml.safe_dump(raw)), run), facts(run)[-1]
     seen = {key: value for key, value in last.items() if key.endswith("/held_out")}
     assert {"loss/held_out", "accuracy/held_out"} <= seen.keys()
     assert {key: found[key] for key in seen} == pytest.approx(seen, abs=1e-5)
@@ -58,7 +58,7 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     assert found.keys() - seen.keys() == beside | {f"start/{key}" for key in start}
     assert all(0 <= found[key] <= 1 for key in beside)
     assert start.keys() == {*seen, *beside} - {"accuracy_by_length/held_out"}, "the same of what training started from"
-    before = evaluate(
+    before = measure_run(
         loads(yaml.safe_dump(raw | {"evaluate": {"start": False}})),
         train(raw, "unmoved", train__steps=1, train__lr=1e-12),
     )
@@ -77,7 +77,7 @@ def test_of_distillation_it_measures_kl_to_the_teacher_and_the_loss_of_the_data(
     )
     start = facts(forward)[-1]
     run = train(raw, "run", train__lr=5e-3)
-    found = evaluate(loads(yaml.safe_dump(raw)), run)
+    found = measure_run(loads(yaml.safe_dump(raw)), run)
     assert found.keys() == {"kl/held_out", "ce/held_out", "start/kl/held_out", "start/ce/held_out"}
     assert found["start/kl/held_out"] == pytest.approx(start["divergence/held_out"], rel=1e-4)
     assert found["start/ce/held_out"] == pytest.approx(start["ce/held_out"], rel=1e-4)
@@ -167,9 +167,9 @@ def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
         "at_least": {"use": f"{HERE}:longest", "args": {"at_least": 999}},
     }
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/longest"}}))
-    check(job)
+    check_evaluation(job)
     run = train(raw, "run")
-    found = evaluate(job, run)
+    found = measure_run(job, run)
     answers = [json.loads(line)["answer"] for line in (run / "answers" / "test.jsonl").read_text().splitlines()]
     assert found["test/longest"] == max(map(len, answers))
     assert found["test/at_least"] == found["start/test/at_least"] == 999
@@ -181,7 +181,7 @@ def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
 )
 def test_a_metric_that_fails_is_named(name, message):
     with pytest.raises((UserError, ConfigError), match=message):
-        own_metric("mine", Plug(use=f"{HERE}:{name}"), [])
+        compute_own_metric("mine", Plug(use=f"{HERE}:{name}"), [])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_what_the_last_steps_need_is_missed_before_the_first_one_works(tmp_path,
     for section, values in changes.items():
         raw[section] = raw.get(section, {}) | values
     with pytest.raises(ConfigError, match=message):
-        check(loads(yaml.safe_dump(raw)))
+        check_evaluation(loads(yaml.safe_dump(raw)))
 
 
 def test_metrics_without_prompts_are_refused(tmp_path):

@@ -24,12 +24,12 @@ ONE = {"big": TeacherConfig(path="big")}
 TWO = {"big": TeacherConfig(path="big", weight=3.0), "small": TeacherConfig(path="small")}
 FORMS = {
     "forward": KD(ONE),
-    "reverse": KD(ONE, form="reverse"),
-    "js": KD(ONE, form="js", beta=0.2),
+    "reverse": KD(ONE, loss_type="reverse"),
+    "js": KD(ONE, loss_type="js", beta=0.2),
     "hot": KD(ONE, temperature=2.0, ce=0.3),
-    "two": KD(TWO, form="js", ce=1.0),
+    "two": KD(TWO, loss_type="js", ce=1.0),
     "top": KD(ONE, top_k=5, temperature=1.5),
-    "top of two": KD(TWO, form="reverse", top_k=5, ce=0.5),
+    "top of two": KD(TWO, loss_type="reverse", top_k=5, ce=0.5),
 }
 
 
@@ -77,7 +77,7 @@ def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tenso
                 "forward": kl(t, s),
                 "reverse": kl(s, t),
                 "js": recipe.beta * kl(t, m) + (1 - recipe.beta) * kl(s, m),
-            }[recipe.form]
+            }[recipe.loss_type]
             loss = loss + share * recipe.temperature**2 * apart
         total, units = total + (weights * loss).sum(), units + float(weights.sum())
     return total / units

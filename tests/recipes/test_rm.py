@@ -27,8 +27,8 @@ FORMS = {
     "pair": RM(),
     "margin": RM(margin=True),
     "centred": RM(centring=0.05),
-    "binary": RM(form="binary"),
-    "regression": RM(form="regression"),
+    "binary": RM(loss_type="binary"),
+    "regression": RM(loss_type="regression"),
 }
 
 
@@ -48,7 +48,7 @@ def load(place: Path, **spec: Any) -> Decoder:
 
 def data(recipe: RM, weight: float) -> list[PackUnit]:
     made, rng = atoms(6, weight=weight), np.random.default_rng(0)
-    if recipe.form == "pair":
+    if recipe.loss_type == "pair":
         if not recipe.margin:
             return made
         return [
@@ -62,7 +62,7 @@ def data(recipe: RM, weight: float) -> list[PackUnit]:
         for place in places:
             weights[place], scores[place] = (
                 s.weights.max(),
-                {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.form](),
+                {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.loss_type](),
             )
         found.append((replace(s, weights=weights, streams={"score": scores, "answer_length": scores}),))
     assert any((sample.weights != 0).sum() > 1 for (sample,) in found)
@@ -73,7 +73,7 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for atom in made:
         weight = float(atom[0].weights.max())
-        if recipe.form == "pair":
+        if recipe.loss_type == "pair":
             scores = [dense.score(network, s) for s in atom]
             margin = float(atom[0].streams["margin"][0]) if recipe.margin else 0.0
             loss = (
@@ -90,7 +90,7 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
             )
             loss = (
                 (score - y) ** 2
-                if recipe.form == "regression"
+                if recipe.loss_type == "regression"
                 else -y * logsigmoid(score) - (1 - y) * logsigmoid(-score)
             )
             total, units = total + weight * loss, units + weight
@@ -135,7 +135,7 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
     messages = [*chat("a?", "b"), *chat("c?", "cab"), *chat("b?", "a")]
     for i, reward in ((1, 1.0), (3, 0.0), (5, 0.5)):
         messages[i]["reward"] = reward
-    recipe, model = RM(form="binary"), load(place)
+    recipe, model = RM(loss_type="binary"), load(place)
     ((whole,),) = recipe.encode({"messages": messages}, characters, "s")
     rows = [
         {"prompt": bare(messages[:i]), "completion": messages[i]["content"], "reward": messages[i]["reward"]}
@@ -156,7 +156,7 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
 
 def test_scores_at_every_token_as_they_once_were_are_refused(place):
     """And where there is no row at all there is nothing to refuse."""
-    recipe, model = RM(form="binary"), load(place)
+    recipe, model = RM(loss_type="binary"), load(place)
     sample = data(recipe, 1.0)[0][0]
     with pytest.raises(UserError, match="tokenize it again"):
         recipe.loss(
@@ -203,18 +203,18 @@ def characters(tmp_path_factory) -> Tokenizer:
         (RM(), {"prompt": "a?", "chosen": "b", "rejected": ""}, "empty"),
         (RM(), {"chosen": chat("a?", "b"), "rejected": chat("c?", "c")}, "different prompts"),
         (RM(margin=True), {"prompt": "a?", "chosen": "b", "rejected": "c"}, "needs a number `margin`"),
-        (RM(form="binary"), {"prompt": "a?", "completion": "b", "reward": 3}, "from 0 to 1"),
-        (RM(form="regression"), {"prompt": "a?", "completion": "b", "reward": float("nan")}, "finite"),
-        (RM(form="regression"), {"prompt": "a?", "completion": "b"}, "needs `prompt`, `completion` and `reward`"),
-        (RM(form="binary"), rated(1, 0, -1), "from 0 to 1, not -1"),
-        (RM(form="regression"), rated(1, "good"), "message 3: `reward` must be a finite number, not 'good'"),
-        (RM(form="regression"), rated(None, None), "no message of the assistant's has a `reward`"),
+        (RM(loss_type="binary"), {"prompt": "a?", "completion": "b", "reward": 3}, "from 0 to 1"),
+        (RM(loss_type="regression"), {"prompt": "a?", "completion": "b", "reward": float("nan")}, "finite"),
+        (RM(loss_type="regression"), {"prompt": "a?", "completion": "b"}, "needs `prompt`, `completion` and `reward`"),
+        (RM(loss_type="binary"), rated(1, 0, -1), "from 0 to 1, not -1"),
+        (RM(loss_type="regression"), rated(1, "good"), "message 3: `reward` must be a finite number, not 'good'"),
+        (RM(loss_type="regression"), rated(None, None), "no message of the assistant's has a `reward`"),
         (
-            RM(form="regression"),
+            RM(loss_type="regression"),
             rated(1, role="user"),
             r"message 0 \(user\) has a `reward`, but only what the assistant says",
         ),
-        (RM(form="regression"), {"messages": rated(1)["messages"][1:]}, "the assistant speaks first"),
+        (RM(loss_type="regression"), {"messages": rated(1)["messages"][1:]}, "the assistant speaks first"),
     ],
 )
 def test_rows_that_cannot_be_compared_or_scored_are_refused(characters, recipe, row, message):

@@ -1,8 +1,8 @@
 """Attempts at a run, each a process that is forked from this one, which has imported what a run imports and never
 trained.
 
-The one idea: what a fork inherits is code, not state, so an attempt takes a second and not six, and killing it kills
-what killing a user's run does.
+What a fork inherits is code, not state, so an attempt takes a second and not six, and killing it kills what killing a
+user's run does.
 """
 
 import contextlib

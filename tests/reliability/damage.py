@@ -1,8 +1,8 @@
-"""Damaging every kind of file that a run reads again, and what is then made of it.
+"""Damage to every kind of file that a run reads again, and the run's reaction.
 
-The one idea: a scene is a directory as ptf left it, and the very call by which a run reads it. A trial puts the
-directory back, harms one file of it, and calls: what comes of it is what was written, or an error that names the file,
-or the console says what was done instead. Anything else is silent.
+A scene is a directory that ptf wrote, and the call by which a run reads it. A trial restores the directory, damages one
+file and calls. It passes if the result is what was written, if the error names the file, or if the console says what
+was done instead; any other outcome is silent damage.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """A ledger of every answer of an on-policy run through all its kills: that each was trained exactly once,
 and none lost or sampled otherwise.
 
-The one idea: it is kept beside the run, by whoever kills it. Each attempt appends what was sampled, scored, trained and
-restored; what survives of an attempt are its steps before the one from which the next attempt went on. An answer is
-known by its tokens and by the engine's log-probs of them.
+It is kept beside the run, by whoever kills it. Each attempt appends what was sampled, scored, trained and restored;
+what survives of an attempt are its steps before the one from which the next attempt went on. An answer is known by its
+tokens and by the engine's log-probs of them.
 """
 
 import hashlib
@@ -27,16 +27,16 @@ def keep(ledger: Path, attempt: int) -> None:
     so a kill leaves whole ones."""
     from ptf.data.trajectory import samples_of
     from ptf.rl import controller
-    from ptf.rl.cluster import LocalGroup
+    from ptf.rl.cluster import LocalRoleGroup
 
     file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    call, score, run = LocalGroup.call, controller.score_groups, controller.Controller.run
+    call, score, run = LocalRoleGroup.call, controller.score_groups, controller.Controller.run
     at = [0]
 
     def note(event: str, step: int, **more: Any) -> None:
         os.write(file, (json.dumps({"attempt": attempt, "event": event, "step": step, **more}) + "\n").encode())
 
-    def calling(self: LocalGroup, method: str, *args: Any) -> Any:
+    def calling(self: LocalRoleGroup, method: str, *args: Any) -> Any:
         done = call(self, method, *args)
         if method == "rollout" and args[2].startswith("step "):  # not those of an evaluation
             at[0] = args[1]
@@ -68,7 +68,7 @@ def keep(ledger: Path, attempt: int) -> None:
         note("restored", self.step)
         run(self)
 
-    LocalGroup.call, controller.score_groups, controller.Controller.run = calling, scoring, beginning
+    LocalRoleGroup.call, controller.score_groups, controller.Controller.run = calling, scoring, beginning
 
 
 def read(ledger: Path) -> list[dict[str, Any]]:

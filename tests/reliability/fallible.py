@@ -1,9 +1,9 @@
-"""A reward, an environment and an engine in which one thing goes wrong,
-at the n-th time that they are asked in a run. They say in a file when.
+"""A reward, an environment and an engine in which one thing fails at the n-th call of a run. They record in a file when
+it did.
 
-The one idea: what is asked is counted by bytes in a file, for a process that died starts anew; a fault that `lasts`
-comes again for the same question and for no other, so whether it was asked again or not at all can be told apart. The
-module imports little: each process of a reward reads it.
+Calls are counted by bytes in a file, because a process that died starts its memory anew. A fault that `lasts` returns
+for the same question and for no other, so a test can tell whether it was asked again. The module imports little,
+because each process of a reward imports it.
 """
 
 import json

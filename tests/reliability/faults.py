@@ -1,9 +1,9 @@
-"""One fault in a tiny GRPO or PPO run: whether it became a number, how soon it was named,
-and whether what came of the run is right.
+"""One fault in a tiny GRPO or PPO run: whether it became a number, how soon it was named, and whether the run's results
+are right.
 
-The one idea: a run without a fault tells what every answer is worth. A fault that passes must leave the bits of that
-run; of one that lasts, the answers of its step that have no reward must be those of the question that failed, and all
-others must have the reward that they have there.
+A run without a fault gives the right reward of every answer. A fault that passes must leave the bits of that run. With
+one that lasts, the answers without a reward must be those of the question that failed, and all others must have the
+rewards of the run without a fault.
 """
 
 import contextlib

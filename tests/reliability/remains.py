@@ -1,6 +1,6 @@
 """What is left behind by runs that were killed and continued: processes, files in shared memory, temporary files.
 
-The one idea: the process that kills adopts orphans, so what is left is a child that it still has.
+The process that kills adopts orphans, so what is left is a child that it still has.
 """
 
 import contextlib

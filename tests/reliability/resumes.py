@@ -1,7 +1,7 @@
 """Two resumes of one killed run at once, and what becomes of each.
 
-The one idea: every attempt is a process forked from this one, which has imported everything but never trained. On disk
-the two share the run's directory; in an object store they share its checkpoints alone, as two machines do.
+Every attempt is a process forked from this one, which has imported everything but never trained. On disk the two share
+the run's directory; in an object store they share its checkpoints alone, as two machines do.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The files that a run reads again, one kind of them at a time, made by tiny real runs; and how a run reads them
 (tests/reliability/damage.py).
 
-The one idea: every scene has a counterpart of another run, step or version with the same names, whose files are the
-likeliest to be taken for its own.
+Every scene has a counterpart of another run, step or version with the same names, whose files are the likeliest to be
+taken for its own.
 """
 
 import contextlib
@@ -34,9 +34,10 @@ from ptf.data import prepare, tokenized
 from ptf.data.sources import hub
 from ptf.data.sources.rows import blocks_once
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
-from ptf.eval import evaluate, read_compared
+from ptf.measurement import measure_run, read_row_metrics
 from ptf.model import bridge
-from ptf.rl.weights.verification import BucketFiles, check, write_buckets
+from ptf.rl.weights.stored import BucketFiles, write_buckets
+from ptf.rl.weights.verification import check
 from ptf.train import job_tokenizer, starting_model
 from ptf.train.export import probe_of, refuse_damaged
 from ptf.train.tokenize import tokenize
@@ -89,7 +90,7 @@ class Made:
 
     def trained(self, job: Job, name: str) -> Path:
         run = running.run(job, name)
-        (run / "metrics.json").write_text(json.dumps(evaluate(job, run)))
+        (run / "metrics.json").write_text(json.dumps(measure_run(job, run)))
         return run
 
     @cached_property
@@ -283,7 +284,7 @@ def retraining(made: Made) -> Scene:
         )
     return Scene(
         root,
-        lambda: retrain.news(job, artifact),
+        lambda: retrain.has_new_data(job, artifact),
         counterpart,
         "changed since",
         older=[True],
@@ -307,7 +308,7 @@ def rows_file(made: Made, run: Path, other: Path, name: str, key: str) -> Scene:
     manifest = storage.manifest_of(str(steps[-2]))  # so that there are rows after it, too
 
     def read() -> Any:
-        rows = Rows(root / name, manifest["step"], said=manifest[key])
+        rows = Rows(root / name, manifest["step"], expected=manifest[key])
         rows.close()
         return (root / name).read_text()
 
@@ -336,7 +337,7 @@ def answers(made: Made) -> Scene:
 
 def measurements(made: Made) -> Scene:
     root, counterpart = made.of_run("compared", made.a, made.b, "compared.json")
-    return Scene(root, lambda: read_compared(root), counterpart)
+    return Scene(root, lambda: read_row_metrics(root), counterpart)
 
 
 def exported_model(made: Made) -> Scene:

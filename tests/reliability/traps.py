@@ -1,9 +1,9 @@
 """Killing a process at a named instant: the n-th visit to a phase, the n-th file operation,
 the first byte over a size in whatever file.
 
-The one idea: the trap is armed in the process that is to die, and what trips it is SIGKILL (or, for a size, the
-kernel's SIGXFSZ, in the middle of a write): nothing of the process is left to tidy up. Moments on the clock are the
-parent's affair, which kills the whole process group.
+The trap is armed in the process that is to die, and what trips it is SIGKILL (or, for a size, the kernel's SIGXFSZ, in
+the middle of a write): nothing of the process is left to tidy up. Moments on the clock are the parent's affair, which
+kills the whole process group.
 """
 
 import os
@@ -96,7 +96,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.recipes.ppo.recipe import PPO, Critic
     from ptf.recipes.rm.recipe import RM
     from ptf.recipes.sft.recipe import SFT
-    from ptf.rl.cluster import LocalGroup
+    from ptf.rl.cluster import LocalRoleGroup
     from ptf.rl.samples import Samples
     from ptf.rl.worker_process import WorkerProcess
     from ptf.train import precompute
@@ -157,4 +157,4 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (WorkerProcess, "_start"),
     ):
         watched(owner, name)
-    watched(LocalGroup, "call", lambda group, method, *_: f"{group.spec.name}.{method}")
+    watched(LocalRoleGroup, "call", lambda group, method, *_: f"{group.spec.name}.{method}")

@@ -19,13 +19,13 @@ class Replay:
         return self.messages[: self.at]
 
     def act(self, text):
-        said = self.messages[self.at]
+        recorded = self.messages[self.at]
         following = self.messages[self.at + 1 :]
         n = next((i for i, m in enumerate(following) if m["role"] == "assistant"), None)
         if n is None:
-            return Turn(reward=1.0, done=True, said=said)
+            return Turn(reward=1.0, done=True, message=recorded)
         self.at += 1 + n
-        return Turn(following[:n], said=said)
+        return Turn(following[:n], message=recorded)
 
 
 class Echo:

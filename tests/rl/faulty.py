@@ -15,7 +15,7 @@ from ptf.data.trajectory import Call
 from ptf.model.layers import MLP
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.weights import transports
+from ptf.rl.weights import streamed
 
 HANG_S = 600.0
 
@@ -104,7 +104,7 @@ class Reading(MLP):
 
     def __init__(self, *what: Any, place: str, fault: str, sending: str) -> None:
         super().__init__(*what)
-        taken, filled, looked = transports.Transfer._unpack, transports._fill_buffers, iter(range(1000))
+        taken, filled, looked = streamed.Transfer._unpack, streamed._fill_buffers, iter(range(1000))
 
         def taking(self, *parts):
             if self.version == 3 and next(looked) == 1 and fault and once(place, "reading"):
@@ -117,7 +117,7 @@ class Reading(MLP):
                     befall(sending)
                 yield pieces
 
-        if not getattr(transports, "faulty", False):  # once a process
-            transports.faulty = True
-            transports.BUFFER_BYTES = 32 << 10  # so that there is a middle
-            transports.Transfer._unpack, transports._fill_buffers = taking, filling
+        if not getattr(streamed, "faulty", False):  # once a process
+            streamed.faulty = True
+            streamed.BUFFER_BYTES = 32 << 10  # so that there is a middle
+            streamed.Transfer._unpack, streamed._fill_buffers = taking, filling

@@ -14,7 +14,7 @@ from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.rl.cluster import LocalGroup
+from ptf.rl.cluster import LocalRoleGroup
 from ptf.rl.controller import rewards_differ
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.sampler import Sampler
@@ -55,9 +55,9 @@ def train(raw: dict, lineage: str = "a") -> Path:
 
 def intercept(monkeypatch, method: str, wrapper) -> None:
     """Stand between the controller and a role's method."""
-    call = LocalGroup.call
+    call = LocalRoleGroup.call
     monkeypatch.setattr(
-        LocalGroup,
+        LocalRoleGroup,
         "call",
         lambda self, name, *args: (
             wrapper(lambda *a: call(self, name, *a), *args) if name == method else call(self, name, *args)

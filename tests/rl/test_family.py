@@ -206,7 +206,7 @@ def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
     plugged = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO"}')))
     assert plugged == build(loads(text.replace("RECIPE", "grpo")))
     assert plugged.length == 17
-    assert plugged.how == Processing(0.5, 1.0)
+    assert plugged.processing == Processing(0.5, 1.0)
     assert set(facts(loads(text.replace("RECIPE", "grpo")))) == set(FACTS)  # what `ptf check` takes for given
     mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {length: 3}}')))
     assert mine.length == 3  # what the config says comes first

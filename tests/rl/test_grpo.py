@@ -34,7 +34,7 @@ def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
 
 @pytest.mark.parametrize(
     "recipe",
-    [GRPO(), GRPO(kl=0.1), GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, how=Processing(0.8))],
+    [GRPO(), GRPO(kl=0.1), GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, processing=Processing(0.8))],
 )
 def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     directory = checkpoint(tmp_path / "m")
@@ -59,7 +59,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
             positions = torch.arange(ids.shape[1])[None]
             logits = model(ids, positions, torch.zeros_like(positions), lambda x, head: head.logits(x))[0]
             logp = (
-                (logits / recipe.how.temperature)
+                (logits / recipe.processing.temperature)
                 .log_softmax(-1)[len(call.context) - 1 : -1]
                 .gather(1, ids[0, len(call.context) :, None])
                 .squeeze(1)
@@ -80,7 +80,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
 
 @pytest.mark.parametrize(
     "recipe",
-    [GRPO(), GRPO(how=Processing(0.8), mean_over="length", length=7), GRPO(ratio="answer", mean_over="answers")],
+    [GRPO(), GRPO(processing=Processing(0.8), mean_over="length", length=7), GRPO(ratio="answer", mean_over="answers")],
 )
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
     """Where π_old is the policy, what is known beforehand gives the same as what is found on the way."""

@@ -21,13 +21,13 @@ KILLED = """
     from ptf.compute import checkpoint
     from ptf.config import load
     from ptf.rl import controller
-    from ptf.rl.cluster import LocalGroup
+    from ptf.rl.cluster import LocalRoleGroup
     from ptf.run import run
 
     phase, step = sys.argv[2], int(sys.argv[3])
     methods = {"rollout": "rollout", "logprobs": "logprobs", "reference": "logprobs", "update": "update",
                "sync": "load", "save": "save"}
-    at, call, score = [0], LocalGroup.call, controller.score_groups
+    at, call, score = [0], LocalRoleGroup.call, controller.score_groups
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +49,7 @@ KILLED = """
             die()
         return score(rewards, groups)
 
-    LocalGroup.call, controller.score_groups = killing, scoring
+    LocalRoleGroup.call, controller.score_groups = killing, scoring
     run(load(sys.argv[1]), "killed")
 """
 

@@ -63,7 +63,7 @@ def test_colocated_and_disaggregated_pools_train_the_same_weights(ppo, capsys):
         made = train({**ppo, "compute": {**ppo["compute"], "pools": pools}}, name)
         said = capsys.readouterr().out
         assert left(made) == want, name
-        assert not (made / "parked").exists()
+        assert not (made / "offloaded").exists()
         lines = [line.split() for line in said[said.index("its phases:") :].splitlines()]
         parked = next(line[6] for line in lines if line[:2] == ["logprobs", "policy"])
         assert parked == {"colocated": "rollout", "disaggregated": "-"}[name], (
@@ -299,7 +299,7 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
             recipe=registry.build(job),
             width=64,
             sampling=NO_PROCESSING,
-            offload_path=str(tmp_path / "parked"),
+            offload_path=str(tmp_path / "offloaded"),
         )
         row = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
         learner.update([row], 0)
@@ -335,7 +335,7 @@ def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
             sampling=NO_PROCESSING,
             recipe=registry.build(job),
             train=job.train.model_copy(update={"precision": "bf16"}),
-            offload_path=str(tmp_path / "parked"),
+            offload_path=str(tmp_path / "offloaded"),
         )
         tokens = [np.arange(9, dtype=np.int32)]
         (before,) = learner.score(tokens)

@@ -98,7 +98,7 @@ def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
         return recipe, with_sampling(recipe, knobs, None)[1]
 
     monkeypatch.setattr(assemble, "with_sampling", unaware)
-    with pytest.raises(SyncError, match="do not hold the same policy"):
+    with pytest.raises(SyncError, match=r"rollout\.max_logprob_diff\)\. Either the engine computes otherwise"):
         train(allowed(raw, tmp_path))
 
 
@@ -141,7 +141,7 @@ def test_a_recipe_that_cannot_be_told_what_answers_are_drawn_from_is_refused(sho
     short["algo"] = {}
     short["rollout"]["temperature"] = 0.7
     train({**short, "recipe": {"use": "tests.rl.faulty:Recipe"}})  # the control: it is told
-    with pytest.raises(UserError, match="no dataclass with a field `how`"):
+    with pytest.raises(UserError, match="no dataclass with a field `processing`"):
         train({**short, "recipe": {"use": "tests.rl.test_restricted:Own"}}, "b")
 
 

@@ -24,7 +24,8 @@ from ptf.model.peft_format import PeftFormat, save
 from ptf.rl.engines.protocol import Request, Sampling, generate_all
 from ptf.rl.engines.vllm_engine import engine_env, max_lora_rank
 from ptf.rl.sampler import make_engine
-from ptf.rl.weights.verification import SyncError, into_buckets, manifest_of
+from ptf.rl.weights.stored import into_buckets
+from ptf.rl.weights.verification import SyncError, manifest_of
 from tests import tiny
 
 TOKENS = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -52,10 +52,10 @@ def again(raw: dict, lineage: str) -> Artifact | None:
     """As the flow does it; None where nothing was new."""
     job, artifact = loads(yaml.safe_dump(raw)), Artifact(lineage)
     artifact = retrain.prepare(job, artifact)
-    if not retrain.news(job, artifact):
+    if not retrain.has_new_data(job, artifact):
         return None
     for stage in (tokenize, train, evaluate, retrain.publish):
-        artifact = stage(retrain.based(job, artifact), artifact)
+        artifact = stage(retrain.starting_from_published(job, artifact), artifact)
     return artifact
 
 
@@ -110,11 +110,13 @@ def test_publishing_again_writes_nothing_and_moves_no_pointer(raw, tmp_path, cap
 def test_a_first_training_goes_on_as_it_began_whatever_is_published_meanwhile(raw, tmp_path):
     job = loads(yaml.safe_dump(raw))
     begun = tokenize(job, retrain.prepare(job, Artifact("first")))
-    train(retrain.based(job, begun), begun)
+    train(retrain.starting_from_published(job, begun), begun)
     again(raw, "other")
     artifact = retrain.prepare(job, Artifact("first"))
-    assert retrain.based(job, artifact) == job
-    assert train(retrain.based(job, artifact), tokenize(job, artifact)).run == f"{raw['output']}/first"
+    assert retrain.starting_from_published(job, artifact) == job
+    assert (
+        train(retrain.starting_from_published(job, artifact), tokenize(job, artifact)).run == f"{raw['output']}/first"
+    )
 
 
 def test_what_a_link_leads_to_is_what_counts(tmp_path):
@@ -253,7 +255,7 @@ def toy(tmp_path) -> Toy:
 def test_the_flow_ends_early_where_nothing_is_new(raw, toy):
     again(raw | {"train": {**raw["train"], "steps": 2}}, "first")
     said = flow(raw, toy)
-    assert "nothing published: the data are as they were" in said
+    assert "nothing published: there are no new data" in said
     assert "/train/" not in said, "no such step"
 
 
@@ -302,7 +304,7 @@ def test_the_card_says_what_it_is_made_of_and_how_it_did(raw, tmp_path):
     assert f"| sums | `data` | auto | by rows | {better.data['sums']} |" in text
     assert "vllm serve DIRECTORY\n" in text
     job = loads(text.split("```yaml\n")[1].split("```")[0])
-    trained = retrain.based(loads(yaml.safe_dump(raw)), better)
+    trained = retrain.starting_from_published(loads(yaml.safe_dump(raw)), better)
     assert (job.train, job.recipe, job.publish) == (trained.train, trained.recipe, trained.publish), "it is a config"
     assert job.model == trained.model.model_copy(update={"path": "…/published"})
     assert "published before" not in (Path(first.published) / "README.md").read_text()

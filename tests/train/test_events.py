@@ -15,9 +15,9 @@ from ptf.config import loads
 from ptf.config.load import ConfigError
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.eval import check, evaluate
 from ptf.events.catalogue import Catalogue
 from ptf.events.prepare import generated
+from ptf.measurement import check_evaluation, measure_run
 from ptf.run import run
 from ptf.tasks.slates import worth
 from tests.tiny import arithmetic
@@ -103,7 +103,7 @@ def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 def trained(raw: dict[str, Any], lineage: str) -> tuple[dict[str, float], Path]:
     job = loads(yaml.safe_dump(raw))
     directory = run(job, lineage)
-    return evaluate(job, directory), directory
+    return measure_run(job, directory), directory
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -118,7 +118,7 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
     histories_ = [{key: row[key] for key in ("messages", "history")} for row in prompts]
     random.Random(0).shuffle(histories_)
     held.write_text("".join(json.dumps(row | other) + "\n" for row, other in zip(prompts, histories_, strict=True)))
-    strangers = evaluate(loads(yaml.safe_dump(raw)), directory)
+    strangers = measure_run(loads(yaml.safe_dump(raw)), directory)
     assert found["next/all/ndcg@10"] > strangers["next/all/ndcg@10"] + 0.2
     assert found["next/new/ndcg@10"] > strangers["next/new/ndcg@10"] + 0.1
     assert found["loss/next"] < read_metrics(directory / "metrics.jsonl")[0]["loss"]
@@ -201,14 +201,14 @@ def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_pat
     raw = histories(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "next/all/ndcg@10"}}))
-    check(job)
+    check_evaluation(job)
     with pytest.raises(ConfigError, match="the evaluation will have no 'next/all/ndcg@5'"):
-        check(loads(yaml.safe_dump(raw | {"publish": {"metric": "next/all/ndcg@5"}})))
+        check_evaluation(loads(yaml.safe_dump(raw | {"publish": {"metric": "next/all/ndcg@5"}})))
     directory = run(job, "a")
     other = tmp_path / "made" / "catalogue.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"tokenizer": "0" * 64}))
     with pytest.raises(UserError, match="the catalogue was made with another tokenizer than the model's"):
-        evaluate(job, directory)
+        measure_run(job, directory)
 
 
 def test_a_users_future_is_played_out(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from ptf.config import ConfigError, Job, loads
 from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.eval import evaluate
 from ptf.load_check import model_difference
+from ptf.measurement import measure_run
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from ptf.train.components import parts_of
@@ -289,7 +289,7 @@ def test_the_evaluate_stage_measures_what_training_measured_last_and_what_it_beg
     raw["train"] |= {"validate_every": 2, "steps": 4, "precision": "fp32"}
     job = job_of(raw | {"model": {**raw["model"], **model}})
     directory = run(job, "run")
-    found, rows = evaluate(job, directory), read_metrics(directory / "metrics.jsonl")
+    found, rows = measure_run(job, directory), read_metrics(directory / "metrics.jsonl")
     assert found.keys() == {"loss/held_out", "start/loss/held_out"}
     assert found["loss/held_out"] == pytest.approx(rows[-1]["loss/held_out"], abs=1e-4)
     assert found["start/loss/held_out"] > found["loss/held_out"]

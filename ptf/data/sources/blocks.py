@@ -1,8 +1,8 @@
 """Data files in blocks, each read once for all the data partitions of a process.
 
-The one idea: where a block begins follows from the file alone (a row group of parquet; the lines that begin in one
-`LINES_BYTES` of jsonl). Partitions that are at different rows therefore ask for the same blocks, and a position in a
-file is a block and a row in it. Memory holds a few blocks, however large the files are.
+Where a block begins follows from the file alone (a row group of parquet; the lines that begin in one `LINES_BYTES` of
+jsonl). Partitions that are at different rows therefore ask for the same blocks, and a position in a file is a block and
+a row in it. Memory holds a few blocks, however large the files are.
 """
 
 import json

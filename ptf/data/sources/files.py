@@ -1,8 +1,8 @@
 """Which files of a source are data: the files of one split and one format, and the names of all other files.
 
-The one idea: the choice follows from names alone (and from the few small files that list others: the README of a
-dataset, `dataset_dict.json`, `state.json`), by the same rules for a directory, a bucket and a repository of the Hugging
-Face Hub. An ambiguous choice is refused, never guessed.
+The choice follows from names alone (and from the few small files that list others: the README of a dataset,
+`dataset_dict.json`, `state.json`), by the same rules for a directory, a bucket and a repository of the Hugging Face
+Hub. An ambiguous choice is refused, never guessed.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Opens a data file of any format.
 
-The one idea: whatever the format, an open file returns blocks by number, and reports what it knows of their count.
+Whatever the format, an open file returns blocks by number, and reports what it knows of their count.
 """
 
 from typing import Any

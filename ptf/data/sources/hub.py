@@ -1,9 +1,8 @@
 """Datasets of the Hugging Face Hub: an id becomes a commit, a commit becomes files, and files are read by byte ranges.
 
-The one idea: a commit never changes, so a branch is resolved to a commit once. Everything below a commit (its list of
-files, and every piece that was read) is cached in `HF_HOME/ptf-datasets` and needs no network a second time. A piece is
-cached with its SHA-256 and verified when it is read again. Nothing of a repository is executed: only data files are
-read.
+A commit never changes, so a branch is resolved to a commit once. Everything below a commit (its list of files, and
+every piece that was read) is cached in `HF_HOME/ptf-datasets` and needs no network a second time. A piece is cached
+with its SHA-256 and verified when it is read again. Nothing of a repository is executed: only data files are read.
 """
 
 import functools

@@ -2,9 +2,8 @@
 
 It holds one array of objects, or one object with one such array (`{"data": [...]}`).
 
-The one idea: only strings and brackets matter to find where an element ends. A scan for those cuts elements out of the
-text, and each is parsed when its row is requested, like a line of JSON lines. A `.json` file that holds JSON lines is
-read as that.
+Only strings and brackets matter to find where an element ends. A scan for those cuts elements out of the text, and each
+is parsed when its row is requested, like a line of JSON lines. A `.json` file that holds JSON lines is read as that.
 """
 
 import re

@@ -37,9 +37,9 @@ class DPOKnobs(Knobs):
         return {"reference": self.reference} if self.reference else {}
 
     def arguments(self) -> dict[str, Any]:
-        """Return the recipe's arguments; `loss` is its `form`."""
+        """Return the recipe's arguments; `loss` is its `loss_type`."""
         knobs = super().arguments()
-        return {"form": knobs.pop("loss"), **knobs}
+        return {"loss_type": knobs.pop("loss"), **knobs}
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

@@ -35,7 +35,7 @@ from ptf.recipes.protocol import Companion, Metrics
 class DPO:
     """The family of losses on pairs of a chosen and a rejected answer; see the module's docstring."""
 
-    form: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    loss_type: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
     length_normalised: bool = False
@@ -48,7 +48,7 @@ class DPO:
     @property
     def companions(self) -> Mapping[str, Companion]:
         """The reference, unless the loss needs none."""
-        return {} if self.form == "simpo" else {"reference": Companion(self.reference)}
+        return {} if self.loss_type == "simpo" else {"reference": Companion(self.reference)}
 
     @property
     def evaluated(self) -> "DPO":
@@ -71,9 +71,9 @@ class DPO:
         answers = self.of_answers(self.logprobs(model, batch), batch)  # [documents]
         rewards = answers if reference is None else answers - reference
         gap = rewards[chosen] - rewards[rejected]
-        if self.form == "ipo":
+        if self.loss_type == "ipo":
             losses = (gap - 1 / (2 * self.beta)) ** 2
-        elif self.form == "simpo":
+        elif self.loss_type == "simpo":
             losses = -logsigmoid(self.beta * gap - self.gamma)
         else:
             losses = -(1 - self.label_smoothing) * logsigmoid(self.beta * gap) - self.label_smoothing * logsigmoid(
@@ -105,7 +105,7 @@ class DPO:
 
     def reference_answers(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Tensor | None:
         """Return the reference's log-prob of each answer, [documents]; None without a reference."""
-        if self.form == "simpo":
+        if self.loss_type == "simpo":
             return None
         streams = batch.streams if self.precomputed else self.annotations(model, batch, companions)
         return self.of_answers(streams["reference_logprobs"], batch)
@@ -118,6 +118,6 @@ class DPO:
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """Return the log-prob of each answer, or its mean over tokens: [documents]."""
         total = sums(logprobs, batch)
-        if not (self.length_normalised or self.form == "simpo"):
+        if not (self.length_normalised or self.loss_type == "simpo"):
             return total
         return total / sums(torch.ones_like(logprobs), batch).clamp(min=1)

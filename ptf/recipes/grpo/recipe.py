@@ -56,7 +56,7 @@ class GRPO:
     overlong: int = 0
     epochs: int = 1
     minibatches: int = 1
-    how: Processing = NO_PROCESSING  # the distribution that answers were drawn from
+    processing: Processing = NO_PROCESSING  # the distribution that answers were drawn from
     length: int = 1  # the largest number of tokens of an answer
     online: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
@@ -113,9 +113,10 @@ class GRPO:
         return (batch.weights if self.mean_over == "tokens" else weights(batch)).sum(dtype=torch.float64)
 
     def has_known_gradient(self, batch: Batch) -> bool:
-        """Return whether the gradient of every log-prob is known before the forward pass.
+        """Return whether the gradient of the loss to every log-prob is known before the forward pass.
 
-        It is in the only step from these rollouts, where nothing else is in the loss.
+        This is so in the only optimizer step from these rollouts, where every ratio is 1, if the loss has no other term
+        than the clipped objective.
         """
         return not (
             "old_logprobs" in batch.streams
@@ -125,7 +126,7 @@ class GRPO:
         )
 
     def on_policy_loss(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Compute `loss` where π_old is the policy, so that every ratio is 1."""
+        """Return what `loss` returns, for a batch with `has_known_gradient`."""
         counts = self.counts(batch)
         reduce = partial(surrogate, **self.sampling_arguments(batch), coefficients=batch.streams["advantages"] * counts)
         loss, outputs = model(batch.tokens, batch.positions, batch.segments, reduce)
@@ -138,18 +139,20 @@ class GRPO:
         return loss, metrics | self.logprob_differences(outputs, batch, counts)
 
     def sampling_arguments(self, batch: Batch) -> dict[str, Any]:
-        """Return the sampled tokens and the distribution that they were drawn from, as arguments of the head's
-        functions."""
+        """Return the sampled tokens and the distribution that they were drawn from, as arguments of `token_logprobs`
+        and `surrogate`."""
         return {
             "targets": batch.targets,
             "weights": batch.weights,
-            "processing": self.how,
+            "processing": self.processing,
             "states": batch.streams.get("states"),
         }
 
     def logprob_differences(self, outputs: TokenLogprobs, batch: Batch, counts: Tensor) -> Metrics:
-        """Measure how far the engine's log-probs are from the trainer's, beyond what rounding does at the edge of a
-        nucleus."""
+        """Return metrics of the difference between the engine's and the trainer's log-probs.
+
+        A difference that rounding at the edge of a nucleus explains (`TokenLogprobs.slack`) is subtracted.
+        """
         difference = ((outputs.logprobs.detach() - batch.streams["rollout_logprobs"]).abs() - outputs.slack).clamp(
             min=0
         ) * (batch.weights != 0)
@@ -164,11 +167,11 @@ class GRPO:
         )
         logprobs, entropy = outputs.logprobs, outputs.entropy  # [B, T]
         advantages, rollout = batch.streams["advantages"], batch.streams["rollout_logprobs"]
-        # Without them this is the only step from these rollouts, so π_old is the policy.
+        # Without old_logprobs this is the only step from these rollouts, so π_old is the policy.
         old = batch.streams.get("old_logprobs", logprobs.detach())
         log_ratio = logprobs - old
         if self.ratio == "answer":
-            # the value is the answer's, the gradient each token's
+            # its value is the mean over the answer, its gradient that of each token
             log_ratio = self.answer_means(log_ratio.detach(), batch) + logprobs - logprobs.detach()
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
@@ -219,8 +222,7 @@ class GRPO:
 
 
 def broadcast_to_tokens(values: Tensor, batch: Batch) -> Tensor:
-    """Return values of documents, [documents], at each of their positions, [B, T]; padding gets the first
-    document's."""
+    """Return the value of each token's document, [documents] → [B, T]; padding gets the value of the first document."""
     return values[batch.segments.clamp(min=0)]
 
 

@@ -49,9 +49,9 @@ class KDKnobs(Knobs):
         return {f"teachers.{name}.path": teacher.path for name, teacher in self.teachers.items()}
 
     def arguments(self) -> dict[str, Any]:
-        """Return the recipe's arguments; `loss` is its `form`."""
+        """Return the recipe's arguments; `loss` is its `loss_type`."""
         knobs = super().arguments()
-        return {"form": knobs.pop("loss"), **knobs}
+        return {"loss_type": knobs.pop("loss"), **knobs}
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

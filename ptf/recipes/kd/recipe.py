@@ -39,7 +39,7 @@ class KD:
     """Distillation from one or several teachers; see the module's docstring."""
 
     teachers: Mapping[str, TeacherConfig]
-    form: Form = "forward"
+    loss_type: Form = "forward"
     beta: float = 0.5
     temperature: float = 1.0
     ce: float = 0.0
@@ -57,7 +57,7 @@ class KD:
     @property
     def evaluated(self) -> "KD":
         """The recipe for evaluation: KL(teacher ‖ student) and the loss of the data, with the teachers loaded."""
-        return replace(self, form="forward", temperature=1.0, ce=1.0, top_k=None, precomputed=False)
+        return replace(self, loss_type="forward", temperature=1.0, ce=1.0, top_k=None, precomputed=False)
 
     def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return held-out metrics with the divergence as `kl/NAME` and the data's loss as `ce/NAME`, without their
@@ -149,7 +149,7 @@ class KD:
                 x_teacher,
                 replace(head_teacher, vocab=vocab),
                 batch.weights,
-                form=self.form,
+                form=self.loss_type,
                 beta=self.beta,
                 temperature=self.temperature,
             )
@@ -162,7 +162,7 @@ class KD:
         for name in self.teachers:
             ids, logprobs = streams[f"{name}_ids"], streams[f"{name}_logprobs"]
             divergences[name] = divergence_of_top(
-                x, head, ids, logprobs, batch.weights, form=self.form, beta=self.beta, temperature=self.temperature
+                x, head, ids, logprobs, batch.weights, form=self.loss_type, beta=self.beta, temperature=self.temperature
             )
         return self._mixed_loss(x, head, batch, divergences)
 

@@ -23,15 +23,16 @@ class RMKnobs(Knobs):
     """Weight of the squared sum of a pair's scores, which keeps them near 0."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the recipe's arguments; `loss` is its `form`."""
+        """Return the recipe's arguments; `loss` is its `loss_type`."""
         knobs = super().arguments()
-        return {"form": knobs.pop("loss"), **knobs}
+        return {"loss_type": knobs.pop("loss"), **knobs}
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         faults = whole_answer_faults(job) + backend_faults(job)
-        if self.loss != "pair" and (self.margin or self.centring):
-            faults.append(f"algo.margin belongs to algo.loss: pair, like algo.centring, not to {self.loss}")
+        if self.loss != "pair":
+            configured = [name for name in ("margin", "centring") if getattr(self, name)]
+            faults += [f"algo.{name} belongs to algo.loss: pair, not to {self.loss}" for name in configured]
         if job.evaluate.sources:
             faults.append(
                 "evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation"

@@ -35,7 +35,7 @@ from ptf.recipes.protocol import Companion, Metrics
 class RM:
     """Reward models from pairs, binary judgements or scores; see the module's docstring."""
 
-    form: Literal["pair", "binary", "regression"] = "pair"
+    loss_type: Literal["pair", "binary", "regression"] = "pair"
     margin: bool = False
     centring: float = 0.0
     online: ClassVar[bool] = False
@@ -49,9 +49,9 @@ class RM:
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Encode a row as a pair of samples, or as a scored conversation. Raises UserError for a row without the
         numbers that the loss needs."""
-        if self.form != "pair":
+        if self.loss_type != "pair":
             atoms = encode_scored(row, tokenizer, source)
-            for (sample,) in atoms if self.form == "binary" else ():
+            for (sample,) in atoms if self.loss_type == "binary" else ():
                 invalid = [reward for reward in sample.streams["score"].tolist() if not 0 <= reward <= 1]
                 if invalid:
                     raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {invalid[0]}")
@@ -68,13 +68,13 @@ class RM:
 
     def units(self, batch: Batch) -> Tensor:
         """Count the pairs or scored answers, by their weights."""
-        counts = weights(batch)[pairs(batch)[0]] if self.form == "pair" else batch.weights
+        counts = weights(batch)[pairs(batch)[0]] if self.loss_type == "pair" else batch.weights
         return counts.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs or answers, with scores and accuracy."""
         scores = self.scores(model, batch)
-        if self.form == "pair":
+        if self.loss_type == "pair":
             chosen, rejected = pairs(batch)
             gap, counts = scores[chosen] - scores[rejected], weights(batch)[chosen]
             margin = batch.streams["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
@@ -85,12 +85,12 @@ class RM:
             truth, counts = self.judged(batch, "score"), batch.weights[batch.weights != 0]
             losses = (
                 binary_cross_entropy_with_logits(scores, truth, reduction="none")
-                if self.form == "binary"
+                if self.loss_type == "binary"
                 else (scores - truth) ** 2
             )
             correct, score = (scores > 0) == (truth > 0.5), scores
             metrics = {}
-        if self.form != "regression":
+        if self.loss_type != "regression":
             metrics["accuracy"] = (correct * counts).sum()
         loss = (losses * counts).sum()
         metrics = {"loss": loss, "score": (score * counts).sum(), **metrics}
@@ -99,7 +99,7 @@ class RM:
     @property
     def is_probability(self) -> bool:
         """Whether its score is the log-odds of a probability, so that its calibration is measured."""
-        return self.form == "binary"
+        return self.loss_type == "binary"
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
         """Return scores, rewards of the data, and lengths of the scored answers: [3, answers]."""
@@ -119,7 +119,7 @@ class RM:
         """Return the scores in fp32: of each document of pairs, [documents], otherwise of each scored answer,
         [answers]."""
         # weights are aligned with the targets
-        positions = ends(batch) if self.form == "pair" else batch.weights.flatten().nonzero().squeeze(1) + 1
+        positions = ends(batch) if self.loss_type == "pair" else batch.weights.flatten().nonzero().squeeze(1) + 1
 
         def reduce(x: Tensor, head: Scalar) -> Tensor:
             return head.values(x.flatten(0, 1).index_select(0, positions))

@@ -1,7 +1,7 @@
 """Conformance checks of rollout engines: all that the controller relies on, checked on a small model. They are run on
 plugin engines (`ptf check-engine`) and on ptf's own.
 
-The one idea: the reference is a plain forward pass of ptf's decoder over the tokens that the engine reports. It uses no
+The reference is a plain forward pass of ptf's decoder over the tokens that the engine reports. It uses no
 caches, batches or fused weights.
 """
 
@@ -26,16 +26,8 @@ from ptf.model.sampling import ROUNDING, nucleus, restrict
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling, edges_of, generate_all
 from ptf.rl.sampler import make_engine
-from ptf.rl.weights.verification import (
-    Bucket,
-    Buckets,
-    Manifest,
-    Receipt,
-    SyncError,
-    into_buckets,
-    manifest_of,
-    write_buckets,
-)
+from ptf.rl.weights.stored import into_buckets, write_buckets
+from ptf.rl.weights.verification import Bucket, Buckets, Manifest, Receipt, SyncError, manifest_of
 from ptf.train.trainer import load_model
 
 STOP, LONGEST, MAX_LENGTH = 5, 16, 96

@@ -1,6 +1,6 @@
 """The key-value cache of answers that are being generated.
 
-The one idea: a context that several answers share is stored, and read, once. Contexts have keys and values of their
+A context that several answers share is stored, and read, once. Contexts have keys and values of their
 own, an answer only those of its new tokens, and one softmax is over both (Athiwaratkun et al. 2024, bifurcated
 attention).
 """

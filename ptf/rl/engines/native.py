@@ -1,8 +1,8 @@
 """Generation with ptf's own Decoder: for CPUs without vLLM, and for models that vLLM does not support.
 
-The one idea: all waiting requests are answered as one batch over a static key-value cache; equal contexts (the samples
-of one prompt) are computed once. A request has its own generator of random numbers, so its answer does not depend on
-its batch.
+All waiting requests are answered as one batch over a static key-value cache; equal contexts (those of the samples of
+one prompt) are computed once. A request has its own generator of random numbers, so its answer does not depend on its
+batch.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.compute.offload import Parking
+from ptf.compute.offload import OffloadedTensors
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Call
@@ -28,7 +28,7 @@ from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import nucleus, restrict
 from ptf.rl.engines.kv_cache import Cache
 from ptf.rl.engines.protocol import Request, edges_of
-from ptf.rl.weights.transports import Transfer
+from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
 
@@ -55,7 +55,7 @@ class NativeEngine:
         bridge.load_hf(self.model, Path(directory), self.family, seed)
         self.model.to(dtype).requires_grad_(False).eval()
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
-        self.parking = Parking(offload_file)
+        self.offloaded = OffloadedTensors(offload_file)
         self.waiting: list[tuple[Request, asyncio.Future[Call]]] = []
 
     async def generate(self, request: Request) -> Call:
@@ -240,11 +240,11 @@ class NativeEngine:
 
     def sleep(self) -> None:
         """Offload the weights; the cache exists only inside a batch."""
-        self.parking.park([*self.model.parameters(), *self.model.buffers()])
+        self.offloaded.offload([*self.model.parameters(), *self.model.buffers()])
 
     def wake(self) -> None:
         """See RolloutEngine."""
-        self.parking.wake()
+        self.offloaded.restore()
 
 
 def _draws(requests: Sequence[Request]) -> Tensor:

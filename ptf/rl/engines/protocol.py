@@ -1,7 +1,7 @@
 """The protocol of rollout engines, `RolloutEngine`, with its requests and sampling parameters.
 
-The one idea: each call of an engine is one request, and the engine itself batches the requests of all callers. It knows
-the version of its weights and records it with every token.
+Each call of an engine is one request, and the engine itself batches the requests of all callers. It knows the version
+of its weights and records it with every token.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""vLLM as a rollout engine, inside this process: each call of `generate` is one request,
-and the requests of all callers are batched continuously.
+"""vLLM as a rollout engine, inside this process: each call of `generate` is one request, and the requests of all
+callers are batched continuously.
 
-The one idea: an answer is a function of (weights, context, sampling, seed), not of what else is in the batch. Therefore
+An answer is a function of (weights, context, sampling, seed), not of what else is in the batch. Therefore
 every sampled request has its own seed, and greedy requests never share a batch with sampled ones (vLLM on a CPU ignores
 all seeds of a mixed batch).
 """

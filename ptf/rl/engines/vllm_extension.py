@@ -1,8 +1,8 @@
 """An extension of vLLM's worker that replaces the weights by Hugging Face name.
 
-The one idea: vLLM's reload packs every layer again except, on a CPU, a head that is tied to the embedding. That head
-would compute with the old weights while all other layers have the new ones; log-probs would change, but be wrong by
-0.4. Therefore it is packed here. vLLM imports this class by name and mixes it into its worker; it needs no import of
+vLLM's reload packs every layer again except, on a CPU, a head that is tied to the embedding. That head would compute
+with the old weights while all other layers have the new ones, and log-probs would be wrong by up to 0.4. Therefore the
+head is packed here. vLLM imports this class by name and mixes it into its worker; it needs no import of
 vllm.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ptf.rl.weights.transports import Transfer
+from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Receipt
 
 

@@ -1,7 +1,7 @@
 """Environments: the other side of a conversation of several turns. An `Environment` is constructed from a data row,
 used for one episode, and discarded.
 
-The one idea: environments run in worker processes (ptf.rl.worker_process), many in one process. When one of them hangs
+Environments run in worker processes (ptf.rl.worker_process), many in one process. When one of them hangs
 or dies, the other episodes of its process are replayed from the policy's texts, and must give the same replies as
 before. The episode that failed is retried `retries` times; then it has no result. No failure of an environment becomes
 a reward.
@@ -29,7 +29,7 @@ class Turn:
     reward: float = 0.0  # of this turn; the reward of an episode is the sum over its turns
     done: bool = False
     # the policy's own message as a server would have parsed it (`tool_calls`, …); None: its text as the content
-    said: Message | None = None
+    message: Message | None = None
 
 
 class Environment(Protocol):
@@ -50,7 +50,7 @@ class Environment(Protocol):
 
 
 class EnvironmentFault(Exception):
-    """An environment failed more often than it is retried."""
+    """An environment failed, and so did its retries."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class EpisodeState:
 
 
 class EnvironmentProcess:
-    """A worker process with a thread that asks it one question at a time."""
+    """A worker process with a thread that sends it one request at a time."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         self.worker = worker
@@ -93,8 +93,8 @@ def checked_turn(turn: Any) -> Any:
     if not valid:
         return Fault(f"the reward of a turn is {turn.reward!r}")
     messages: list[Any] = list(turn.messages) if isinstance(turn.messages, Sequence) else [None]
-    if turn.said is not None:
-        messages.append(turn.said)
+    if turn.message is not None:
+        messages.append(turn.message)
     if not all(isinstance(message, Mapping) for message in messages):
         return Fault(f"the messages of a turn are {str(turn.messages)[:60]!r}")
     return turn
@@ -116,7 +116,7 @@ class Environments:
         workers = [WorkerProcess("environment", plugin, timeout_s) for _ in range(processes)]
         self.processes = [EnvironmentProcess(worker) for worker in workers]
         self.numbers = itertools.count()
-        self.retried = 0  # questions that were asked once more
+        self.retried = 0  # requests that were retried
         self.reported = False  # whether a fault of this step was printed; the others are only counted
 
     async def begin(self, row: Mapping[str, Any], seed: int) -> tuple[EpisodeState, list[Message], Any]:
@@ -157,7 +157,7 @@ class Environments:
         return reply
 
     def _ask_with_retries(self, state: EpisodeState, text: str | None) -> Any:
-        """Return the reply to `text`, or with None to `begin`; a failed question is asked again of a replayed
+        """Return the reply to `text`, or with None to `begin`; a failed request is repeated with a replayed
         environment."""
         reply: Any = Fault("it was not asked")
         for attempt in range(1 + self.retries):
@@ -193,7 +193,7 @@ class Environments:
         return reply if isinstance(reply, Fault) else checked_turn(reply)
 
     def take_retries(self) -> int:
-        """Return how many questions were retried since the last call; the next fault is printed again."""
+        """Return how many requests were retried since the last call; the next fault is printed again."""
         retried, self.retried, self.reported = self.retried, 0, False
         return retried
 

@@ -1,12 +1,14 @@
-"""Rewards: functions, models, and code that is run. Configs name them by addresses such as `ptf.rl.rewards:exact`.
+"""Rewards: functions, reward models, and code that is run.
 
-The functions are imported when one of them is first used, so that the processes of the sandbox in this package start
-without them.
+A config names a function by the address of this package, such as `ptf.rl.rewards:exact`; the functions of `FUNCTIONS`
+are defined in `ptf.rl.rewards.functions`. They are imported when one of them is first used, so that the processes of
+the sandbox, which is in this package too, start without them. A new built-in reward is a function in `functions.py`
+and a name in `FUNCTIONS`.
 """
 
 from typing import Any
 
-FUNCTIONS = ("brevity", "code", "exact", "judged_code", "mathematics", "numeric", "weighted", "weighted_at_once")
+FUNCTIONS = ("brevity", "code", "exact", "judge_code", "mathematics", "numeric", "weighted", "weighted_concurrently")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Rewards of which many calls may run at once in one process: an `async def`, or a function with a coroutine beside it.
+"""Rewards whose calls may overlap in one process: an `async def`, or a function with an equivalent coroutine function.
 
-The one idea: a process answers its questions in order, but has many in flight: 256 of a reward that waits for other
-services, one for each core of a reward that computes.
+A process returns its results in order, but many calls are in flight: 256 of a reward that waits for other services, and
+one for each core of a reward that computes.
 """
 
 import asyncio
@@ -16,16 +16,17 @@ from ptf.config import Plug, plugin
 IN_FLIGHT = 256  # of a reward without an attribute `in_flight`
 
 
-def many_at_once(
+def concurrent(
     coroutine: Callable[..., Coroutine[Any, Any, float]],
     lines: Callable[..., Iterable[str]],
     *,
     where: Callable[..., bool] = lambda **_: True,
 ) -> Callable[[Callable], Callable]:
-    """Mark a reward that `coroutine` computes, too, with as many calls at once as this process has cores.
+    """Declare `coroutine` as the coroutine function that computes the same reward as the decorated function.
 
-    The coroutine is used for arguments for which `where` holds. `lines` makes of the arguments the first lines that a
-    run prints, or raises UserError.
+    As many of its calls overlap as this process has cores. It is used only with arguments for which `where` returns
+    True. `lines` is called with the reward's arguments and returns the first lines that a run prints about it; it
+    raises UserError if the reward cannot be used on this machine.
     """
 
     def mark(function: Callable) -> Callable:

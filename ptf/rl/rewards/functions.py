@@ -1,7 +1,7 @@
 """Scoring answers with plain functions, in worker processes that may crash or hang without harm.
 
-The one idea: a reward that raises, returns no number, or takes too long is retried, and then gives `NoResult` with the
-reason, never 0.0.
+A reward that raises, returns no number, or takes too long is retried; if it fails again the outcome is `NoResult` with
+the reason, never 0.0.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 
 from ptf.config import Plug
 from ptf.data.trajectory import Group, NoResult, Reward
-from ptf.rl.rewards.concurrent import asynchronous, first_lines, is_asynchronous, many_at_once
+from ptf.rl.rewards.concurrent import asynchronous, concurrent, first_lines, is_asynchronous
 from ptf.rl.rewards.sandbox.judge import judge, sandbox_line
 from ptf.rl.worker_process import Fault, WorkerProcess
 
@@ -59,7 +59,7 @@ def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", af
     return float(verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0))
 
 
-async def judged_code(
+async def judge_code(
     row: Mapping[str, Any],
     text: str,
     *,
@@ -70,7 +70,7 @@ async def judged_code(
     memory_mib: int = 512,
     sandbox: str = "auto",
 ) -> float:
-    """Return what `code` returns; many calls may run at once."""
+    """Return what `code` returns; its calls may overlap."""
     sandbox_line(sandbox)
     options = {"setup": row[setup] if setup else None, "entry": str(row[entry]) if entry else None}
     verdict = await judge(last_block(text), row[column], **options, seconds=seconds, memory_mib=memory_mib)
@@ -79,7 +79,7 @@ async def judged_code(
     return verdict.value
 
 
-@many_at_once(judged_code, lambda *, sandbox="auto", **_: [sandbox_line(sandbox)])
+@concurrent(judge_code, lambda *, sandbox="auto", **_: [sandbox_line(sandbox)])
 def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
     """Return 1.0 if the answer's Python (`last_block`) passes the tests in the row's `column`; else 0.0.
 
@@ -89,9 +89,9 @@ def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
     `setup`: a column of code that runs before the tests. `entry`: a column with the name of the function to write.
     `seconds` of CPU time and `memory_mib` are limits of each process; `sandbox: strict` refuses machines without
     namespaces. Tests and answer are two processes, separate from each other and from this one
-    (ptf.rl.rewards.sandbox). A coroutine awaits `judged_code` instead.
+    (ptf.rl.rewards.sandbox). A coroutine awaits `judge_code` instead.
     """
-    return asyncio.run(judged_code(row, text, **args))
+    return asyncio.run(judge_code(row, text, **args))
 
 
 def last_block(text: str) -> str:
@@ -127,8 +127,8 @@ def plugs(parts: Sequence[Mapping[str, Any]]) -> list[Plug]:
     return [Plug(use=part["use"], args=part.get("args", {})) for part in parts]
 
 
-async def weighted_at_once(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
-    """Return what `weighted` returns; many calls may run at once."""
+async def weighted_concurrently(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
+    """Return what `weighted` returns; its calls may overlap."""
     total = 0.0
     for part, plug in zip(parts, plugs(parts), strict=True):
         value = asynchronous(plug)(row, text)
@@ -136,8 +136,8 @@ async def weighted_at_once(row: Mapping[str, Any], text: str, *, parts: Sequence
     return total
 
 
-@many_at_once(
-    weighted_at_once,
+@concurrent(
+    weighted_concurrently,
     lambda *, parts: [line for plug in plugs(parts) for line in first_lines(plug)],
     where=lambda *, parts: any(is_asynchronous(asynchronous(plug)) for plug in plugs(parts)),
 )
@@ -146,7 +146,7 @@ def weighted(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, 
 
     If one part has no result, the sum has none.
     """
-    return asyncio.run(weighted_at_once(row, text, parts=parts))
+    return asyncio.run(weighted_concurrently(row, text, parts=parts))
 
 
 class Rewards:

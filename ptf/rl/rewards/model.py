@@ -1,6 +1,6 @@
 """A reward model as a role: its score of each answer is the answer's reward, or part of it.
 
-The one idea: the conversation is rendered and tokenized by the reward model's own template and tokenizer, as in its
+The conversation is rendered and tokenized by the reward model's own template and tokenizer, as in its
 training; the policy's ids are not used.
 """
 
@@ -54,8 +54,8 @@ class RewardModelClient:
     `longest` is the most tokens of a conversation that the model may read.
     """
 
-    def __init__(self, group: RoleGroup, tokenizer: Tokenizer, longest: int, weight: float) -> None:
-        self.group, self.tokenizer, self.longest, self.weight = group, tokenizer, longest, weight
+    def __init__(self, role: RoleGroup, tokenizer: Tokenizer, longest: int, weight: float) -> None:
+        self.role, self.tokenizer, self.longest, self.weight = role, tokenizer, longest, weight
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with `weight` times the score as reward, added to the reward that an answer has already.
@@ -63,7 +63,7 @@ class RewardModelClient:
         An answer without a result still has none.
         """
         samples = [[self._sample(t) for t in group] for group in groups]
-        scores = iter(self.group.call("scores", [one for of in samples for one in of if isinstance(one, Sample)]))
+        scores = iter(self.role.call("scores", [one for of in samples for one in of if isinstance(one, Sample)]))
         return [
             tuple(self._scored(t, one, scores) for t, one in zip(group, of, strict=True))
             for group, of in zip(groups, samples, strict=True)

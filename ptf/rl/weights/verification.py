@@ -1,28 +1,29 @@
 """Verification of weight syncs, so that an engine never samples from a wrong copy of the trainer's weights.
 
-The one idea: the trainer announces what it sends in a `Manifest` (the version, and a digest of every tensor by Hugging
-Face name), and the engine compares what arrived with it before it loads anything. Engines fuse and pack weights, so
-that what they hold cannot be hashed; therefore a fixed-prompt canary compares what both then compute.
+The trainer announces what it sends in a `Manifest` (the version, and a digest of every tensor by Hugging Face name),
+and the engine compares what arrived with it before it loads anything. Engines fuse and pack weights, so what they hold
+cannot be hashed; therefore the log-probs that both compute of fixed prompts, the canary, are compared as well.
 """
 
 import hashlib
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Bucket = list[tuple[str, Tensor]]
-# a sequence, which can be read twice, or an iterable of buckets that are still to arrive (ptf/rl/weights/transports.py)
+# a sequence, which can be read twice, or an iterable of buckets that are still to arrive (ptf/rl/weights/streamed.py)
 Buckets = Iterable[Bucket]
 
 
-BUCKET_BYTES = 256 << 20
+# of log-probs that differ, for messages
+LIKELY_CAUSES = (
+    "Either the engine computes otherwise, for example with another precision or attention kernel, or it did not load "
+    "the weights that were sent. `ptf check-engine` compares an engine with ptf's own forward pass; if the difference "
+    "is one of precision, use the same precision for both or raise rollout.max_logprob_diff"
+)
 
 
 class SyncError(RuntimeError):
@@ -49,22 +50,6 @@ class Receipt:
     bytes: int
 
 
-class BucketFiles(Sequence[Bucket]):
-    """Buckets in safetensors files, each read when it is accessed."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = tuple(files)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, i: int) -> Bucket:  # type: ignore[override]
-        try:
-            return list(load_file(self.files[i]).items())
-        except (OSError, SafetensorError) as error:
-            raise SyncError(f"a file of the weight sync cannot be read: {self.files[i]}: {error}") from error
-
-
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's type, shape and bytes, in hexadecimal."""
     data = tensor.detach().to("cpu").contiguous()
@@ -73,51 +58,16 @@ def digest(tensor: Tensor) -> str:
     return sha.hexdigest()
 
 
-def into_buckets(tensors: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Group tensors into lists of at most `limit` bytes; a larger tensor is a list of its own."""
-    bucket: Bucket = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 def manifest_of(buckets: Buckets, version: int) -> Manifest:
     """Return the manifest of these buckets."""
     return Manifest(version, {name: digest(tensor) for bucket in buckets for name, tensor in bucket})
-
-
-def write_buckets(
-    tensors: Iterable[tuple[str, Tensor]], directory: Path, version: int, limit: int = BUCKET_BYTES
-) -> tuple[BucketFiles, Manifest]:
-    """Write buckets to files under `directory` and return them with their manifest.
-
-    At most one bucket is in memory. The files of the version before stay, for an engine that is being replaced.
-    """
-    for old in directory.glob("*"):
-        if old.name != str(version - 1):
-            shutil.rmtree(old)
-    subdirectory = directory / str(version)
-    subdirectory.mkdir(parents=True)
-    files, digests = list[Path](), dict[str, str]()
-    for bucket in into_buckets(tensors, limit):
-        files.append(subdirectory / f"{len(files)}.safetensors")
-        save_file({name: tensor.contiguous() for name, tensor in bucket}, files[-1])
-        digests |= {name: digest(tensor) for name, tensor in bucket}
-        bucket.clear()  # before the next one fills
-    return BucketFiles(files), Manifest(version, digests)
 
 
 def check(buckets: Buckets, manifest: Manifest, current: int) -> Receipt:
     """Compare what arrived with what was sent. Raises SyncError with every fault.
 
     `current` is the version that the engine holds, -1 before its first sync. Of buckets that are still to arrive
-    (ptf/rl/weights/transports.py) only the version is compared here; each bucket is compared when it arrives.
+    (ptf/rl/weights/streamed.py) only the version is compared here; each bucket is compared when it arrives.
     """
     faults: list[str] = []
     if current >= 0 and manifest.version != current + 1:

@@ -10,16 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.rl.weights.verification import (
-    Buckets,
-    Manifest,
-    SyncError,
-    check,
-    digest,
-    into_buckets,
-    manifest_of,
-    write_buckets,
-)
+from ptf.rl.weights.stored import into_buckets, write_buckets
+from ptf.rl.weights.verification import Buckets, Manifest, SyncError, check, digest, manifest_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 

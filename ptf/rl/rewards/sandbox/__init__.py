@@ -1,6 +1,6 @@
-"""ScoringRecipe code that a model wrote by tests that it cannot reach. `ptf.rl.rewards.sandbox.judge` is the entry;
-docs/rl.md and SECURITY.md say what is promised.
+"""Judge model-written code with tests that the code cannot access.
 
-The one idea: the answer and the tests are two processes, each confined in a cell of its own,
-and only plain data crosses between them.
+The answer and the tests run in two processes, each confined in a cell of its own, and only plain data crosses between
+them. `ptf.rl.rewards.sandbox.judge.judge` is the function to call; docs/rl.md and SECURITY.md describe what is
+guaranteed.
 """

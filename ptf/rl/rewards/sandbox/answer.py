@@ -1,7 +1,7 @@
-"""The answer's side: run its code as a module, then do what the tests ask of it, one request after the other.
+"""The answer's side: run its code as a module, then serve the requests of the tests, one after the other.
 
-The one idea: nothing here is trusted. The tests' side believes no more of a reply than that it is plain data; this side
-never sees the tests, only the arguments of calls.
+Nothing in this process is trusted. The tests' side accepts plain data as a reply and nothing else; this side never sees
+the tests, only the arguments of calls.
 """
 
 import builtins

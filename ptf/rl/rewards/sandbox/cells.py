@@ -1,7 +1,7 @@
-"""A cell: one process apart from everything else, with limits of time, memory, processes and files.
+"""A cell: one isolated process, with limits of time, memory, processes and files.
 
-The one idea: what confines it is the strongest that this user and this kernel allow (`MODES`, best first); the same
-code then runs in it either way.
+It is isolated by the strongest means that this user and this kernel allow (`MODES`, best first); the same code runs in
+it in every mode.
 """
 
 import ctypes

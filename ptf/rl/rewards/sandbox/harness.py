@@ -1,9 +1,9 @@
 """One judgement: a process that starts two cells, one for the tests and one for the answer, waits for the verdict, and
-ends all that either has started.
+ends all processes that either has started.
 
-The one idea: it lives as long as its standard input is open. When the process that started it goes, however it goes,
-everything here ends, and nothing is left. Run as `python -c 'from ptf.rl.rewards.sandbox.harness import main; main()'
-JSON`; a line of JSON comes in, another goes out.
+It runs as long as its standard input is open, so when the process that started it ends, for whatever reason, it and its
+cells end too. It is run as `python -c 'from ptf.rl.rewards.sandbox.harness import main; main()' JSON`, reads a line of
+JSON and writes another.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from .cells import Cell, read, spare_uid, start
 from .syscalls import LIBC
 
 ENDS_WITHIN_S = 20.0
-PREFIX = "ptf-code-"  # of directories; the process that made them follows
+PREFIX = "ptf-code-"  # of directories; the id of the process that made them follows
 
 
 class Gone(Exception):
-    """Nobody waits for the verdict."""
+    """The process that waited for the verdict has ended."""
 
 
 def main() -> None:
-    """Judge answers as they come on standard input, one after the other."""
+    """Judge one answer, which is read from standard input, and write the verdict to standard output."""
     given = json.loads(sys.argv[1])
     place, wall_s = given.pop("place"), given.pop("wall_s")
     cell = Cell(**given)
@@ -64,15 +64,15 @@ def main() -> None:
 def judged(cells: list[Cell], wall_s: float) -> dict[str, Any]:
     """Judge one answer in two new cells."""
     link, theirs = socket.socketpair()
-    control, told = socket.socketpair()
+    control, tests_end = socket.socketpair()
     troubled, trouble = os.pipe()
     pids: dict[int, Cell] = {}
     try:
         answering = start(cells[1], answer.serve, [theirs], trouble)
         pids[answering] = cells[1]
-        pids[start(cells[0], trial.serve, [told, link], trouble)] = cells[0]
+        pids[start(cells[0], trial.serve, [tests_end, link], trouble)] = cells[0]
         LIBC.prctl(4, 0)  # not to be traced
-        for end in (link, theirs, told):
+        for end in (link, theirs, tests_end):
             end.close()
         os.close(trouble)
         job = line_of(0)
@@ -102,7 +102,7 @@ def line_of(fd: int) -> bytes:
 
 
 def awaited(control: socket.socket, answering: int, pids: dict[int, Cell], wall_s: float) -> dict[str, Any]:
-    """Return what the tests' side says; where it says nothing, say which side is at fault."""
+    """Return the verdict of the tests' side; if there is none in time, one that names the side at fault."""
     until, data, turn = time.monotonic() + wall_s, b"", "tests"
     ended = os.pidfd_open(answering)
     try:
@@ -120,10 +120,10 @@ def awaited(control: socket.socket, answering: int, pids: dict[int, Cell], wall_
                     break
                 data += part
                 *lines, data = data.split(b"\n")
-                for said in map(json.loads, lines):
-                    if isinstance(said, dict):
-                        return said
-                    turn = said
+                for message in map(json.loads, lines):
+                    if isinstance(message, dict):
+                        return message
+                    turn = message
         why = f"the answer, or what it returned, took longer than its limits (at most {wall_s:g} s by the clock)"
         return (
             {"value": 0.0, "why": why}
@@ -135,8 +135,10 @@ def awaited(control: socket.socket, answering: int, pids: dict[int, Cell], wall_
 
 
 def sweep(cells: dict[int, Cell], others: Collection[int] = ()) -> set[int]:
-    """End the cells and all that they have started; what is left after a while. `others`: cells that go on;
-    then it does not wait."""
+    """End the cells and all that they have started; return the processes that have not ended after `ENDS_WITHIN_S`.
+
+    With `others`, the cells that continue, it does not wait.
+    """
     until, left = time.monotonic() + ENDS_WITHIN_S, set(cells)
     while True:
         for cell in cells.values():
@@ -159,7 +161,7 @@ def sweep(cells: dict[int, Cell], others: Collection[int] = ()) -> set[int]:
 
 
 def kill_all_of(uid: int) -> None:
-    """SIGKILL to every process of a user, at once."""
+    """Send SIGKILL to every process of a user at once."""
     if not (pid := os.fork()):
         try:
             os.setresuid(uid, uid, uid)
@@ -171,7 +173,7 @@ def kill_all_of(uid: int) -> None:
 
 
 def descendants(others: Collection[int]) -> set[int]:
-    """All processes that this one has started, and those that they have, but for `others` and theirs."""
+    """Return all descendants of this process except `others` and theirs."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -186,7 +188,7 @@ def descendants(others: Collection[int]) -> set[int]:
 
 
 def started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; None if there is none."""
+    """Return when a process started, in the kernel's ticks; None if there is no such process."""
     try:
         return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[19]
     except OSError:
@@ -194,7 +196,7 @@ def started(pid: int) -> str | None:
 
 
 def remove_stale(place: str) -> None:
-    """Directories of processes that were killed."""
+    """Remove the directories of processes that were killed."""
     ours = f"{PREFIX}{namespace()}-"
     for name in os.listdir(place):
         pid, _, since = name.removeprefix(ours).rpartition("-")[0].partition("-")
@@ -203,12 +205,12 @@ def remove_stale(place: str) -> None:
 
 
 def namespace() -> int:
-    """In which process ids are counted; other containers may share the directory, but not the ids."""
+    """Return the PID namespace of this process; other containers may share the directory, but not the ids."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def remove(directory: str) -> None:
-    """As far as it is ours."""
+    """Remove a directory, as far as this process may."""
     import shutil  # which takes as long to load as the rest, and is not needed where cells have files of their own
 
     shutil.rmtree(directory, ignore_errors=True)

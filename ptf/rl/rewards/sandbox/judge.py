@@ -1,7 +1,7 @@
-"""`judge`: whether an answer's Python passes its tests, each in a cell of its own. Many at once: it is a coroutine.
+"""`judge`, a coroutine function, decides whether an answer's Python passes its tests; each side runs in its own cell.
 
-The one idea: what can be trusted is decided before anything runs. `find_mode` tries what this machine allows, best
-first; a run says which it is, and `strict` refuses a machine that allows too little.
+How well the cells are confined is decided before any code runs: `find_mode` tries the modes that this machine may
+allow, best first. A run prints the mode, and `sandbox: strict` refuses a machine that has only the weaker ones.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OM
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a judgement."""
+    """The result of a judgement."""
 
-    value: float | None  # 1.0: all tests passed; 0.0: they did not; None: these tests cannot tell
+    value: float | None  # 1.0: all tests passed; 0.0: they did not; None: these tests cannot judge it
     why: str
 
 
@@ -109,7 +109,7 @@ async def judge(
     assert process.stdout
     try:
         process.stdin.write(job.encode() + b"\n")
-        said = await asyncio.wait_for(process.stdout.readline(), STARTS_WITHIN_S + 2 * seconds)
+        reply = await asyncio.wait_for(process.stdout.readline(), STARTS_WITHIN_S + 2 * seconds)
     except TimeoutError:
         raise SandboxFault(f"it did not answer in {STARTS_WITHIN_S + 2 * seconds:g} s") from None
     finally:
@@ -118,12 +118,12 @@ async def judge(
             await asyncio.wait_for(process.wait(), STARTS_WITHIN_S)
         except TimeoutError:
             process.kill()
-    return verdict_of(said)
+    return verdict_of(reply)
 
 
-def verdict_of(said: bytes) -> Verdict:
+def verdict_of(reply: bytes) -> Verdict:
     """Return the verdict in what a judging process wrote. Raise SandboxFault where it could not judge."""
-    found: dict[str, Any] = json.loads(said) if said else {"error": "its process died"}
+    found: dict[str, Any] = json.loads(reply) if reply else {"error": "its process died"}
     if "error" in found:
         raise SandboxFault(found["error"])
     return Verdict(None, found["none"]) if "none" in found else Verdict(found["value"], found["why"])
@@ -178,8 +178,8 @@ def tried(mode: str) -> Verdict:
     with process:
         process.stdin.write(job.encode() + b"\n")
         process.stdin.flush()
-        said = process.stdout.readline()
-    return verdict_of(said)
+        reply = process.stdout.readline()
+    return verdict_of(reply)
 
 
 def sandbox_line(sandbox: str) -> str:

@@ -1,8 +1,8 @@
 """Python values as JSON and back: the only form in which anything crosses between the answer and its tests.
 
-The one idea: decoding builds values of Python's own types and nothing else, whatever was sent; an object of any other
-class stays where it is, and its number crosses in its place. Lists of a tag and its contents stand for what JSON does
-not have.
+Decoding builds values of Python's own types and nothing else, whatever was sent. An object of any other class stays in
+its process, and a number that identifies it is sent instead. Types that JSON does not have are sent as lists of a tag
+and the contents.
 """
 
 import base64

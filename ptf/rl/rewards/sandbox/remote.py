@@ -1,9 +1,8 @@
-"""The tests' side of an answer: `Link` asks, and a `Remote` stands for an object of the answer's that is no plain data:
-a function, a class, an instance.
+"""The tests' side of an answer: `Link` sends requests to it, and a `Remote` represents an object of the answer that is
+not plain data: a function, a class, an instance.
 
-The one idea: an operation of a Remote is the answer's own doing, but a comparison is not. It is decided here, on plain
-values; the answer is never shown what it is compared with, and an object that has no plain value equals nothing but
-itself.
+Operations on a Remote are computed by the answer, but comparisons are not. They are computed here, on plain values; the
+answer never receives the value that it is compared with, and an object without a plain value equals only itself.
 """
 
 import builtins
@@ -16,20 +15,22 @@ from .plain import ARITHMETIC, Malformed, decode, encode, receive, send
 
 
 class AnswerFault(BaseException):
-    """The answer did what no right answer does. No Exception, so that no `except` of the tests' takes it for a
-    result."""
+    """The answer did what no right answer does.
+
+    It is no subclass of Exception, so that an `except` in the tests does not catch it as a result.
+    """
 
 
 class TestsFault(BaseException):
-    """The tests ask for what cannot be asked; the answer has no part in it."""
+    """The tests request something that cannot be requested of any answer."""
 
 
 class Link:
-    """The way to one answer."""
+    """The connection to one answer."""
 
     def __init__(self, pipe: socket.socket) -> None:
         self.pipe = pipe
-        self.asked = 0  # how many values or calls
+        self.asked = 0  # how many values or calls were requested
         self.first: Callable[[], None] = lambda: None  # called before the first of them
         self.fault: str | None = None  # after which nothing of it counts
         self.raised: BaseException | None = None  # the last exception that came from the answer

@@ -1,7 +1,7 @@
-"""What a confined process may not ask of the kernel: a seccomp filter, and Landlock's rules for files where there is no
+"""Restrictions of a confined process by the kernel: a seccomp filter, and Landlock's rules for files where there is no
 mount namespace.
 
-The one idea: both bind a process and all that it starts, need no privilege, and cannot be taken back.
+Both apply to a process and to all processes that it starts, need no privilege, and cannot be removed again.
 """
 
 import ctypes

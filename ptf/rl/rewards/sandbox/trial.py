@@ -1,8 +1,8 @@
-"""The tests' side: run the tests of one data row against an answer in another process, and say what came of it.
+"""The tests' side: run the tests of one data row against an answer in another process, and return the verdict.
 
-The one idea: the tests are a program of their own, in which the names that they do not define are the answer's. They
-pass where they come to their end, having asked the answer for something. Whatever keeps them from that is the answer's
-fault (0) once it was asked anything, and theirs (no result) before.
+The tests are a program of their own, in which the names that they do not define are the answer's. They pass if they run
+to their end and have used the answer. An error counts as the answer's (0) if the answer was used before it, and as the
+tests' own (no result) otherwise.
 """
 
 import ast
@@ -19,24 +19,24 @@ from typing import Any
 from .plain import ANSWER
 from .remote import AnswerFault, Link, TestsFault
 
-# of which tests may use names without importing them
+# modules whose names tests may use without importing them
 MODULES = ("math", "collections", "itertools", "functools", "operator", "heapq", "bisect", "re")
-LATER = {  # the same of modules that take long to load
+LATER = {  # the same for modules that take long to load
     "typing": ("Any", "Dict", "List", "Optional", "Set", "Tuple"),
     "fractions": ("Fraction",),
     "decimal": ("Decimal",),
     "datetime": ("date", "datetime", "timedelta"),
 }
 ALIASES = {"np": "numpy", "pd": "pandas"}
-JUDGES = re.compile(r"assert|raises|fail|exit|main", re.IGNORECASE)  # functions by which tests may say no
+JUDGES = re.compile(r"assert|raises|fail|exit|main", re.IGNORECASE)  # functions by which tests may fail
 
 
 class Unjudged(Exception):
-    """These tests can judge no answer, and why."""
+    """These tests can judge no answer; the message is the reason."""
 
 
 def programs(tests: Any, judging: bool = True) -> list[ast.Module]:
-    """Return the tests, a string or a list of strings, as programs. Raise Unjudged."""
+    """Return the tests, a string or a list of strings, as programs. Raises Unjudged if they can judge no answer."""
     if isinstance(tests, str):
         tests = [tests]
     if not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
@@ -59,8 +59,8 @@ def _judges(node: ast.AST) -> bool:
 
 
 def names_used(trees: Sequence[ast.AST]) -> tuple[set[str], set[str], set[str]]:
-    """Names that the tests load and do not bind; those of them of which only attributes are used;
-    and the attributes."""
+    """Return the names that the tests load and do not bind, those of them that are used only for their attributes, and
+    the attributes."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     attributes = {node.attr: node for node in nodes if isinstance(node, ast.Attribute)}.keys()
     owners = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
@@ -85,8 +85,9 @@ def names_used(trees: Sequence[ast.AST]) -> tuple[set[str], set[str], set[str]]:
 def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[str, Any]]:
     """Return the names that the answer must define, and the names that are Python's.
 
-    One that Python has, too (`sum`, `isclose`), is the answer's only where it is the `entry`, or the tests use no
-    other: or an answer's own `set` could judge it. Raise Unjudged.
+    A name that Python has too (`sum`, `isclose`) is the answer's only if it is the `entry`, or the only name that the
+    tests use; otherwise an answer could replace `set` and so decide its own tests. Raises Unjudged if the tests use no
+    name that an answer could define, or several of Python's own and there is no `entry`.
     """
     loaded, owners, _ = names_used(trees)
     ours = {
@@ -131,7 +132,10 @@ def imports_answer(trees: Sequence[ast.AST]) -> bool:
 
 
 def judge(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -> dict[str, Any]:
-    """{"value": 1.0 or 0.0, "why"}, or {"none": why there is no result}. `reached` is told whose turn it is."""
+    """Return {"value": 1.0 or 0.0, "why": reason}, or {"none": reason} if there is no result.
+
+    `reached` is called with the side that runs next, "answer" or "tests".
+    """
     try:
         trees = [*programs(job["setup"] or "pass", judging=False), *programs(job["tests"])]
         names, ours = wanted(trees, job["entry"])
@@ -152,7 +156,7 @@ def judge(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -> di
 
 
 def exported(trees: Sequence[ast.AST]) -> set[str]:
-    """Names that the tests import from the module `solution`."""
+    """Return the names that the tests import from the module `solution`."""
     nodes = (
         node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == ANSWER
     )
@@ -162,9 +166,10 @@ def exported(trees: Sequence[ast.AST]) -> set[str]:
 def run(
     codes: list, link: Link, named: dict[str, Any], every: dict[str, Any], ours: dict[str, Any], entry: str | None
 ) -> dict[str, Any]:
-    """Return the verdict of tests.
+    """Run the tests and return their verdict.
 
-    The answer's names are `named` in them, or `every` in a module `solution`.
+    `named` are the answer's names that the tests use, and `every` are those that they can import from the module
+    `solution`.
     """
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     solution = sys.modules[ANSWER] = types.ModuleType(ANSWER)
@@ -175,7 +180,7 @@ def run(
     try:
         for code in codes:
             exec(code, main.__dict__)
-        uncalled(main, named, entry)
+        call_test_functions(main, named, entry)
     except SystemExit as left:
         error = left if left.code else None  # unittest.main ends so
     except BaseException as raised:
@@ -200,7 +205,7 @@ def run(
     )
 
 
-def uncalled(main: types.ModuleType, named: dict[str, Any], entry: str | None) -> None:
+def call_test_functions(main: types.ModuleType, named: dict[str, Any], entry: str | None) -> None:
     """Call pytest's `test_…` functions, and HumanEval's `check(candidate)`."""
     check = main.__dict__.get("check")
     if entry is not None and isinstance(check, types.FunctionType) and check.__code__.co_argcount == 1:
@@ -213,9 +218,10 @@ def uncalled(main: types.ModuleType, named: dict[str, Any], entry: str | None) -
 
 
 def serve(control: socket.socket, pipe: socket.socket) -> None:
-    """Serve one judgement: this is the process's whole life.
+    """Serve one judgement, after which the process ends.
 
-    A job comes from `control`; then lines of whose turn it is, and one of what came of it.
+    It reads a job from `control`. It writes a line with the side that runs next whenever that changes, and then a line
+    with the verdict.
     """
     with control.makefile("rwb") as lines:
         job = json.loads(lines.readline())

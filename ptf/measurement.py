@@ -1,5 +1,8 @@
-"""Measurements of a trained model: how often its answers to held-out prompts are right; or, of a model that compares or
-scores answers, how well it does that on held-out ones."""
+"""Measurements of models: each function computes metrics and writes what they were computed from into the run.
+
+`ptf.evaluation` is the stage that calls them: it holds the run's lease, retries, prints a table and records the
+metrics.
+"""
 
 import json
 import math
@@ -32,7 +35,7 @@ from ptf.rl.prompts import held_out_prompts
 from ptf.rl.rollout_role import rewards_of, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
-from ptf.train.companions import companions, exported
+from ptf.train.companions import exported, load_companions
 from ptf.train.components import parts_of, without_adapters
 from ptf.train.dataloading import held_out_rows
 from ptf.train.export import refuse_damaged
@@ -43,30 +46,35 @@ from ptf.train.validate import held_out_loss, held_out_losses
 COMPARED = "compared.json"  # in the run's directory
 
 
-def evaluate(job: Job, run: Path) -> dict[str, float]:
-    """Return the metrics of a run by name; `start/…` is of the model that training started from. Raises Corrupt where
-    the exported model is not what was written."""
+def measure_run(job: Job, run: Path) -> dict[str, float]:
+    """Return the metrics of a run by name; those of the model that training started from begin with `start/`.
+
+    The rows that the gate compares are committed with them. Raises Corrupt if the files of the exported model changed.
+    """
     refuse_damaged(run, job.verify_bytes)
-    found = measure(job, run)
+    metrics = measure_model(job, run)
     gate.commit_rows(run)
-    return found
+    return metrics
 
 
-def measure(job: Job, run: Path) -> dict[str, float]:
+def measure_model(job: Job, run: Path) -> dict[str, float]:
     """Return all metrics of the model in `run/model`, by name."""
-    found = generated(job, run) | (ranked(job, run) if job.evaluate.ranking else {})
-    found |= compared(job, run) if job.data.validation and not registry.build(job).online else {}
-    return found
+    metrics = measure_answers(job, run) | (measure_ranking(job, run) if job.evaluate.ranking else {})
+    metrics |= measure_held_out_rows(job, run) if job.data.validation and not registry.build(job).online else {}
+    return metrics
 
 
-def compared(job: Job, run: Path) -> dict[str, float]:
-    """Return what the recipe measures on each of `data.validation`, of the trained model, and beside it what answers'
-    lengths alone would give. Of scores from 0 to 1, the area under the ROC curve and the calibration error too. By as
-    many workers as trained it where that was on Ray, else in this process."""
+def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
+    """Return what the recipe measures of the trained model on each set of `data.validation`.
+
+    With pairs, the accuracy that the answers' lengths alone give is added; with scores from 0 to 1, the area under the
+    ROC curve and the calibration error. As many workers as trained the model measure it if they run on Ray; otherwise
+    this process does.
+    """
     compute = job.compute
     if needs_ray(compute) and not (compute.address or "").startswith("http"):
         on_ray(
-            compare,
+            measure_on_rank,
             (dump(job), str(run)),
             workers=compute.workers,
             device=compute.device,
@@ -77,17 +85,20 @@ def compared(job: Job, run: Path) -> dict[str, float]:
             label="evaluate",
         )
     else:
-        compare(dump(job), str(run))
-    return read_compared(run)
+        measure_on_rank(dump(job), str(run))
+    return read_row_metrics(run)
 
 
-def read_compared(run: Path) -> dict[str, float]:
-    """Return the metrics that `compare` wrote. Raises Corrupt."""
+def read_row_metrics(run: Path) -> dict[str, float]:
+    """Return the metrics that `measure_on_rank` wrote. Raises Corrupt."""
     return storage.record(str(run / COMPARED), gate.AGAIN, {"lineage": run.name})["metrics"]
 
 
-def compare(text: str, directory: str) -> None:
-    """Measure on one rank of all; the first rank writes the metrics into the run's directory."""
+def measure_on_rank(text: str, directory: str) -> None:
+    """Measure held-out rows as one rank of a group; every rank calls it, with the job as YAML and the run's directory.
+
+    The first rank writes the metrics into the directory.
+    """
     job, run = loads(text), Path(directory)
     recipe, compute = as_evaluated(registry.build(job)), job.compute
     starting = StartingModel.of(job, run)
@@ -106,21 +117,21 @@ def compare(text: str, directory: str) -> None:
             )[0]
 
         model = load(run / "model")
-        beside = companions(
+        beside = load_companions(
             recipe.companions, job, world, world, model, without_adapters(spec), starting.directory, run, tokenizer_path
         )
-        metrics |= measured(model, recipe, sets, job, world, beside)
+        metrics |= measure_rows(model, recipe, sets, job, world, beside)
         by_row = gate.needs_losses(job)
         if by_row:
-            leave_losses(model, recipe, sets, job, world, beside, run / gate.ROWS)
+            write_row_losses(model, recipe, sets, job, world, beside, run / gate.ROWS)
         if job.evaluate.start:
             place = world.share(str(starting.with_weights()) if world.leads else None)
             before = load(Path(str(place)))
             metrics |= {
-                f"start/{name}": value for name, value in measured(before, recipe, sets, job, world, beside).items()
+                f"start/{name}": value for name, value in measure_rows(before, recipe, sets, job, world, beside).items()
             }
             if by_row:
-                leave_losses(before, recipe, sets, job, world, beside, run / gate.ROWS / "start")
+                write_row_losses(before, recipe, sets, job, world, beside, run / gate.ROWS / "start")
         for name, rows in sets.items():
             atoms = [atom for row in rows for atom in row]
             if all(len(atom) == 2 for atom in atoms):
@@ -132,7 +143,7 @@ def compare(text: str, directory: str) -> None:
             storage.write_record(str(run / COMPARED), {"lineage": run.name, "metrics": metrics})
 
 
-def measured(
+def measure_rows(
     model: Decoder,
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
@@ -140,22 +151,25 @@ def measured(
     world: World,
     beside: Mapping[str, Decoder],
 ) -> dict[str, float]:
-    """Return what the recipe measures of one model; of scores from 0 to 1, how well it tells those above 0.5 from the
-    others too, and what lengths alone would."""
+    """Return what the recipe measures of one model on each set of rows.
+
+    For scores from 0 to 1 it adds the calibration error and, of telling truths above 0.5 from the others, the area
+    under the ROC curve, by the scores and by the lengths alone.
+    """
     micro_rows, width = job.train.micro_sequences, job.data.seq_len
-    found = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_rows, width, beside))
+    metrics = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_rows, width, beside))
     if not getattr(recipe, "is_probability", False):
-        return found
+        return metrics
     recipe = cast(ScoringRecipe, recipe)
     for name, rows in sets.items():
-        scores, truth, lengths = scored(model, recipe, rows, world, micro_rows, width)
-        found[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
+        scores, truth, lengths = score_answers(model, recipe, rows, world, micro_rows, width)
+        metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
         if 0 < (truth > 0.5).sum() < len(truth):  # it is the order of two kinds
-            found |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
-    return found
+            metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
+    return metrics
 
 
-def leave_losses(
+def write_row_losses(
     model: Decoder,
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
@@ -164,12 +178,13 @@ def leave_losses(
     beside: Mapping[str, Decoder],
     place: Path,
 ) -> None:
-    """Write the loss of each held-out row for the gate, in files that are alike for every model."""
+    """Write the loss and its denominator of each held-out row, which the gate compares between models."""
     for name, rows in sets.items():
-        found = held_out_losses(model, recipe, rows, world, job.data.seq_len, beside)
+        losses = held_out_losses(model, recipe, rows, world, job.data.seq_len, beside)
         if world.leads:
             lines = [
-                json.dumps({"value": value, "denominator": denominator}) + "\n" for value, denominator in found.tolist()
+                json.dumps({"value": value, "denominator": denominator}) + "\n"
+                for value, denominator in losses.tolist()
             ]
             storage.write_text(str(place / f"{name}.jsonl"), "".join(lines))
 
@@ -180,22 +195,25 @@ def answer_length(sample: Sample) -> int:
 
 
 @torch.no_grad()
-def scored(
+def score_answers(
     model: Decoder, recipe: ScoringRecipe, rows: Sequence[Sequence[PackUnit]], world: World, micro_rows: int, width: int
 ) -> np.ndarray:
     """Return scores, rewards and lengths of all answers, on every rank: [3, answers]."""
-    found = []
+    judgements = []
     for batch in deal(rows, world, micro_rows, width):
         batch = batch.to(world.device)
-        found.append(recipe.judgements(model, batch).cpu().numpy())
-    mine = np.concatenate(found, axis=1)
+        judgements.append(recipe.judgements(model, batch).cpu().numpy())
+    mine = np.concatenate(judgements, axis=1)
     # a tensor group has the same
     return np.concatenate([mine for rank, mine in enumerate(world.gather(mine)) if rank % world.tensor == 0], axis=1)
 
 
 def auc(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Return the chance that a true one scores more than a false one, half of it where they score the same (Mann and
-    Whitney 1947). Both kinds must be there."""
+    """Return the area under the ROC curve: the probability that a true answer scores more than a false one, where equal
+    scores count half (Mann and Whitney 1947).
+
+    `scores`, `truth`: [answers]; there must be a true and a false answer.
+    """
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
     true, false = int(truth.sum()), int((~truth).sum())
@@ -203,16 +221,19 @@ def auc(scores: np.ndarray, truth: np.ndarray) -> float:
 
 
 def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 10) -> float:
-    """Return the mean over answers of how far, in each of `bins` equal intervals, the mean probability is from the
-    share that is true (Guo et al. 2017, eq. 3)."""
+    """Return the expected calibration error (Guo et al. 2017, eq. 3): the absolute difference between the mean
+    probability and the share of true answers in each of `bins` equal intervals, averaged over answers."""
     inside = np.minimum((probabilities * bins).astype(int), bins - 1)
     gaps = [abs(float((probabilities - truth)[inside == b].sum())) for b in range(bins)]
     return sum(gaps) / len(truth)
 
 
-def generated(job: Job, run: Path) -> dict[str, float]:
-    """pass@1, pass@k and mean reward on each of `evaluate.sources`, of the trained model and, as `start/…`, of the
-    model it started from. The greedy answers are left in `run/answers/`, those of the start in `run/answers/start/`."""
+def measure_answers(job: Job, run: Path) -> dict[str, float]:
+    """Return pass@1, pass@k and the mean reward on each of `evaluate.sources`, of the trained model and, with
+    `evaluate.start`, of the model that training started from.
+
+    The greedy answers are written to `run/answers/` and `run/answers/start/`.
+    """
     knobs = job.evaluate
     rewards = rewards_of(job, knobs.reward or (job.rollout.reward if job.rollout else None))
     if not knobs.sources or not (rewards or (job.rollout and job.rollout.environment)):
@@ -222,7 +243,7 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     prompts, trie = held_out_prompts(job.evaluate.sources, tokenizer, knobs.limit), trie_of(job.rollout, tokenizer)
     models = {"": run / "model"} | ({"start/": starting.with_weights()} if knobs.start else {})
     metrics: dict[str, float] = {}
-    length = max(len(p.tokens) for asked in prompts.values() for p in asked) + knobs.max_new_tokens
+    length = max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts) + knobs.max_new_tokens
     if job.rollout and job.rollout.environment:
         length = max(length, job.data.seq_len)
     max_no_result = job.rollout.max_no_result if job.rollout else 0.1
@@ -244,11 +265,11 @@ def generated(job: Job, run: Path) -> dict[str, float]:
                 )
                 group = cluster.start(spec)
                 with cluster.phase(group, "evaluate"):
-                    for name, asked in prompts.items():
+                    for name, source_prompts in prompts.items():
                         rates, answers = pass_rates(
                             group,
                             rewards,
-                            asked,
+                            source_prompts,
                             0,
                             f"evaluate {name}",
                             samples=knobs.samples,
@@ -258,7 +279,9 @@ def generated(job: Job, run: Path) -> dict[str, float]:
                         )
                         text = "".join(json.dumps(a, default=str) + "\n" for a in answers)
                         storage.write_text(str(run / "answers" / f"{prefix}{name}.jsonl"), text)
-                        rates |= {metric: own_metric(metric, plug, answers) for metric, plug in knobs.metrics.items()}
+                        rates |= {
+                            metric: compute_own_metric(metric, plug, answers) for metric, plug in knobs.metrics.items()
+                        }
                         metrics |= {f"{prefix}{name}/{key}": value for key, value in rates.items()}
     finally:
         if rewards:
@@ -266,9 +289,12 @@ def generated(job: Job, run: Path) -> dict[str, float]:
     return metrics
 
 
-def ranked(job: Job, run: Path) -> dict[str, float]:
-    """How the trained model ranks a catalogue on each of `evaluate.ranking.sources` and, unless it began with random
-    weights, the model that it started from, as `start/…`; the measures of each user are left in `run/ranked/`."""
+def measure_ranking(job: Job, run: Path) -> dict[str, float]:
+    """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources` and, with `evaluate.start`,
+    of the model that training started from unless its weights were random.
+
+    The metrics of each user are written to `run/ranked/` and `run/ranked/start/`.
+    """
     knobs = job.evaluate.ranking
     assert knobs is not None
     starting = StartingModel.of(job, run)
@@ -280,11 +306,11 @@ def ranked(job: Job, run: Path) -> dict[str, float]:
     metrics: dict[str, float] = {}
     with joined(job.compute.device, job.compute.timeout_s, threads=job.compute.threads or default_threads(1)) as world:
         for prefix, directory in models.items():
-            for name, asked in prompts.items():
-                found = rank(
+            for name, source_prompts in prompts.items():
+                ranking = rank(
                     directory,
                     tokenizer=tokenizer,
-                    prompts=asked,
+                    prompts=source_prompts,
                     catalogue=knobs.catalogue,
                     k=knobs.k,
                     beam=knobs.beam,
@@ -292,26 +318,29 @@ def ranked(job: Job, run: Path) -> dict[str, float]:
                     parts=parts_of(without_adapters(starting.section)),
                     answers=run / "ranked" / f"{prefix}{name}.jsonl",
                 )
-                metrics |= {f"{prefix}{name}/{key}": value for key, value in found.items()}
+                metrics |= {f"{prefix}{name}/{key}": value for key, value in ranking.items()}
     return metrics
 
 
-def own_metric(name: str, plug: Plug, answers: Sequence[Mapping[str, Any]]) -> float:
-    """Return what a function of the user's makes of all answers. Raises UserError where that is no number."""
+def compute_own_metric(name: str, plug: Plug, answers: Sequence[Mapping[str, Any]]) -> float:
+    """Return the number that a function of `evaluate.metrics` computes from all answers to a source.
+
+    Raises UserError if the function fails or returns no finite number.
+    """
     try:
-        found = float(bind(plug)(answers))
+        value = float(bind(plug)(answers))
     except ConfigError:
         raise
     except Exception as error:
         raise UserError(f"evaluate.metrics.{name}: {plug.use} failed: {type(error).__name__}: {error}") from error
-    if not math.isfinite(found):
-        raise UserError(f"evaluate.metrics.{name}: {plug.use} returned {found}")
-    return found
+    if not math.isfinite(value):
+        raise UserError(f"evaluate.metrics.{name}: {plug.use} returned {value}")
+    return value
 
 
-def check(job: Job) -> None:
-    """Check what can be known of the evaluation before anything is trained: that its plugins are there, and that
-    `publish.metric` may be among what it measures. Raises ConfigError."""
+def check_evaluation(job: Job) -> None:
+    """Check the evaluation before anything is trained: that its plugins exist, and that it will measure
+    `publish.metric`. Raises ConfigError."""
     knobs = job.evaluate
     plugs = {
         "reward": knobs.reward,
@@ -331,14 +360,14 @@ def check(job: Job) -> None:
     names = [f"{source}/{rate}" for source in knobs.sources for rate in rates]
     if knobs.ranking:
         names += [
-            f"{source}/{task}/{measure}@{knobs.ranking.k}"
+            f"{source}/{task}/{measure_model}@{knobs.ranking.k}"
             for source in knobs.ranking.sources
             for task in TASKS
-            for measure in MEASURES
+            for measure_model in MEASURES
         ]
     held_out = [] if registry.build(job).online else list(job.data.validation)
     if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):
-        known = [*names, *(f"what the recipe says of {name}, like loss/{name}" for name in held_out)]
+        known = [*names, *(f"what the recipe measures on {name}, like loss/{name}" for name in held_out)]
         raise ConfigError(
             f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}"
         )

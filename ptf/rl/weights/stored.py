@@ -1,0 +1,78 @@
+"""The code of the transports `object_store` and `path`, which collect all weights before an engine reads them.
+
+`object_store` keeps all buckets in host memory, from where the launcher passes them to the engines. `path` writes each
+bucket to a safetensors file, so that only one is in memory, and the engines read the files. Either way the manifest has
+a digest of every tensor, and an engine checks all of them before it changes anything.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ptf.rl.weights.verification import Bucket, Buckets, Manifest, SyncError, digest, manifest_of
+
+BUCKET_BYTES = 256 << 20
+
+
+class BucketFiles(Sequence[Bucket]):
+    """Buckets in safetensors files, each read when it is accessed."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> Bucket:  # type: ignore[override]
+        try:
+            return list(load_file(self.files[i]).items())
+        except (OSError, SafetensorError) as error:
+            raise SyncError(f"a file of the weight sync cannot be read: {self.files[i]}: {error}") from error
+
+
+def collect(tensors: Iterable[tuple[str, Tensor]], version: int, directory: Path | None) -> tuple[Buckets, Manifest]:
+    """Copy tensors to host memory, or to files under `directory`, and return the buckets with their manifest."""
+    copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
+    if directory is not None:
+        return write_buckets(copied, directory, version)
+    buckets = list(into_buckets(copied))
+    return buckets, manifest_of(buckets, version)
+
+
+def into_buckets(tensors: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Group tensors into lists of at most `limit` bytes; a larger tensor is a list of its own."""
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def write_buckets(
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, version: int, limit: int = BUCKET_BYTES
+) -> tuple[BucketFiles, Manifest]:
+    """Write buckets to files under `directory` and return them with their manifest.
+
+    At most one bucket is in memory. The files of the version before stay, for an engine that is being replaced.
+    """
+    for old in directory.glob("*"):
+        if old.name != str(version - 1):
+            shutil.rmtree(old)
+    subdirectory = directory / str(version)
+    subdirectory.mkdir(parents=True)
+    files, digests = list[Path](), dict[str, str]()
+    for bucket in into_buckets(tensors, limit):
+        files.append(subdirectory / f"{len(files)}.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in bucket}, files[-1])
+        digests |= {name: digest(tensor) for name, tensor in bucket}
+        bucket.clear()  # before the next one fills
+    return BucketFiles(files), Manifest(version, digests)

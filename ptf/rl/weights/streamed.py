@@ -1,0 +1,412 @@
+"""The code of the transports `ipc` and `nccl`, which send the weights while the engines read them, bucket by bucket.
+
+`ipc` uses memory that two processes of one machine share (CUDA IPC; on a CPU a file in memory), from each rank of the
+policy to the engine on its own device. `nccl` broadcasts from the policy's first rank to all engines (with gloo on a
+CPU). An engine receives a `Transfer`, which holds the policy's address; iterating over it yields one bucket after the
+other, each compared with the checksum that was computed before it was sent.
+
+A sender needs memory for two buffers of 64 MiB and for their checksums, another 128 MiB; a receiver also needs memory
+for the tensors that are not yet complete. A key-value store of c10d holds the contents of each buffer and counts the
+engines that have read it. A side that raises an error reports it there, so that the other side does not wait for it; a
+side that is killed is detected by the process that started both.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ptf.errors import Lost
+from ptf.rl.cluster import RoleGroup
+from ptf.rl.weights.verification import Bucket, Manifest, Receipt, SyncError
+
+BUFFER_BYTES = 64 << 20
+BUFFERS = 2  # one is filled while the other is read
+FAULT = "fault"
+ECHO_S = 8.0  # how long to wait for the second side's error: a dead process is detected within seconds
+
+
+class PeerFailed(SyncError):
+    """The other side of a transfer failed, and so this side ended it."""
+
+
+def checksum(data: Tensor) -> int:
+    """Return a checksum of bytes [n], n a multiple of 8, computed on their device.
+
+    It is the sum of the mixed 64-bit words (as in splitmix64, Steele et al. 2014), each times its own odd number,
+    modulo 2^64. A change of one word always changes it; of several changed words, or words that change places, about
+    one case in 2^40 is missed. It is no defence against an attacker.
+    """
+    words = data.view(torch.int64)
+    mixed = words >> 32
+    mixed.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words).mul_(-0x40A7B892E31B1A47)  # 0xBF58476D1CE4E5B9
+    mixed ^= (mixed >> 29).bitwise_and_((1 << 35) - 1)
+    return int(mixed.mul_(_odd_numbers(words.device)[: len(words)]).sum())
+
+
+@functools.cache
+def _odd_numbers(device: torch.device) -> Tensor:
+    return torch.arange(BUFFER_BYTES // 8, device=device) * 2 + 1
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The address at which one rank of the policy shares its buffers, or from which it broadcasts."""
+
+    address: str
+    port: int
+    host: str
+    device: str  # the GPU's UUID; "cpu" of a CPU
+    handles: tuple[Any, ...] = ()  # with which another process opens each buffer (ipc)
+
+
+class TransferStore:
+    """A key-value store, and a wait for a key that ends at a deadline or when the other side has failed."""
+
+    def __init__(self, address: str, port: int, timeout_s: float, listening: socket.socket | None = None) -> None:
+        limit = timedelta(seconds=timeout_s)
+        if listening:
+            self.store = dist.TCPStore(
+                address, port, None, True, limit, False, master_listen_fd=listening.detach(), use_libuv=True
+            )
+        else:
+            self.store = dist.TCPStore(address, port, None, False, limit, False, use_libuv=True)
+        self.timeout_s = timeout_s
+
+    def wait(self, version: int, missing: str, is_ready: Callable[[], bool]) -> None:
+        """Return when `is_ready` does. Raises PeerFailed, or TimeoutError with what is `missing`."""
+        until, pause = time.monotonic() + self.timeout_s, 1e-4
+        while not is_ready():
+            if self.store.check([f"{version}/{FAULT}"]):
+                raise PeerFailed(
+                    f"weight sync {version}: the other side failed: {self.store.get(f'{version}/{FAULT}').decode()}"
+                )
+            if time.monotonic() > until:
+                raise TimeoutError(f"weight sync {version}: {missing} after {self.timeout_s:g} s (compute.timeout_s)")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def report_failure(self, version: int, error: BaseException) -> None:
+        """Let the other side know that this side has failed."""
+        with contextlib.suppress(Exception):  # the other side may be gone
+            self.store.set(f"{version}/{FAULT}", f"{type(error).__name__}: {error}"[:500])
+
+
+class Sender:
+    """The policy's side, on each of its ranks (ipc) or its first (nccl)."""
+
+    def __init__(
+        self, transport: Literal["ipc", "nccl"], device: torch.device, receivers: int, timeout_s: float
+    ) -> None:
+        self.transport, self.device = transport, device
+        self.receivers = 1 if transport == "ipc" else receivers
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1") if transport == "nccl" else "127.0.0.1"
+        listening = socket.create_server((address, 0))
+        port = listening.getsockname()[1]
+        self.store = TransferStore(address, port, timeout_s, listening)
+        self.buffers: list[Tensor] = []
+        handles: list[Any] = []
+        for _ in range(BUFFERS):
+            if transport == "ipc":
+                buffer, handle = _allocate_shared(device)
+                handles.append(handle)
+            else:
+                buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+            self.buffers.append(buffer)
+        self.offer = Offer(address, port, host(), name_of(device), tuple(handles))
+        self.process_group: Any = None
+        self.keys: list[str] = []  # that this version has in the store
+
+    def send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send all tensors, in order, and return when every engine has read the last one.
+
+        Raises SyncError if an engine failed, TimeoutError at the deadline.
+        """
+        try:
+            self._send(version, tensors)
+        except BaseException as error:
+            self.store.report_failure(version, error)
+            raise
+
+    def _send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        store, sent = self.store, 0
+        for key in self.keys:  # of the version before, which every engine has read
+            store.store.delete_key(key)
+        self.keys = []
+        if self.transport == "nccl" and self.process_group is None:
+            self.process_group = _process_group(store, 0, 1 + self.receivers, self.device)
+        for pieces in _fill_buffers(tensors):
+            buffer = self.buffers[sent % BUFFERS]
+            self._await_read(version, sent - BUFFERS)
+            at = 0
+            for *_, data in pieces:
+                buffer[at : at + len(data)] = data
+                at += len(data)
+            filled = -(-at // 8) * 8
+            buffer[at:filled] = 0
+            description = {"bytes": filled, "sum": checksum(buffer[:filled]), "pieces": [piece for *piece, _ in pieces]}
+            self._publish(version, sent, description)
+            if self.process_group is not None:
+                _broadcast(self.process_group, buffer[:filled], store, version)
+            sent += 1
+        self._publish(version, sent, {"end": sent})
+        self._await_read(version, sent)
+
+    def _publish(self, version: int, number: int, description: Mapping[str, Any]) -> None:
+        """Put into the store what part `number` contains."""
+        self.store.store.set(f"{version}/{number}", json.dumps(description))
+        self.keys += [f"{version}/{number}", f"{version}/{number}/read"]
+
+    def _await_read(self, version: int, number: int) -> None:
+        """Wait until every engine has read part `number`."""
+        if number >= 0:
+
+            def is_read() -> bool:
+                return self.store.store.add(f"{version}/{number}/read", 0) >= self.receivers
+
+            self.store.wait(version, f"{self.receivers} engines had not all read part {number}", is_read)
+
+
+def _fill_buffers(
+    tensors: Iterable[tuple[str, Tensor]],
+) -> Iterator[list[tuple[str, str, list[int], int, int, Tensor]]]:
+    """Yield the contents of one buffer after the other: pieces of tensors as (name, type, shape, offset in the tensor,
+    number of bytes, bytes)."""
+    pieces: list[tuple[str, str, list[int], int, int, Tensor]] = []
+    room = BUFFER_BYTES
+    for name, tensor in tensors:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        at = 0
+        while at < len(data):
+            part = data[at : at + room]
+            pieces.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, len(part), part))
+            at, room = at + len(part), room - len(part)
+            if not room:
+                yield pieces
+                pieces, room = [], BUFFER_BYTES
+    if pieces:
+        yield pieces
+
+
+@dataclass
+class Transfer:
+    """Buckets of tensors on the engine's device that the engine owns; they can be iterated once.
+
+    Iteration raises SyncError for a part that arrived changed, and at the end unless exactly the tensors of `names`
+    arrived.
+    """
+
+    transport: Literal["ipc", "nccl"]
+    version: int
+    names: frozenset[str]
+    offers: tuple[Offer, ...]  # of each rank (ipc), or of the first
+    receivers: int
+    timeout_s: float
+    device: str = "cpu"  # of the engine, whose process sets it
+    tensors: int = 0  # that arrived
+    size: int = 0  # bytes that arrived
+    complete: bool = False  # iterated to the end
+
+    @property
+    def receiver(self) -> "Receiver":
+        """The engine's connection to the policy, which is made once in each process."""
+        return _receiver(self.transport, self.offers, self.receivers, self.timeout_s, self.device)
+
+    @contextlib.contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Run a block; an error in it is reported to the policy."""
+        try:
+            yield
+        except BaseException as error:
+            for offer in self.offers:
+                if self.transport == "ipc" and offer.host != host():
+                    continue
+                with contextlib.suppress(Exception):
+                    TransferStore(offer.address, offer.port, 5).report_failure(self.version, error)
+            raise
+
+    def __iter__(self) -> Iterator[Bucket]:
+        store, seen, number = self.receiver.store.store, set[str](), 0
+        incomplete: dict[str, Tensor] = {}
+        while "end" not in (part := self._part(number)):
+            buffer = self.receiver.receive(self.version, number % BUFFERS, part["bytes"])
+            if checksum(buffer) != part["sum"]:
+                raise SyncError(f"weight sync {self.version} refused: part {number} arrived changed")
+            bucket = self._unpack(buffer, part["pieces"], incomplete)
+            store.add(f"{self.version}/{number}/read", 1)
+            for name, _ in bucket:
+                if name in seen or name not in self.names:
+                    raise SyncError(
+                        f"weight sync {self.version} refused: {name} "
+                        f"{'arrived twice' if name in seen else 'was not announced'}"
+                    )
+                seen.add(name)
+                self.tensors += 1
+            yield bucket
+            number += 1
+        if missing := sorted(self.names - seen):
+            raise SyncError(f"weight sync {self.version} refused: {len(missing)} tensors did not arrive: {missing[:5]}")
+        store.add(f"{self.version}/{number}/read", 1)
+        self.complete = True
+
+    def receipt(self) -> Receipt:
+        """Return what arrived. Raises SyncError if the transfer was not iterated to its end."""
+        if not self.complete:
+            raise SyncError(
+                f"weight sync {self.version}: the engine stopped reading after {self.tensors} of {len(self.names)} "
+                "tensors"
+            )
+        return Receipt(self.version, self.tensors, self.size)
+
+    def _part(self, number: int) -> dict[str, Any]:
+        """Return the description of part `number`, when the policy has published it."""
+        store, key = self.receiver.store, f"{self.version}/{number}"
+        store.wait(self.version, f"the policy had not sent part {number}", lambda: store.store.check([key]))
+        return json.loads(store.store.get(key))
+
+    def _unpack(self, buffer: Tensor, pieces: list[list[Any]], incomplete: dict[str, Tensor]) -> Bucket:
+        """Return the tensors that these pieces complete; the others stay in `incomplete`."""
+        bucket: Bucket = []
+        at = 0
+        for name, kind, shape, first, n in pieces:
+            if name not in incomplete:
+                incomplete[name] = torch.empty(shape, dtype=getattr(torch, kind), device=buffer.device)
+            data = incomplete[name].reshape(-1).view(torch.uint8)
+            data[first : first + n] = buffer[at : at + n]
+            at += n
+            if first + n == len(data):
+                bucket.append((name, incomplete.pop(name)))
+        self.size += at
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)  # before the other side fills it again
+        return bucket
+
+
+class Receiver:
+    """An engine's side, which lives as long as the run: the store, and the shared buffers or the process group."""
+
+    def __init__(
+        self, transport: str, offers: tuple[Offer, ...], receivers: int, timeout_s: float, device: torch.device
+    ) -> None:
+        self.device, self.process_group = device, None
+        if transport == "nccl":
+            self.store = TransferStore(offers[0].address, offers[0].port, timeout_s)
+            self.buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+            self.process_group = _process_group(self.store, self.store.store.add("engines", 1), 1 + receivers, device)
+            return
+        mine = [offer for offer in offers if (offer.host, offer.device) == (host(), name_of(device))]
+        if not mine or (device.type == "cuda" and len(mine) > 1):
+            raise SyncError(
+                f"rollout.transport: ipc: {len(mine)} ranks of the policy are on this engine's {device.type} "
+                f"{name_of(device)} of {host()}, not one; use nccl, path or object_store"
+            )
+        self.store = TransferStore(mine[0].address, mine[0].port, timeout_s)
+        if len(mine) > 1 and (number := (self.store.store.add("engines", 1) - 1) % len(mine)):
+            mine = mine[number:]
+            self.store = TransferStore(mine[0].address, mine[0].port, timeout_s)
+        self.buffers = [_open_shared(handle, device) for handle in mine[0].handles]
+
+    def receive(self, version: int, which: int, n: int) -> Tensor:
+        """Return the first n bytes of buffer `which`, filled by the policy."""
+        buffer = self.buffers[which][:n]
+        if self.process_group is not None:
+            _broadcast(self.process_group, buffer, self.store, version)
+        return buffer
+
+
+@functools.cache
+def _receiver(transport: str, offers: tuple[Offer, ...], receivers: int, timeout_s: float, device: str) -> Receiver:
+    return Receiver(transport, offers, receivers, timeout_s, torch.device(device))
+
+
+def name_of(device: torch.device) -> str:
+    """Return a GPU's UUID, which is the same in every process; "cpu" of a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
+@functools.cache
+def host() -> str:
+    """Return a name of this machine; a container with a PID namespace of its own counts as a machine."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _allocate_shared(device: torch.device) -> tuple[Tensor, Any]:
+    """Return a buffer, and the handle with which another process of this machine opens it."""
+    if device.type == "cuda":
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        return buffer, reduce_tensor(buffer)[1]
+    fd = os.memfd_create("ptf-weights")  # freed with the last process that has it open, however that ends
+    os.ftruncate(fd, BUFFER_BYTES)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    return torch.from_file(path, shared=True, size=BUFFER_BYTES, dtype=torch.uint8), path
+
+
+def _open_shared(handle: Any, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        arguments = list(handle)
+        arguments[6] = device.index  # the same GPU may have another index in every process
+        return rebuild_cuda_tensor(*arguments)
+    return torch.from_file(handle, shared=True, size=BUFFER_BYTES, dtype=torch.uint8)
+
+
+def _process_group(store: TransferStore, rank: int, size: int, device: torch.device) -> Any:
+    """Return the process group of the sender and all receivers; it is not registered with torch.distributed."""
+    prefixed, timeout = dist.PrefixStore("group", store.store), timedelta(seconds=store.timeout_s)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    # connecting a UDP socket sends nothing; it gives the address of this machine on the route to the policy
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store.store.host, store.store.port))
+        own = probe.getsockname()[0]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(prefixed, rank, size, options)
+
+
+def _broadcast(group: Any, buffer: Tensor, store: TransferStore, version: int) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    work = group.broadcast([buffer], options)
+    # without this, a broadcast that the other side has left would last until the group's own deadline
+    store.wait(version, "a broadcast was not over", work.is_completed)
+    work.wait()
+    if buffer.is_cuda:
+        torch.cuda.synchronize(buffer.device)
+
+
+def send_and_receive(policy: RoleGroup, rollout: RoleGroup, transfer: Transfer, manifest: Manifest) -> Receipt:
+    """Let the policy send a transfer while the engines receive it, and return what the engines acknowledge.
+
+    When one side fails, the other has `ECHO_S` seconds to report its error; the error that is the cause is raised.
+    """
+    threads = ThreadPoolExecutor(2)
+    try:
+        sending = threads.submit(policy.call, "send", transfer.version)
+        receiving = threads.submit(rollout.call, "receive", transfer, manifest)
+        both = [sending, receiving]
+        wait(both, return_when=FIRST_EXCEPTION)
+        wait(both, timeout=ECHO_S)
+        errors = [error for one in both if one.done() and (error := one.exception())]
+        if errors:
+            raise min(errors, key=lambda error: (not isinstance(error, Lost), isinstance(error, PeerFailed)))
+        return receiving.result()
+    finally:
+        threads.shutdown(wait=False)  # a side that still waits ends with its process
