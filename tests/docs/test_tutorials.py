@@ -26,9 +26,9 @@ def files(pages: list[Path]) -> dict[str, str]:
     found: dict[str, str] = {}
     for page in pages:
         for kind, text in BLOCK.findall(page.read_text()):
-            named = re.match(r"# (tutorial/\S+)\n", text)
+            named = re.match(r"# (\S+/\S+)\n", text)
             assert named or kind not in ("python", "yaml"), f"{page.name}: a block names no file: {text[:60]}"
-            if named:
+            if named and named[1].startswith("tutorial/"):
                 assert found.setdefault(named[1], text) == text, f"{page.name} gives another {named[1]}"
     return found
 

@@ -1,4 +1,4 @@
-"""docs/add_a_model.md: its example is a family that passes the gate, and its mistakes show as it says."""
+"""docs/add_a_model.md and its tutorial: the example is a family that passes the gate, and its mistakes show as told."""
 
 import importlib.util
 import re
@@ -10,7 +10,9 @@ import pytest
 from ptf.model import families
 from ptf.model.verify import verify
 
-TEXT = (Path(__file__).parents[2] / "docs" / "add_a_model.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE = (DOCS / "add_a_model.md").read_text()
+TUTORIAL = (DOCS / "tutorials" / "new_model_family.md").read_text()
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def mixtral(monkeypatch):
     """A function that puts the example in its place, with some words of it replaced."""
 
     def place(*changes: tuple[str, str]) -> None:
-        (source,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+        (source,) = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
         for old, new in changes:
             assert old in source
             source = source.replace(old, new)
@@ -65,11 +67,11 @@ def test_every_field_is_in_the_table():
 
     from ptf.model.config import DecoderConfig, MoE
 
-    table = TEXT[TEXT.index("| `DecoderConfig`") : TEXT.index("**The ops**")]
-    told = {"head", "rows"}  # of a job, not of a family
+    table = REFERENCE[REFERENCE.index("| `DecoderConfig`") : REFERENCE.index("**The ops**")]
+    of_a_job = {"head", "rows"}
     assert not [
         f.name
         for kind in (DecoderConfig, MoE)
         for f in fields(kind)
-        if f"`{f.name}`" not in table and f.name not in told
+        if f"`{f.name}`" not in table and f.name not in of_a_job
     ]
