@@ -1,0 +1,289 @@
+"""Small faults put into the package, and whether the tests see them. Keeps every trial in results/mutations.jsonl (a
+mutation that stands there is not tried again) and writes results/mutations.md; exits 1 where fewer than 95 % of the
+mutations that are not equivalent are caught.
+
+    python benchmarks/mutations.py [--mutations 150] [--seed 0] [--minutes 60] [--again] [--junit REPORT]
+
+A mutation changes one line of ptf/ (tests/reliability/mutants.py says how, and how it is drawn). The tests that run the
+line are taken from a map that coverage.py makes once for each state of ptf/ and is kept in .coverage-map; they run on a
+copy, the fastest first, until one fails or 60 s are over. A failure counts when the same tests pass without the change.
+`--again` tries those anew that were not caught, after tests were added and committed. Tests that took longer than 5 s
+in a report of `pytest --junit-xml` (`--junit`) are left out of the map. After `--minutes` no further mutation is begun,
+and the next call goes on from there. Needs root on Linux, and coverage.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+os.environ["OMP_NUM_THREADS"] = "1"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+if (ROOT.parent / "shared" / "data").is_dir():  # where the tests look for the real data
+    os.environ.setdefault("PTF_DATA", str(ROOT.parent / "shared" / "data"))
+
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from tests.reliability.isolated import Progress, Run, prepare, run  # noqa: E402
+from tests.reliability.line_coverage import LineMap, git, measure, read  # noqa: E402
+from tests.reliability.mutants import Drawing, Mutation  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "mutations.md"
+LEDGER = RESULTS.with_suffix(".jsonl")
+EQUIVALENT = Path(__file__).with_name("equivalent_mutations.json")
+CACHE = ROOT / ".coverage-map"
+TESTS_S = 60.0  # for the tests of one mutation
+SLOW_S = 5.0  # tests that are left out of the map
+HANGS = 5.0  # times what a test took before, and as many seconds
+WANTED = 0.95
+CHOICES = {
+    "line": "tests that run the line",
+    "module": "tests that run the function or the module around it, or are named after the module",
+    "directory": "tests of the directory that mirrors its package",
+    "none": "no test in process",
+}
+
+
+def kept() -> list[dict[str, Any]]:
+    """All trials, the oldest first."""
+    return [json.loads(line) for line in LEDGER.read_text().splitlines()] if LEDGER.exists() else []
+
+
+def chosen(mutation: Mutation, tests: LineMap) -> tuple[str, list[str]]:
+    """How the tests of a mutation are chosen (a key of CHOICES), and the tests, the fastest first, for TESTS_S."""
+    file, parts = mutation.file, mutation.file.removesuffix(".py").split("/")
+    how, found = "line", tests.of(file, mutation.line, mutation.last_line)
+    if not found:
+        named = [
+            test
+            for test in tests.times
+            if Path(test.partition("::")[0]).stem
+            in {f"test_{name}" for name in parts[-2:] if name not in ("ptf", "__init__")}
+        ]
+        how, found = "module", tests.of(file, *mutation.scope) | tests.of(file, 1, sys.maxsize) | set(named)
+    if not found:
+        how, found = "directory", tests.below(["/".join(["tests", *parts[1:-1], ""])] if len(parts) > 2 else [])
+    order, total = list[str](), 0.0
+    for test in sorted(found, key=lambda test: (tests.times[test], test)):
+        total += tests.times[test]
+        if order and total > TESTS_S:
+            break
+        order.append(test)
+    return (how if order else "none"), order
+
+
+def attempt(order: Sequence[str], tests: LineMap, change: tuple[str, bytes] | None) -> Run:
+    """The tests, with or without the change."""
+    return run(
+        CACHE / "tree",
+        sorted({test.partition("::")[0] for test in order}),
+        Progress(order),
+        change,
+        limit_s=lambda test: HANGS * (tests.times.get(test, TESTS_S) + 1),
+        total_s=TESTS_S if change else float("inf"),
+    )
+
+
+def trial(mutation: Mutation, tests: LineMap, unsound: set[str]) -> dict[str, Any]:
+    """What the tests say of a mutation, without those that are unsound. That the named test passes without the mutation
+    is known of the map, and asked again by `controls`; where no test is named, that is tried here."""
+    source = (ROOT / mutation.file).read_bytes()
+    how, order = chosen(mutation, tests)
+    order = [test for test in order if test not in unsound]
+    if not order:
+        return {
+            "chosen": "none",
+            "tests": 0,
+            "ran": 0,
+            "late": False,
+            "seconds": 0.0,
+            "cpu_s": 0.0,
+            "outcome": "no test",
+        }
+    done = attempt(order, tests, (mutation.file, mutation.applied(source)))
+    found = {"chosen": how, "tests": len(order), "ran": len(done.began), "late": done.late}
+    found |= {"seconds": round(done.seconds, 1), "cpu_s": round(done.cpu_s, 1)}
+    if done.late or done.status == 0:
+        return found | {"outcome": "survived"}
+    if done.failed:
+        return found | {"outcome": "caught", "by": done.failed[0]}
+    until = done.hung or (done.began or ["import"])[-1]
+    control = attempt(order[: order.index(until) + 1] if until in order else order[:1], tests, None)
+    if control.status:
+        return found | {"outcome": "survived", "note": f"{until} ends so without the mutation, too"}
+    return found | {"outcome": "caught", "by": f"{until} ({'hangs' if done.hung else f'status {done.status}'})"}
+
+
+def controls(rows: Sequence[dict[str, Any]], tests: LineMap) -> set[str]:
+    """Those of the tests that caught mutations which fail without one, too."""
+    names = sorted({row["by"] for row in rows if row["outcome"] == "caught"} & tests.times.keys())
+    if not names:
+        return set()
+    done = run(CACHE / "tree", sorted({n.partition("::")[0] for n in names}), Progress(names), exit_first=False)
+    print(f"{len(names)} tests without a mutation: status {done.status}, failed: {done.failed}", flush=True)
+    return {*done.failed, *filter(None, [done.hung])}
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """The reason why a mutation changes no behaviour, by file and by its line before and after."""
+    return {(e["file"], e["before"], e["after"]): e["reason"] for e in json.loads(EQUIVALENT.read_text())}
+
+
+def standing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last trial of each mutation, with `first`, the outcome of its first, and `reason` of an equivalent one."""
+    reasons, found = equivalents(), dict[tuple[int, int], dict[str, Any]]()
+    for row in rows:
+        key = row["seed"], row["number"]
+        found[key] = row | {"first": found[key]["first"] if key in found else row["outcome"]}
+    for row in found.values():
+        reason = reasons.get((row["file"], row["before"], row["after"]))
+        if reason is not None and row["outcome"] != "caught":
+            row |= {"outcome": "equivalent", "reason": reason}
+    return list(found.values())
+
+
+def code(text: str) -> str:
+    """A cell of a table."""
+    return "`" + text.replace("|", "\\|").replace("`", "'")[:110] + "`"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table, or "None."."""
+    lines = ["| " + " | ".join(map(str, row)) + " |\n" for row in rows]
+    return f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n{''.join(lines)}" if rows else "None.\n"
+
+
+def share(rows: Sequence[dict[str, Any]]) -> float:
+    """The share that is caught of those that are not equivalent."""
+    counts = Counter(row["outcome"] for row in rows)
+    return counts["caught"] / max(1, len(rows) - counts["equivalent"])
+
+
+def page(trials: Sequence[dict[str, Any]], command: str) -> str:
+    """The page of all that is kept."""
+    rows = standing(trials)
+    counts, first = Counter(row["outcome"] for row in rows), Counter(row["first"] for row in rows)
+    outcomes = ("caught", "survived", "no test", "equivalent")
+    seeds, hardware, dates, commits = (
+        ", ".join(sorted({str(row[key]) for row in trials})) for key in ("seed", "hardware", "date", "commit")
+    )
+
+    def counted(key: str, names: Sequence[str]) -> str:
+        lines = []
+        for name in names:
+            of = [row for row in rows if row[key] == name]
+            lines.append([CHOICES.get(name, name), len(of), *(sum(r["outcome"] == o for r in of) for o in outcomes)])
+        return table([key, "drawn", *outcomes], lines)
+
+    def listed(outcome: str, *more: str) -> str:
+        of = sorted((r for r in rows if r["outcome"] == outcome), key=lambda r: (r["file"], r["line"]))
+        cells = [
+            [f"{r['file']}:{r['line']}", r["operator"], code(r["before"]), code(r["after"]), *(r[m] for m in more)]
+            for r in of
+        ]
+        return table(["line", "operator", "before", "after", *more], cells)
+
+    return (
+        "# Mutations\n\n"
+        f"Command: `{command}` (`make mutations`)  \nHardware: {hardware}, other work on it; "
+        f"{sum(row['cpu_s'] for row in trials):.0f} s of CPU in {sum(row['seconds'] for row in trials) / 60:.0f} "
+        "minutes, without the map  \n"
+        f"Date: {dates}; commits {commits}; seed {seeds}  \nEach trial: [mutations.jsonl](mutations.jsonl)\n\n"
+        f"**Of {len(rows)} drawn mutations {counts['caught']} are caught, {counts['equivalent']} are equivalent, "
+        f"{counts['survived']} survive and {counts['no test']} have no test\nin process: {share(rows):.1%} of those "
+        f"that are not equivalent are caught** (the bar is {WANTED:.0%}). At their first trial {first['caught']} were "
+        "caught;\nthe others were tried again after tests were added.\n\n"
+        "A mutation changes one line of `ptf/`: a comparison, an arithmetic or boolean operator, a constant, "
+        "a condition negated, a statement\ndeleted, `None` returned, a bound of a slice, `min` and `max`, a default. "
+        "Docstrings, annotations, messages, f-strings and\n`__all__` are left alone. The line is drawn uniformly among "
+        "all lines to which an operator applies, then the operator. The fastest tests run\nfirst, until one fails or "
+        f"{TESTS_S:g} s are over, on a copy in namespaces of its own. Every test that failed passes without the "
+        "mutation. A test\nthat hangs counts as one that fails. The map of lines leaves out tests that need Ray, "
+        "flows, a cluster or a GPU, the main job, and tests\nthat take longer than "
+        f"{SLOW_S:g} s, so what only these would catch is counted as not caught.\n\n"
+        f"{counted('operator', sorted({row['operator'] for row in rows}))}\n"
+        f"{counted('chosen', list(CHOICES))}\n"
+        f"## Survivors\n\n{listed('survived', 'ran')}\n"
+        f"## No test in process\n\nWhat would cover them: tests under Ray, flows, vLLM or a cluster.\n\n"
+        f"{listed('no test')}\n"
+        f"## Equivalent\n\n{listed('equivalent', 'reason')}"
+    )
+
+
+def write() -> int:
+    """Write the page; the exit status."""
+    trials, sound = kept(), 0.0
+    if trials:
+        RESULTS.write_text(page(trials, " ".join(["python", "benchmarks/mutations.py"])))
+        sound = share(standing(trials))
+        print(f"wrote {RESULTS.relative_to(ROOT)}; {sound:.1%} caught")
+    return int(sound < WANTED)
+
+
+def slow(report: Path | None) -> frozenset[str]:
+    """Tests that took longer than SLOW_S in a report of pytest."""
+    if report is None:
+        return frozenset()
+    cases = ElementTree.parse(report).getroot().iter("testcase")
+    return frozenset(
+        f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+        for case in cases
+        if float(case.attrib["time"]) > SLOW_S
+    )
+
+
+def play(
+    seed: int, numbers: Sequence[int], drawing: Drawing, tests: LineMap, unsound: set[str], until: float
+) -> list[dict[str, Any]]:
+    """Try these mutations until that time (monotonic); what was added to the ledger."""
+    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
+    rows: list[dict[str, Any]] = []
+    for number in numbers:
+        if time.monotonic() > until:
+            break
+        mutation = drawing.drawn(seed, number)
+        before, after = mutation.lines((ROOT / mutation.file).read_bytes())
+        row = {"seed": seed, "number": number, "file": mutation.file, "line": mutation.line}
+        row |= {"operator": mutation.operator, "before": before, "after": after}
+        rows.append(row | trial(mutation, tests, unsound) | about)
+        with LEDGER.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutations", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--again", action="store_true", help="those that were not caught")
+    parser.add_argument("--junit", type=Path, help="a report of pytest: its slow tests are left out of the map")
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    asked = parser.parse_args()
+    if asked.page:
+        return write()
+    until = time.monotonic() + 60 * asked.minutes
+    prepare(ROOT, CACHE / "tree")
+    cache = CACHE / git(ROOT, "rev-parse", "HEAD:ptf")
+    measure(ROOT, CACHE / "tree", cache, slow(asked.junit), until)
+    tests, _ = read(ROOT, cache)
+    drawing, rows = Drawing(ROOT, "ptf"), standing(kept())
+    known = {(row["seed"], row["number"]): row["outcome"] for row in rows}
+    repeated = ("survived", "no test") if asked.again else ()
+    due = [n for n in range(asked.mutations) if known.get((asked.seed, n), "new") in ("new", *repeated)]
+    tried = play(asked.seed, due, drawing, tests, set(), until)
+    unsound = controls(tried, tests)
+    if unsound:
+        play(asked.seed, [row["number"] for row in tried if row.get("by") in unsound], drawing, tests, unsound, until)
+    return write()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
