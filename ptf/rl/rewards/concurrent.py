@@ -30,8 +30,8 @@ def concurrent(
     """
 
     def mark(function: Callable) -> Callable:
-        function.asynchronous, function.first_lines, function.where = coroutine, lines, where
-        coroutine.in_flight = len(os.sched_getaffinity(0))  # type: ignore[attr-defined]
+        vars(function).update(asynchronous=coroutine, first_lines=lines, where=where)
+        vars(coroutine).update(in_flight=len(os.sched_getaffinity(0)))
         return function
 
     return mark
