@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ptf.config import ConfigError, Plug, dump, explain, fingerprint, frozen_differences, load, loads, plugin, resolve
 from ptf.config.foreign_names import FOREIGN, hint
 from ptf.config.schema import jobs as jobs_by_name
-from ptf.config.tree import Node, Place, _over, merge
+from ptf.config.tree import Node, Place, _over, merge, parse
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
 GRPO = (
@@ -715,3 +715,10 @@ def test_warm_up_and_decay_are_steps_or_shares_of_the_run(value, found):
 def test_shipped_configs_take_any_number_of_steps(config):
     if loads(dump(load(config))).train.steps:
         assert load(config, overrides=["train.steps=20"]).train.steps == 20
+
+
+def test_a_text_may_have_as_many_values_as_its_limit_and_no_more(monkeypatch):
+    monkeypatch.setattr("ptf.config.tree.MANY", 12)  # two maps, a list and nine numbers
+    text = "a: {b: [1, 2, 3, 4, 5, 6, 7, 8, 9]}"
+    assert not parse(text).problems
+    assert "more than 12 values" in str(parse(text.replace("9]", "9, 10]")).problems)

@@ -89,3 +89,8 @@ def test_state_is_of_the_moment_it_was_taken(window: int) -> None:
     other = shuffled(50, window)
     other.load_state_dict(settle(state))
     assert take(other, 30) == after
+
+
+def test_a_key_orders_items_as_it_always_has() -> None:
+    """A run that is resumed by a later version reads on where it was: the order that a key gives is a format."""
+    assert [i for _, i in take(shuffled(12, 4), 12)] == [1, 4, 5, 6, 2, 3, 7, 9, 8, 10, 0, 11]

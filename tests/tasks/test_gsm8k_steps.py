@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def test_generated_expressions_have_the_shape_of_real_ones(seed: int) -> None:
     for question, answer in made:
         assert question not in avoid
         assert "".join("#" if c.isdigit() else c for c in question) in shapes
+        assert not re.search(r"(?<![\d.])0\d", question), "no number of the patterns begins with a zero"
         assert Fraction(answer) == Fraction(eval(question.rstrip("="))).limit_denominator(10**6)
 
 

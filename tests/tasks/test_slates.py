@@ -71,3 +71,9 @@ def test_metrics_of_answers(catalogue: str) -> None:
     assert invalid(answers, catalogue=catalogue) == 0.25
     assert part(answers, of="revenue", catalogue=catalogue, size=2) == 0.5
     assert json.loads(Path(catalogue).read_text())["tokenizer"] == "f"
+
+
+def test_a_future_has_three_turns_where_no_number_is_given(catalogue: str) -> None:
+    row = {"messages": [], "future": [["n3"]] * 5, "told": ["<i_3><gap_1>"] * 5}
+    env = Future(row, 0, catalogue=catalogue, size=1, novelty=0.0)
+    assert [env.act("<i_3>").done for _ in range(3)] == [False, False, True]

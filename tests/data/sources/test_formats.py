@@ -1,6 +1,7 @@
 """Every format gives the same rows, at places that say where they are, from any block on;
 a file that breaks off is an error with its place."""
 
+import csv
 import gzip
 import json
 import random
@@ -224,3 +225,14 @@ def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved", num_shards=3)
     assert [place.read() for place in rows_once(Reader(str(tmp_path / "saved")))] == ROWS
     assert [len(blocks) for blocks in Reader(str(tmp_path / "saved")).counts() or ()] == [1, 1, 1]
+
+
+def test_a_csv_file_may_hold_a_long_document(tmp_path: Path) -> None:
+    """Python's own limit is 131,072 characters, and holds for the whole process."""
+    limit = csv.field_size_limit(1000)
+    try:
+        (tmp_path / "long.csv").write_text(csv_of([{"text": "x" * 200_000}]))
+        found = [place.read() for place in rows_once(Reader(str(tmp_path / "long.csv")))]
+        assert [len(row["text"]) for row in found] == [200_000]
+    finally:
+        csv.field_size_limit(limit)
