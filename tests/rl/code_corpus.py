@@ -27,7 +27,7 @@ SQUARES = ["assert f(3) == 9", "assert f(-4) == 16"]
 TESTS = "\n".join(SQUARES)
 RIGHT = "def f(x):\n    return x * x\n"
 WRONG = "def f(x):\n    return None\n"
-SLEEPER = "600.0731"  # seconds
+SLEEPER = f"600.{os.getpid():07}"  # seconds; no other process that runs tests leaves such a one
 SLEEPING = f"sleep\0{SLEEPER}"  # the command line of a process that a cheat leaves behind
 
 

@@ -182,7 +182,7 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
 
     assert worst(learner.base_logprobs(samples), scorer.logprobs(samples)) == 0
     assert worst(learner.logprobs(samples), scorer.logprobs(samples)) > 1e-2
-    found = learner.weights(0)
+    found = learner.collect_weights(0)
     assert found is not None
     bridge.load_hf_tensors(scorer.model, {name: t for bucket in found[0] for name, t in bucket}, scorer.family)
     assert worst(learner.logprobs(samples), scorer.logprobs(samples)) < 1e-5
@@ -239,12 +239,12 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
     engine = NativeEngine(
         str(directory), device=CPU, dtype=torch.float32, version=-1, parts=parts_of(spec, adapted=True)
     )
-    found = learner.weights(0, None, True)
+    found = learner.collect_weights(0, None, True)
     assert found is not None
     (bucket,), manifest = found
     engine.load_weights([bucket], manifest)
     learner.update([[(tiny.sample(20, 1),)]], 0)
-    found, whole = learner.weights(1, None, True), learner.weights(1)
+    found, whole = learner.collect_weights(1, None, True), learner.collect_weights(1)
     assert found is not None
     assert whole is not None
     (after,), right = found

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -113,6 +114,13 @@ def test_escapes_are_paid_where_they_succeed():
     assert json.loads(done.stdout) == dict.fromkeys(names, 1.0)
 
 
+def open_to_all(directory: Path) -> Path:
+    directory.chmod(0o777)
+    for above in directory.parents[:3]:
+        above.chmod(above.stat().st_mode | 0o011)  # of these tests alone
+    return directory
+
+
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -152,12 +160,9 @@ def test_without_any_filter_what_is_left_is_swept(tmp_path):
 def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
     if not works(mode):
         pytest.skip(f"this machine has no mode {mode}: {NEEDS[mode]}")
-    tmp_path.chmod(0o777)
-    for above in tmp_path.parents[:3]:
-        above.chmod(above.stat().st_mode | 0o011)  # of this session's alone
     script = f"""
         import asyncio, tempfile
-        tempfile.tempdir = {str(tmp_path)!r}
+        tempfile.tempdir = {str(open_to_all(tmp_path))!r}
         from ptf.rl.rewards.sandbox.judge import judge
         asyncio.run(judge({DOUBLE_FORK + "import time; time.sleep(600)"!r}, "assert f(3) == 9", mode={mode!r},
                           seconds=100.0, filtered={mode != "subreaper"}))
@@ -179,6 +184,41 @@ def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
         assert list(tmp_path.iterdir()) == []
     for pid in left_behind(SLEEPING):
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_cell_does_not_start_once_the_process_outside_it_was_killed(killed):
+    """Killed in the moment between the fork and the call by which the child asks to end with its parent, which a
+    pause makes long here."""
+    if not works("namespaces"):
+        pytest.skip(f"this machine has no mode namespaces: {NEEDS['namespaces']}")
+    script = f"""
+        import os, signal, socket, time
+        from pathlib import Path
+        from ptf.rl.rewards.sandbox import cells
+        from ptf.rl.rewards.sandbox.judge import directories
+        fork_and_wait = cells._fork_and_wait
+        def slowly(held):
+            fork_and_wait(held)
+            time.sleep(1)
+        cells._fork_and_wait = slowly
+        ours, theirs = socket.socketpair()
+        troubled, trouble = os.pipe()
+        readable, path = directories()
+        cell = cells.Cell("namespaces", 9.0, 512, 32, 16, readable, path)
+        pid = cells.start(cell, lambda link: link.sendall(b"served"), [theirs], trouble)
+        theirs.close()
+        os.close(trouble)
+        while not Path(f"/proc/{{pid}}/task/{{pid}}/children").read_text():
+            time.sleep(0.001)
+        if {killed}:
+            os.kill(pid, signal.SIGKILL)
+        print(ours.recv(10), os.read(troubled, 1000))
+    """
+    done = subprocess.run(
+        in_mode("namespaces", "-c", textwrap.dedent(script)), capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == ("b'' b''\n" if killed else "b'served' b''\n")
 
 
 def test_strict_refuses_a_machine_without_namespaces():
@@ -213,7 +253,8 @@ def test_the_first_lines_say_what_confines_code(capsys):
         Rewards(Plug(use="ptf.rl.rewards:code", args={"sandbox": "none"}))
 
 
-def test_answers_are_judged_many_at_once_and_in_order():
+def test_answers_are_judged_many_at_once_and_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(open_to_all(tmp_path)))  # in the command line of each judgement
     row = {"tests": "assert f(3) == 9"}
     texts = [SQUARE, "", "def f(x): return 9", "x", SQUARE] * 2
     made = Rewards(Plug(use="ptf.rl.rewards:code"), timeout_s=60.0, retries=0)
@@ -223,7 +264,7 @@ def test_answers_are_judged_many_at_once_and_in_order():
         made.close()
     assert found[:-1] == [Reward(1.0), Reward(0.0), Reward(1.0), Reward(0.0), Reward(1.0)] * 2
     assert found[-1] == NoResult("ValueError: there are no tests")
-    assert gone("ptf.rl.rewards.sandbox.harness")
+    assert gone(str(tmp_path))
 
 
 def test_an_asynchronous_reward_has_many_in_flight():

@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -96,8 +97,12 @@ def start(cell: Cell, serve: Callable[..., None], sockets: Sequence[socket.socke
             _bubblewrap(cell, [*kept, trouble], serve)
         if cell.mounts:
             _namespaces(cell)
+            outside = os.pidfd_open(os.getpid())
             _fork_and_wait([*kept, trouble])
             LIBC.prctl(1, signal.SIGKILL)
+            if select.select([outside], [], [], 0)[0]:  # it ended before; from here getppid() cannot tell
+                os._exit(1)
+            os.close(outside)
             LIBC.prctl(4, 0)  # not to be traced
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             _fork_and_wait([*kept, trouble])  # the first process of the namespace: with it everything in it ends
@@ -188,6 +193,7 @@ def keep_only(held: Sequence[int]) -> None:
 
 def confine(cell: Cell, held: Sequence[int]) -> None:
     """Confine this process from now on. Of its open files it keeps those in `held`."""
+    parent = os.getppid()
     os.setsid()
     keep_only(held)
     null = os.open("/dev/null", os.O_RDWR)
@@ -225,6 +231,8 @@ def confine(cell: Cell, held: Sequence[int]) -> None:
     _check(LIBC.prctl(38, 1, 0, 0, 0), "no_new_privs")
     if not cell.mounts:
         LIBC.prctl(1, signal.SIGKILL)  # setuid forgot it
+        if os.getppid() != parent:
+            os._exit(1)
         if cell.filtered and (version := syscalls.landlock_version()):
             readable = [p for p in [*cell.readable, "/bin", "/lib", "/lib64"] if os.path.exists(p)]
             syscalls.restrict_files(readable, [cell.directory, *(f"/dev/{name}" for name in DEVICES)], version)
