@@ -87,6 +87,7 @@ class Memory:
         return self._blocks[-1]
 
 
+PLACES_AT_ONCE = 8192  # tokens; 64 KiB of int64
 HELD_HERE = 2  # the list, and the argument of getrefcount
 
 
@@ -117,25 +118,18 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     firsts = range(0, max(1, rows), micro_rows)  # the first row of each batch
     in_batches = np.diff(behind[[*firsts, rows]])  # documents in each batch
     numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
-    offsets = starts - np.array(documents.begins, np.int64) - np.repeat(np.array(firsts) * width, in_batches)
+    offsets = starts - np.array(documents.begins, np.int64)
     room = behind[1:] + np.arange(rows)  # the padding of a row is one more piece behind its documents
     pieces, numbers, offsets = (
         _interleave(lengths, room, width - filled),
         _interleave(numbers, room, -1),
         _interleave(offsets, room, 0),
     )
-    ramp = np.arange(micro_rows * width)
+    _fill_places(arrays, pieces, numbers, offsets, [n + row for row, n in enumerate(cuts)], pads)
     batches = []
     for first in firsts:
         end = min(first + micro_rows, rows)
         start, stop = cuts[first], cuts[end]
-        piece = slice(start + first, stop + end)
-        arrays["segments"][first:end] = np.repeat(numbers[piece], pieces[piece]).reshape(-1, width)
-        begin = np.repeat(offsets[piece], pieces[piece])
-        np.subtract(ramp[: len(begin)], begin, out=arrays["positions"][first:end].reshape(-1))
-        for row in range(first, end):
-            if pads[row]:
-                arrays["positions"][row, width - pads[row] :] = 0
         part = {name: torch.from_numpy(values[first:end]) for name, values in arrays.items() if name != "own"}
         batches.append(
             Batch(
@@ -190,6 +184,34 @@ def _fill_tokens(
     arrays["targets"].reshape(-1)[:-1] = arrays["tokens"].reshape(-1)[1:]
     arrays["targets"].reshape(-1)[last], arrays["weights"].reshape(-1)[last] = 0, 0.0
     arrays["targets"][:, -1], arrays["weights"][:, -1] = 0, 0.0
+
+
+def _fill_places(
+    arrays: Mapping[str, np.ndarray],
+    pieces: np.ndarray,
+    numbers: np.ndarray,
+    offsets: np.ndarray,
+    cuts: Sequence[int],
+    pads: Sequence[int],
+) -> None:
+    """Fill in segments and positions from the lengths of the pieces, their numbers, and the places of position 0.
+
+    `cuts` are the pieces up to each row, of which the last is its padding, of `pads` tokens. A few rows are filled at a
+    time, so that what lies between stays in the processor's cache and needs no memory from the system.
+    """
+    rows, width = arrays["segments"].shape
+    segments, positions = arrays["segments"].reshape(-1), arrays["positions"].reshape(-1)
+    together = max(1, PLACES_AT_ONCE // width)
+    ramp = np.arange(together * width)
+    for first in range(0, rows, together):
+        start, end = first * width, min(first + together, rows) * width
+        piece = slice(cuts[first], cuts[min(first + together, rows)])
+        segments[start:end] = np.repeat(numbers[piece], pieces[piece])
+        begins = np.repeat(offsets[piece] - start, pieces[piece])
+        np.subtract(ramp[: end - start], begins, out=positions[start:end])
+    for row, n in enumerate(pads):
+        if n:
+            arrays["positions"][row, width - n :] = 0
 
 
 def _padded(pieces: Sequence[np.ndarray], cuts: Sequence[int], pads: list[int], kind: type) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ INDEX = 6  # which of the row's units
 BEFORE = 7  # rows just before it that gave no unit
 ROWS = 8  # rows that it stands for: those, and its share of its own row
 TOKENS, START, END = 9, 10, 11  # tokens of the whole block, and the sample's range of them
-RUNS, FIRST_RUN, END_RUN = 12, 13, 14  # run-length encoded weights of the block, and the sample's range
+RUNS, FIRST_RUN, END_RUN = 12, 13, 14  # weights of the block as runs (`TokenRows.run_pairs`), and the sample's range
 OF = 15  # the sample's own source
 
 epoch_of, length_of, rows_in = itemgetter(EPOCH), itemgetter(LENGTH), itemgetter(ROWS)
@@ -61,7 +61,7 @@ def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int
         repeat(0),
         repeat(1.0),
     ]
-    fields += [repeat(block.tokens), cuts, cuts[1:], repeat(block.runs), runs, runs[1:], own]
+    fields += [repeat(block.tokens), cuts, cuts[1:], repeat(block.run_pairs), runs, runs[1:], own]
     return list(zip(*fields))  # noqa: B905  repeat is endless
 
 
@@ -105,7 +105,8 @@ def _tokens(items: Sequence[Item]) -> list[np.ndarray]:
 
 def _weights(items: Sequence[Item]) -> np.ndarray:
     """Return the weights of all items, one after the other."""
-    return expand_runs(np.concatenate([item[RUNS][item[FIRST_RUN] : item[END_RUN]] for item in items]))
+    pairs = np.concatenate([item[RUNS][item[FIRST_RUN] : item[END_RUN]] for item in items])
+    return expand_runs(pairs.view(np.int32).reshape(-1, 2))
 
 
 def place_of(item: Item) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ time each stream has given its share to within a sample, and the counts are the 
 """
 
 from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import add
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ptf.data.stream import Stream
@@ -57,29 +59,34 @@ class Mixer(Generic[T]):
         self._deficits = initial_deficits or dict.fromkeys(streams, 0.0)
         self._ended: set[str] = set()  # streams that had their epochs
         self._empty: set[str] = set()  # streams that have no more items
-        self.taken: dict[str, float] = dict.fromkeys(streams, 0)
+        self._taken: dict[str, float] = dict.fromkeys(streams, 0)
         self._reset()
 
     def _reset(self) -> None:
         self._left = self._open()
         self._changed = list(self._streams)  # streams of which an item was taken since the last `_update`
-        self._ready: list[T] = []  # items of the only stream that is left, which need no `_update`
+        self.ready: list[T] = []
+        """Items of the only stream that is left, the next one last. Whoever takes an item pops it off this list, or
+        calls `__next__`."""
+        self._uncounted: list[T] = []  # what `ready` held when it was last counted
 
     def __next__(self) -> T:
-        if self._ready:
-            item = self._ready.pop()
-            self.taken[self._left[0]] += 1 if self._size is None else self._size(item)
-            return item
+        if self.ready:
+            return self.ready.pop()
+        self._count()
         self._update()
         left = self._left
         if len(left) == 1:
             item = self._take(left[0])
-            self._changed, self._ready = left, self._streams[left[0]].ready
+            self._changed, self.ready = left, self._streams[left[0]].ready
+            self._uncounted = self.ready.copy()
             return item
         if left:
-            shares, n = sum(self._shares[name] for name in left), sum(self.taken[name] for name in left) + 1
+            shares, n = sum(self._shares[name] for name in left), sum(self._taken[name] for name in left) + 1
             # in a tie the stream that was declared first wins
-            name = max(left, key=lambda name: self._shares[name] / shares * n + self._deficits[name] - self.taken[name])
+            name = max(
+                left, key=lambda name: self._shares[name] / shares * n + self._deficits[name] - self._taken[name]
+            )
         else:
             raise StopIteration
         self._changed = [name]
@@ -87,8 +94,24 @@ class Mixer(Generic[T]):
 
     def _take(self, name: str) -> T:
         item = next(self._streams[name])
-        self.taken[name] += 1 if self._size is None else self._size(item)
+        self._taken[name] += 1 if self._size is None else self._size(item)
         return item
+
+    def _count(self) -> None:
+        """Count what was popped off `ready`, in the order in which it was taken: so the sum is the same to the bit
+        whenever it is asked for."""
+        popped = self._uncounted[: len(self.ready) - 1 if self.ready else None : -1]
+        del self._uncounted[len(self.ready) :]
+        if popped:
+            name = self._left[0]
+            sizes = [1] * len(popped) if self._size is None else map(self._size, popped)
+            self._taken[name] = reduce(add, sizes, self._taken[name])
+
+    @property
+    def taken(self) -> dict[str, float]:
+        """What was taken of each stream, in samples or in what `size` measures."""
+        self._count()
+        return self._taken
 
     def _update(self) -> None:
         """Find which streams have had their epochs or have no more items, and which are left to take from."""
@@ -121,7 +144,7 @@ class Mixer(Generic[T]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        self.taken = {name: float(state["taken"][name]) for name in self._streams}
+        self._taken = {name: float(state["taken"][name]) for name in self._streams}
         self._ended, self._empty = set(state["ended"]), set(state["empty"])
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])

@@ -42,7 +42,7 @@ class Packer(Generic[T]):
         self._clear()
 
     def _clear(self) -> None:
-        self._window: dict[int, tuple[T, int]] = {}  # number of arrival → unit and its length, oldest first
+        self._window: dict[int, T] = {}  # number of arrival → unit, oldest first
         self._arrivals = 0
         self._ages: dict[int, list[int]] = {}  # length → numbers of arrival of the units of that length, oldest first
         self._bits = 0  # bit n: the window has a unit of n tokens
@@ -56,7 +56,7 @@ class Packer(Generic[T]):
             except StopIteration:
                 return
             n = self._length(atom)
-            self._window[self._arrivals] = atom, n
+            self._window[self._arrivals] = atom
             self._ages.setdefault(n, []).append(self._arrivals)
             self._bits |= 1 << n
             self._mirror |= 1 << (self._seq_len - n)
@@ -76,24 +76,29 @@ class Packer(Generic[T]):
         self._admit(self._atoms, self._lookahead)
         if not self._window:
             raise StopIteration
-        window, ages, seq_len, size = self._window, self._ages, self._seq_len, self._size
+        window, ages, seq_len, size, atoms = self._window, self._ages, self._seq_len, self._size, self._atoms
         bits, mirror, arrivals = self._bits, self._mirror, self._arrivals
-        n = next(iter(window.values()))[1]
+        ready: list[T] = getattr(atoms, "ready", [])  # units that come next, which `__next__` would pop one by one
+        n = size(next(iter(window.values())))
         row, room = [], seq_len
         while True:  # once for each unit, with nothing but local names: this is a fifth of the loader's work
             of_this_length = ages[n]
-            row.append(window.pop(of_this_length.pop(0))[0])
+            row.append(window.pop(of_this_length.pop(0)))
             if not of_this_length:
                 del ages[n]
                 bits ^= 1 << n
                 mirror ^= 1 << (seq_len - n)
             room -= n
-            more = next(self._atoms, None)
+            if ready:
+                more = ready.pop()
+            else:
+                more = next(atoms, None)
+                ready = getattr(atoms, "ready", ready)
             if more is not None:
                 n = size(more)
                 if n > seq_len:
                     self._length(more)
-                window[arrivals] = more, n
+                window[arrivals] = more
                 if n in ages:
                     ages[n].append(arrivals)
                 else:
@@ -120,10 +125,7 @@ class Packer(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state behind the last item; `settle` finishes it."""
         atoms = self._atoms.state_dict()  # type: ignore[union-attr]
-        return {"window": Deferred(tuple(self._window.values()), self._dump_window), "atoms": atoms}
-
-    def _dump_window(self, window: Sequence[tuple[T, int]]) -> Any:
-        return self._dump([atom for atom, _ in window])
+        return {"window": Deferred(tuple(self._window.values()), self._dump), "atoms": atoms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""

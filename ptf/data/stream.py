@@ -80,28 +80,30 @@ class Draws:
     """Random numbers below 2⁶⁴ by their index: each depends on the key and its index alone."""
 
     def __init__(self, key: str):
-        self._key, self._chunk, self._values = key, -1, np.zeros(1, np.uint64)
-        self._list = [0]
+        self._key = key
+        self._chunks: dict[int, np.ndarray] = {}  # the last two that were used
+        self._list_of, self._list = -1, [0]  # the numbers of one chunk as Python's
 
     def __call__(self, number: int) -> int:
         """Return the number of this index."""
         chunk, i = divmod(number, NUMBERS_AT_ONCE)
-        if chunk != self._chunk:
-            self._fill(chunk)
+        if chunk != self._list_of:
+            self._list_of, self._list = chunk, self._chunk(chunk).tolist()
         return self._list[i]
 
-    def _fill(self, chunk: int) -> None:
-        self._chunk, self._values = chunk, _bits(self._key, chunk, NUMBERS_AT_ONCE)
-        self._list = self._values.tolist()
+    def _chunk(self, chunk: int) -> np.ndarray:
+        values = self._chunks.get(chunk)
+        if values is None:
+            values = _bits(self._key, chunk, NUMBERS_AT_ONCE)
+            self._chunks = {**dict(list(self._chunks.items())[-1:]), chunk: values}
+        return values
 
     def numbers(self, first: int, n: int) -> np.ndarray:
         """Return n numbers from index `first` on, [n] uint64."""
         parts = []
         while n:
             chunk, i = divmod(first, NUMBERS_AT_ONCE)
-            if chunk != self._chunk:
-                self._fill(chunk)
-            parts.append(self._values[i : i + n])
+            parts.append(self._chunk(chunk)[i : i + n])
             first, n = first + len(parts[-1]), n - len(parts[-1])
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 

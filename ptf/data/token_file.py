@@ -180,6 +180,7 @@ class TokenRows:
         self._first_sample, lengths = _list(table, "lengths")
         self._ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # number of tokens before each sample
         self.tokens, self.runs = _values(table, "tokens", np.int32), _values(table, "weights", np.int32).reshape(-1, 2)
+        self.run_pairs = self.runs.view(np.int64).reshape(-1)  # the same, a number each, which are sliced faster
         ends = np.concatenate([[0], np.cumsum(self.runs[:, 0], dtype=np.int64)])  # number of tokens before each run
         assert len(self.tokens) == self._ends[-1] == ends[-1], (
             "the columns of a row group differ in their number of tokens"
@@ -301,12 +302,22 @@ def _list(table: pa.Table, name: str) -> tuple[np.ndarray, Any]:
     offsets = _numbers(lists.offsets)
     values = lists.values.slice(offsets[0], offsets[-1] - offsets[0])
     if pa.types.is_string(values.type):
-        encoded = values.dictionary_encode()
-        names = encoded.dictionary.to_pylist()
-        return offsets - offsets[0], names * len(values) if len(names) == 1 else [
-            names[i] for i in encoded.indices.to_pylist()
-        ]
+        return offsets - offsets[0], _texts(values)
     return offsets - offsets[0], _numbers(values)
+
+
+def _texts(array: Any) -> list[str]:
+    """Return the texts of an Arrow array; where all are the same, which is found by comparing bytes, one object."""
+    if not len(array):
+        return []
+    ends = np.frombuffer(array.buffers()[1], np.int32, len(array) + 1, array.offset * 4)
+    first, size = array[0].as_py(), int(ends[1] - ends[0])
+    same = size * len(array) == ends[-1] - ends[0] and (np.diff(ends) == size).all()
+    if same and array.buffers()[2][int(ends[0]) : int(ends[-1])].equals(pa.py_buffer(first.encode() * len(array))):
+        return [first] * len(array)
+    encoded = array.dictionary_encode()
+    names = encoded.dictionary.to_pylist()
+    return [names[i] for i in encoded.indices.to_pylist()]
 
 
 def _numbers(array: Any) -> np.ndarray:
