@@ -38,7 +38,10 @@ from tests.data.templates import CASES, OURS, REAL, REFUSED, markers, templated 
 PAGE = ROOT / "benchmarks" / "results" / "loss_masks.md"
 NAMES = (*OURS, *sorted(REAL))
 CODE = (
-    *(ROOT / f"ptf/data/{name}.py" for name in ("chat", "completion", "context", "growing", "rendering", "tokenizer")),
+    *(
+        ROOT / f"ptf/data/{name}.py"
+        for name in ("chat", "completion", "context", "added", "incremental_encode", "rendering", "tokenizer")
+    ),
     *(ROOT / f"tests/data/{name}.py" for name in ("agreement", "conversations", "oracle", "templates")),
     *sorted((ROOT / "tests/data/chat_templates").glob("*.jinja")),
 )
