@@ -159,7 +159,7 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
     )
     worse = ("--set", "train.lr=0.003", "--set", f"data.sources.sums.path={p.root}/data/train/2.jsonl")
     said = p.flow(FLOWS / "retrain_flow.py", "run", "--config", sft, *worse)
-    assert "not published: loss/held_out is" in said.stdout
+    assert "not published: worse than what training started from: loss/held_out" in said.stdout
     assert published.pointer(root) == second
 
     ptf = [sys.executable, "-m", "ptf.cli", "publish", root, "--rollback"]
