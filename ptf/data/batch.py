@@ -1,6 +1,6 @@
 """Packed rows as tensors: all that a loss gets, and the only torch in ptf.data.
 
-The one idea: everything is aligned with *targets*. Position t of a row predicts `targets[t]`, counts `weights[t]`, and
+All columns are aligned with the targets. Position t of a row predicts `targets[t]`, counts `weights[t]`, and
 carries the columns of the token that it predicts; the shift by one happens here and nowhere else.
 """
 

@@ -1,6 +1,6 @@
 """From lanes to global steps: the loader packs ahead in a background thread, and its state is what was *consumed*.
 
-The one idea: global row g comes from lane g % lanes whichever rank trains it, and rank r of W serves the lanes ≡ r mod
+Global row g comes from lane g % lanes whichever rank trains it, and rank r of W serves the lanes ≡ r mod
 W. As W divides lanes and rows, those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a
 run may resume on another W. A rank makes the rows of its own lanes only; which rank of a group then trains a row is
 decided by the work of attention (ptf/data/exchange.py).

@@ -1,6 +1,6 @@
 """A mixture of streams by shares.
 
-The one idea: there is no randomness. The next sample comes from the stream that is furthest behind its share, so at any
+The mixture is not random. The next sample comes from the stream that is furthest behind its share, so at any
 time each stream has given its share to within a sample, and the counts are the whole state.
 """
 

@@ -1,7 +1,7 @@
 """The packer: pack units in, packed rows of at most `seq_len` tokens out. Nothing is cut, and the samples of a unit
 stay together.
 
-The one idea: the lengths in the look-ahead window are the bits of one integer. Finding the longest unit that fits is
+The lengths in the look-ahead window are the bits of one integer. Finding the longest unit that fits is
 then a mask and a `bit_length`, and "do two of them fill the row exactly?" is one AND of that integer with its mirror
 image. The oldest unit always starts the next row, so none waits longer than `lookahead` rows.
 """

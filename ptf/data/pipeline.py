@@ -1,7 +1,7 @@
 """The data of a run put together: sources → encode → shuffle → mix → pack, once for each lane; a single pass for
 validation; prompts.
 
-The one idea: a lane is a pure function of (config, files, lane number), so whichever process serves it, from whatever
+A lane is a pure function of (config, files, lane number), so whichever process serves it, from whatever
 state, yields the same rows. What waits in a lane's windows is identified by the place that it was read from: a state
 holds places, and the process that continues from it reads them again.
 """

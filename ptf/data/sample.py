@@ -1,7 +1,7 @@
 """The output of an encoder: a `Sample` is one document as token ids and weights, a pack unit is the samples that must
 share a packed sequence.
 
-The one idea: both are immutable, so a window of them is checkpointed by keeping references to them and is written out
+Samples and units are immutable, so a window of them is checkpointed by keeping references to them and is written out
 as a few long arrays.
 """
 

@@ -1,7 +1,7 @@
 """Streams: endless iterators whose state can be saved between any two items. This file has the protocol, random numbers
 by counter, and the one stream that does not depend on the kind of data: Shuffle.
 
-The one idea: items never change once made, so a state may hold references to them (`Deferred`). They are written out,
+Items never change once made, so a state may hold references to them (`Deferred`). They are written out,
 as the places that they came from, only when a checkpoint is really saved (`settle`), so that taking a state at every
 training step costs microseconds.
 """

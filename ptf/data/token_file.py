@@ -1,6 +1,6 @@
 """The file of tokenized data: parquet in which a row of the source is one row, and its tokens are one cell of bytes.
 
-The one idea: a column of cells decodes to one buffer, a column of lists one number at a time. So data that grows with a
+A column of cells decodes to one buffer, a column of lists one number at a time. So data that grows with a
 row's tokens is stored as cells of little-endian bytes, a row group is read as a few long arrays, and every sample is a
 slice of them. Loss weights are stored as runs of equal weights.
 """

@@ -1,6 +1,6 @@
 """Encoded rows as parquet: data are tokenized once, and train as if they were tokenized during training.
 
-The one idea: one row of parquet is one row of the source with its pack units (none where the row was dropped or bad),
+One row of parquet is one row of the source with its pack units (none where the row was dropped or bad),
 so an epoch has the same samples (in the order of its own blocks). ptf/data/token_file.py defines how a row is stored.
 """
 

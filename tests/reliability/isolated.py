@@ -1,7 +1,7 @@
 """pytest on a copy of the checkout that can do no harm: a mutation may remove the wrong directory, or kill every
 process.
 
-The one idea: each run is a fork of this process, which has imported the large libraries once, in Linux namespaces of
+Each run is a fork of this process, which has imported the large libraries once, in Linux namespaces of
 its own: all file systems are read-only but for a fresh /tmp (with the copy) and /dev/shm, no process outside can be
 seen or signalled, and whatever is left ends with the run. It needs root.
 """

@@ -1,6 +1,6 @@
 """Which tests run which lines of the package in the process of the tests, measured by coverage.py.
 
-The one idea: what is known of a file of tests holds while neither that file nor the package has changed, so a map that
+What is known of a file of tests holds while neither that file nor the package has changed, so a map that
 was stopped goes on, and a new test costs only its own file.
 """
 

@@ -1,7 +1,7 @@
 """Mutations of the package: small faults, each put into one line of its source, by which a suite of tests is judged
 (DeMillo, Lipton and Sayward, "Hints on test data selection", 1978).
 
-The one idea: a mutation is drawn by (seed, number): a line uniformly among those to which an operator applies, then an
+A mutation is drawn by (seed, number): a line uniformly among those to which an operator applies, then an
 operator uniformly among those that apply there, then a place of it. The same source gives the same mutations.
 """
 
