@@ -29,27 +29,30 @@ def sharded(method: Callable | None = None, *, cost: Callable[[Any], float] = la
     """
 
     def mark(method: F) -> F:
-        method.dispatch, method.cost = "sharded", cost  # type: ignore[attr-defined]
-        return method
+        return _marked(method, dispatch="sharded", cost=cost)
 
     return mark(method) if method else mark
 
 
 def broadcast(method: F) -> F:
     """Call every worker with the same arguments and return rank 0's result."""
-    method.dispatch = "broadcast"  # type: ignore[attr-defined]
-    return method
+    return _marked(method, dispatch="broadcast")
 
 
 def replayed_broadcast(method: F) -> F:
     """Broadcast, and repeat the last such call to a replica that takes the place of a lost one."""
-    method.dispatch = "replayed_broadcast"  # type: ignore[attr-defined]
-    return method
+    return _marked(method, dispatch="replayed_broadcast")
 
 
 def unreplayable_broadcast(method: F) -> F:
     """Broadcast that cannot be replayed; a replica that dies afterwards cannot be replaced."""
-    method.dispatch = "unreplayable_broadcast"  # type: ignore[attr-defined]
+    return _marked(method, dispatch="unreplayable_broadcast")
+
+
+def _marked(method: F, **attributes: Any) -> F:
+    """Return a method with attributes that say how a group calls it."""
+    for name, value in attributes.items():
+        setattr(method, name, value)
     return method
 
 

@@ -371,14 +371,15 @@ def _process_group(store: TransferStore, rank: int, size: int, device: torch.dev
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(prefixed, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    group: Any = dist.ProcessGroupGloo  # whose options its types leave out
+    options = group._Options()
     # connecting a UDP socket sends nothing; it gives the address of this machine on the route to the policy
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((store.store.host, store.store.port))
         own = probe.getsockname()[0]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [group.create_device(hostname=own)]
     options._timeout = timeout
-    return dist.ProcessGroupGloo(prefixed, rank, size, options)
+    return group(prefixed, rank, size, options)
 
 
 def _broadcast(group: Any, buffer: Tensor, store: TransferStore, version: int) -> None:
