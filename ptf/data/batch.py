@@ -98,7 +98,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     document, so all rows are laid out together.
     """
     rows = len(documents.rows)
-    counts = [*map(len, documents.tokens)]
+    counts = documents.lengths
     lengths = np.array(counts, np.int64)
     behind = np.cumsum([0, *documents.rows])  # documents before each row, and in all
     ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -111,7 +111,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     cuts, pads = behind.tolist(), (width - filled).tolist()
 
     arrays = _arrays(rows, width, memory or Memory())
-    _fill_tokens(arrays, documents, cuts, pads, ends[behind].tolist(), starts + lengths - 1)
+    _fill_tokens(arrays, documents, pads, ends[behind].tolist(), starts + lengths - 1)
 
     streams = _streams(documents.streams, starts.tolist(), (rows, width)) if documents.streams else {}
     atoms_behind, owners = np.cumsum([0, *documents.atoms]), np.repeat(np.arange(len(documents.owned)), documents.owned)
@@ -164,23 +164,17 @@ def _arrays(rows: int, width: int, memory: Memory) -> dict[str, np.ndarray]:
 def _fill_tokens(
     arrays: Mapping[str, np.ndarray],
     documents: Documents,
-    cuts: Sequence[int],
     pads: list[int],
     row_ends: Sequence[int],
     last: np.ndarray,
 ) -> None:
     """Fill in tokens, targets and weights.
 
-    `cuts` and `row_ends` are the documents and the tokens up to each row, `pads` is the padding of each row, and `last`
-    the places of the documents' last tokens, which have no target.
+    `row_ends` are the tokens up to each row, `pads` is the padding of each row, and `last` the places of the documents'
+    last tokens, which have no target.
     """
-    np.concatenate(
-        _padded(documents.tokens, cuts, pads, np.int32), out=arrays["tokens"].reshape(-1), casting="same_kind"
-    )
-    own = [documents.weights[start:end] for start, end in pairwise(row_ends)]
-    np.concatenate(
-        _padded(own, range(len(row_ends)), pads, np.float32), out=arrays["own"].reshape(-1), casting="same_kind"
-    )
+    for name, values in (("tokens", documents.tokens), ("own", documents.weights)):
+        np.concatenate(_padded(values, row_ends, pads), out=arrays[name].reshape(-1), casting="same_kind")
     arrays["targets"].reshape(-1)[:-1] = arrays["tokens"].reshape(-1)[1:]
     arrays["targets"].reshape(-1)[last], arrays["weights"].reshape(-1)[last] = 0, 0.0
     arrays["targets"][:, -1], arrays["weights"][:, -1] = 0, 0.0
@@ -214,14 +208,12 @@ def _fill_places(
             arrays["positions"][row, width - n :] = 0
 
 
-def _padded(pieces: Sequence[np.ndarray], cuts: Sequence[int], pads: list[int], kind: type) -> list[np.ndarray]:
-    """Return the pieces of all rows one after the other, with zeros where a row has no more."""
-    zeros = np.zeros(max(pads, default=0), kind)
+def _padded(values: np.ndarray, row_ends: Sequence[int], pads: list[int]) -> list[np.ndarray]:
+    """Return the values of each row and the zeros that pad it, one row after the other."""
+    zeros = np.zeros(max(pads, default=0), values.dtype)
     padded = [zeros[:0]]
-    for row, n in enumerate(pads):
-        padded += pieces[cuts[row] : cuts[row + 1]]
-        if n:
-            padded.append(zeros[:n])
+    for (start, end), n in zip(pairwise(row_ends), pads, strict=True):
+        padded += (values[start:end], zeros[:n])
     return padded
 
 

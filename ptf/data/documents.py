@@ -16,7 +16,8 @@ class Documents:
     rows: Sequence[int]  # documents of each sequence
     atoms: Sequence[int]  # pack units of each sequence
     owned: Sequence[int]  # documents of each pack unit
-    tokens: Sequence[np.ndarray]
+    lengths: Sequence[int]  # tokens of each document
+    tokens: np.ndarray  # [tokens of all documents] int32, one document after the other
     weights: np.ndarray  # [tokens of all documents] float32
     sources: Sequence[str]
     begins: Sequence[int]
@@ -31,7 +32,8 @@ class Documents:
             [sum(map(len, row)) for row in rows],
             [*map(len, rows)],
             [*map(len, chain.from_iterable(rows))],
-            [sample.tokens for sample in samples],
+            [len(sample.tokens) for sample in samples],
+            np.concatenate([np.zeros(0, np.int32), *(sample.tokens for sample in samples)], dtype=np.int32),
             np.concatenate([sample.weights for sample in samples] or [np.zeros(0, np.float32)]),
             [sample.source for sample in samples],
             [sample.begins for sample in samples],

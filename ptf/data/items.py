@@ -15,7 +15,7 @@ import numpy as np
 
 from ptf.data.documents import Documents
 from ptf.data.sample import PackUnit, length, samples_of
-from ptf.data.token_file import NO_COLUMNS, TokenRows, expand_runs
+from ptf.data.token_file import NO_COLUMNS, TokenRows, unmarked
 
 Item = tuple[Any, ...]
 
@@ -28,9 +28,9 @@ ROW = 5
 INDEX = 6  # which of the row's units
 BEFORE = 7  # rows just before it that gave no unit
 ROWS = 8  # rows that it stands for: those, and its share of its own row
-TOKENS, START, END = 9, 10, 11  # tokens of the whole block, and the sample's range of them
-RUNS, FIRST_RUN, END_RUN = 12, 13, 14  # weights of the block as runs (`TokenRows.run_pairs`), and the sample's range
-OF = 15  # the sample's own source
+TOKENS, WEIGHTS = 9, 10  # tokens of the whole block, and their weights; None where the tokens are marked (`unmarked`)
+START, END = 11, 12  # the sample's range of them
+OF = 13  # the sample's own source
 
 epoch_of, length_of, rows_in = itemgetter(EPOCH), itemgetter(LENGTH), itemgetter(ROWS)
 
@@ -48,7 +48,7 @@ def items_of(
 
 def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int, at: tuple[int, int]) -> list[Item]:
     """Return the items of rows of a block, each of which has one unit of one sample without columns."""
-    cuts, runs, own = block.spans(first, end)
+    cuts, own = block.spans(first, end)
     lengths = block.told[first:end, 1].tolist()
     fields: list[Iterable[Any]] = [
         repeat(None),
@@ -61,7 +61,7 @@ def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int
         repeat(0),
         repeat(1.0),
     ]
-    fields += [repeat(block.tokens), cuts, cuts[1:], repeat(block.run_pairs), runs, runs[1:], own]
+    fields += [repeat(block.bytes), repeat(block.weights), cuts, cuts[1:], own]
     return list(zip(*fields))  # noqa: B905  repeat is endless
 
 
@@ -75,10 +75,11 @@ def atoms_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
     flat = [item for row in rows for item in row if item[ATOM] is None]
     if not flat:
         return [[item[ATOM] for item in row] for row in rows]
-    weights, cuts = _weights(flat), [0, *accumulate(map(length_of, flat))]
+    tokens, weights = _contents(flat)
+    cuts = [*pairwise([0, *accumulate(map(length_of, flat))])]
     stored = samples_of(
-        _tokens(flat),
-        [weights[start:end] for start, end in pairwise(cuts)],
+        [tokens[start:end] for start, end in cuts],
+        [weights[start:end] for start, end in cuts],
         [item[OF] for item in flat],
         [NO_COLUMNS] * len(flat),
     )
@@ -94,19 +95,21 @@ def documents_of(rows: Sequence[Sequence[Item]]) -> Documents:
     flat = list(chain.from_iterable(rows))
     if not flat or any([item[ATOM] for item in flat]):
         return Documents.of(atoms_of(rows))
-    each, n = [*map(len, rows)], len(flat)
-    return Documents(each, each, [1] * n, _tokens(flat), _weights(flat), [item[OF] for item in flat], [0] * n, ())
+    each, n, own = [*map(len, rows)], len(flat), [item[OF] for item in flat]
+    return Documents(each, each, [1] * n, [*map(length_of, flat)], *_contents(flat), own, [0] * n, ())
 
 
-def _tokens(items: Sequence[Item]) -> list[np.ndarray]:
-    """Return the tokens of each item."""
-    return [item[TOKENS][item[START] : item[END]] for item in items]
-
-
-def _weights(items: Sequence[Item]) -> np.ndarray:
-    """Return the weights of all items, one after the other."""
-    pairs = np.concatenate([item[RUNS][item[FIRST_RUN] : item[END_RUN]] for item in items])
-    return expand_runs(pairs.view(np.int32).reshape(-1, 2))
+def _contents(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of all items, one after the other, and their weights, [n] int32 and [n] float32."""
+    content = bytearray().join([item[TOKENS][item[START] : item[END]] for item in items])
+    tokens, weights = unmarked(np.frombuffer(content, np.int32))
+    if any([item[WEIGHTS] is not None for item in items]):
+        end = 0
+        for item in items:
+            start, end = end, end + item[LENGTH]
+            if item[WEIGHTS] is not None:
+                weights[start:end] = item[WEIGHTS][item[START] : item[END]]
+    return tokens, weights
 
 
 def place_of(item: Item) -> tuple[int, ...]:
@@ -114,7 +117,7 @@ def place_of(item: Item) -> tuple[int, ...]:
 
     By the checksum of its tokens it is recognised when it is read again.
     """
-    tokens = _tokens([item]) if item[ATOM] is None else [sample.tokens for sample in item[ATOM]]
+    tokens = [_contents([item])[0]] if item[ATOM] is None else [sample.tokens for sample in item[ATOM]]
     crc = 0
     for ids in tokens:
         crc = zlib.crc32(np.ascontiguousarray(ids).data, crc)

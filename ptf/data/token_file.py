@@ -68,6 +68,33 @@ def expand_runs(runs: np.ndarray) -> np.ndarray:
     return np.repeat(runs[:, 1].view(np.float32), runs[:, 0])
 
 
+def marked(tokens: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return tokens that carry their weights, given as runs: [n] int32 and [runs, 2] int32 → [n] int32 and None.
+
+    A token that is not trained is stored as its complement, which is negative, so a sample is one slice. Where some
+    weight is neither 0 nor 1, return the tokens as they are and the weights, [n] float32.
+    """
+    assert tokens.min(initial=0) >= 0, "a column of tokenized data holds a negative token id"
+    lengths, bits = runs[:, 0], runs[:, 1]
+    if not ((bits == 0) | (bits == ONE)).all():
+        return tokens, expand_runs(runs)
+    return np.repeat(np.where(bits == 0, np.int32(-1), np.int32(0)), lengths) ^ tokens, None
+
+
+ONE = np.float32(1).view(np.int32)  # its bits
+
+
+def unmarked(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and the weights of marked tokens, [n] int32 → [n] int32 and [n] float32.
+
+    The tokens are replaced in place. Temporary arrays would cost ten times as much, because their memory is new.
+    """
+    signs = tokens >> 31
+    np.bitwise_xor(tokens, signs, out=tokens)
+    np.bitwise_and(np.invert(signs, out=signs), ONE, out=signs)
+    return tokens, signs.view(np.float32)
+
+
 def side_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return rows that `unit_columns` made as columns."""
     rows = list(rows)
@@ -179,35 +206,32 @@ class TokenRows:
         self._first_atom, self._atoms = _list(table, "atoms")
         self._first_sample, lengths = _list(table, "lengths")
         self._ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # number of tokens before each sample
-        self.tokens, self.runs = _values(table, "tokens", np.int32), _values(table, "weights", np.int32).reshape(-1, 2)
-        self.run_pairs = self.runs.view(np.int64).reshape(-1)  # the same, a number each, which are sliced faster
-        ends = np.concatenate([[0], np.cumsum(self.runs[:, 0], dtype=np.int64)])  # number of tokens before each run
-        assert len(self.tokens) == self._ends[-1] == ends[-1], (
-            "the columns of a row group differ in their number of tokens"
-        )
-        # The first run of each row, then the end of the last row.
-        self._first_run = np.searchsorted(ends, self._ends[self._first_sample])
+        tokens, runs = _values(table, "tokens", np.int32), _values(table, "weights", np.int32).reshape(-1, 2)
+        ends = np.concatenate([[0], np.cumsum(runs[:, 0], dtype=np.int64)])  # number of tokens before each run
+        assert len(tokens) == self._ends[-1] == ends[-1], "the columns of a row group differ in their number of tokens"
+        self.tokens, self.weights = marked(tokens, runs)
+        self.bytes = memoryview(self.tokens)  # the same, whose slices cost less
         self._sources = _list(table, "sources")[1]
         self._streams = {
             name.removeprefix(STREAM): _stream(table, name) for name in table.column_names if name.startswith(STREAM)
         }
         self.nbytes = table.nbytes
-        self.told = self._count_rows()
+        self.told = self._count_rows(runs, ends)
         self.longest = int(self.told[:, 3].max(initial=0))  # tokens of the longest pack unit
         one = np.diff(self._first_sample) == 1 if not self._streams else np.zeros(self.lines, bool)
         # Number of rows before each row that are not one sample without per-token values.
         self._several = np.concatenate([[0], np.cumsum(~one)])
 
-    def _count_rows(self) -> np.ndarray:
-        """Return the counts of every row, [rows, 4] int64.
+    def _count_rows(self, runs: np.ndarray, run_ends: np.ndarray) -> np.ndarray:
+        """Return the counts of every row, [rows, 4] int64, given the runs and the number of tokens before each.
 
         They are its pack units, its tokens, its trained tokens, and the tokens of its longest pack unit.
         """
         samples = np.concatenate([[0], np.cumsum(self._atoms, dtype=np.int64)])
         of_rows, of_atoms = self._ends[self._first_sample], np.diff(self._ends[samples])
-        trained = np.concatenate(
-            [[0], np.cumsum(self.runs[:, 0] * (self.runs[:, 1].view(np.float32) != 0), dtype=np.int64)]
-        )[self._first_run]
+        trained = np.concatenate([[0], np.cumsum(runs[:, 0] * (runs[:, 1].view(np.float32) != 0), dtype=np.int64)])[
+            np.searchsorted(run_ends, of_rows)  # the first run of each row, then the end of the last row
+        ]
         longest = np.zeros(self.lines, np.int64)
         nonempty = np.flatnonzero(np.diff(self._first_atom))
         if len(nonempty):
@@ -234,34 +258,32 @@ class TokenRows:
         """Return the pack units of row i."""
         start = int(self._first_sample[i])
         units: list[PackUnit] = []
-        weights = expand_runs(self.runs[self._first_run[i] : self._first_run[i + 1]])
         before = self._ends[start]
+        row = slice(before, self._ends[self._first_sample[i + 1]])
+        tokens, weights = unmarked(np.array(self.tokens[row]))
+        if self.weights is not None:
+            weights = self.weights[row]
         for n in self._atoms[self._first_atom[i] : self._first_atom[i + 1]].tolist():
-            units.append(tuple([self._sample(k, weights, before) for k in range(start, start + n)]))
+            units.append(tuple([self._sample(k, tokens, weights, before) for k in range(start, start + n)]))
             start += n
         return units
 
-    def _sample(self, k: int, weights: np.ndarray, before: int) -> Sample:
-        """Return sample k; `weights` are the row's, and `before` is the number of tokens before the row."""
+    def _sample(self, k: int, tokens: np.ndarray, weights: np.ndarray, before: int) -> Sample:
+        """Return sample k; `tokens` and `weights` are the row's, and `before` is the number of tokens before the
+        row."""
         start, end = self._ends[k], self._ends[k + 1]
         streams = {name: values[start:end] for name, values in self._streams.items()} if self._streams else NO_COLUMNS
-        return Sample(self.tokens[start:end], weights[start - before : end - before], self._sources[k], streams)
+        own = slice(start - before, end - before)
+        return Sample(tokens[own], weights[own], self._sources[k], streams)
 
     def simple(self, first: int, end: int) -> bool:
         """Return whether each of the rows `first` to before `end` is one sample without per-token values."""
         return bool(self._several[first] == self._several[end])
 
-    def spans(self, first: int, end: int) -> tuple[list[int], list[int], list[str]]:
-        """Return where the tokens and the runs of each simple row begin, and the sources of the samples.
-
-        Each list of positions ends with the end of the last row.
-        """
+    def spans(self, first: int, end: int) -> tuple[list[int], list[str]]:
+        """Return where the tokens of each simple row begin, then the end of the last one, and the samples' sources."""
         samples = self._first_sample[first : end + 1]
-        return (
-            self._ends[samples].tolist(),
-            self._first_run[first : end + 1].tolist(),
-            self._sources[samples[0] : samples[-1]],
-        )
+        return self._ends[samples].tolist(), self._sources[samples[0] : samples[-1]]
 
     def part(self, start: int, end: int) -> Block:
         """Raise: rows of tokenized data are not tokenized again."""

@@ -15,21 +15,22 @@ from hypothesis import strategies as st
 
 from ptf import storage
 from ptf.data import tokenized
-from ptf.data.items import atoms_of, stored_items
+from ptf.data.items import atoms_of, documents_of, stored_items
 from ptf.data.pipeline import Encoded, Lanes
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
-from ptf.data.token_file import RowFile, TokenRows, expand_runs, runs, side_by_side, unit_columns
+from ptf.data.token_file import RowFile, TokenRows, expand_runs, marked, runs, side_by_side, unit_columns, unmarked
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
+zeros_and_ones = st.lists(st.sampled_from([0.0, 1.0]), max_size=9)
 weights = st.lists(st.sampled_from([0.0, 1.0, -0.0, 0.3, float("nan"), float("inf")]) | st.floats(width=32), max_size=9)
 
 
 def sample(values: list[float], source: str, streams: bool) -> Sample:
     n = len(values)
-    tokens = (np.arange(n) * 7919 - (1 << 31) * (n % 2)).astype(np.int32)
+    tokens = (np.arange(n) * 7919 + ((1 << 31) - 7919 * n) * (n % 2)).astype(np.int32)
     carried = (
         {"score": np.array(values, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
         if streams
@@ -62,9 +63,14 @@ def said(atoms: list[PackUnit]) -> Any:
     ]
 
 
-@settings(deadline=None, max_examples=40)
+def shapes(values: st.SearchStrategy[list[float]]) -> st.SearchStrategy[list[list[list[list[float]]]]]:
+    """Rows of pack units of samples, each given by its weights."""
+    return st.lists(st.lists(st.lists(values, min_size=1, max_size=3), max_size=3), min_size=1, max_size=9)
+
+
+@settings(deadline=None, max_examples=60)
 @given(
-    shape=st.lists(st.lists(st.lists(weights, min_size=1, max_size=3), max_size=3), min_size=1, max_size=9),
+    shape=shapes(weights) | shapes(zeros_and_ones) | shapes(weights | zeros_and_ones),
     group=st.integers(1, 5),
     streams=st.booleans(),
 )
@@ -81,13 +87,37 @@ def test_every_row_comes_back_to_the_bit(
         [len(row), sum(each), sum(int((s.weights != 0).sum()) for atom in row for s in atom), max(each, default=0)]
         for row, each in zip(rows, lengths, strict=True)
     ]
+    items = []
     for block in blocks:
         for i in range(len(block)):
             simple = not streams and sum(map(len, block.atoms(i))) == 1
             assert block.simple(i, i + 1) == simple
             if simple:
-                ((atom,),) = atoms_of([stored_items(block, i, i + 1, "a", 0, (0, 0))])
+                items += stored_items(block, i, i + 1, "a", 0, (0, 0))
+                ((atom,),) = atoms_of([items[-1:]])
                 assert said([atom]) == said(block.atoms(i))
+    atoms = [atom for (atom,) in atoms_of([[item] for item in items])]
+    assert said(atoms) == said([atom for row in rows if sum(map(len, row)) == 1 and not streams for atom in row])
+    documents = documents_of([items])
+    assert documents.tokens.tobytes() == b"".join(s.tokens.tobytes() for (s,) in atoms)
+    assert documents.weights.tobytes() == b"".join(s.weights.tobytes() for (s,) in atoms)
+
+
+def test_weights_of_zeros_and_ones_are_marks_of_the_tokens() -> None:
+    tokens = np.array([0, 5, (1 << 31) - 1, 0], np.int32)
+    values = np.array([0, 1, 0, 1], np.float32)
+    kept, others = marked(tokens, runs(values))
+    assert others is None
+    assert kept.tolist() == [-1, 5, -(1 << 31), 0]
+    back, found = unmarked(kept.copy())
+    assert back.tolist() == tokens.tolist()
+    assert found.tobytes() == values.tobytes()
+    for other in (0.5, -0.0):
+        kept, others = marked(tokens, runs(np.array([0, 1, other, 1], np.float32)))
+        assert kept.tolist() == tokens.tolist()
+        assert others is not None
+    with pytest.raises(AssertionError, match="negative token id"):
+        marked(np.array([3, -3], np.int32), runs(np.ones(2, np.float32)))
 
 
 @given(weights)
