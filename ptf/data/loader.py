@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,26 +118,39 @@ class Loader:
         self._record_states()
 
     def _record_states(self) -> None:
-        self._states, self.counts = self._snapshot()
+        """Record the states of all lanes."""
+        self._lane_states: dict[int, dict[str, Any]] = {}
+        self._lane_counts: dict[int, Mapping[str, int]] = {}
+        self._states, self.counts = self._snapshot(self._served)
 
-    def _snapshot(self) -> _States:
-        each = [stream.counts() for stream in self._served.values()]
-        return {lane: stream.state_dict() for lane, stream in self._served.items()}, {
-            key: sum(c[key] for c in each) for key in each[0]
-        }
+    def _snapshot(self, lanes: Iterable[int]) -> _States:
+        """Return the states of all lanes and their counts, given the lanes that have been read since the last call.
+
+        A step reads few lanes of a rank that serves many.
+        """
+        for lane in lanes:
+            self._lane_states[lane] = self._served[lane].state_dict()
+            self._lane_counts[lane] = self._served[lane].counts()
+        each = self._lane_counts.values()
+        return dict(self._lane_states), {key: sum([counts[key] for counts in each]) for key in next(iter(each))}
 
     def _pack(self, step: int) -> _Step:
         """Make a step of this rank alone."""
-        return self._lay_out_step(self._row_numbers, documents_of(self._items(step)), self._snapshot())
+        documents = documents_of(self._items(step))
+        return self._lay_out_step(self._row_numbers, documents, self._snapshot(self._lanes_of(step)))
 
     @property
     def _row_numbers(self) -> list[int]:
         """Numbers of the rows that this rank makes in a step."""
         return list(range(self._rank, self._rows, self._world))
 
+    def _lanes_of(self, step: int) -> list[int]:
+        """Return the lane of each of this rank's rows of a step."""
+        return [(step * self._rows + j) % self._lanes for j in self._row_numbers]
+
     def _items(self, step: int) -> list[list[Item]]:
         """Return the items of this rank's rows of a step."""
-        rows = [self._row((step * self._rows + j) % self._lanes) for j in self._row_numbers]
+        rows = [self._row(lane) for lane in self._lanes_of(step)]
         if not all(rows):  # a lane that has ended gives rows that train nothing
             nothing = items_of([idle([[self._template_unit(rows)]])], "", 0, (0, 0), 0, 0)
             rows = [row or nothing for row in rows]
@@ -174,7 +187,8 @@ class Loader:
                     exchange_rows([], self._row_numbers, peers, STOPS)
                     return
                 try:
-                    made.append((atoms_of(self._items(step + len(made))), self._snapshot()))
+                    number = step + len(made)
+                    made.append((atoms_of(self._items(number)), self._snapshot(self._lanes_of(number))))
                 except BaseException as e:
                     # the ranks that wait for this rank's rows are told first, and train what was made before
                     error = e
