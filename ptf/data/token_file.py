@@ -210,7 +210,7 @@ class TokenRows:
         ends = np.concatenate([[0], np.cumsum(runs[:, 0], dtype=np.int64)])  # number of tokens before each run
         assert len(tokens) == self._ends[-1] == ends[-1], "the columns of a row group differ in their number of tokens"
         self.tokens, self.weights = marked(tokens, runs)
-        self.bytes = memoryview(self.tokens)  # the same, whose slices cost less
+        self.bytes = self.tokens.data  # the same, whose slices cost less
         self._sources = _list(table, "sources")[1]
         self._streams = {
             name.removeprefix(STREAM): _stream(table, name) for name in table.column_names if name.startswith(STREAM)
