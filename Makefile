@@ -2,6 +2,10 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 PIN := requirements/$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu).txt
+NIGHTLY_RESULTS := runs/nightly
+RESULTS := $(if $(NIGHTLY),$(NIGHTLY_RESULTS),benchmarks/results)
+MINUTES ?= 60
+export PTF_RESULTS := $(abspath $(RESULTS))
 export PYTHONUNBUFFERED := 1
 export PYRIGHT_PYTHON_CACHE_DIR := .venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -20,8 +24,8 @@ test: setup                              ## the suite, in two processes
 	$(PY) -m pytest -n 2
 
 ALL := test test-cluster test-s3 test-random resumes ledger kills damage leakage parity soak faults
-test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other, with NIGHTLY=1: shorter, ledgers begun anew; some hours
-	@failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other, with NIGHTLY=1: shorter, pages and new ledgers in runs/nightly; some hours (MINUTES=5: less)
+	@rm -rf $(NIGHTLY_RESULTS); failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 test-random: setup                       ## every property test on random examples, with 20 fresh seeds (SEEDS=n), for the night
 	$(PY) -m tests.random_examples $(or $(SEEDS),20)
@@ -80,12 +84,10 @@ bench-ids: setup                         ## training ids against vLLM's of 100,0
 	$(PY) benchmarks/serving_ids.py
 
 parity: setup                            ## a million texts: ids that ptf trains on beside AutoTokenizer's; writes benchmarks/results/tokenizer_parity.md
-	$(if $(NIGHTLY),rm -f benchmarks/results/tokenizer_parity.jsonl)
-	$(PY) benchmarks/tokenizer_parity.py $(if $(NIGHTLY),--minutes 60)
+	$(PY) benchmarks/tokenizer_parity.py $(if $(NIGHTLY),--minutes $(MINUTES))
 
 leakage: setup                           ## 10,000 packings for each mixer and attention: documents that see each other; writes benchmarks/results/leakage.md
-	$(if $(NIGHTLY),rm -f benchmarks/results/leakage.jsonl)
-	$(PY) benchmarks/leakage.py $(if $(NIGHTLY),--minutes 60)
+	$(PY) benchmarks/leakage.py $(if $(NIGHTLY),--minutes $(MINUTES))
 
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
@@ -108,10 +110,9 @@ learning-rl: setup                       ## GRPO, its family, PPO and on-policy 
 	$(PY) benchmarks/learning_rl.py
 
 kills: setup                             ## runs of every recipe killed and continued, on where the ledger ends (ANEW=1: another); writes benchmarks/results/kills.md
-	$(PY) benchmarks/kills.py $(if $(ANEW)$(NIGHTLY),--anew) $(if $(NIGHTLY),--minutes 60)
+	$(PY) benchmarks/kills.py $(if $(ANEW)$(NIGHTLY),--anew) $(if $(NIGHTLY),--minutes $(MINUTES))
 
 damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md
-	$(if $(NIGHTLY),rm -f benchmarks/results/damage.jsonl)
 	$(PY) benchmarks/damage.py $(if $(NIGHTLY),--trials 100)
 
 soak: setup                              ## 10,000 SFT steps and 3,000 GRPO steps: growth of memory, and what is left; writes benchmarks/results/soak.md
@@ -130,7 +131,7 @@ resumes: setup                           ## 100 times two resumes of one run at 
 	$(PY) benchmarks/two_resumes.py $(if $(NIGHTLY),--trials 10)
 
 ledger: setup                            ## 1,000,000 samples while the number of workers changes: none lost, none repeated; writes benchmarks/results/data_ledger.md
-	$(PY) -m tests.data.ledger 1000000 benchmarks/results/data_ledger.md
+	$(PY) -m tests.data.ledger 1000000 $(RESULTS)/data_ledger.md
 
 PEERS := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements-peers.txt
 peers:                                   ## .venv-peers: what benchmarks/train_step.py is compared with

@@ -24,11 +24,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from tests.reliability.damage import OUTCOMES, trials  # noqa: E402
 from tests.reliability.scenes import SCENES, Made  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "damage.md"
+RESULTS = results_page("damage.md")
 BATCH = 100
 
 

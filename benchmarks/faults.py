@@ -28,12 +28,12 @@ sys.path.insert(0, str(ROOT))
 # of the processes
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from tests.leftovers import Session  # noqa: E402
 from tests.reliability import engine_faults  # noqa: E402
 from tests.reliability.faults import DEADLINE_S, NAMED_S, Trials, drawn  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "faults.md"
+RESULTS = results_page("faults.md")
 KEPT = RESULTS.with_suffix(".jsonl")
 BATCH = 20  # trials after which it is looked for what they left
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -13,6 +14,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that whoever imports this finds ptf, wherever it was started
+
+
+def results_page(name: str) -> Path:
+    """The file of a page in the results directory: `PTF_RESULTS`, or benchmarks/results."""
+    directory = Path(os.environ.get("PTF_RESULTS") or ROOT / "benchmarks" / "results")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / name
 
 
 def flow(name: str, config: str, overrides: Sequence[str], log: Path | None = None) -> float:

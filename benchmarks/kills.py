@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT))
 # of the processes that find rewards
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from tests.reliability.jobs import JOBS, ON_POLICY  # noqa: E402
 from tests.reliability.kills import Command, Trials, adopt_orphans  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "kills.md"
+RESULTS = results_page("kills.md")
 LEDGER, ONCE = RESULTS.with_suffix(".jsonl"), RESULTS.with_name("exactly_once.md")
 SHARES = {
     "SFT": 155,

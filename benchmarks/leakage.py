@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "leakage.md"
+RESULTS = results_page("leakage.md")
 BATCH = 1000
 FAULTY = 100  # rows of each fault in a batch
 

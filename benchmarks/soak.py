@@ -31,13 +31,13 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import yaml  # noqa: E402
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from ptf.config import loads  # noqa: E402
 from ptf.run import run  # noqa: E402
 from tests.leftovers import Session  # noqa: E402
 from tests.tiny import arithmetic  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "soak.md"
+RESULTS = results_page("soak.md")
 KEPT = RESULTS.with_suffix(".jsonl")
 STEPS = {"sft": 10_000, "grpo": 3_000}
 MOST_MIB = {"sft": 1.0, "grpo": 2.0}  # in 1,000 steps, at the upper end of the slope's 95 % interval

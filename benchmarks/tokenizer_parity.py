@@ -21,11 +21,11 @@ os.environ.setdefault("RAYON_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from tests.data.parity import compared, pairs, shared_data  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "tokenizer_parity.md"
+RESULTS = results_page("tokenizer_parity.md")
 BATCH = 20_000
 
 

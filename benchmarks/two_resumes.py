@@ -23,9 +23,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.flow_runs import cpu, results_page  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "two_resumes.md"
+RESULTS = results_page("two_resumes.md")
 STORES = {"disk": "disk (one directory)", "s3": "S3 (a directory each, checkpoints shared)"}
 
 
