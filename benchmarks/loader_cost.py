@@ -29,8 +29,8 @@ from flow_runs import ROOT, cpu
 
 from ptf import storage
 from ptf.data import loader, order, pipeline, stream, token_file, tokenized
+from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
-from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
 from ptf.data.sources import columnar
 from ptf.data.sources.rows import SourceSpec

@@ -27,8 +27,8 @@ from loader_cost import write
 from ptf import storage
 from ptf.compute.peers import ProcessPeers
 from ptf.data.exchange import GROUP, Peers, group_size
+from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
-from ptf.data.pipeline import Lanes
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenized import made_by
 from ptf.data.tokenizer import Tokenizer, character_tokenizer

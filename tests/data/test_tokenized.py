@@ -9,8 +9,9 @@ import pytest
 
 from ptf.data import tokenized
 from ptf.data.encode import encode_document
-from ptf.data.pipeline import Lanes, pack_units_once
+from ptf.data.lanes import Lanes
 from ptf.data.sample import PackUnit, Sample
+from ptf.data.source_units import pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer, character_tokenizer
