@@ -66,7 +66,15 @@ PACKAGES = {
     ],
     "verl": ["ptf/compute/gang.py", "ptf/rl/ray_cluster.py"],
     "vllm": ["ptf/rl/engines/vllm_engine.py"],
-    "transformers": ["ptf/data/tokenizer.py", "ptf/model/bridge.py", "ptf/model/verify.py", "ptf/model/hf_backend.py"],
+    "transformers": [
+        "ptf/data/tokenizer.py",
+        "ptf/data/tokenizer_files.py",
+        "ptf/data/character_tokenizer.py",
+        "ptf/data/event_tokenizer.py",
+        "ptf/model/bridge.py",
+        "ptf/model/verify.py",
+        "ptf/model/hf_backend.py",
+    ],
     "pyarrow": [
         "ptf/data/sources/blocks.py",
         "ptf/data/sources/columnar.py",
