@@ -17,7 +17,8 @@ from typing import Any
 from ptf import storage
 from ptf.compute.world import World
 from ptf.config import Job, resolve
-from ptf.config.schema import MeshConfig, ModelConfig
+from ptf.config.sections.compute import MeshConfig
+from ptf.config.sections.model import ModelConfig
 from ptf.data.added import tokenizer_of
 from ptf.errors import UserError
 from ptf.model.bridge import build, hf_tensors, locate, save_hf

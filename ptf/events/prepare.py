@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
-from ptf.config.schema import TokensConfig
+from ptf.config.sections.model import TokensConfig
 from ptf.data.added import add
 from ptf.data.event_tokenizer import START, event_tokenizer
 from ptf.data.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping
 
 from ptf.config import Job
-from ptf.config.schema import Source
+from ptf.config.sections.data import Source
 from ptf.data.passes import plan_prompts
 from ptf.data.prompts import prompts_once, prompts_stream
 from ptf.data.stream import Stream

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from ptf import storage
 from ptf.config import Job, Plug
-from ptf.config.schema import RolloutConfig
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
 from ptf.errors import UserError

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from ptf.compute.world import World
-from ptf.config.schema import LoraConfig, ModelConfig
+from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.sample import PackUnit, length

@@ -1,5 +1,5 @@
 """The transports by the name that `rollout.transport` gives them. Adding one adds its code beside this file, an entry
-here, and its name to `RolloutConfig.transport` in ptf/config/schema.py.
+here, and its name to `RolloutConfig.transport` in ptf/config/sections/rollout.py.
 
 The configuration's rules read this table too, so it imports no torch.
 """
