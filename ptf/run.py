@@ -112,14 +112,21 @@ def _commit_read(source: Source) -> str | None:
     return json.loads(storage.read_text(manifest)).get("commit") if storage.exists(manifest) else None
 
 
+def flow_of(job: Job) -> str:
+    """Return the name of a flow that runs the job: its recipe's. A plugin recipe runs in every recipe's flow."""
+    if isinstance(job.recipe, str):
+        return job.recipe
+    return "sft" if job.rollout is None else "grpo"
+
+
 def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = None) -> Job:
     """Return the job with `prepare:` and `job:` replaced by what they point at, and with the commits of its datasets of
     the Hub (those that an earlier attempt at `lineage` read). Raises UserError if a `job:` has published nothing."""
     models = {**published_models(job), **models}
     for key, config in unpublished(job, models).items():
-        flow = f"flows/{load(config).recipe}_flow.py"
         raise UserError(
-            f"{key}: {config} has published no model yet; make it first: python {flow} run --config {config}"
+            f"{key}: {config} has published no model yet; make it first: "
+            f"python flows/{flow_of(load(config))}_flow.py run --config {config}"
         )
     return resolve(job, prepared=prepared_directory(job), models=models, commits=dataset_commits(job, lineage))
 

@@ -8,6 +8,10 @@ import pytest
 import yaml
 
 from ptf.cli import main
+from ptf.config import load, loads
+from ptf.recipes.registry import RECIPES
+from ptf.run import flow_of
+from tests.conftest import ROOT
 from tests.tiny import arithmetic, write_jsonl
 
 
@@ -85,7 +89,18 @@ def test_a_job_that_nothing_was_published_by(raw, tmp_path, capfd):
     raw["model"] = {"path": f"job:{other}"}
     message = told(raw, tmp_path, capfd)
     assert "has published no model yet" in message
-    assert f"run --config {other}" in message
+    assert f"python flows/sft_flow.py run --config {other}" in message
+
+
+def test_every_recipe_has_a_flow_which_messages_name(raw, tmp_path):
+    """Of a plugin recipe, which runs in every flow, the message names one that exists."""
+    for recipe in RECIPES:
+        assert f'recipes = ("{recipe}",)' in (ROOT / "flows" / f"{recipe}_flow.py").read_text()
+    for config in sorted((ROOT / "configs" / "tiny").glob("*.yaml")):
+        job = load(config)
+        assert flow_of(job) == job.recipe
+    plugin = {**raw, "recipe": {"use": "ptf.recipes.sft.recipe:SFT"}, "algo": {}}
+    assert flow_of(loads(yaml.safe_dump(plugin))) == "sft"
 
 
 def test_a_plug_that_does_not_exist(raw, tmp_path, capfd):
