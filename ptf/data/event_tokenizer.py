@@ -8,11 +8,10 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from ptf.data.event_tokens import END, EVENT, PAD, START, UNKNOWN
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
-EVENT = "<[^<>]*>"  # the form of an event's token
-PAD, UNKNOWN, END, START = "<pad>", "<unk>", "<end>", "<start>"
 # The template leaves out the assistant's messages: what was recommended is not what happened.
 USER_TEXT_TEMPLATE = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 

@@ -35,7 +35,8 @@ from safetensors.numpy import save_file
 
 from ptf.config.sections.model import TokensConfig
 from ptf.data.added import add
-from ptf.data.event_tokenizer import START, event_tokenizer
+from ptf.data.event_tokenizer import event_tokenizer
+from ptf.data.event_tokens import START
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, Item
