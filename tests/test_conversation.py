@@ -73,7 +73,7 @@ def test_what_cannot_speak_is_refused(model, tmp_path, capsys):
     config = json.loads((scorer / "config.json").read_text())
     (scorer / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
     assert cli.main(["chat", str(scorer)]) == 2
-    assert "is a reward model: it scores answers, and gives none" in capsys.readouterr().err
+    assert "is a reward model: it scores answers, and cannot generate them" in capsys.readouterr().err
     assert cli.main(["chat", str(tmp_path / "nowhere")]) == 2
     assert "there is no directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):

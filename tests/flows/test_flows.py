@@ -190,7 +190,7 @@ def test_what_was_preempted_is_retried(tmp_path):
     toy = Toy(tmp_path)
     done = toy("run", "--with", "retry:times=1,minutes_between_retries=0", act="preempt")
     assert done.returncode == 0, done.stderr
-    assert "stopped after step 2 of 5, as asked" in done.stdout + done.stderr
+    assert "stopped after step 2 of 5, as requested" in done.stdout + done.stderr
     first, second = toy.trained()
     assert first["lineage"] == second["lineage"]
 
