@@ -90,7 +90,7 @@ def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
 
 
 def read_row_metrics(run: Path) -> dict[str, float]:
-    """Return the metrics that `measure_on_rank` wrote. Raises Corrupt if the file was changed or belongs to another run."""
+    """Return the metrics that `measure_on_rank` wrote. Raises Corrupt if the file is not as this run wrote it."""
     return storage.record(str(run / COMPARED), gate.AGAIN, {"lineage": run.name})["metrics"]
 
 

@@ -266,7 +266,7 @@ def _digest(directory: Path, text: str) -> str:
 
 
 def begun(job: Job, lineage: str | None) -> dict[str, str]:
-    """Return the versions of the job's published models (path → version) that an earlier attempt at this lineage used."""
+    """Return the versions of the job's published models (path → version) that an earlier attempt at `lineage` used."""
     if lineage is None:
         return {}
     refuse_lineage(lineage)
