@@ -231,7 +231,7 @@ def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selected: T
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-prob and entropy of sampled tokens under a model: [B, T] each, fp32, 0 at positions that are not trained."""
+    """The log-prob and entropy of sampled tokens under a model: [B, T] each, fp32, 0 at untrained positions."""
 
     logprobs: Tensor
     entropy: Tensor  # entropy of the distribution at each position
