@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, knobs: dict[str, Any]) -> Non
         head(tmp_path, **knobs)
     save_file({"ids": IDS, "rows": torch.randn(ITEMS, D + 1)}, tmp_path / "wide.safetensors")
     with pytest.raises(
-        UserError, match=r"rows of width 17 and tokens up to 33; the model is of width 16, with a vocabulary of 40"
+        UserError, match=r"rows of width 17 and tokens up to 33, but the model has width 16 and a vocabulary of 40"
     ):
         NextItem(config(), Parts(), "head", items=str(tmp_path / "wide.safetensors"))
     batch = packed()
