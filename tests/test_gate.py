@@ -128,7 +128,7 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "mode": "min"}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@8"}}))  # which is not a mean over rows
-    with pytest.raises(Worse, match=r"test/pass@8 0\.5 at the start, 0\.4 now; of no rows"):
+    with pytest.raises(Worse, match=r"test/pass@8 0\.5 at the start, 0\.4 now; not a mean over rows"):
         gate.refuse_worse(
             job, gate.comparisons(job, tmp_path, metrics | {"start/test/pass@8": 0.5, "test/pass@8": 0.4})
         )
