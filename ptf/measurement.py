@@ -1,4 +1,4 @@
-"""Measurements of models: each function computes metrics and writes what they were computed from into the run.
+"""Measurements of models: each function computes metrics, and writes their data into the run.
 
 `ptf.evaluation` is the stage that calls them: it holds the run's lease, retries, prints a table and records the
 metrics.

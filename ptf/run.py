@@ -94,10 +94,10 @@ def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
 
 
 def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
-    """Map the key of each source that is a dataset on the Hub to the commit to read.
+    """Map the key of each source that is a dataset on the Hub to the commit to read; omit sources that name a commit.
 
     Later stages and resumes use the mapping, so that all of them read the same commit. If the config names no revision,
-    the commit that an earlier attempt at the lineage read is used, otherwise the newest one.
+    it is the commit that an earlier attempt at the lineage read; otherwise it is the revision's newest commit.
     """
     text = recorded(Path(job.output) / lineage) if lineage else None
     before = sources_of(loads(text)) if text else {}

@@ -84,7 +84,7 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
-    """Publish the model if it is better than the one that it was trained from; record the outcome beside the pointer."""
+    """Publish the model if it is better than the one it was trained from; record the outcome beside the pointer."""
     from ptf import storage
     from ptf.measurement import Worse
     from steps.publish import publish as published

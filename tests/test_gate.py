@@ -141,7 +141,7 @@ def test_rows_of_another_evaluation_are_refused(raw: dict[str, Any], tmp_path: P
     for changed in (lines[1:], lines[::-1]):
         file.write_text("".join(changed))
         gate.commit_rows(tmp_path)
-        with pytest.raises(UserError, match="not of the same held-out rows: run the evaluate stage again"):
+        with pytest.raises(UserError, match="not measured on the same held-out rows; run the evaluate stage again"):
             gate.comparisons(job, tmp_path, metrics)
 
 

@@ -23,7 +23,7 @@ import yaml
 from ptf.config.renames import SEAL, outdated
 from ptf.credentials import HIDDEN, is_secret
 
-RESOLVERS = [  # (tag, what matches, first characters)
+RESOLVERS = [  # (tag, pattern of the text, first characters)
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", list("-+0123456789")),
@@ -99,7 +99,7 @@ def _whole(text: str) -> int:
 
 
 class Place(NamedTuple):
-    """Where a value was written."""
+    """The place in which a value was written."""
 
     source: str  # a file, or the text of an override
     line: int = 0

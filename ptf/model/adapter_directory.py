@@ -35,7 +35,7 @@ SHOWN = 3  # most names in a message
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds an adapter and no model of its own."""
+    """Return whether a directory has an adapter and no whole model."""
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 

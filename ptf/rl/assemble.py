@@ -84,7 +84,7 @@ def fit_online(job: Job, run: Path, lease: Lease) -> None:
 
 
 def attempt(job: Job, run: Path, lease: Lease) -> None:
-    """Do what `fit_online` does, without repeating a failed attempt."""
+    """Make one attempt of `fit_online`; a failure is raised."""
     knobs = job.rollout
     if knobs is None:
         raise UserError("an online recipe needs the section rollout; add it to the config")

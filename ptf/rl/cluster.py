@@ -72,16 +72,16 @@ def split(items: list, parts: int) -> list[list]:
 
 
 class Role(Protocol):
-    """What every role class provides; each worker constructs it as `cls(world, **kwargs)`."""
+    """Methods that every role class has; each worker constructs it as `cls(world, **kwargs)`."""
 
     distributed: ClassVar[bool]  # True: its workers form one process group; False: they are independent replicas
 
     def offload(self) -> None:
-        """Free the device memory, because another role is about to use the devices."""
+        """Free the device memory, so that a different role can use the devices."""
         ...
 
     def onload(self) -> None:
-        """Move back to the device what `offload` moved away."""
+        """Move everything that `offload` moved away back to the device."""
         ...
 
     def memory_gib(self) -> float:
@@ -97,7 +97,7 @@ class Pool:
     roles: frozenset[str]
     # how many processes share each slot: the first slots are used by all roles, the last by the largest role alone
     processes: tuple[int, ...]
-    disk: bool = False  # True: offload to files, on a CPU too; False: to host memory, only where there is a GPU
+    disk: bool = False  # True: offload to files, also on a CPU; False: offload to host memory, only with a GPU
 
     @property
     def workers(self) -> int:
@@ -117,7 +117,7 @@ class RoleSpec:
     kwargs: Mapping[str, Any]
     workers: int = 1
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables of its processes
-    replicate: int = 1  # copies of its sharded model, where its workers form a process group
+    replicate: int = 1  # copies of its sharded model, if its workers form a process group
     # tensor-parallel size. In a process group, neighbouring ranks that share one model's layers get the same part of a
     # sharded argument; for independent replicas, it is the number of processes of each.
     tensor: int = 1

@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, knobs: dict[str, Any]) -> Non
         NextItem(config(), Parts(), "head", items=str(tmp_path / "wide.safetensors"))
     batch = packed()
     without = Batch(**{**vars_of(batch), "streams": {}})
-    with pytest.raises(UserError, match="set_wise is for baskets"):
+    with pytest.raises(UserError, match="set_wise needs baskets"):
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
     with pytest.raises(UserError, match=r"nowhere.* has no `ids` and `rows`"):
         NextItem(config(), Parts(), "head", items=str(tmp_path / "nowhere.safetensors"))
