@@ -1,6 +1,6 @@
-"""The conversation with a checkpoint that `ptf chat` holds.
+"""A conversation with a checkpoint, for `ptf chat`.
 
-The model is served as it was trained: with the chat template of its own tokenizer.
+The model is used as it was trained: with the chat template of its own tokenizer.
 """
 
 from pathlib import Path

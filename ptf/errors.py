@@ -25,7 +25,7 @@ class Retryable(UserError):
 
 
 class Left(Retryable):
-    """The run ended before its last step because it was told to stop, and wrote a checkpoint first."""
+    """The run stopped before its last step on request, after it had written a checkpoint."""
 
     def __init__(self, step: int, of: int, place: str) -> None:
         super().__init__(

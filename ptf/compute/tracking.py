@@ -1,7 +1,7 @@
 """A run's metrics: metrics.jsonl, one aligned line on the console, and sinks (TensorBoard, Weights & Biases).
 
 A row belongs to a step, so a resume drops the rows of steps that will be repeated, and the file is the same as if the
-run had never stopped. `is_clock` tells fields that measure time or memory from the others, which repeat bit for bit.
+run had never stopped. `is_clock` identifies fields that measure time or memory; all others repeat bit for bit.
 """
 
 import hashlib

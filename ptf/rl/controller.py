@@ -41,7 +41,7 @@ SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transp
 
 
 def rewards_differ(group: Group) -> bool:
-    """Return whether the group's rewards differ; equal rewards give zero advantages."""
+    """Return whether the group's rewards differ; equal rewards give advantages of 0 relative to the group."""
     return len({t.outcome.value for t in group if isinstance(t.outcome, Reward)}) > 1
 
 
