@@ -130,7 +130,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance(routings: list[Routing]) -> Tensor:
-    """Return the load-balancing loss over all layers together, as Hugging Face computes it; `top_k` for an even load."""
+    """Return the load-balancing loss over all layers together, as in Hugging Face; `top_k` for an even load."""
     tokens = torch.stack([r.tokens for r in routings]).sum().clamp(min=1)
     chosen = torch.stack([r.chosen for r in routings]).sum(0)
     probability = torch.stack([r.probability for r in routings]).sum(0)
