@@ -45,7 +45,8 @@ def pairs(path: Path, vocab: int, count: int) -> None:
 def ours(given: dict[str, Any]) -> None:
     """One round of ptf: Trainer.step over the packed pairs of each step, as a run does it."""
     from ptf.compute.world import joined
-    from ptf.config.schema import ModelConfig, TrainConfig
+    from ptf.config.sections.model import ModelConfig
+    from ptf.config.sections.train import TrainConfig
     from ptf.data.batch import Batch
     from ptf.data.packing import pack_all
     from ptf.data.sample import PackUnit, Sample, length
@@ -91,7 +92,7 @@ def ours(given: dict[str, Any]) -> None:
 def start(directory: Path, config: dict[str, Any]) -> str:
     """Random weights that both begin with."""
     from ptf.compute.world import World
-    from ptf.config.schema import ModelConfig
+    from ptf.config.sections.model import ModelConfig
     from ptf.model import bridge
     from ptf.train.trainer import load_model
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.flow_runs import cpu  # noqa: E402
 from ptf.config import load  # noqa: E402
-from ptf.config.schema import AllowedConfig  # noqa: E402
+from ptf.config.sections.rollout import AllowedConfig  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from ptf.events.catalogue import Catalogue  # noqa: E402
 from ptf.events.histories import Split, read, split, table  # noqa: E402

@@ -41,7 +41,7 @@ from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.compute.world import World  # noqa: E402
 from ptf.config import Job, loads  # noqa: E402
-from ptf.config.schema import ModelConfig  # noqa: E402
+from ptf.config.sections.model import ModelConfig  # noqa: E402
 from ptf.data.encode import encode_document  # noqa: E402
 from ptf.data.packing import pack_all  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402

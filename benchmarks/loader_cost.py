@@ -29,14 +29,15 @@ from flow_runs import ROOT, cpu
 
 from ptf import storage
 from ptf.data import loader, order, pipeline, stream, token_file, tokenized
+from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
-from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
 from ptf.data.sources import columnar
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.token_file import ROWS_IN_GROUP, RowFile, side_by_side, unit_columns
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from tests.data.test_order import labelled, labels, lanes_of, mixed
 
 RESULTS = ROOT / "benchmarks" / "results" / "loader_cost.md"

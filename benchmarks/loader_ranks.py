@@ -26,12 +26,13 @@ from loader_cost import write
 
 from ptf import storage
 from ptf.compute.peers import ProcessPeers
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.exchange import GROUP, Peers, group_size
+from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
-from ptf.data.pipeline import Lanes
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenized import made_by
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 
 RESULTS = ROOT / "benchmarks" / "results" / "loader_ranks.md"
 RANKS = 1, 8, 128

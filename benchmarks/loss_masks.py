@@ -40,7 +40,7 @@ NAMES = (*OURS, *sorted(REAL))
 CODE = (
     *(
         ROOT / f"ptf/data/{name}.py"
-        for name in ("chat", "completion", "context", "added", "incremental_encode", "rendering", "tokenizer")
+        for name in ("chat", "completion", "context", "added", "incremental_encode", "rendering", "probes", "tokenizer")
     ),
     *(ROOT / f"tests/data/{name}.py" for name in ("agreement", "conversations", "oracle", "templates")),
     *sorted((ROOT / "tests/data/chat_templates").glob("*.jinja")),

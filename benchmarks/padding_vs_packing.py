@@ -75,9 +75,10 @@ def ours(given: dict[str, Any]) -> None:
     import resource
 
     from ptf.compute.world import joined
-    from ptf.config.schema import ModelConfig, TrainConfig
+    from ptf.config.sections.model import ModelConfig
+    from ptf.config.sections.train import TrainConfig
+    from ptf.data.lanes import Lanes
     from ptf.data.loader import Loader
-    from ptf.data.pipeline import Lanes
     from ptf.data.sample import PackUnit, Sample
     from ptf.data.sources.rows import SourceSpec
     from ptf.recipes.sft.recipe import SFT

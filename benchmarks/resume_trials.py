@@ -24,7 +24,7 @@ from typing import Any
 
 from flow_runs import ROOT, commit, cpu
 
-from ptf.data.tokenizer import character_tokenizer
+from ptf.data.character_tokenizer import character_tokenizer
 from tests.data.trials import Trial, tried
 
 RESULTS = ROOT / "benchmarks" / "results" / "resume_trials.md"

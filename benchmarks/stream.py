@@ -41,8 +41,8 @@ def resident_mb() -> float:
 
 def read(directory: Path) -> None:
     """The reader: consumes the bucket once, from its last state where there is one."""
+    from ptf.data.lanes import Lanes
     from ptf.data.loader import Loader
-    from ptf.data.pipeline import Lanes
     from ptf.data.sample import PackUnit, Sample
     from ptf.data.sources.rows import SourceSpec
 

@@ -92,7 +92,8 @@ def documents(path: Path, vocab: int, rows: int, steps: int) -> None:
 def ours(given: dict[str, Any]) -> None:
     """One round of ptf: Trainer.step over packed rows, as a run does it."""
     from ptf.compute.world import joined
-    from ptf.config.schema import ModelConfig, TrainConfig
+    from ptf.config.sections.model import ModelConfig
+    from ptf.config.sections.train import TrainConfig
     from ptf.data.batch import Batch
     from ptf.data.sample import Sample
     from ptf.recipes.sft.recipe import SFT

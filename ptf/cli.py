@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -31,6 +31,7 @@ from ptf.credentials import redacted
 from ptf.errors import UserError
 
 JOB = "job.yaml"  # what makes a directory that of a run (ptf.run)
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 if TYPE_CHECKING:
     from ptf.model.verify import Report
@@ -385,144 +386,192 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated"
     )
 
-    one = commands.add_parser(
+    _add_check(commands, config)
+    _add_upgrade(commands)
+    _add_doctor(commands)
+    _add_train(commands, config)
+    _add_evaluate(commands)
+    _add_plan(commands, config)
+    _add_inspect(commands, config)
+    _add_verify(commands)
+    _add_check_engine(commands)
+    _add_chat(commands)
+    _add_publish(commands)
+    return parser
+
+
+def _add_check(commands: Commands, config: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
         "check", parents=[config], help="report everything that is wrong with a config, or print it whole"
     )
-    one.add_argument(
+    command.add_argument(
         "--dry-run",
         action="store_true",
         help="train one step of it on a tiny model of the same family, in this process: data, masks, reward, places",
     )
-    one.add_argument(
+    command.add_argument(
         "--skip-paths",
         action="store_true",
         help="do not look for data files and model directories: they are on other machines, or another job makes them",
     )
-    one.set_defaults(run=check)
-    one = commands.add_parser(
+    command.set_defaults(run=check)
+
+
+def _add_upgrade(commands: Commands) -> None:
+    command = commands.add_parser(
         "upgrade", help="give the keys and plugins in configs of an earlier version the names that they have today"
     )
-    one.add_argument("config", nargs="+", metavar="CONFIG", help="YAML file; it is rewritten, comments and all")
-    one.set_defaults(run=upgrade)
-    one = commands.add_parser("doctor", help="versions, devices and limits of this machine, and what is off")
-    one.set_defaults(run=doctor)
-    one = commands.add_parser("train", parents=[config], help="train")
-    one.add_argument("--lineage", metavar="ID", help="the training run to continue, or the name of a new one")
-    one.set_defaults(run=train)
-    one = commands.add_parser("evaluate", help="measure a trained run, or any model, by what a job holds out")
-    one.add_argument(
+    command.add_argument("config", nargs="+", metavar="CONFIG", help="YAML file; it is rewritten, comments and all")
+    command.set_defaults(run=upgrade)
+
+
+def _add_doctor(commands: Commands) -> None:
+    command = commands.add_parser("doctor", help="versions, devices and limits of this machine, and what is off")
+    command.set_defaults(run=doctor)
+
+
+def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("train", parents=[config], help="train")
+    command.add_argument("--lineage", metavar="ID", help="the training run to continue, or the name of a new one")
+    command.set_defaults(run=train)
+
+
+def _add_evaluate(commands: Commands) -> None:
+    command = commands.add_parser("evaluate", help="measure a trained run, or any model, by what a job holds out")
+    command.add_argument(
         "where",
         metavar="RUN_OR_MODEL",
         help="the directory of a run; with --config a directory, a URI or a Hugging Face id of a model",
     )
-    one.add_argument(
+    command.add_argument(
         "--config", nargs="+", metavar="CONFIG", help="the job by which a model is measured; a run has its own"
     )
-    one.add_argument(
+    command.add_argument(
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated"
     )
-    one.set_defaults(run=evaluate)
-    one = commands.add_parser(
+    command.set_defaults(run=evaluate)
+
+
+def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
         "plan", parents=[config], help="memory, FLOPs and time of a step on N GPUs, from the model's config.json alone"
     )
-    one.add_argument("--gpus", type=_positive, required=True, metavar="N", help="how many (compute.workers)")
-    one.add_argument(
+    command.add_argument("--gpus", type=_positive, required=True, metavar="N", help="how many (compute.workers)")
+    command.add_argument(
         "--memory", type=_number(0.001, 1e6), default=80.0, metavar="GIB", help="memory of one (default: 80)"
     )
-    one.add_argument(
+    command.add_argument(
         "--mfu",
         type=_number(0.001, 1),
         default=0.4,
         metavar="SHARE",
         help="share of the peak FLOP/s that is reached (default: 0.4)",
     )
-    one.add_argument("--gpu", default="H100", help="whose peak (default: H100)")
-    one.set_defaults(run=plan)
-    one = commands.add_parser(
+    command.add_argument("--gpu", default="H100", help="whose peak (default: H100)")
+    command.set_defaults(run=plan)
+
+
+def _add_inspect(commands: Commands, config: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
         "inspect",
         parents=[config],
         help="look at the data as training will see it: samples, lengths, packing, mixture, what is bad",
     )
-    one.add_argument(
+    command.add_argument(
         "--rows",
         type=_positive,
         metavar="N",
         help="rows of each source to look at (default: all up to 100,000 of all sources, else 2,000 of each)",
     )
-    one.add_argument(
+    command.add_argument(
         "--samples", type=_whole, default=1, metavar="N", help="show the first N samples of each source (default: 1)"
     )
-    one.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    one.add_argument("--html", metavar="FILE", help="write one self-contained page")
-    one.set_defaults(run=inspect)
-    one = commands.add_parser(
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    command.add_argument("--html", metavar="FILE", help="write one self-contained page")
+    command.set_defaults(run=inspect)
+
+
+def _add_verify(commands: Commands) -> None:
+    command = commands.add_parser(
         "verify", help="compare a model family, or a checkpoint, with transformers: logits, gradients, tensors"
     )
-    one.add_argument(
+    command.add_argument(
         "model",
         metavar="FAMILY_OR_DIR",
         help="a model_type (random configs of it), or a directory with config.json and safetensors",
     )
-    one.add_argument(
+    command.add_argument(
         "--configs", type=_positive, default=12, metavar="N", help="random configs of a family (default: 12)"
     )
-    one.add_argument("--seed", type=int, default=0, metavar="S", help="which random configs (default: 0)")
-    one.add_argument("--json", action="store_true", help="print one JSON object, with every config, and nothing else")
-    one.set_defaults(run=verify)
-    one = commands.add_parser(
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="which random configs (default: 0)")
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object, with every config, and nothing else"
+    )
+    command.set_defaults(run=verify)
+
+
+def _add_check_engine(commands: Commands) -> None:
+    command = commands.add_parser(
         "check-engine",
         help="whether a rollout engine does what training relies on: log-probs, seeds, stops, weight syncs",
     )
-    one.add_argument("engine", metavar="ENGINE", help="native, vllm, or pkg.mod:Engine")
-    one.add_argument(
+    command.add_argument("engine", metavar="ENGINE", help="native, vllm, or pkg.mod:Engine")
+    command.add_argument(
         "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument of it; may be repeated"
     )
-    one.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
-    one.set_defaults(run=check_engine)
-    one = commands.add_parser("chat", help="talk to a checkpoint; lines from a pipe are answered one by one")
-    one.add_argument(
+    command.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
+    command.set_defaults(run=check_engine)
+
+
+def _add_chat(commands: Commands) -> None:
+    command = commands.add_parser("chat", help="talk to a checkpoint; lines from a pipe are answered one by one")
+    command.add_argument(
         "where",
         metavar="MODEL",
         help="a directory, a directory of versions, a URI, a Hugging Face id, or a job's YAML: what its flow published",
     )
-    one.add_argument("--system", metavar="TEXT", help="a system message")
-    one.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (default: 256)")
-    one.add_argument(
+    command.add_argument("--system", metavar="TEXT", help="a system message")
+    command.add_argument(
+        "--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (default: 256)"
+    )
+    command.add_argument(
         "--temperature",
         type=_number(0, 10),
         default=0.7,
         metavar="T",
         help="0 takes the likeliest token (default: 0.7)",
     )
-    one.add_argument(
+    command.add_argument(
         "--top-p",
         type=_number(0.001, 1),
         default=1.0,
         metavar="P",
         help="draw from the likeliest tokens that together have this probability",
     )
-    one.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
-    one.set_defaults(run=chat)
-    one = commands.add_parser("publish", help="publish a trained run; list what is published, or go back")
-    one.add_argument(
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
+    command.set_defaults(run=chat)
+
+
+def _add_publish(commands: Commands) -> None:
+    command = commands.add_parser("publish", help="publish a trained run; list what is published, or go back")
+    command.add_argument(
         "where",
         metavar="RUN_OR_PLACE",
         help="the directory of a run; for --list and --rollback a job's YAML, or the directory or URI of versions",
     )
-    one.add_argument(
+    command.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="A.B=VALUE",
         help="override one key that may change after training, like publish.gate=off; may be repeated",
     )
-    what = one.add_mutually_exclusive_group()
+    what = command.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="all versions, with an arrow before the one that counts")
     what.add_argument(
         "--rollback", nargs="?", const="", metavar="VERSION", help="let the one before count again, or this one"
     )
-    one.set_defaults(run=publish)
-    return parser
+    command.set_defaults(run=publish)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from typing import Any
 from ptf import storage
 from ptf.compute.world import World
 from ptf.config import Job, resolve
-from ptf.config.schema import MeshConfig, ModelConfig
+from ptf.config.sections.compute import MeshConfig
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.added import tokenizer_of
 from ptf.errors import UserError
 from ptf.model.bridge import build, hf_tensors, locate, save_hf
@@ -157,19 +159,9 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
     def few(sources):
         return {name: s.model_copy(update={"limit": min(s.limit or ROWS, ROWS)}) for name, s in sources.items()}
 
-    tokens = job.model.tokens
-    if tokens and tokens.vectors:  # they have the width of the real model
-        tokens = tokens.model_copy(update={"vectors": None, "init": "mean"})
-    start = {
-        "path": str(model),
-        "revision": None,
-        "init": "random",
-        "tokenizer": job.model.tokenizer or source,
-        "tokens": tokens,
-    }
     updates: dict[str, Any] = {
         "output": output,
-        "model": job.model.model_copy(update=start),
+        "model": smaller_model(job.model, model, source),
         "data": job.data.model_copy(
             update={
                 "sources": few(job.data.sources),
@@ -201,20 +193,40 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
         "evaluate": job.evaluate.model_copy(update={"sources": few(job.evaluate.sources), "limit": 2}),
     }
     if job.rollout:
-        answer = job.rollout.max_new_tokens if job.rollout.allowed else min(job.rollout.max_new_tokens, 8)
-        updates["rollout"] = job.rollout.model_copy(
-            update={
-                "engine": "native",
-                "prompts": 2,
-                "group_size": 2,
-                "workers": 1,
-                "max_new_tokens": answer,
-                "max_no_result": 1.0,
-                "transport": "object_store",
-                "tensor": 1,
-            }
-        )
+        updates["rollout"] = smaller_rollout(job.rollout)
     return job.model_copy(update=updates)
+
+
+def smaller_model(spec: ModelConfig, model: Path, source: str) -> ModelConfig:
+    """Return the section `model` with the narrow model of random weights."""
+    tokens = spec.tokens
+    if tokens and tokens.vectors:  # they have the width of the real model
+        tokens = tokens.model_copy(update={"vectors": None, "init": "mean"})
+    start = {
+        "path": str(model),
+        "revision": None,
+        "init": "random",
+        "tokenizer": spec.tokenizer or source,
+        "tokens": tokens,
+    }
+    return spec.model_copy(update=start)
+
+
+def smaller_rollout(knobs: RolloutConfig) -> RolloutConfig:
+    """Return the section `rollout` with two short answers to two prompts, of one native engine."""
+    answer = knobs.max_new_tokens if knobs.allowed else min(knobs.max_new_tokens, 8)
+    return knobs.model_copy(
+        update={
+            "engine": "native",
+            "prompts": 2,
+            "group_size": 2,
+            "workers": 1,
+            "max_new_tokens": answer,
+            "max_no_result": 1.0,
+            "transport": "object_store",
+            "tensor": 1,
+        }
+    )
 
 
 def check_rewards(job: Job, directory: Path) -> None:

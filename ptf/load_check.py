@@ -7,7 +7,7 @@ import torch
 
 from ptf.compute.world import World
 from ptf.config import Job
-from ptf.config.schema import LOGPROB_BOUND
+from ptf.config.sections.rollout import LOGPROB_BOUND
 from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError

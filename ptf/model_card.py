@@ -16,7 +16,7 @@ import yaml
 
 from ptf.artifact import Artifact
 from ptf.config import Job, dump, shown
-from ptf.config.schema import Source
+from ptf.config.sections.data import Source
 from ptf.data.sources.files import Location, repo_of
 from ptf.recipes import registry
 

@@ -23,7 +23,7 @@ from ptf.compute.lease import Lease, hold_lease
 from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
 from ptf.config.renames import SEAL
-from ptf.config.schema import Source
+from ptf.config.sections.data import Source
 from ptf.credentials import redacted
 from ptf.data.prepare import prepare
 from ptf.data.sources import hub

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from ptf import cli, published, storage
 from ptf.conversation import Chat
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.tiny import SIZES, checkpoint
 

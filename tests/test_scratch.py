@@ -17,12 +17,13 @@ from tests.tiny import arithmetic
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from ptf import scratch, storage
+from ptf import scratch
 from ptf.data.prepare import prepare
+from ptf.storage.writing import replacing
 
 def plug(directory):
     Path(directory, "half").write_text("x")
-    with storage._replacing(Path(sys.argv[1], "run", "metrics.json")) as part:
+    with replacing(Path(sys.argv[1], "run", "metrics.json")) as part:
         part.write_text("y")
         print("made", flush=True)
         time.sleep(600)

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import threading
 
 import fsspec
@@ -174,7 +175,7 @@ def test_upload_writes_the_manifest_last(made, place, monkeypatch):
             raise RuntimeError("cut off")
 
     files = fsspec.filesystem("memory" if place.startswith("memory") else "file")
-    owner, name = (type(files), "put_file") if place.startswith("memory") else (storage.shutil, "copyfile")
+    owner, name = (type(files), "put_file") if place.startswith("memory") else (shutil, "copyfile")
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: (stop(), real(*args, **kwargs))[1])
     with pytest.raises(RuntimeError, match="cut off"):

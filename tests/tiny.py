@@ -57,7 +57,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 def arithmetic(directory: Path, *, rows: int = 200) -> dict:
     """Sums as chats, a character tokenizer and a model config in `directory`; the raw job that trains on them."""
-    from ptf.data.tokenizer import character_tokenizer
+    from ptf.data.character_tokenizer import character_tokenizer
 
     tokenizer = character_tokenizer("0123456789+-=", directory / "model")
     config = {

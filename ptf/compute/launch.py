@@ -13,7 +13,7 @@ from typing import Any
 
 from ptf import scratch
 from ptf.compute.heartbeat import ADDRESS, Monitor
-from ptf.config.schema import ComputeConfig
+from ptf.config.sections.compute import ComputeConfig
 from ptf.entry import PARENT, end_with_parent  # noqa: F401  the latter is imported from here
 from ptf.errors import Retryable
 

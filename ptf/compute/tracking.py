@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ptf.compute.lease import UNSHARED, Lease
-from ptf.config.schema import TrackConfig
+from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 
 CLOCKS = ("tok_s", "mfu", "mem_gib", "time")

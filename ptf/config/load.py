@@ -20,8 +20,9 @@ from pydantic_core import ErrorDetails
 
 from ptf.config.explain import explain, given
 from ptf.config.renames import first_key, with_first_names
-from ptf.config.schema import Job, Source, job_class, jobs
+from ptf.config.schema import Job, job_class, jobs
 from ptf.config.section import Knobs, Section
+from ptf.config.sections.data import Source
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
 from ptf.credentials import HIDDEN, REFERENCE
 from ptf.errors import UserError

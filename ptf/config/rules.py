@@ -1,50 +1,20 @@
 """Rules between keys of a job, for combinations that do not work.
 
-Each rule returns its problems as lines that begin with the key to change.
+Each rule returns its problems as lines that begin with the key to change. `RULES` lists them in the order in which
+their problems are reported.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from ptf.config.cron import schedule
+from ptf.config.rollout_rules import engines, pools, prompts, rollouts
 from ptf.config.schema import Job
 from ptf.config.section import Knobs
 from ptf.credentials import is_secret
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
-MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
-CRON_NAMES = ((), (), (), MONTHS, ("sun", "mon", "tue", "wed", "thu", "fri", "sat"))
-
-
-def schedule(text: str) -> bool:
-    """Whether this is five fields of numbers, ranges, steps and lists, each within its bounds;
-    months and days of the week may be names."""
-    fields, ranges = text.split(), ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
-    return len(fields) == len(ranges) and all(
-        _times(field, *bounds, names) for field, bounds, names in zip(fields, ranges, CRON_NAMES, strict=True)
-    )
-
-
-def _times(field: str, low: int, high: int, names: tuple[str, ...]) -> bool:
-    def number(word):
-        return (
-            names.index(word.lower()) + low
-            if word.lower() in names
-            else int(word)
-            if word.isascii() and word.isdigit()
-            else -1
-        )
-
-    for part in field.split(","):
-        span, slash, step = part.partition("/")
-        first, dash, last = span.partition("-")
-        if slash and not (step.isascii() and step.isdigit() and int(step) > 0):
-            return False
-        if span != "*" and not low <= number(first) <= (number(last) if dash else number(first)) <= high:
-            return False
-    return True
-
-
 NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
 
 
@@ -83,17 +53,20 @@ def _secrets(value: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def broken(job: Job) -> list[str]:  # noqa: C901  one condition for each rule
-    """One line for each rule that is broken, beginning with the key to change."""
-    workers = job.compute.workers
-    mesh = job.compute.mesh
+def shares(job: Job) -> list[str]:
+    """Return the problems of what is dealt to the ranks, which must be a multiple of their number."""
+    workers, mesh = job.compute.workers, job.compute.mesh
     data_ranks, of = (
         (workers // mesh.tensor or 1),
         f"compute.workers ({workers})" + (f" / compute.mesh.tensor ({mesh.tensor})" if mesh.tensor > 1 else ""),
     )
     dealt = {} if job.rollout else {"data.partitions": job.data.partitions, "train.sequences": job.train.sequences}
-    faults = [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
-    faults += names(job) + secrets(job)
+    return [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
+
+
+def launch(job: Job) -> list[str]:
+    """Return the problems of where the run runs and writes, and of how its workers divide the model."""
+    workers, mesh, faults = job.compute.workers, job.compute.mesh, []
     if "://" in job.output:
         faults.append("output must be a directory on this machine; publish.to may be a URI")
     if workers % (mesh.replicate * mesh.tensor):
@@ -103,17 +76,17 @@ def broken(job: Job) -> list[str]:  # noqa: C901  one condition for each rule
         )
     if job.compute.launcher == "local" and workers > 1:
         faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
-    faults += length(job)
-    faults += places(job)
-    faults += schedule_of(job)
-    if job.train.deterministic:
-        faults += deterministic(job)
-    if job.train.early_stopping or job.checkpoint.best:
-        faults += watched(job)
-    faults += own_components(job)
-    faults += job.algo.faults(job) if isinstance(job.algo, Knobs) else []
-    faults += foreign_model(job)
-    faults += pools(job)
+    return faults
+
+
+def of_recipe(job: Job) -> list[str]:
+    """Return the problems that the recipe's own rules find."""
+    return job.algo.faults(job) if isinstance(job.algo, Knobs) else []
+
+
+def held_out(job: Job) -> list[str]:
+    """Return the problems of what is held out and of the metrics of it."""
+    faults = []
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
     if job.evaluate.metrics and not job.evaluate.sources:
@@ -129,6 +102,12 @@ def broken(job: Job) -> list[str]:  # noqa: C901  one condition for each rule
         for name in job.data.validation
         if name in job.data.sources
     ]
+    return faults
+
+
+def deployment(job: Job) -> list[str]:
+    """Return the problems of when the flow runs and of what it publishes."""
+    faults = []
     if job.flow.cron is not None and not schedule(job.flow.cron):
         faults.append(
             f"flow.cron: {job.flow.cron!r} is no schedule: minute, hour, day of the month, month and day of the week, "
@@ -138,65 +117,6 @@ def broken(job: Job) -> list[str]:  # noqa: C901  one condition for each rule
         faults.append(f"publish.what: {job.publish.what} needs model.lora, which trains the adapter")
     if job.publish.mode == "max" and (job.publish.metric or "").startswith(SMALLER):
         faults.append(f"publish.mode: {job.publish.metric} is better the smaller it is; give min")
-    wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
-    if job.rollout:
-        faults += rewarded(job)
-        if job.rollout.environment and job.evaluate.reward:
-            faults.append("evaluate.reward: rollout.environment plays held-out episodes too, and gives their rewards")
-        wants_prompts |= {f"data.sources.{n}": s for n, s in job.data.sources.items()}
-        if job.data.validation:
-            faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
-        if job.data.too_long in ("truncate", "split"):
-            faults.append("data.too_long: a prompt cannot be cut; use error or drop")
-        if job.rollout.top_p < 1 and mesh.tensor > 1:
-            faults.append(
-                "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, "
-                "where no process has the whole distribution"
-            )
-        if job.rollout.allowed and job.rollout.allowed.distinct and job.rollout.allowed.repeat == 1:
-            faults.append(
-                "rollout.allowed.distinct: with repeat 1 there is nothing that could be there twice; give repeat"
-            )
-        if job.rollout.lora == "adapter" and job.model.lora is None:
-            faults.append("rollout.lora: adapter needs model.lora")
-        if job.rollout.lora == "adapter" and job.rollout.engine not in ("native", "vllm"):
-            faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
-        if job.rollout.tensor > 1 and (job.rollout.engine != "vllm" or job.compute.launcher != "ray"):
-            faults.append("rollout.tensor: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
-        faults += transport(job)
-        if job.compute.launcher == "local" and job.rollout.workers > 1:
-            faults.append("rollout.workers: compute.launcher: local has one process")
-        if job.compute.launcher == "torchrun":
-            faults.append("compute.launcher: torchrun has no rollouts; use ray, or local with rollout.engine: native")
-        if job.rollout.max_new_tokens >= job.data.seq_len:
-            faults.append(
-                f"rollout.max_new_tokens ({job.rollout.max_new_tokens}) leaves no room for a prompt in data.seq_len "
-                f"({job.data.seq_len})"
-            )
-    elif isinstance(job.recipe, str):
-        faults += [
-            f"data.sources.{n}.kind: prompt is for recipes with rollouts"
-            for n, s in job.data.sources.items()
-            if s.kind == "prompt"
-        ]
-    faults += [
-        f"{key}.kind must be prompt, not {s.kind}"
-        for key, s in wants_prompts.items()
-        if s.kind not in ("auto", "prompt")
-    ]
-    if job.compute.launcher != "ray":
-        engines = {
-            "rollout.engine": job.rollout.engine if job.rollout and job.compute.launcher == "local" else None,
-            "evaluate.engine": job.evaluate.engine,
-        }
-        faults += [
-            (
-                f"{key}: vllm needs a process of its own, which compute.launcher: "
-                f"{job.compute.launcher} does not give; use native"
-            )
-            for key, e in engines.items()
-            if e == "vllm"
-        ]
     return faults
 
 
@@ -246,32 +166,6 @@ def places(job: Job) -> list[str]:
     return faults
 
 
-def transport(job: Job) -> list[str]:
-    """Return the problems of the transport of the weights with the rest of the job."""
-    from ptf.rl.weights.transports import faults
-
-    return faults(job)
-
-
-def rewarded(job: Job) -> list[str]:
-    """Something must say how good an answer is."""
-    knobs = job.rollout
-    assert knobs is not None
-    of_answers = [f"rollout.{name}" for name in ("reward", "reward_model") if getattr(knobs, name) is not None]
-    if not of_answers and not knobs.environment:
-        return ["rollout.reward: it, or reward_model or environment, must say how good an answer is"]
-    if of_answers and knobs.environment:
-        return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
-    if knobs.reward_model and not knobs.reward and job.evaluate.sources and not job.evaluate.reward:
-        return [
-            (
-                "evaluate.sources needs evaluate.reward: held-out answers are not scored by rollout.reward_model, "
-                "which they may have learned to please"
-            )
-        ]
-    return []
-
-
 def length(job: Job) -> list[str]:
     """When the run ends, and what its data must be for that."""
     faults = []
@@ -305,31 +199,6 @@ def length(job: Job) -> list[str]:
     return faults
 
 
-def pools(job: Job) -> list[str]:
-    """Return the problems of pools: every role sits in one.
-
-    The recipe knows which roles there are beside these two.
-    """
-    given = job.compute.pools
-    if not given:
-        return []
-    if not job.rollout:
-        return ["compute.pools is for recipes with rollouts; others have one gang, of compute.workers"]
-    seats = [role for pool in given.values() for role in set(pool.roles)]
-    faults = [
-        f"compute.pools: role {role} is in more than one"
-        for role in sorted({role for role in seats if seats.count(role) > 1})
-    ]
-    faults += [f"compute.pools: no pool has the role {role}" for role in ("policy", "rollout") if role not in seats]
-    faults += [
-        f"compute.pools.{name}.offload: vllm cannot be offloaded to disk; give rollout a pool of "
-        "its own, or the pool offload: auto"
-        for name, pool in given.items()
-        if pool.offload == "disk" and "rollout" in pool.roles and job.rollout.engine == "vllm"
-    ]
-    return faults
-
-
 def foreign_model(job: Job) -> list[str]:
     """Return the problems of keys that ask for what `model.backend: hf` does not have."""
     if job.model.backend != "hf":
@@ -348,6 +217,8 @@ def foreign_model(job: Job) -> list[str]:
 
 def deterministic(job: Job) -> list[str]:
     """Return the problems of keys that do not go with `train.deterministic`."""
+    if not job.train.deterministic:
+        return []
     on_cpu = job.compute.device == "cpu"
     rules = {
         "train.deterministic needs train.precision: fp32": job.train.precision == "fp32",
@@ -362,6 +233,8 @@ def deterministic(job: Job) -> list[str]:
 
 def watched(job: Job) -> list[str]:
     """Return a problem for each metric that train.early_stopping or checkpoint.best watches and nothing measures."""
+    if not (job.train.early_stopping or job.checkpoint.best):
+        return []
     if job.rollout:
         return ["train.early_stopping and checkpoint.best are for recipes without rollouts"]
     faults, known = [], [f"loss/{name}" for name in job.data.validation]
@@ -412,3 +285,30 @@ def own_components(job: Job) -> list[str]:
             if engine == "vllm"
         ]
     return faults
+
+
+RULES: tuple[Callable[[Job], list[str]], ...] = (
+    shares,
+    names,
+    secrets,
+    launch,
+    length,
+    places,
+    schedule_of,
+    deterministic,
+    watched,
+    own_components,
+    of_recipe,
+    foreign_model,
+    pools,
+    held_out,
+    deployment,
+    rollouts,
+    prompts,
+    engines,
+)
+
+
+def broken(job: Job) -> list[str]:
+    """One line for each rule that is broken, beginning with the key to change."""
+    return [fault for rule in RULES for fault in rule(job)]

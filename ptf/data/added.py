@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptf import storage
-from ptf.config.schema import TokensConfig
+from ptf.config.sections.model import TokensConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 

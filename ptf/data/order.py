@@ -29,6 +29,15 @@ BEGIN = 2  # blocks that a lane reads before its first row is packed, if they ar
 GAP = 32  # rows between the openings of further blocks, at the start
 
 
+def refuse_other_order(state: Mapping[str, Any]) -> None:
+    """Raise UserError if the state of a lane or of prompts is of a version that reads rows in another order."""
+    if state.get("order") != ORDER:
+        raise UserError(
+            "the checkpoint is of a version of ptf that read the data in another order: "
+            "continue it with that version, or start a new run"
+        )
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Extent:
     """The rows of a source that count, by block, in the order of the files; blocks without such rows are left out."""

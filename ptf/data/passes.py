@@ -14,9 +14,11 @@ import numpy as np
 
 from ptf.data import tokenized
 from ptf.data.encode import Encoder
+from ptf.data.lanes import Lanes
+from ptf.data.mixture import rows_of
 from ptf.data.order import Ordered
 from ptf.data.packing import pack_all
-from ptf.data.pipeline import Lanes, Prompts, rows_of
+from ptf.data.prompts import Prompts
 from ptf.data.sample import PackUnit, length
 from ptf.data.sources.rows import Place, blocks_once, rows_once
 from ptf.data.token_file import placeholder_unit

@@ -16,11 +16,12 @@ import numpy as np
 
 from ptf.data.encode import Encode, TooLong
 from ptf.data.kinds import unread
+from ptf.data.mixture import Mixture
 from ptf.data.packing import pack_all
-from ptf.data.pipeline import Mixture, encoder_of, opened
 from ptf.data.prefixes import separate
 from ptf.data.quarantine import BadRow
 from ptf.data.sample import PackUnit, length
+from ptf.data.source_units import encoder_of, opened
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 

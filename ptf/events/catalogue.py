@@ -14,7 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from ptf import storage
-from ptf.data.tokenizer import END, EVENT, PAD, Tokenizer
+from ptf.data.event_tokens import END, EVENT, PAD
+from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 

@@ -33,9 +33,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
-from ptf.config.schema import TokensConfig
+from ptf.config.sections.model import TokensConfig
 from ptf.data.added import add
-from ptf.data.tokenizer import START, Tokenizer, event_tokenizer
+from ptf.data.event_tokenizer import event_tokenizer
+from ptf.data.event_tokens import START
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, Item
 from ptf.events.histories import History, Split, absent, read, split, table
@@ -113,10 +115,7 @@ def prepare(
     item_tokens = _item_tokens(root, ids, vectors, seed)
     tokenizer = _write_tokens(root, facts, item_tokens, base, GAPS if gaps else 1, window, model, width, seed)
     if ids == "items" and base is None:
-        token_ids = np.array([id_ for (id_,) in tokenizer.encode_all(item_tokens.texts)], np.int64)
-        save_file(
-            {"ids": token_ids, "rows": rotate_to_width(item_tokens.rows, width, seed)}, root / "items.safetensors"
-        )
+        _write_item_rows(root, item_tokens, tokenizer, width, seed)
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
     np.save(root / "vectors.npy", vectors.astype(np.float32))
     serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, opening)
@@ -126,14 +125,17 @@ def prepare(
             f"{events}: with hold_out {hold_out!r} nothing is left to train on: no user has two baskets, "
             "or two items, before what is held out"
         )
-    counts = histories.counts
-    print(
+    print(_summary(histories.counts, len(splits), len(facts), len(held_out), serializer.left_out), flush=True)
+
+
+def _summary(counts: Mapping[str, int], users: int, items: int, held_out: int, left_out: int) -> str:
+    """Return a line on what was read; `counts` are those of the histories."""
+    return (
         f"events: {counts['rows']} rows, {counts['duplicates']} twice in a basket, "
-        f"{counts['unknown']} of unknown items; {len(splits)} users, "
-        f"{counts['single']} left out with one event; {len(facts)} items; "
-        f"{len(held_out)} users have a basket held out; "
-        f"{serializer.left_out} baskets of one item without a basket before them are not trained",
-        flush=True,
+        f"{counts['unknown']} of unknown items; {users} users, "
+        f"{counts['single']} left out with one event; {items} items; "
+        f"{held_out} users have a basket held out; "
+        f"{left_out} baskets of one item without a basket before them are not trained"
     )
 
 
@@ -192,6 +194,12 @@ def _write_tokens(
     )
     add(tokenizer, TokensConfig(file=str(root / "tokens.jsonl")))
     return tokenizer
+
+
+def _write_item_rows(root: Path, item_tokens: _ItemTokens, tokenizer: Tokenizer, width: int, seed: int) -> None:
+    """Write the ids of the items and the rows of the embedding that they start from, at the model's width."""
+    token_ids = np.array([id_ for (id_,) in tokenizer.encode_all(item_tokens.texts)], np.int64)
+    save_file({"ids": token_ids, "rows": rotate_to_width(item_tokens.rows, width, seed)}, root / "items.safetensors")
 
 
 def _write_catalogue(

@@ -18,8 +18,8 @@ from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
 from ptf.data.order import Ordered
 from ptf.data.passes import BLOCKS, DataPlan
-from ptf.data.pipeline import opened
 from ptf.data.sample import PackUnit, Sample
+from ptf.data.source_units import opened
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.survey import SourceSurvey, Survey, survey
 from ptf.data.tokenizer import Tokenizer

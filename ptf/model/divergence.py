@@ -143,6 +143,31 @@ class _Divergence(Function):
         return *scaled(ctx, grads[0]), *[None] * 7
 
 
+def _summed_divergence(
+    x: Tensor,
+    head: Head,
+    teacher: _Whole | _Top,
+    chunks: list[slice],
+    weights: Tensor,
+    selected: Tensor,
+    temperature: float,
+    form: Form,
+    beta: float,
+) -> Tensor:
+    """Return Σ weights · D over the selected positions."""
+    result: Any = _Divergence.apply(
+        *function_inputs(x, selected, head),
+        head,
+        teacher,
+        chunks,
+        weights.reshape(-1)[selected],
+        temperature,
+        form,
+        beta,
+    )
+    return result
+
+
 def divergence(
     x: Tensor,
     head: Head,
@@ -170,17 +195,7 @@ def divergence(
     chunks = chunks_of(len(selected), head, head_teacher)
     with torch.no_grad():
         teacher = _Whole(x_teacher.flatten(0, -2).index_select(0, selected), head_teacher, chunks, temperature)
-    result: Any = _Divergence.apply(
-        *function_inputs(x, selected, head),
-        head,
-        teacher,
-        chunks,
-        weights.reshape(-1)[selected],
-        temperature,
-        form,
-        beta,
-    )
-    return result
+    return _summed_divergence(x, head, teacher, chunks, weights, selected, temperature, form, beta)
 
 
 def divergence_of_top(
@@ -203,17 +218,7 @@ def divergence_of_top(
     teacher = _Top(
         ids.flatten(0, -2).index_select(0, selected), logprobs.flatten(0, -2).index_select(0, selected), head
     )
-    result: Any = _Divergence.apply(
-        *function_inputs(x, selected, head),
-        head,
-        teacher,
-        chunks,
-        weights.reshape(-1)[selected],
-        temperature,
-        form,
-        beta,
-    )
-    return result
+    return _summed_divergence(x, head, teacher, chunks, weights, selected, temperature, form, beta)
 
 
 @torch.no_grad()

@@ -172,9 +172,14 @@ def _wire(module: nn.Module, style: Style, group: ProcessGroup) -> None:
     own = module.forward
     inner = own if style.forward is None else functools.partial(style.forward, module, own, group)
     if style.region:
-        module.forward = lambda x, *more: sum_and_cut(inner(gather(x, group), *more), group)
+        module.forward = functools.partial(_of_region, inner, group)
     elif style.forward is not None:
         module.forward = inner
+
+
+def _of_region(inner: Callable[..., Tensor], group: ProcessGroup, x: Tensor, *more: Any) -> Tensor:
+    """Run a forward on whole sequences, and return this rank's part of the sum."""
+    return sum_and_cut(inner(gather(x, group), *more), group)
 
 
 def _fill_up(model: Decoder, group: ProcessGroup) -> None:

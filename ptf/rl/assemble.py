@@ -13,7 +13,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.shutdown import Requests
 from ptf.compute.world import CPU
 from ptf.config import Job, Plug
-from ptf.config.schema import ModelConfig
+from ptf.config.sections.model import ModelConfig
 from ptf.credentials import redacted
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.shutdown import Requests, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
-from ptf.config.schema import LOGPROB_BOUND
+from ptf.config.sections.rollout import LOGPROB_BOUND
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from ptf.compute.launch import default_threads
 from ptf.compute.world import joined
 from ptf.config import Job
-from ptf.config.schema import PoolConfig
+from ptf.config.sections.compute import PoolConfig
 from ptf.errors import UserError
 from ptf.rl.cluster import Cluster, LocalCluster, Pool, RoleSpec
 from ptf.rl.controller import SYNC

@@ -17,7 +17,8 @@ from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
 from ptf.compute.offload import OffloadedTensors, own_file
 from ptf.compute.world import World, alone
-from ptf.config.schema import ModelConfig, TrainConfig
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.data.sample import PackUnit, Sample
 from ptf.errors import UserError
 from ptf.model import bridge

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from ptf import storage
 from ptf.config import Job, Plug
-from ptf.config.schema import RolloutConfig
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
 from ptf.errors import UserError
@@ -38,7 +38,6 @@ def sampler_spec(
     `length` is the most tokens of a context with its answer. There are `workers` engines of `tensor` processes each.
     Raises UserError if the model has fewer positions, or its heads cannot be divided among the processes.
     """
-    options: dict[str, object] = {}
     shape = bridge.shape(directory, job.model.backend)
     positions = shape.max_positions
     if length > positions:
@@ -55,23 +54,7 @@ def sampler_spec(
     if engine == "vllm":
         from ptf.rl.engines.vllm_engine import engine_env
 
-        options = {"tensor": tensor}
-        if job.rollout:
-            options |= {"kv_cache_gib": job.rollout.kv_cache_gib, "gpu_share": job.rollout.gpu_memory_utilization}
         env = engine_env(run / "vllm")
-    if engine == "native":
-        options = {"spec": job.model}
-    if knobs := job.rollout:
-        if knobs.environment:
-            limits = (knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
-            options["environment"] = EnvironmentSpec(knobs.environment, *limits)
-        options |= {"top_p": knobs.top_p, "trie": trie}
-    if trie is not None and engine == "vllm":
-        options["restricted"] = True
-    if adapter and job.model.lora and engine == "vllm":
-        options["lora_rank"] = job.model.lora.rank
-    if adapter and engine == "native":
-        options["adapted"] = True
     kwargs = {
         "engine": engine,
         "directory": str(directory),
@@ -82,9 +65,40 @@ def sampler_spec(
         "max_length": length,
         "vocabulary": shape.vocab,
         "timeout_s": job.compute.timeout_s,
-        **options,
+        **_engine_options(job, engine, trie, adapter, tensor),
+        **_rollout_options(job, trie),
     }
     return RoleSpec("rollout", Sampler, kwargs, workers * tensor, env, tensor=tensor)
+
+
+def _engine_options(job: Job, engine: str | Plug, trie: Trie | None, adapter: bool, tensor: int) -> dict[str, object]:
+    """Return the arguments of the engine alone; a plugin has none."""
+    options: dict[str, object] = {}
+    if engine == "vllm":
+        options["tensor"] = tensor
+        if job.rollout:
+            options |= {"kv_cache_gib": job.rollout.kv_cache_gib, "gpu_share": job.rollout.gpu_memory_utilization}
+        if trie is not None:
+            options["restricted"] = True
+        if adapter and job.model.lora:
+            options["lora_rank"] = job.model.lora.rank
+    if engine == "native":
+        options["spec"] = job.model
+        if adapter:
+            options["adapted"] = True
+    return options
+
+
+def _rollout_options(job: Job, trie: Trie | None) -> dict[str, object]:
+    """Return what `rollout` says of how answers are sampled, and the environment that they are given to."""
+    knobs = job.rollout
+    if knobs is None:
+        return {}
+    options: dict[str, object] = {"top_p": knobs.top_p, "trie": trie}
+    if knobs.environment:
+        limits = (knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
+        options["environment"] = EnvironmentSpec(knobs.environment, *limits)
+    return options
 
 
 def trie_of(knobs: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ptf.compute.lease import UNSHARED, Lease
 from ptf.compute.tracking import Rows
-from ptf.config.schema import TrackConfig
+from ptf.config.sections.track import TrackConfig
 from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of

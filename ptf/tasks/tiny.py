@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptf.data.tokenizer import character_tokenizer
+from ptf.data.character_tokenizer import character_tokenizer
 
 Question = tuple[str, str]  # "12+7=", "19"
 

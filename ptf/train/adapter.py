@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ptf.compute.world import World
-from ptf.config.schema import LOGPROB_BOUND, ModelConfig
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.rollout import LOGPROB_BOUND
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ptf.compute.world import World
 from ptf.config import Job
-from ptf.config.schema import ModelConfig
+from ptf.config.sections.model import ModelConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ptf.config import plugin
-from ptf.config.schema import ModelConfig
+from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model.components import file_of
 from ptf.model.layers import Parts

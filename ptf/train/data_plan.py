@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ptf.config import Job
 from ptf.data.passes import DataPlan, describe_order, is_cheap, plan_prompts, planned
-from ptf.data.pipeline import prompts_stream
+from ptf.data.prompts import prompts_stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes.protocol import Recipe
 from ptf.train.dataloading import make_lanes, specs

@@ -10,12 +10,13 @@ from ptf.config import Job
 from ptf.data.exchange import group_size
 from ptf.data.forms import Row
 from ptf.data.kinds import unread
+from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.passes import DataPlan, is_cheap, planned
-from ptf.data.pipeline import Lanes, opened, pack_units_once
 from ptf.data.quarantine import Quarantine
 from ptf.data.sample import PackUnit
+from ptf.data.source_units import opened, pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError

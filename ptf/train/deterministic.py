@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ptf.compute.world import World
-from ptf.config.schema import TrainConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder

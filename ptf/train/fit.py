@@ -18,8 +18,8 @@ from ptf.compute.tracking import Tracker
 from ptf.compute.world import World, alone
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
+from ptf.data.lanes import Lanes
 from ptf.data.passes import DataPlan
-from ptf.data.pipeline import Lanes
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.errors import Left, UserError
 from ptf.model.decoder import Decoder

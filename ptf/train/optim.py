@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ptf.config.schema import TrainConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.train.trainable import fits, refuse_unmatched
 
 

@@ -25,7 +25,8 @@ from ptf import scratch, storage
 from ptf.compute.provenance import code
 from ptf.compute.world import World
 from ptf.config import Job, resolve
-from ptf.config.schema import ModelConfig, Source
+from ptf.config.sections.data import Source
+from ptf.config.sections.model import ModelConfig
 from ptf.data import tokenized
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all

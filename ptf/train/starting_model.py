@@ -13,7 +13,8 @@ from typing import cast
 
 from ptf import scratch, verified
 from ptf.compute.world import World
-from ptf.config.schema import Job, ModelConfig, TokensConfig
+from ptf.config.schema import Job
+from ptf.config.sections.model import ModelConfig, TokensConfig
 from ptf.data.added import add, wanted
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge

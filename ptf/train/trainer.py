@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ptf.compute.world import World
-from ptf.config.schema import ModelConfig, TrainConfig
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model import bridge

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ptf.compute.launch import needs_ray
-from ptf.config.schema import ComputeConfig
+from ptf.config.sections.compute import ComputeConfig
 from tests.tiny import arithmetic
 
 CODE = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptf.compute.tracking import Tracker, read_metrics
-from ptf.config.schema import TrackConfig
+from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 from tests.tiny import arithmetic
 from tests.train.test_fit import facts, train

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

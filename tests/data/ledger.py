@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ptf.data.batch import Batch
+from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
-from ptf.data.pipeline import Lanes
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptf.config.schema import TokensConfig
+from ptf.config.sections.model import TokensConfig
 from ptf.data.added import tokenizer_of, wanted
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.encode import encode_document
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.texts import fuzzed
 

@@ -10,12 +10,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.encode import encode_prompt
 from ptf.data.kinds import unread
-from ptf.data.pipeline import opened, pack_units_once, prompts_once
+from ptf.data.prompts import prompts_once
 from ptf.data.sample import PackUnit
+from ptf.data.source_units import opened, pack_units_once
 from ptf.data.sources.rows import Place, SourceSpec
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.rm.recipe import RM

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ptf.data.encode import encode_document
-from ptf.data.pipeline import Lanes
+from ptf.data.lanes import Lanes
 from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
 from ptf.data.exchange import PeerEnded, _assign_shares, rows_from_bytes, rows_to_bytes
+from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
 from ptf.data.passes import DataPlan, planned, rows_taken
-from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle

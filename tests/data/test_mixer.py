@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptf.data.mixer import Mixer
-from ptf.data.pipeline import Mixture
+from ptf.data.mixture import Mixture
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import Shuffle, settle
 from ptf.errors import UserError

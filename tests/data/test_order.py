@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptf.data.lanes import Lanes
 from ptf.data.order import LaneSource, Ordered, shares, size
-from ptf.data.pipeline import Lanes
 from ptf.data.sample import Sample
 from ptf.data.sources import blocks
 from ptf.data.sources.blocks import Reader

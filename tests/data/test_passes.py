@@ -10,8 +10,8 @@ import pytest
 
 from ptf.data import passes, tokenized
 from ptf.data.encode import encode_document
+from ptf.data.lanes import Lanes
 from ptf.data.passes import estimated, planned
-from ptf.data.pipeline import Lanes
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import TokenRows
 from ptf.data.tokenizer import Tokenizer

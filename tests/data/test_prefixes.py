@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
 from ptf.data.exchange import rows_from_bytes, rows_to_bytes
+from ptf.data.lanes import Lanes
 from ptf.data.packing import pack_all
 from ptf.data.passes import planned
-from ptf.data.pipeline import Lanes
 from ptf.data.prefixes import families, pack_shared, separate
 from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.rows import SourceSpec

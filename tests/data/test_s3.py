@@ -17,6 +17,7 @@ from ptf.data.sources import blocks
 from ptf.data.sources.blocks import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
+from ptf.storage.store import GIVE_UP_S
 from tests.data.sources.test_rows import take, write
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto, which requirements/gpu.txt leaves out")
@@ -109,7 +110,7 @@ def test_missing_credentials_are_named_at_once(server: Server, monkeypatch: pyte
     began = time.monotonic()
     with pytest.raises(UserError, match=r"no access to s3://rows-.*/a\.jsonl: .*credentials"):
         Reader(f"s3://{server.bucket}/a.jsonl")
-    assert time.monotonic() - began < storage.GIVE_UP_S / 10  # it is not asked again
+    assert time.monotonic() - began < GIVE_UP_S / 10  # it is not asked again
 
 
 def test_a_published_directory_goes_up_and_comes_back(server: Server, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from ptf import storage
 from ptf.data import tokenized
+from ptf.data.encoded import Encoded
 from ptf.data.items import atoms_of, documents_of, stored_items
-from ptf.data.pipeline import Encoded, Lanes
+from ptf.data.lanes import Lanes
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle

@@ -8,12 +8,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from ptf.data import tokenized
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.encode import encode_document
-from ptf.data.pipeline import Lanes, pack_units_once
+from ptf.data.lanes import Lanes
 from ptf.data.sample import PackUnit, Sample
+from ptf.data.source_units import pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 LIMITS: dict[str, Any] = {"seq_len": 32, "too_long": "drop"}

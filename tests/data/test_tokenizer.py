@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ptf.data.tokenizer import PLAIN_CLASSES, PLAIN_FAMILIES, Tokenizer, character_tokenizer, tokenizer_class
+from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.tokenizer_files import PLAIN_CLASSES, PLAIN_FAMILIES, tokenizer_class
 from ptf.errors import UserError
 from tests.data.templates import templated
 

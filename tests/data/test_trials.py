@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ptf.data.encoded import Encoded
 from ptf.data.loader import Loader
-from ptf.data.pipeline import Encoded
 from ptf.data.tokenizer import Tokenizer
 from tests.data.trials import Trial, tried
 

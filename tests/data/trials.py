@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 from ptf import storage
 from ptf.data import tokenized
 from ptf.data.batch import Batch
+from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
 from ptf.data.order import LaneSource
 from ptf.data.passes import DataPlan, planned
-from ptf.data.pipeline import Lanes
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources import blocks
 from ptf.data.sources.rows import SourceSpec

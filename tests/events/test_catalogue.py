@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptf.data.tokenizer import Tokenizer, event_tokenizer
+from ptf.data.event_tokenizer import event_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue
 from ptf.events.item_vectors import cooccurrence_vectors, item_vectors, rotate_to_width, text_vectors

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ptf.config import Plug
-from ptf.config.schema import TokensConfig
+from ptf.config.sections.model import TokensConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -26,7 +26,7 @@ from ptf.train.starting_model import extended
 @pytest.fixture(scope="module", params=["items", {"levels": [5, 3]}], ids=["items", "semantic"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared catalogue with a model that has weights, in `model`."""
-    from ptf.config.schema import ModelConfig
+    from ptf.config.sections.model import ModelConfig
 
     at = tmp_path_factory.mktemp("ranking")
     generated(str(at / "made"), users=20, items=24, kinds=3, ids=request.param, window=64)

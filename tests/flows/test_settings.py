@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flows.settings import decorators
-from ptf.config.schema import StepConfig
+from ptf.config.sections.flow import StepConfig
 from tests.flows.toy import FLOW, Toy
 
 

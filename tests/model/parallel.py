@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ptf.compute.world import World, make_mesh
-from ptf.config.schema import LoraConfig, ModelConfig
+from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.model import bridge
 from ptf.model.chunked import cross_entropy
 from ptf.model.families import family_of

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ptf.compute.checkpoint import load_tensors, tensors_of, write
 from ptf.compute.world import World, make_mesh
-from ptf.config.schema import ModelConfig
 from ptf.config.section import Plug
+from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.components import own_tensors, places

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ptf.compute.world import joined
-from ptf.config.schema import ModelConfig, TrainConfig
 from ptf.config.section import Plug
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.model import bridge
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ptf.compute.tracking import read_metrics
 from ptf.compute.world import World, make_mesh
 from ptf.config import ConfigError, loads
-from ptf.config.schema import ModelConfig, TrainConfig
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError

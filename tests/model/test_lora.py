@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ptf.compute.world import World, make_mesh
-from ptf.config.schema import LoraConfig, ModelConfig
+from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.chunked import cross_entropy

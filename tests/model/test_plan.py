@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ptf.compute.world import World
-from ptf.config.schema import ModelConfig
+from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.chunked import cross_entropy

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.compute.world import World
-from ptf.config.schema import LoraConfig, ModelConfig
+from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.packing import idle, pack_all
 from ptf.data.sample import PackUnit, Sample

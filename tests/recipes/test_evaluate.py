@@ -89,7 +89,7 @@ def test_transformers_reads_the_same_scores(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     from ptf.compute.world import World
-    from ptf.config.schema import ModelConfig
+    from ptf.config.sections.model import ModelConfig
     from ptf.data.batch import Batch
     from ptf.data.encode import encode_preference
     from ptf.recipes.rm.recipe import RM

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptf.config.schema import LoraConfig
+from ptf.config.sections.model import LoraConfig
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import PackUnit, Sample

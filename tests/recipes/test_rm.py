@@ -11,10 +11,11 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from ptf.compute.world import World
-from ptf.config.schema import LoraConfig, ModelConfig
+from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.sample import PackUnit, length
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.rm.recipe import RM

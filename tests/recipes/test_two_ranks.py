@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ptf.compute.world import World, make_mesh
-from ptf.config.schema import LoraConfig, ModelConfig, TrainConfig
+from ptf.config.sections.model import LoraConfig, ModelConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.data.packing import pack_all
 from ptf.data.sample import PackUnit
 from ptf.model.decoder import Decoder

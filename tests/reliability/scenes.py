@@ -31,9 +31,10 @@ from ptf.compute.lease import Held, Lease, LeaseLost, Process, Record
 from ptf.compute.tracking import Rows
 from ptf.config import Job, loads
 from ptf.data import prepare, tokenized
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.sources import hub
 from ptf.data.sources.rows import blocks_once
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.measurement import measure_run, read_row_metrics
 from ptf.model import bridge
 from ptf.rl.weights.stored import BucketFiles, write_buckets

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from ptf.config import ConfigError, Plug
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.chat import chat_samples
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory, merged, samples_of
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.protocol import Sampling

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ptf.compute.world import World
-from ptf.config.schema import ModelConfig
+from ptf.config.sections.model import ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_preference
 from ptf.data.tokenizer import Tokenizer

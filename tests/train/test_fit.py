@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from ptf import storage
 from ptf.compute.tracking import Tracker, is_clock, read_metrics
 from ptf.config import loads
-from ptf.config.schema import TrainConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
 from ptf.run import begun, resolved, run
 from ptf.train.optim import Schedule

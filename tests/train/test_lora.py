@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from ptf.compute.world import CPU, World
-from ptf.config.schema import ModelConfig, TrainConfig
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.model import bridge

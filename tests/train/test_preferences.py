@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from ptf.data.tokenizer import Tokenizer, character_tokenizer
+from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.tiny import arithmetic, checkpoint, write_jsonl
 from tests.train.test_fit import Stopped, facts, same, stop_at, train, weights

@@ -7,7 +7,7 @@ import yaml
 
 from ptf.compute.world import World
 from ptf.config import Job, loads
-from ptf.data.tokenizer import character_tokenizer
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.errors import UserError
 from ptf.train.starting_model import StartingModel
 from tests.tiny import arithmetic

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from flows.base import PostTrainFlow
-from ptf import storage
+from ptf.storage import store
 
 
 class CrashingFlow(PostTrainFlow):
     def _stage(self, work: Any) -> None:
-        storage.GIVE_UP_S = float(os.environ.get("GIVE_UP_S", storage.GIVE_UP_S))
+        store.GIVE_UP_S = float(os.environ.get("GIVE_UP_S", store.GIVE_UP_S))
         step, *where = os.environ.get("CRASH", "nowhere").split()
         if work.__name__ == step and not Path("crashed").exists():
             arm(*where)

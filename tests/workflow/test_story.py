@@ -178,10 +178,10 @@ CRASHES = {
         "train ptf.storage:finish 2",  # in the second checkpoint
         "train ptf.model.bridge:save_hf 1",
         "evaluate ptf.storage:write_text 1",
-        "publish ptf.storage:_names 2 3",  # three files are there
+        "publish ptf.storage.copies:names_below 1 3",  # three files are there
         "publish ptf.published:point 1",  # all files are there
     ],
-    "grpo": ["train ptf.storage:finish 2", "publish ptf.storage:_names 2 3"],
+    "grpo": ["train ptf.storage:finish 2", "publish ptf.storage.copies:names_below 1 3"],
 }
 
 

@@ -1,6 +1,6 @@
 """Config keys of learning from preferences."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -35,11 +35,6 @@ class DPOKnobs(Knobs):
     def model_paths(self) -> dict[str, str]:
         """Return the reference's path, if the job names one."""
         return {"reference": self.reference} if self.reference else {}
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the recipe's arguments; `loss` is its `loss_type`."""
-        knobs = super().arguments()
-        return {"loss_type": knobs.pop("loss"), **knobs}
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

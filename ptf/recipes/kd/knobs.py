@@ -1,6 +1,6 @@
 """Config keys of knowledge distillation."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -47,11 +47,6 @@ class KDKnobs(Knobs):
     def model_paths(self) -> dict[str, str]:
         """Return the path of each teacher."""
         return {f"teachers.{name}.path": teacher.path for name, teacher in self.teachers.items()}
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the recipe's arguments; `loss` is its `loss_type`."""
-        knobs = super().arguments()
-        return {"loss_type": knobs.pop("loss"), **knobs}
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

@@ -1,6 +1,6 @@
 """Config keys of reward models."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -21,11 +21,6 @@ class RMKnobs(Knobs):
     """Use the number `margin` of each pair's row: the chosen answer's score should be higher by it."""
     centring: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared sum of a pair's scores, which keeps them near 0."""
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the recipe's arguments; `loss` is its `loss_type`."""
-        knobs = super().arguments()
-        return {"loss_type": knobs.pop("loss"), **knobs}
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

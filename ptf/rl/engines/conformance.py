@@ -18,7 +18,8 @@ import yaml
 
 from ptf.compute.world import World, pick_device
 from ptf.config import Plug
-from ptf.config.schema import LOGPROB_BOUND, ModelConfig
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.rollout import LOGPROB_BOUND
 from ptf.data.trajectory import Call
 from ptf.data.trie import Trie
 from ptf.model import bridge

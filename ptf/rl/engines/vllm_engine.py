@@ -106,19 +106,8 @@ class VLLMEngine:
             raise RuntimeError(f"vLLM needs a process of its own with {' '.join(missing)} (see engine_env)")
         from vllm import EngineArgs, LLMEngine  # here: it takes 6-8 s and reads the environment variables
 
-        arguments: dict[str, Any] = {
-            "model": path,
-            "seed": seed,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "trust_remote_code": False,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "logprobs_mode": "processed_logprobs",
-            "async_scheduling": False,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "worker_extension_cls": "ptf.rl.engines.vllm_extension.WeightLoader",
+        arguments = {
+            **_model_arguments(path, seed, dtype, max_model_len),
             **_device_arguments(max_model_len, kv_cache_gib, gpu_share),
         }
         if tensor > 1:  # each part in a process of its own
@@ -353,6 +342,24 @@ class VLLMEngine:
             )
         if tokens.min() < 0 or tokens.max() >= self.vocab:
             raise ValueError(f"token ids must be in 0…{self.vocab - 1}; found {tokens.min()}…{tokens.max()}")
+
+
+def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> dict[str, Any]:
+    """Return the arguments of vLLM that name the model, and those that are always the same."""
+    return {
+        "model": path,
+        "seed": seed,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "trust_remote_code": False,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": "ptf.rl.engines.vllm_extension.WeightLoader",
+    }
 
 
 def _device_arguments(max_model_len: int, kv_cache_gib: float, gpu_share: float) -> dict[str, Any]:

@@ -1,5 +1,8 @@
-"""The transports by the name that `rollout.transport` gives them. Adding one adds its code beside this file, an entry
-here, and its name to `RolloutConfig.transport` in ptf/config/schema.py.
+"""The transports of weights by the name that `rollout.transport` gives them: what each needs of a job.
+
+Adding one adds an entry here, its name to the `Literal` of `RolloutConfig.transport`, and its code. A stored transport
+(engines load buckets that exist as a whole) is a branch in `stored.collect`; a streaming one (engines read while the
+policy sends) is a branch on its name where `Sender`, `Transfer` and `Receiver` of streamed.py make and read buffers.
 
 The configuration's rules read this table too, so it imports no torch.
 """
@@ -19,9 +22,8 @@ def no_faults(job: "Job") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Transport:
-    """How weights travel from the policy to the engines, and what a job must have for it."""
+    """What a transport of weights does, and what a job must have for it."""
 
-    travels: str  # how the weights travel, as a phrase
     # True: engines read while the policy sends, so that nothing can be sent again to one engine alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
@@ -64,15 +66,14 @@ def share_a_pool(job: "Job") -> bool:
 
 
 TRANSPORTS = {
-    "object_store": Transport("through host memory, all tensors at once"),
-    "path": Transport("through files in the run's directory, 256 MiB at a time", in_files=True),
-    "ipc": Transport(
-        "through memory that policy and engine share, from each rank of the policy to the engine on its device",
-        streams=True,
-        from_every_rank=True,
-        faults=ipc_faults,
-    ),
-    "nccl": Transport("by a broadcast from the policy's first rank", streams=True, faults=nccl_faults),
+    # through host memory, all tensors at once
+    "object_store": Transport(),
+    # through files in the run's directory, 256 MiB at a time
+    "path": Transport(in_files=True),
+    # through memory that policy and engine share, from each rank of the policy to the engine on its device
+    "ipc": Transport(streams=True, from_every_rank=True, faults=ipc_faults),
+    # by a broadcast from the policy's first rank
+    "nccl": Transport(streams=True, faults=nccl_faults),
 }
 
 

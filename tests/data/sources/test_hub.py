@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from ptf import storage
 from ptf.config import loads
 from ptf.data.order import Ordered
 from ptf.data.sources import hub
@@ -62,7 +61,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStub]:
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", stub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
-        monkeypatch.setattr(storage, "GIVE_UP_S", 0.0)  # what is asked again without need fails the test at once
+        # what is asked again without need fails the test at once
+        monkeypatch.setattr("ptf.storage.store.GIVE_UP_S", 0.0)
         monkeypatch.chdir(tmp_path)
         hub._check_reachable.cache_clear()
         yield stub
@@ -166,8 +166,8 @@ def test_what_was_read_is_kept_and_verified(stub: HubStub, monkeypatch: pytest.M
 
 
 def test_a_hub_that_fails_now_and_then_is_asked_again(stub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "GIVE_UP_S", 60.0)
-    monkeypatch.setattr(storage.time, "sleep", lambda s: None)
+    monkeypatch.setattr("ptf.storage.store.GIVE_UP_S", 60.0)
+    monkeypatch.setattr("ptf.storage.store.time.sleep", lambda s: None)
     stub.push("open/gsm", gsm())
     stub.fails = 3
     assert numbers("open/gsm:main:test") == [5]

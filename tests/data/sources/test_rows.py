@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf import storage
 from ptf.data.order import LaneSource, Ordered
 from ptf.data.sources import blocks
 from ptf.data.sources.blocks import Reader
@@ -182,7 +181,7 @@ class Counting:
         monkeypatch.setattr(
             type(files), "cat_file", lambda _, *args, **kwargs: (self._count(), real(*args, **kwargs))[1]
         )
-        monkeypatch.setattr(storage.time, "sleep", lambda s: None)
+        monkeypatch.setattr("ptf.storage.store.time.sleep", lambda s: None)
 
     def _count(self) -> None:
         self.asked += 1
@@ -202,7 +201,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(
     assert store.asked > (4 if suffix == "jsonl" else 2)  # what is compressed is one request
     assert "ConnectionResetError: the store went away; trying again in 1 s" in capfd.readouterr().err
     store.fails = set(range(1000))
-    monkeypatch.setattr(storage, "GIVE_UP_S", -1.0)
+    monkeypatch.setattr("ptf.storage.store.GIVE_UP_S", -1.0)
     with pytest.raises(UserError, match=r"memory.*rows.*: the store has failed for"):
         all_of("memory://rows")
 

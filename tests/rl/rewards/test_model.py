@@ -12,7 +12,7 @@ import yaml
 from ptf.compute.tracking import read_metrics
 from ptf.compute.world import World
 from ptf.config import loads
-from ptf.config.schema import ModelConfig
+from ptf.config.sections.model import ModelConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError

@@ -4,7 +4,7 @@ import sys
 from subprocess import run
 from typing import get_args
 
-from ptf.config.schema import RolloutConfig
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.rl.weights.transports import TRANSPORTS
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.pipeline import Prompts, prompts_once, prompts_stream
+from ptf.data.prompts import Prompts, prompts_once, prompts_stream
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError

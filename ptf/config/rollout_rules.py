@@ -1,0 +1,130 @@
+"""Rules between the keys of online recipes, which generate what they train on, and of the engines that generate."""
+
+from ptf.config.schema import Job
+
+
+def rollouts(job: Job) -> list[str]:
+    """Return the problems of `rollout` and of what does not go with it."""
+    knobs = job.rollout
+    if knobs is None:
+        return []
+    faults = rewarded(job)
+    if knobs.environment and job.evaluate.reward:
+        faults.append("evaluate.reward: rollout.environment plays held-out episodes too, and gives their rewards")
+    if job.data.validation:
+        faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
+    if job.data.too_long in ("truncate", "split"):
+        faults.append("data.too_long: a prompt cannot be cut; use error or drop")
+    if knobs.top_p < 1 and job.compute.mesh.tensor > 1:
+        faults.append(
+            "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, "
+            "where no process has the whole distribution"
+        )
+    if knobs.allowed and knobs.allowed.distinct and knobs.allowed.repeat == 1:
+        faults.append("rollout.allowed.distinct: with repeat 1 there is nothing that could be there twice; give repeat")
+    if knobs.lora == "adapter" and job.model.lora is None:
+        faults.append("rollout.lora: adapter needs model.lora")
+    if knobs.lora == "adapter" and knobs.engine not in ("native", "vllm"):
+        faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
+    if knobs.tensor > 1 and (knobs.engine != "vllm" or job.compute.launcher != "ray"):
+        faults.append("rollout.tensor: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
+    faults += transport(job)
+    if job.compute.launcher == "local" and knobs.workers > 1:
+        faults.append("rollout.workers: compute.launcher: local has one process")
+    if job.compute.launcher == "torchrun":
+        faults.append("compute.launcher: torchrun has no rollouts; use ray, or local with rollout.engine: native")
+    if knobs.max_new_tokens >= job.data.seq_len:
+        faults.append(
+            f"rollout.max_new_tokens ({knobs.max_new_tokens}) leaves no room for a prompt in data.seq_len "
+            f"({job.data.seq_len})"
+        )
+    return faults
+
+
+def rewarded(job: Job) -> list[str]:
+    """Something must say how good an answer is."""
+    knobs = job.rollout
+    assert knobs is not None
+    of_answers = [f"rollout.{name}" for name in ("reward", "reward_model") if getattr(knobs, name) is not None]
+    if not of_answers and not knobs.environment:
+        return ["rollout.reward: it, or reward_model or environment, must say how good an answer is"]
+    if of_answers and knobs.environment:
+        return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
+    if knobs.reward_model and not knobs.reward and job.evaluate.sources and not job.evaluate.reward:
+        return [
+            (
+                "evaluate.sources needs evaluate.reward: held-out answers are not scored by rollout.reward_model, "
+                "which they may have learned to please"
+            )
+        ]
+    return []
+
+
+def transport(job: Job) -> list[str]:
+    """Return the problems of the transport of the weights with the rest of the job."""
+    from ptf.rl.weights.transports import faults
+
+    return faults(job)
+
+
+def prompts(job: Job) -> list[str]:
+    """Return the problems of the kinds of sources: prompts are for rollouts and evaluation, which take no others."""
+    wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
+    faults = []
+    if job.rollout:
+        wants_prompts |= {f"data.sources.{n}": s for n, s in job.data.sources.items()}
+    elif isinstance(job.recipe, str):
+        faults += [
+            f"data.sources.{n}.kind: prompt is for recipes with rollouts"
+            for n, s in job.data.sources.items()
+            if s.kind == "prompt"
+        ]
+    faults += [
+        f"{key}.kind must be prompt, not {s.kind}"
+        for key, s in wants_prompts.items()
+        if s.kind not in ("auto", "prompt")
+    ]
+    return faults
+
+
+def engines(job: Job) -> list[str]:
+    """Return the problems of engines that need a process of their own, which only Ray gives."""
+    if job.compute.launcher == "ray":
+        return []
+    by_key = {
+        "rollout.engine": job.rollout.engine if job.rollout and job.compute.launcher == "local" else None,
+        "evaluate.engine": job.evaluate.engine,
+    }
+    return [
+        (
+            f"{key}: vllm needs a process of its own, which compute.launcher: "
+            f"{job.compute.launcher} does not give; use native"
+        )
+        for key, engine in by_key.items()
+        if engine == "vllm"
+    ]
+
+
+def pools(job: Job) -> list[str]:
+    """Return the problems of pools: every role sits in one.
+
+    The recipe knows which roles there are beside these two.
+    """
+    given = job.compute.pools
+    if not given:
+        return []
+    if not job.rollout:
+        return ["compute.pools is for recipes with rollouts; others have one gang, of compute.workers"]
+    seats = [role for pool in given.values() for role in set(pool.roles)]
+    faults = [
+        f"compute.pools: role {role} is in more than one"
+        for role in sorted({role for role in seats if seats.count(role) > 1})
+    ]
+    faults += [f"compute.pools: no pool has the role {role}" for role in ("policy", "rollout") if role not in seats]
+    faults += [
+        f"compute.pools.{name}.offload: vllm cannot be offloaded to disk; give rollout a pool of "
+        "its own, or the pool offload: auto"
+        for name, pool in given.items()
+        if pool.offload == "disk" and "rollout" in pool.roles and job.rollout.engine == "vllm"
+    ]
+    return faults

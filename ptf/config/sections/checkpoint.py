@@ -1,0 +1,35 @@
+"""The section `checkpoint`: when the state of a run is written, and which states are kept."""
+
+from typing import Literal
+
+from ptf.config.section import Positive, PositiveFloat, Section, free
+
+
+class BestConfig(Section):
+    """By which metric one checkpoint is better than another."""
+
+    metric: str
+    """A metric of the step that the checkpoint was written after (`loss/NAME` of `data.validation`)."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower (`min`) or higher (`max`) is better."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints from which training continues exactly."""
+
+    to: str | None = None
+    """Directory or URI (`s3://…`) in which each run has a directory of checkpoints; default: the run's own."""
+    every: Positive = free(100)
+    """Steps between checkpoints; one is always written after the last step. Training continues while they are
+    written."""
+    keep: Positive = free(2)
+    """Number of newest checkpoints that are kept."""
+    best: BestConfig | None = None
+    """Offline recipes: also keep the best checkpoint, and export its weights at the end."""
+    verify_gib: PositiveFloat = free(64.0)
+    """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their
+    SHA-256 when they are read again; a file that has not changed since it was last hashed is not hashed again. If a
+    directory has more GiB to hash than this, only sizes are compared, and the run says so."""
+    accept_changes: bool = free(False)
+    """Continue although ptf or its packages have changed since the checkpoint. The run may then differ in its bits from
+    one that was never interrupted."""

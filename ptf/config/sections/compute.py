@@ -1,0 +1,60 @@
+"""The section `compute`: where a run runs, on how many devices, and how they divide the model."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ptf.config.section import Count, Positive, PositiveFloat, Section, free
+
+
+class MeshConfig(Section):
+    """How the workers divide the model: replicate × shard × tensor = workers."""
+
+    replicate: Positive = free(1)
+    """Copies of the sharded model; each reduces its gradients with the others."""
+    tensor: Positive = free(1)
+    """Workers that hold every layer together (heads, MLP, experts and vocabulary are cut) and see the same rows;
+    it must divide the heads."""
+
+
+class PoolConfig(Section):
+    """Devices that some roles of an online job share in turns, and no other role uses."""
+
+    roles: Annotated[list[str], Field(min_length=1)]
+    """Any of `policy`, `rollout`, `critic`, `reference`, `teacher` and `reward` (the reward model) that the recipe has.
+    The pool has as many devices as its largest role needs."""
+    offload: Literal["auto", "disk"] = free("auto")
+    """Where the weights and the optimizer of a role are while another role uses the devices. `auto`: in host memory;
+    without a GPU they stay in place. `disk`: in files under the run's directory, also on a CPU, for models that do not
+    fit into memory together."""
+
+
+class ComputeConfig(Section):
+    """Where the run runs, and on how many devices."""
+
+    launcher: Literal["ray", "torchrun", "local"] = free("ray")
+    """`ray`: Ray actors; an offline recipe with one worker and no `address` runs in this process without Ray.
+    `torchrun`: subprocesses on this machine. `local`: this process, one worker."""
+    workers: Positive = free(1)
+    """Training processes; one per GPU."""
+    mesh: MeshConfig = MeshConfig()
+    """How the workers divide the model."""
+    pools: dict[str, PoolConfig] = free({})
+    """Online recipes: which roles share devices (colocated), and which have their own. Default: one pool of all
+    roles."""
+    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    """`auto` uses the GPU if there is one, and prints which device it uses."""
+    threads: Positive | None = free(None)
+    """CPU threads of each worker; default: the machine's cores divided by the workers."""
+    address: str | None = free(None)
+    """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265`
+    to submit the run as a job of the cluster. Such a job continues if this process dies, and is found again by the
+    run's lineage. By default a cluster is started for the run and stopped after it. A cluster that requires a token
+    gets the one of RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."""
+    timeout_s: PositiveFloat = free(1800.0)
+    """Deadline of every single wait: a collective, a phase of a step, the start of a worker. A Ray that does not start
+    or answer is tried again until then."""
+    restarts: Count = free(2)
+    """Online recipes on Ray: number of restarts after failures before the run ends. A rollout engine that failed is
+    replaced; its successor gets the newest weights and only the requests that were not answered. If another role fails,
+    all of them restart from the newest checkpoint; the count begins again with each new checkpoint."""

@@ -1,0 +1,114 @@
+"""The section `data`: the sources, their mixture, and how rows become tokens."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ptf.config.section import Count, Fraction, Plug, Positive, PositiveFloat, Section, free
+
+
+class Source(Section):
+    """One dataset: jsonl (plain, `.gz`, `.zst`), json, csv, parquet, arrow or feather files,
+    or what `datasets` saved to disk."""
+
+    path: str
+    """File, directory, glob or URI; `prepare:NAME`; or a dataset of the Hugging Face Hub: `owner/name`,
+    `owner/name:config:split`, or `hf://datasets/owner/name` if a local directory has the same name."""
+    config: str | None = None
+    """Config of a dataset that has several: a name in the header of its README, or else a folder."""
+    split: str | None = None
+    """Split of a dataset that has several (`train`, `test`, …); `a+b` takes two."""
+    revision: str | None = None
+    """Branch, tag or commit of a dataset of the Hub. A run keeps the commit that it began with."""
+    kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = (
+        "auto"
+    )
+    """What the rows are. `auto`: what the columns of the first row imply; in online recipes, prompts. `chat`:
+    `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: those and a number `reward` (or a
+    `label`), or `messages` in which some of the assistant's have a `reward`. `text`. `events`: a list of strings and of
+    baskets (lists of strings), of which the first `context` are given. `preference`: `chosen` and `rejected`. `prompt`:
+    `messages` that end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the
+    tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of its score."""
+    columns: dict[str, str | None] = {}
+    """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null if the column is not to be used
+    (`{label: null}`)."""
+    weight: PositiveFloat | None = None
+    """Share in the mixture, relative to the other sources; a source without a weight counts 1. If no source has a
+    weight, every row comes once an epoch: sources are interleaved in proportion to their numbers of rows, and each ends
+    after its epochs."""
+    rows: Positive | None = None
+    """Approximate number of rows. It is needed only where an error asks for it, for files that must be read to be
+    counted (compressed files, lines in an object store)."""
+    limit: Positive | None = None
+    """Number of rows that are used: the first ones in the order of the files."""
+    epochs: Positive | None = None
+    """Passes over it after which it is exhausted; default: `train.epochs`, without which it never is."""
+
+
+class MixConfig(Section):
+    """How several sources make one stream."""
+
+    by: Literal["samples", "tokens"] = "samples"
+    """The unit in which the weights of sources are shares."""
+    temperature: PositiveFloat = 1.0
+    """Shares are proportional to weight^(1 / temperature), without weights to rows^(1 / temperature); a temperature
+    above 1 makes them more equal."""
+    exhausted: Literal["repeat", "drop", "stop"] = "repeat"
+    """With weights: what happens when a source has had its epochs. `repeat`: it starts again, until all sources have
+    had theirs. `drop`: the others continue without it. `stop`: the run ends. Without weights it is `drop`."""
+
+
+class DataConfig(Section):
+    """What is read, and how it becomes rows of tokens."""
+
+    sources: dict[str, Source] = Field(min_length=1)
+    """Training data by name."""
+    validation: dict[str, Source] = {}
+    """Held-out data: its loss is reported every `train.validate_every` steps."""
+    prepare: Plug | None = None
+    """Function that makes data, a tokenizer or a model config before all other stages: called as `f(directory,
+    **args)`."""
+    partitions: Positive = 8
+    """Equal slices of the data, each shuffled and packed by itself; the number of workers must divide their number.
+    Batches depend on it, not on the number of workers."""
+    seq_len: Positive = 2048
+    """Tokens in one packed sequence; no sample may be longer."""
+    shuffle: Count = 1024
+    """Samples in each partition's shuffle window. What enters it is read from blocks (row groups of parquet, 1 MiB of
+    lines) that are permuted each epoch; compressed files are permuted whole. 0 keeps the order of the files."""
+    baskets: Literal["shuffle", "keep"] = "shuffle"
+    """The order of the events inside a basket (`kind: events`), which has no meaning: `shuffle` draws it anew each time
+    the basket is read."""
+    lookahead: Positive = 64
+    """Samples that the packer may choose from to fill a sequence."""
+    mix: MixConfig = MixConfig()
+    """How several sources make one stream."""
+    too_long: Literal["error", "drop", "truncate", "split"] = "error"
+    """What to do with a sample longer than `seq_len`; what was dropped or cut is counted.
+    `split` makes documents of its pieces."""
+    train_on: Annotated[str, Field(pattern=r"^(assistant|last|all|field:.+)$")] = "assistant"
+    """Which tokens of a chat are trained. `assistant`: all turns of the assistant; `last`: the last of them; `all`:
+    every token; `field:NAME`: each turn of the assistant with the weight in its key NAME (true, false or a number)."""
+    share_prefixes: bool = False
+    """Compute the common beginning of a conversation's samples once, as rollouts do for the answers to one prompt
+    (recipe sft). It helps with templates that make every turn a sample of its own, which `ptf inspect` reports as
+    *expansion*; losses are the same but for rounding."""
+    render: Literal["template", "served"] = "template"
+    """`template`: an answer is trained as the chat template writes it, and refused if the template does not write it
+    after the served prompt. `served`: such an answer and its thinking are appended to that prompt, as a server's model
+    would generate them."""
+    unseen_context: Literal["error", "allow"] = "error"
+    """Whether a chat template may leave out context: tools, their results, developer and system messages,
+    earlier answers."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
+    """The date (YYYY-MM-DD) given to chat templates that render today's date. Default: the day on which the run
+    began."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with a row that cannot be encoded. `skip` writes it to `quarantine` with the reason, and counts it."""
+    max_bad: Fraction = 0.01
+    """Largest share of a source's rows that may be skipped before the run stops; with fewer than 1,000 rows read, the
+    share of 1,000."""
+    pretokenize: bool = True
+    """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
+    prefetch: Positive = free(4)
+    """Global steps packed ahead in the background."""

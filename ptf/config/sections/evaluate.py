@@ -1,0 +1,48 @@
+"""The section `evaluate`: what the evaluate stage generates, scores and ranks."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ptf.config.section import Plug, Positive, Section, Temperature, free
+from ptf.config.sections.data import Source
+
+
+class RankingConfig(Section):
+    """Rank a catalogue (ptf.events.prepare) after each held-out history, and compare the list with what followed:
+    `SOURCE/all/ndcg@10`, `SOURCE/new/…`, …. The metrics of each user are written to `RUN/ranked`."""
+
+    sources: dict[str, Source] = Field(min_length=1)
+    """Histories by name: prompts with `history` and `future`."""
+    catalogue: str = "prepare:catalogue.json"
+    """The catalogue of items; `vectors.npy` is read from the same directory."""
+    k: Positive = 10
+    """Length of the list."""
+    beam: Positive = 100
+    """Number of beginnings that are kept on each level, for ids of several tokens."""
+
+
+class EvaluateConfig(Section):
+    """The evaluate stage: generate on held-out prompts and score with the reward."""
+
+    sources: dict[str, Source] = free({})
+    """Held-out prompts by name; without any, only the held-out loss is measured."""
+    reward: Plug | None = free(None)
+    """Score of an answer, where 1 is a pass; default: `rollout.reward`."""
+    metrics: dict[str, Plug] = free({})
+    """More metrics by name: a function of all greedy answers to a source, each with `prompt` (its row), `answer` and
+    `outcome`, that returns a number."""
+    ranking: RankingConfig | None = free(None)
+    """Rank a catalogue and compare it with what users did next."""
+    engine: Literal["vllm", "native"] | Plug = free("native")
+    """What generates the answers, with the values of `rollout.engine`."""
+    start: bool = free(True)
+    """Also measure the model that training started from; its metrics begin with `start/`."""
+    limit: Positive = free(512)
+    """Most prompts of each source; the first ones are used."""
+    samples: Positive = free(8)
+    """k of pass@k, whose answers are sampled at `temperature`; the answer of pass@1 is greedy."""
+    temperature: Temperature = free(1.0)
+    """Sampling temperature of pass@k."""
+    max_new_tokens: Positive = free(256)
+    """Most tokens of an answer."""

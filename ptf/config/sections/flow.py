@@ -1,0 +1,38 @@
+"""The section `flow`: what the orchestrator is told, step by step."""
+
+from typing import Any, Literal
+
+from ptf.config.section import Count, Positive, Section, free
+
+
+class StepConfig(Section):
+    """Resources and limits of one step of a flow."""
+
+    cpu: Positive | None = None
+    """CPUs."""
+    gpu: Count | None = None
+    """GPUs."""
+    memory: Positive | None = None
+    """MiB of memory."""
+    retries: Count = 0
+    """Automatic retries after a failure; the train step continues from its last checkpoint."""
+    minutes: Positive | None = None
+    """Time limit."""
+    environment: dict[str, str] = {}
+    """Environment variables. A secret is written as `env:NAME`: its value is read from that variable where the step
+    runs, and is not stored."""
+
+
+class FlowConfig(Section):
+    """Settings of the orchestrator, which training does not read."""
+
+    steps: dict[Literal["prepare", "tokenize", "train", "evaluate", "publish"], StepConfig] = free({})
+    """Resources, retries and limits by step."""
+    cron: str | None = free(None)
+    """Schedule of a deployed flow: minute, hour, day of the month, month, day of the week (`0 3 * * 1`: Mondays at
+    three)."""
+    event: str | None = free(None)
+    """Name of the event that starts a deployed flow."""
+    sweep: list[dict[str, Any]] = free([])
+    """Trials of the sweep flow: for each, the keys that differ from this job (`{train.lr: 1e-4, train.sequences:
+    8}`)."""

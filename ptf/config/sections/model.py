@@ -1,0 +1,73 @@
+"""The section `model`: the model that is trained, its added tokens and its adapters."""
+
+from typing import Any, Literal
+
+from ptf.config.section import Patterns, Plug, Positive, PositiveFloat, Section
+
+
+class TokensConfig(Section):
+    """Tokens that the tokenizer does not have yet. The run starts from an extended copy of the model, which has rows
+    for them; a token that the tokenizer has already keeps its id and its rows."""
+
+    added: list[str] = []
+    """Tokens, in the order of their ids."""
+    file: str | None = None
+    """jsonl of further tokens: rows of `token` and, for `init: description`, `description`; `prepare:NAME`."""
+    semantic_ids: list[Positive] = []
+    """Codes on each level of semantic ids: [256, 256] adds <a_0> … <a_255> and <b_0> … <b_255>."""
+    special: bool = False
+    """Register them as special tokens, which a decoder may leave out of the text."""
+    init: Literal["mean", "description", "vectors"] = "mean"
+    """How their rows are initialised: `mean`, the mean of the rows in use; `description`, the mean of the rows of the
+    tokens of their description; `vectors`."""
+    vectors: str | None = None
+    """safetensors with `embed` [tokens, width], in the order of the tokens, and, if the head is not tied, `head`
+    (without it the head's rows take the mean); `prepare:NAME`."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: the model's own weights stay as they are, unless `model.train` says otherwise."""
+
+    rank: Positive = 16
+    """Inner width of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """The output of an adapter is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply it by alpha / √rank instead, so that its size does not depend on the rank."""
+    targets: Patterns = ["layers.*_proj"]
+    """Patterns of unified names of the projections that get an adapter (`layers.*.attn.q_proj`,
+    `layers.*.moe.experts.*`); by default all but routers."""
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: str
+    """Hugging Face id, directory or URI of a checkpoint; `prepare:NAME`; `job:CONFIG`."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    tokenizer: str | None = None
+    """Directory or Hugging Face id of the tokenizer, if it is not the model's own."""
+    chat_template: str | None = None
+    """File of a chat template (Jinja) that replaces the tokenizer's own; it is published with the model."""
+    template_args: dict[str, Any] = {}
+    """Arguments of the chat template (`enable_thinking: false`). They are its defaults in training, in generation and
+    in what is published; a row's own (`template_args` or `chat_template_kwargs`) override them."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` reads only config.json and draws the weights from `seed`."""
+    backend: Literal["ptf", "hf"] = "ptf"
+    """`ptf`: our own decoder. `hf`: any causal language model of transformers,
+    slower and with fewer features (ptf.model.hf_backend)."""
+    tokens: TokensConfig | None = None
+    """Tokens to add."""
+    replace: dict[str, Plug] = {}
+    """Components of your own, by a pattern of unified names (`layers.*.mlp`, `layers.0.attn`). Each is constructed in
+    place of the class there, with that class's arguments."""
+    head: Plug | None = None
+    """An output head of your own, with its loss (ptf.model.custom_head);
+    its tensors are exported to `head.safetensors`."""
+    lora: LoraConfig | None = None
+    """Train adapters (LoRA). The run writes them to `adapter` (PEFT), and the merged model to `model`."""
+    train: Patterns | None = None
+    """Patterns of unified names of what trains (`embed`, `layers.*.attn`). Default: everything. With `lora` the
+    adapters always train, and these patterns add to them."""

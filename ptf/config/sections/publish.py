@@ -1,0 +1,33 @@
+"""The section `publish`: what a version holds, and what may become one."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ptf.config.section import Section, free
+
+
+class PublishConfig(Section):
+    """The publish stage."""
+
+    to: str | None = free(None)
+    """Directory or URI of the versions and of the pointer to the current one; default `{output}/published`."""
+    what: Literal["merged", "adapter", "both"] = free("merged")
+    """What a version holds: the `merged` model; the `adapter` of `model.lora` alone, in PEFT format with the tokenizer;
+    or `both`, the merged model with the adapter in `adapter/` beside it."""
+    gate: Literal["start", "off"] = free("start")
+    """`start`: refuse to publish a model that is worse than the one that training started from. It is worse if the
+    whole 95 % interval of the difference on the same held-out rows lies below 0 (below -`max_drop`). Compared is
+    `metric` or, without it, the first that the job has of greedy answers, rankings and held-out losses. `off`: publish
+    without this comparison."""
+    metric: str | None = free(None)
+    """A metric of the evaluate stage that may not be worse than the published version's by more than `max_drop`."""
+    mode: Literal["min", "max"] = free("max")
+    """Whether lower (`min`) or higher (`max`) is better."""
+    max_drop: Annotated[float, Field(ge=0)] = free(0.0)
+    """By how much `metric` may be worse and still be published."""
+    hub: str | None = free(None)
+    """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
+    one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""
+    license: str | None = free(None)
+    """For the model card: the model's licence, by its SPDX name (`apache-2.0`)."""

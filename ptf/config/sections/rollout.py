@@ -1,0 +1,102 @@
+"""The section `rollout`: how the policy of an online recipe generates, and what its answers are worth."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ptf.config.section import Count, Fraction, Plug, Positive, PositiveFloat, Section, Temperature, free
+
+# Largest difference between two engines' log-prob of a token that is rounding and not a fault. A small model trained to
+# a sharp function turns fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of: measured against float64,
+# in the trainer and in vLLM alike.
+LOGPROB_BOUND = {"fp32": 1e-3, "bf16": 0.2}
+
+
+class RewardModelConfig(Section):
+    """A model that scores answers, as recipe rm trains them; it uses its own tokenizer and chat template."""
+
+    path: str
+    """As `model.path`; the head of the model must be one score (`…ForSequenceClassification` with one label)."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    weight: float = 1.0
+    """Factor on its score."""
+
+
+class AllowedConfig(Section):
+    """The permitted answers: the policy can generate nothing else."""
+
+    path: str
+    """A text file with one answer per line."""
+    repeat: Positive = 1
+    """How many of them make up one answer, directly one after the other."""
+    distinct: bool = False
+    """An answer contains none of them twice: those that were generated may not follow again."""
+
+
+class RolloutConfig(Section):
+    """How the policy generates (online recipes)."""
+
+    reward: Plug | None = None
+    """`f(row, text, **args) -> float`; an exception counts as no result, never as 0."""
+    reward_model: RewardModelConfig | None = None
+    """A reward model that replaces `reward`, or whose score is added to it; it is a role of its own."""
+    environment: Plug | None = None
+    """For conversations with several turns, in place of `reward`: `make(row, seed, **args) -> Environment`
+    (ptf.rl.environments.protocol), which returns the rewards."""
+    max_turns: Positive = 8
+    """Most turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn, `data.seq_len` the
+    whole episode with the messages of the environment."""
+    processes: Positive = free(1)
+    """Processes that compute rewards; for environments, the number of processes beside each engine replica."""
+    reward_timeout_s: PositiveFloat = free(10.0)
+    """Deadline of one reward, or of one reply of an environment; a process that misses it is killed."""
+    retries: Count = free(1)
+    """How often a reward or an environment that failed is called again before its answer counts as having no result."""
+    engine: Literal["vllm", "native"] | Plug = "vllm"
+    """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
+    (ptf.rl.engines.protocol), which `ptf check-engine` tests."""
+    prompts: Positive = 64
+    """Prompts in each step."""
+    group_size: Positive = 8
+    """Answers sampled for each prompt. GRPO compares them, so it needs at least two."""
+    max_new_tokens: Positive = 256
+    """Most tokens of an answer, with its end-of-turn token."""
+    zero_variance_groups: Literal["keep", "replace"] = "keep"
+    """What to do with groups whose answers all have the same reward, from which nothing is learned. `replace`: draw
+    other prompts in their place, in at most `max_rounds` rounds."""
+    max_rounds: Positive = 8
+    """Most rounds in which prompts are drawn for one step (`zero_variance_groups: replace`); the step then trains on
+    the groups that it has."""
+    temperature: Temperature = 1.0
+    """Sampling temperature; the trainer computes log-probs at the same one."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: draw from the likeliest tokens that together have this probability. The trainer computes
+    log-probs over the same tokens. Below 1, a step makes one update from its rollouts and has no KL term, because
+    another policy would have another nucleus."""
+    allowed: AllowedConfig | None = None
+    """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
+    follow."""
+    workers: Positive = free(1)
+    """Engine replicas."""
+    tensor: Positive = free(1)
+    """Devices that hold one vLLM engine together, each a part of every layer; the engines then take `workers` ×
+    `tensor` devices of their pool."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """What is sent of a policy with `model.lora`: the merged model, or the adapter alone, which the engine applies to
+    the base model."""
+    transport: Literal["object_store", "path", "ipc", "nccl"] = free("object_store")
+    """How new weights reach the engines. `object_store`: as a whole model, through host memory. The other three send
+    them in buckets, so that neither the policy nor vLLM holds a second copy of the model (the native engine does).
+    `path`: through files in the run's directory, which engines on other machines must be able to read. `ipc`: through
+    memory of the GPU that policy and engine share. `nccl`: from GPU to GPU."""
+    max_logprob_diff: PositiveFloat | None = None
+    """Largest permitted difference between the engine's and the trainer's log-prob of a sampled token; above it the run
+    stops. Default: 1e-3 in fp32, 0.2 in bf16."""
+    max_no_result: Fraction = 0.1
+    """Largest permitted share of answers without a reward in a step; above it the run stops."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = free(0.7)
+    """Share of a GPU's memory that one vLLM engine uses for weights and cache. With `transport: ipc` its weights must
+    fit beside the policy's, which is not offloaded then."""
+    kv_cache_gib: PositiveFloat = free(0.25)
+    """Key-value cache of one vLLM engine on a CPU, in GiB; on a GPU vLLM determines its own."""

@@ -1,0 +1,19 @@
+"""The section `track`: where metrics and samples of answers are written."""
+
+from ptf.config.section import Count, Positive, Section, free
+
+
+class TrackConfig(Section):
+    """Where metrics are written, in addition to metrics.jsonl, which always is."""
+
+    tensorboard: bool = free(True)
+    """Write TensorBoard event files beside metrics.jsonl."""
+    wandb: str | None = free(None)
+    """A project of Weights & Biases; the package must be installed and logged in. Runs are named by their lineage."""
+    samples_every: Count = free(20)
+    """Online recipes: every so many steps, write answers token by token to `RUN/samples.jsonl`, with log-probs and
+    advantages; 0: never."""
+    samples: Positive = free(2)
+    """Number of prompts in such a step; all answers to each of them are written."""
+    print_every: Positive = free(10)
+    """Steps between lines on the console."""

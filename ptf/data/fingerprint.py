@@ -1,0 +1,90 @@
+"""The fingerprint of a tokenizer: what decides its ids, stored with data that was made with it and compared later."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from ptf.data.probes import PROBES
+from ptf.data.rendering import Rendering
+from ptf.errors import UserError
+
+
+def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
+    """Return what decides the ids of a tokenizer, to be stored with data that was made with it.
+
+    It holds the SHA-256 of the vocabulary, merges, special tokens and chat template, the ids of probe strings
+    (which detect a lost normalizer), and one `fingerprint` of all.
+    """
+    backend = getattr(hf, "backend_tokenizer", None)
+    backend_config = json.loads(backend.to_str()) if backend is not None else {}
+    model = backend_config.get("model", {})
+    steps = {name: backend_config.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}
+    facts = {
+        "vocabulary": sorted(hf.get_vocab().items()),
+        "merges": model.get("merges"),
+        "special tokens": dict(sorted(hf.special_tokens_map.items())),
+        "chat template": hf.chat_template,
+        # How a text is split into pieces, and how the pieces are joined.
+        "steps": steps | {key: value for key, value in model.items() if key not in ("vocab", "merges")},
+    }
+    identity: dict[str, Any] = {name: _digest(fact) for name, fact in facts.items()}
+    identity["probes"] = [[text, hf(text, add_special_tokens=False)["input_ids"]] for text in PROBES]
+    if rendering.facts:  # without such settings the fingerprint does not depend on them
+        identity["rendering"] = rendering.facts
+    return {"fingerprint": _digest(identity), **identity}
+
+
+def refuse_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any], what: str) -> None:
+    """Raise UserError unless `what` was made with the tokenizer that is `now`; `identity` is the one stored with it.
+
+    The message names the first probe or part that differs.
+    """
+    if identity.get("fingerprint") == now["fingerprint"]:
+        return
+    probes = dict(now["probes"])
+    for text, ids in identity.get("probes", ()):
+        if text in probes and probes[text] != ids:
+            raise UserError(
+                f"{what} was made with another tokenizer than the model's: of {text!r} that one made {ids}, "
+                f"this one {probes[text]}"
+            )
+    then, today = ((facts.get("rendering") or {}).get("date") for facts in (identity, now))
+    if then != today:
+        raise UserError(
+            f"{what} was made with a chat template that rendered the date {then}, not {today}: set data.date, "
+            "or make it again"
+        )
+    names = dict.fromkeys((*identity, *now))
+    parts = [name for name in names if name not in ("fingerprint", "probes") and identity.get(name) != now.get(name)]
+    raise UserError(
+        f"{what} was made with another tokenizer than the model's: they differ in their {' and '.join(parts)}"
+    )
+
+
+def class_mismatch(hf: Any, identity: Mapping[str, Any]) -> str | None:
+    """Describe how AutoTokenizer's class reads tokenizer.json differently from the file's content, or return None.
+
+    Phi-3's class drops the normalizer, for example. ptf trains with AutoTokenizer's ids, as servers use them.
+    """
+    file = Path(str(hf.name_or_path)) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    backend = Backend.from_file(str(file))
+    backend.no_truncation()
+    for text, ids in identity["probes"]:
+        if (plain := backend.encode(text, add_special_tokens=False).ids) != ids:
+            example = f"{text!r} is {ids}, not {plain}"
+            return (
+                f"AutoTokenizer makes a {type(hf).__name__} of {file.parent}, "
+                f"whose ids differ from its tokenizer.json's: {example}"
+            )
+    return None
+
+
+def _digest(fact: Any) -> str:
+    """Return the SHA-256 of a value's JSON."""
+    return hashlib.sha256(json.dumps(fact, ensure_ascii=False, default=str).encode()).hexdigest()

@@ -1,0 +1,52 @@
+"""A run of items: what a lane of tokenized rows yields at once, and the state of its stream behind any of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptf.data.encode import COUNTS
+from ptf.data.items import Item, place_of
+from ptf.data.order import Run
+from ptf.data.stream import Deferred
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ItemRun:
+    """Consecutive items of one epoch in a lane of tokenized rows, and the state of `Encoded` behind any of them."""
+
+    items: list[Item]
+    epoch: int
+    rows: Run
+    ends: list[int] | None  # for each item, how many of the rows are read when it is taken; None: one a row
+    counts: np.ndarray  # [rows + 1, len(COUNTS)] int64: the encoder's counts behind so many rows
+    before: dict[str, Any]  # the state before the first item, without `source` and `counts`
+
+    def state(self, n: int) -> dict[str, Any]:
+        """Return the state behind the first n items."""
+        rows = self._read(n)
+        pending = (
+            ()
+            if self.ends is None
+            else tuple(self.items[k] for k in range(len(self.items) - 1, n - 1, -1) if self.ends[k] == rows)
+        )
+        taken = {"without": 0, "found": self.epoch} if n else {}
+        return (
+            self.before
+            | {"source": self.rows.state(rows), "counts": self.counted(n), "pending": Deferred(pending, dump)}
+            | taken
+        )
+
+    def counted(self, n: int) -> dict[str, int]:
+        """Return the encoder's counts behind the first n items."""
+        return dict(zip(COUNTS, self.counts[self._read(n)].tolist(), strict=True))
+
+    def _read(self, n: int) -> int:
+        """Return how many rows are read to take the first n items."""
+        return n if self.ends is None or not n else self.ends[n - 1]
+
+
+def dump(items: Sequence[Item]) -> np.ndarray:
+    """Return the places and checksums of items, [items, 7] int32."""
+    return np.array([place_of(item) for item in items], np.int32).reshape(-1, 7)

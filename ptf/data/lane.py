@@ -1,0 +1,78 @@
+"""A lane: the stream of packed rows that one partition of the data yields, a mixture of its sources.
+
+A lane is a pure function of (config, files, lane number), so whichever process serves it, from whatever state, yields
+the same rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ptf.data.encode import COUNTS
+from ptf.data.encoded import Encoded
+from ptf.data.item_run import ItemRun
+from ptf.data.items import ROWS, SOURCE, Item, atoms_of, length_of
+from ptf.data.order import ORDER, refuse_other_order
+from ptf.data.packing import Packer
+from ptf.data.sample import PackUnit
+from ptf.data.stream import Shuffle, Stream
+
+
+class Lane:
+    """Stream[list[PackUnit]]: a lane's packed rows, and what its encoders counted."""
+
+    def __init__(
+        self,
+        encoded: Mapping[str, Encoded],
+        shuffled: Mapping[str, Shuffle[Item]],
+        items: Stream[Item],
+        seq_len: int,
+        lookahead: int,
+    ):
+        """Make the lane: `items` mixes the streams of `shuffled`, each of which shuffles a source's `encoded`."""
+        self._encoded, self._shuffled, self._names = encoded, shuffled, list(encoded)
+        self._packer = Packer(items, seq_len, lookahead, length_of, self._dump, self._load)
+        self.passed = dict.fromkeys(
+            encoded, 0.0
+        )  # rows of each source in the packed rows so far; not part of the state
+
+    def __iter__(self) -> "Lane":
+        return self
+
+    def __next__(self) -> list[PackUnit]:
+        return atoms_of([self.row()])[0]
+
+    def row(self) -> list[Item]:
+        """Return the next row as items, from which `atoms_of` makes units, faster for many rows at once."""
+        row, passed = next(self._packer), self.passed
+        for item in row:
+            passed[item[SOURCE]] += item[ROWS]
+        return row
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the encoders' counts behind the rows that were taken, summed over sources."""
+        each = [self._counted(name) for name in self._names]
+        return each[0] if len(each) == 1 else {key: sum(counts[key] for counts in each) for key in COUNTS}
+
+    def _counted(self, name: str) -> Mapping[str, int]:
+        run, n = self._shuffled[name].position
+        return self._encoded[name].counts() if run is None else cast(ItemRun, run).counted(n)
+
+    def _dump(self, items: Sequence[Item]) -> dict[str, Any]:
+        places = {
+            name: encoded.dump([item for item in items if item[SOURCE] == name])
+            for name, encoded in self._encoded.items()
+        }
+        return {"sources": [self._names.index(item[SOURCE]) for item in items], "places": places}
+
+    def _load(self, state: Mapping[str, Any]) -> list[Item]:
+        items = {name: iter(encoded.load(state["places"][name])) for name, encoded in self._encoded.items()}
+        return [next(items[self._names[i]]) for i in state["sources"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state behind the last item; `settle` finishes it."""
+        return {"order": ORDER, **self._packer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        refuse_other_order(state)
+        self._packer.load_state_dict(state)

@@ -1,0 +1,114 @@
+"""The factory of the lanes of a run: sources → encode → shuffle → mix → pack, once for each lane."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from ptf.data.encode import Encode, Encoder, TooLong
+from ptf.data.encoded import Encoded
+from ptf.data.items import epoch_of
+from ptf.data.lane import Lane
+from ptf.data.mixture import Mixture, rows_of
+from ptf.data.order import Ordered
+from ptf.data.quarantine import Quarantine
+from ptf.data.source_units import encoder_of, opened
+from ptf.data.sources.rows import SourceSpec, rows_once
+from ptf.data.stream import Shuffle
+from ptf.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Makes lanes: by its number, everything that a lane will ever train on, as packed rows.
+
+    The lanes that one process serves read its files together.
+    """
+
+    sources: Mapping[str, SourceSpec]
+    tokenizer: Tokenizer
+    encode: Encode
+    lanes: int
+    seed: int
+    shuffle: int
+    seq_len: int
+    lookahead: int
+    too_long: TooLong = "error"
+    temperature: float = 1.0
+    by: Literal["samples", "tokens"] = "samples"
+    exhausted: Literal["repeat", "drop", "stop"] = "repeat"
+    reorder: bool = False  # permute the events of a basket each time it is read
+    share: bool = False  # compute a prefix that several samples of a row share once
+    quarantine: str | None = None  # directory that bad rows are written to; without it they are errors
+    max_bad: float = 0.0
+    wrap: Callable[[str, Encoder], Encoder] = lambda name, encoder: encoder  # replaces each source's encoder
+    _opened: dict[str, tuple[Ordered, SourceSpec]] = field(default_factory=dict)
+    _gives_samples: dict[str, bool] = field(default_factory=dict)  # whether any row of a source gives a sample
+
+    def __call__(self, lane: int) -> Lane:
+        """Return the lane of this number, from its beginning."""
+        encoded, shuffled = {}, {}
+        for name in self.sources:
+            encoded[name] = each = self._encoded(name, lane)
+            shuffled[name] = Shuffle(
+                each, self.shuffle, f"shuffle/{self.seed}/{lane}/{name}", epoch_of, each.dump, each.load
+            )
+        return Lane(encoded, shuffled, self.mixture.mixed(shuffled, self.shares, lane), self.seq_len, self.lookahead)
+
+    @cached_property
+    def mixture(self) -> Mixture:
+        """How the sources are mixed."""
+        return Mixture(self.sources, self.seed, self.temperature, self.by, self.exhausted)
+
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        """The share of each source."""
+        return self.mixture.shares({name: self.opened(name)[0].rows for name in self.sources})
+
+    @property
+    def endless(self) -> bool:
+        """Whether the data never end."""
+        return self.mixture.endless
+
+    @property
+    def window(self) -> int:
+        """About how many rows of a source a lane reads before the first one is trained."""
+        return self.shuffle + 2 * self.lookahead
+
+    def opened(self, name: str) -> tuple[Ordered, SourceSpec]:
+        """Return a source's files with their order, and its specification with what was detected."""
+        if name not in self._opened:
+            reader, spec = opened(self.sources[name], self.tokenizer)
+            self._opened[name] = (
+                Ordered(reader, f"order/{self.seed}/{name}", self.lanes, spec.limit, self.shuffle > 0),
+                spec,
+            )
+        return self._opened[name]
+
+    def _encoded(self, name: str, lane: int) -> Encoded:
+        """Return the encoded stream of a source in a lane."""
+        ordered, spec = self.opened(name)
+        file = f"{self.quarantine}/{name}-{lane:03}.jsonl"
+        aside = Quarantine(file, self.max_bad).add if self.quarantine else None
+        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share)
+        reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
+        source, encoder = ordered.lane(lane, self.window), self.wrap(name, encoder)
+        return Encoded(
+            name, source, encoder, self.uncounted_encoder(name), self.lanes, lambda: self._has_samples(name), reorder
+        )
+
+    def rows(self, name: str) -> int | None:
+        """Return the rows of a source in an epoch; None where neither its files nor the config tell."""
+        return rows_of(name, self.sources[name], self.opened(name)[0].rows)
+
+    def uncounted_encoder(self, name: str) -> Encoder:
+        """Return an encoder for rows that are counted elsewhere."""
+        aside = (lambda bad, counts: None) if self.quarantine else None
+        return encoder_of(name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside, self.share)
+
+    def _has_samples(self, name: str) -> bool:
+        """Return whether any row of a source gives a sample."""
+        if name not in self._gives_samples:
+            ordered, encoder = self.opened(name)[0], self.uncounted_encoder(name)
+            self._gives_samples[name] = any(encoder(row) for row in rows_once(ordered.reader, ordered.limit))
+        return self._gives_samples[name]

@@ -1,0 +1,88 @@
+"""The mixture of the sources: the share of each, and when one that has had its epochs ends."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ptf.data.items import Item, length_of, rows_in
+from ptf.data.mixer import Mixer
+from ptf.data.sources.rows import SourceSpec
+from ptf.data.stream import Shuffle, randint
+from ptf.errors import UserError
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How several sources make one stream."""
+
+    sources: Mapping[str, SourceSpec]
+    seed: int
+    temperature: float = 1.0
+    by: Literal["samples", "tokens"] = "samples"
+    exhausted: Literal["repeat", "drop", "stop"] = "repeat"
+    stands_for: Callable[[Any], float] = rows_in  # how many rows of the source an item stands for
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the sources have shares by their weights.
+
+        Otherwise every row comes once an epoch, and a source ends when it has had its epochs.
+        """
+        return any(spec.weight is not None for spec in self.sources.values())
+
+    @property
+    def ends(self) -> Literal["repeat", "drop", "stop"]:
+        """What happens when a source has had its epochs."""
+        return self.exhausted if self.weighted else "drop"
+
+    @property
+    def endless(self) -> bool:
+        """Whether the mixture never ends."""
+        ending = [spec.epochs is not None for spec in self.sources.values()]
+        return not (any(ending) if self.ends == "stop" else all(ending))
+
+    def shares(self, rows: Mapping[str, int | None]) -> dict[str, float]:
+        """Return the share of each source; `rows` are the numbers of rows that the files know.
+
+        Raise UserError where a number of rows is needed and not known.
+        """
+        known = {name: rows_of(name, spec, rows[name]) for name, spec in self.sources.items()}
+        if len(known) == 1:
+            return dict.fromkeys(known, 1.0)
+        shares = {name: spec.weight or 1.0 for name, spec in self.sources.items()} if self.weighted else known
+        for name, share in shares.items():
+            if share is None:
+                raise UserError(
+                    f"the files of data.sources.{name} do not tell how many rows they have, "
+                    "and without weights sources are mixed by their rows: "
+                    "give it `rows` (how many there are, about), or give the sources a `weight`"
+                )
+        return {name: float(share or 0) ** (1 / self.temperature) for name, share in shares.items()}
+
+    def mixed(self, streams: Mapping[str, Shuffle[Item]], shares: Mapping[str, float], lane: int) -> Mixer[Item]:
+        """Return the mixture of the streams that a lane reads."""
+        size = length_of if self.by == "tokens" else None
+        epochs = {name: spec.epochs for name, spec in self.sources.items()}
+        deficits = {name: randint(f"mix/{self.seed}/{lane}/{name}", 0, 1 << 20) / (1 << 20) for name in streams}
+        return Mixer(
+            streams,
+            shares,
+            size=size if self.weighted else self.stands_for,
+            exhausted=self.ends,
+            epochs=epochs,
+            initial_deficits=deficits,
+        )
+
+
+def rows_of(name: str, spec: SourceSpec, found: int | None) -> int | None:
+    """Return the rows of a source in an epoch: as many as its files have, or the config says.
+
+    Raise UserError where the two differ.
+    """
+    if found is not None and spec.rows is not None and found != min(spec.rows, spec.limit or spec.rows):
+        raise UserError(
+            f"data.sources.{name}.rows is {spec.rows}, but its files have {found} rows that count; "
+            "without the key they are counted"
+        )
+    rows = spec.rows if found is None else found
+    return rows if rows is None or spec.limit is None else min(rows, spec.limit)

@@ -1,0 +1,159 @@
+"""Probes: texts and conversations by which it is found out what a tokenizer and its chat template do.
+
+They tell how the template closes a turn, in which form it takes the arguments of tool calls, and at which tokens a text
+splits.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from ptf.errors import UserError
+
+if TYPE_CHECKING:
+    from ptf.data.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+PROBES = (
+    "Hello, world!",
+    "  two  spaces\tand a tab",
+    "\n\nnewlines\n",
+    "naïve café Ångström ﬁ ①",
+    "数学 русский العربية हिन्दी",
+    "👩‍👩‍👧 emoji",
+    "1234567.89e-10",
+    "don't DON'T it's",
+    "<|im_end|></s><|endoftext|>",
+    "a\u0301 \u00e1",
+    "x=  y;\r\n",
+    "\u200b\ufeff",
+)
+_USER = {"role": "user", "content": "3"}
+_RESULT = {"role": "tool", "content": "3", "tool_call_id": "call00001", "name": "f"}
+
+
+class Closing(NamedTuple):
+    """How a template closes a turn."""
+
+    special: list[int]  # the special ids that end the turn
+    last: list[int]  # all ids that follow the last turn of a conversation
+    borrowed: str = ""  # what is written only when the next message follows
+
+
+def closings_of(tokenizer: "Tokenizer") -> dict[str, Closing]:
+    """Return how the template closes an answer and a tool call."""
+    special = set(tokenizer.hf.all_special_ids) | {
+        i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special
+    }
+    closings = {}
+    for kind, (build, then) in {"answer": (_answer, _USER), "call": (_tool_call, _RESULT)}.items():
+        last, inside = (
+            _ending(tokenizer, build),
+            _ending(tokenizer, lambda word, build=build, then=then: [*build(word), then]),
+        )
+        both = next(
+            (n for n, (a, b) in enumerate(zip(last, inside, strict=False)) if a != b), min(len(last), len(inside))
+        )
+        own = [i for i in last[:both] if i in special] or [i for i in last if i in special]
+        borrowed = [i for i in inside if i in special][:1]
+        if own or not borrowed:
+            closings[kind] = Closing(own, last)
+            continue
+        text, continued = _probe(tokenizer, build("1")), _probe(tokenizer, [*build("1"), then])
+        stop = tokenizer.decode(borrowed)
+        start = len(text) if continued.startswith(text) else continued.rindex(stop)
+        end = continued.index(stop, start) + len(stop)
+        closings[kind] = Closing(borrowed, last, continued[start:end])
+    return closings
+
+
+def _probe(tokenizer: "Tokenizer", messages: Sequence[Message]) -> str:
+    """Return the render of a probe conversation, with a system message where the template requires one."""
+    try:
+        return tokenizer.render_text(messages, False)
+    except UserError:  # some templates require a system message
+        return tokenizer.render_text([{"role": "system", "content": "0"}, *messages], False)
+
+
+def _ending(tokenizer: "Tokenizer", build: Any) -> list[int]:
+    """Return the ids that follow a turn whatever its content: the common ending of two turns that differ."""
+    if not tokenizer.hf.chat_template:
+        return []
+    try:
+        a, b = (
+            tokenizer.hf(_probe(tokenizer, build(word)), add_special_tokens=False)["input_ids"] for word in ("1", "2")
+        )
+    except UserError:  # the template supports no such turn
+        return []
+    n = 0
+    while a != b and a[-1 - n] == b[-1 - n]:
+        n += 1
+    return a[len(a) - n :]
+
+
+def cuts_of(tokenizer: "Tokenizer") -> dict[str, int]:
+    """Return the stop ids, by their text, at which a text splits into two parts that are encoded independently.
+
+    Added tokens split a text like this; the probes verify it, and where they disagree no cut is returned.
+    """
+    cuts = {tokenizer.decode([i]): i for i in tokenizer.stop_ids if i in tokenizer.hf.added_tokens_decoder}
+    texts = [
+        t
+        for cut in cuts
+        for a, b in zip(PROBES, PROBES[1:] + PROBES[:1], strict=True)
+        for t in (a + cut + b, a + cut, cut + b)
+    ]
+    ids = iter(tokenizer.hf(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    cut_ids = (i for i in cuts.values() for _ in PROBES)
+    return (
+        cuts
+        if all(
+            left[-1] == right[0] == i and whole == left[:-1] + right
+            for i, whole, left, right in zip(cut_ids, ids, ids, ids, strict=True)
+        )
+        else {}
+    )
+
+
+def takes_text_arguments(render: Callable[[Sequence[Message]], str]) -> bool:
+    """Return whether the template takes the arguments of tool calls as JSON text only (DeepSeek-V3).
+
+    This is found by rendering a probe; `render` writes a conversation without conversion of its errors.
+    """
+    for call in (_tool_call("1"), with_text_arguments(_tool_call("1"))):
+        try:
+            render(call)
+            return isinstance(call[-1]["tool_calls"][0]["function"]["arguments"], str)
+        except (TemplateError, TypeError, KeyError, IndexError):
+            continue
+    return False
+
+
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the arguments of their calls as JSON text."""
+
+    def with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {
+            **call,
+            "function": {**function, "arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)},
+        }
+
+    return [
+        {**m, "tool_calls": [with_json_arguments(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
+    ]
+
+
+def _answer(word: str) -> list[Message]:
+    """Return a probe conversation that ends with an answer."""
+    return [{"role": "user", "content": "1"}, {"role": "assistant", "content": word}]
+
+
+def _tool_call(word: str) -> list[Message]:
+    """Return a probe conversation that ends with a tool call."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": word}}}
+    return [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -1,0 +1,167 @@
+"""The prompts of online recipes: one pass over a source, and an endless stream, shuffled and mixed."""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptf.data.encode import encode_prompt
+from ptf.data.kinds import shaped
+from ptf.data.mixture import Mixture
+from ptf.data.order import ORDER, LaneSource, Ordered, refuse_other_order
+from ptf.data.quarantine import FAULTS, reason_of
+from ptf.data.sources.blocks import Location, Reader, Row
+from ptf.data.sources.rows import Place, SourceSpec, rows_once
+from ptf.data.stream import Shuffle, settle
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.errors import UserError
+
+
+def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
+    """Yield every prompt of a source once, in file order; its position is its index."""
+    for index, place in enumerate(rows_once(Reader(Location.of(spec)), spec.limit)):
+        yield _prompt(place.read, place.where, place.columnar, name, spec, tokenizer, index)
+
+
+def _prompt(
+    read: Callable[[], Any], where: str, columnar: bool, name: str, spec: SourceSpec, tokenizer: Tokenizer, index: int
+) -> Prompt:
+    """Encode a row as a prompt; raise UserError with its place for a bad row."""
+    row: Row = {}
+    try:
+        row = read()
+        return encode_prompt(shaped(row, spec.columns, "prompt", columnar), tokenizer, name, index)
+    except FAULTS as e:
+        raise UserError(f"{where} (source {name}): {reason_of(e, row)}") from (None if isinstance(e, UserError) else e)
+
+
+class _PromptRow(NamedTuple):
+    """A row that will become a prompt, as JSON text, so that a run that reads it again gets an equal one."""
+
+    text: str
+    where: str
+    source: str
+    columnar: bool  # as in Block
+    place: tuple[int, int, int, int]  # epoch, file, block, row
+    epoch: int
+    rows: float = 1.0
+
+
+class _PromptRows:
+    """Stream[_PromptRow]: the rows of a source as text."""
+
+    def __init__(self, name: str, source: LaneSource):
+        self._name, self._source = name, source
+
+    def __next__(self) -> _PromptRow:
+        return self._text(next(self._source))
+
+    def _text(self, row: Place) -> _PromptRow:
+        place = row.epoch, row.file, row.number, row.row
+        try:
+            return _PromptRow(
+                json.dumps(row.read(), default=str), row.where, self._name, row.columnar, place, row.epoch
+            )
+        except FAULTS as e:
+            raise UserError(f"{row.where} (source {self._name}): {reason_of(e, {})}") from (
+                None if isinstance(e, UserError) else e
+            )
+
+    def dump(self, rows: Sequence[_PromptRow]) -> np.ndarray:
+        """Return the places and checksums of rows, [rows, 5] int32."""
+        return np.array([(*row.place, zlib.crc32(row.text.encode()) - (1 << 31)) for row in rows], np.int32).reshape(
+            -1, 5
+        )
+
+    def load(self, places: np.ndarray) -> list[_PromptRow]:
+        """Read the rows of places again; raise UserError where another row is found."""
+        by_place: dict[tuple[int, ...], _PromptRow] = {}
+        for key in sorted({tuple(place) for place in places.tolist()}):
+            epoch, file, number, row, checksum = key
+            by_place[key] = text = self._text(self._source.at(file, number, row, epoch))
+            if zlib.crc32(text.text.encode()) - (1 << 31) != checksum:
+                raise UserError(
+                    f"{text.where} is not what it was when the checkpoint was written: "
+                    "training cannot continue where it stopped"
+                )
+        return [by_place[tuple(place)] for place in places.tolist()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state behind the last item; `settle` finishes it."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._source.load_state_dict(state)
+
+
+class Prompts:
+    """Stream[Prompt]: endless, shuffled and mixed prompts.
+
+    Without weights, every row of every source comes once before any comes again.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0
+    ):
+        self._tokenizer, self._sources, self._index = tokenizer, sources, 0
+        self.orders = {
+            name: Ordered(Reader(Location.of(spec)), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0)
+            for name, spec in sources.items()
+        }
+        streams: dict[str, Shuffle[Any]] = {}
+        for name, ordered in self.orders.items():
+            texts = _PromptRows(name, ordered.lane(0, shuffle))
+            streams[name] = Shuffle(
+                texts, shuffle, f"prompts/{seed}/{name}", attrgetter("epoch"), texts.dump, texts.load
+            )
+        self.mixture = Mixture(sources, seed, temperature, stands_for=attrgetter("rows"))
+        self.shares = self.mixture.shares(self.rows)
+        self._mixer = self.mixture.mixed(streams, self.shares, 0)
+
+    @property
+    def rows(self) -> dict[str, int | None]:
+        """Rows of each source; None where the number is not known."""
+        return {name: ordered.rows for name, ordered in self.orders.items()}
+
+    def __next__(self) -> Prompt:
+        row: Any = next(self._mixer)
+        self._index += 1
+        return _prompt(
+            lambda: json.loads(row.text),
+            row.where,
+            row.columnar,
+            row.source,
+            self._sources[row.source],
+            self._tokenizer,
+            self._index - 1,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state behind the last prompt, written out."""
+        return settle(
+            {
+                "order": ORDER,
+                "index": self._index,
+                "tokenizer": self._tokenizer.identity,
+                "mixer": self._mixer.state_dict(),
+            }
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        refuse_other_order(state)
+        self._tokenizer.refuse_other(state["tokenizer"], "the checkpoint")
+        self._index = int(state["index"])
+        self._mixer.load_state_dict(state["mixer"])
+
+
+def prompts_stream(
+    sources: Mapping[str, SourceSpec], *, tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0
+) -> Prompts:
+    """Return the stream that an online recipe draws its prompts from."""
+    return Prompts(sources, tokenizer, seed, shuffle, temperature)

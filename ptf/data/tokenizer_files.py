@@ -1,0 +1,77 @@
+"""The files of a tokenizer, read with transformers: the tokenizer itself, and the ids that end an answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from ptf.errors import UserError, refuse_custom_code
+
+# Model families for which AutoTokenizer follows tokenizer_config.json where that names no class of the family's own.
+PLAIN_FAMILIES = frozenset({None, "gemma3", "gemma3_text", "gpt_oss", "llama", "qwen3", "qwen3_moe"})
+PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+
+
+def tokenizer_class(path: str) -> Any:
+    """Return AutoTokenizer, or the class that it would choose where the directory's files leave one choice.
+
+    Importing AutoTokenizer takes 2.7 CPU-seconds in every process of a run, because it imports all of
+    `transformers.generation`, scikit-learn and torch._dynamo.
+    """
+    directory = Path(path)
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+        family = (
+            json.loads((directory / "config.json").read_text()).get("model_type")
+            if (directory / "config.json").exists()
+            else None
+        )
+    except (OSError, ValueError):
+        config, family = {}, None
+    plain = config.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in config and family in PLAIN_FAMILIES
+    if plain and (directory / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def read_tokenizer(path: str, revision: str | None, local: bool) -> Any:
+    """Return the tokenizer of transformers in a directory or behind a Hugging Face id.
+
+    The network is not used where `local`. Raises UserError where the files cannot be read.
+    """
+    try:
+        return tokenizer_class(path).from_pretrained(
+            path, revision=revision, local_files_only=local, trust_remote_code=False
+        )
+    except Exception as e:  # transformers and tokenizers raise a dozen kinds of exceptions for damaged files
+        refuse_custom_code(path, e)
+        reason = (
+            next(iter(str(e).splitlines()), "")
+            if isinstance(e, OSError | ValueError)
+            else f"its files cannot be read: {type(e).__name__}: {e}"
+        )
+        raise UserError(f"no tokenizer in {path}: {reason}") from None
+
+
+def read_stop_ids(path: str, revision: str | None, local: bool) -> list[int]:
+    """Return the ids that end an answer in the model's generation_config.json; none where there is no such file.
+
+    Raises UserError for a file that cannot be read.
+    """
+    try:
+        stops = GenerationConfig.from_pretrained(
+            path,
+            revision=revision,  # type: ignore[arg-type]
+            local_files_only=local,
+        ).eos_token_id
+    except OSError as e:
+        if (file := Path(path) / "generation_config.json").is_file():
+            raise UserError(
+                f"{file} cannot be read, so the ids that end an answer are not known; restore it: "
+                f"{next(iter(str(e).splitlines()), '')}"
+            ) from None
+        return []
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]

@@ -1,0 +1,64 @@
+"""Files on disk and in object stores under one set of functions.
+
+A directory's data is written first and its `manifest.json` last. A directory without a manifest was never finished; one
+with a manifest can be verified to the byte. No file is written in place: a reader gets the old file or the new one.
+
+The names below are the interface of the package: callers write `storage.exists(uri)`, whose nouns say what is meant.
+"""
+
+from ptf.storage.copies import COPIED, localize, upload
+from ptf.storage.hashing import Hashing
+from ptf.storage.listings import (
+    MANIFEST,
+    children,
+    exists,
+    listing,
+    marks,
+    refuse_no_bucket,
+    size,
+    stamps,
+    stamps_below,
+)
+from ptf.storage.manifests import commit, finish, manifest_of, verify
+from ptf.storage.reading import READ_BYTES, Ranged, open_read, read_text
+from ptf.storage.records import parse_record, record, record_text, write_record
+from ptf.storage.store import Corrupt, Missing, is_local, local_path, patiently
+from ptf.storage.writing import create, move, remove, swap_text, write_text
+
+__all__ = [
+    "COPIED",
+    "MANIFEST",
+    "READ_BYTES",
+    "Corrupt",
+    "Hashing",
+    "Missing",
+    "Ranged",
+    "children",
+    "commit",
+    "create",
+    "exists",
+    "finish",
+    "is_local",
+    "listing",
+    "local_path",
+    "localize",
+    "manifest_of",
+    "marks",
+    "move",
+    "open_read",
+    "parse_record",
+    "patiently",
+    "read_text",
+    "record",
+    "record_text",
+    "refuse_no_bucket",
+    "remove",
+    "size",
+    "stamps",
+    "stamps_below",
+    "swap_text",
+    "upload",
+    "verify",
+    "write_record",
+    "write_text",
+]

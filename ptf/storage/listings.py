@@ -1,0 +1,131 @@
+"""Listings: what is below a URI, how large it is, and the stamps by which a change of a file is noticed."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ptf.storage.store import Missing, on_disk, retry, store_of
+
+MANIFEST = "manifest.json"
+
+
+def exists(uri: str) -> bool:
+    """Return whether there is a file or a directory."""
+    files, path = store_of(uri)
+    return retry(files, uri, lambda: files.exists(path))
+
+
+def size(uri: str) -> int:
+    """Bytes of a file. Raises Missing."""
+    files, path = store_of(uri)
+    return int(retry(files, uri, lambda: files.size(path)))
+
+
+def listing(uri: str) -> list[str]:
+    """Files behind a single file, a directory (and all below it) or a glob, sorted.
+    Raises Missing if there is no such place."""
+    return list(stamps(uri))
+
+
+def children(uri: str) -> list[str]:
+    """Names of the files and directories that lie directly in a directory; none where nothing is."""
+    files, path = store_of(uri)
+    names = retry(files, uri, lambda: files.ls(path, detail=False) if files.isdir(path) else [])
+    return sorted({name.rstrip("/").rpartition("/")[2] for name in names})
+
+
+# as file systems call it
+STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_modified", "LastModified", "updated")
+
+
+def stamps(uri: str) -> dict[str, str]:
+    """Of those files, sorted by name, what changes when one does: its size, and its time or, in an object store,
+    its entity tag."""
+    files, path = store_of(uri)
+
+    def find() -> dict[str, dict[str, Any]]:
+        if files.isfile(path):
+            return {path: files.info(path)}
+        if files.isdir(path):
+            return files.find(path, detail=True)
+        return {match: about for match, about in files.glob(path, detail=True).items() if about["type"] == "file"}
+
+    entries = retry(files, uri, find)
+    if not entries:
+        refuse_no_bucket(uri)
+    if not entries and not retry(files, uri, lambda: files.isdir(path)):
+        raise Missing(f"no such file or directory, and no file matches: {uri}")
+    if on_disk(files):
+        held = {str(name): os.stat(name) for name in sorted(entries)}  # of what a link leads to
+        return {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
+
+    def changes(about):
+        return next((str(about[key]) for key in STAMPS if about.get(key)), "")
+
+    return {
+        files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(entries.items())
+    }
+
+
+def marks(directory: str) -> dict[str, tuple[int, str]]:
+    """Of every file below a directory or URI, by its name there: its size, and a text that is another once it has been
+    written to; nothing where the store has none."""
+    files, path = store_of(directory)
+    if on_disk(files):
+        held = {name: os.stat(os.path.join(path, name)) for name in names_below(path)}  # of what a link leads to
+        return {
+            name: (s.st_size, f"file {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}")
+            for name, s in held.items()
+        }
+    root = path.rstrip("/") + "/"
+    entries = retry(files, directory, lambda: files.find(path, detail=True))
+
+    def named(about):
+        return " ".join(
+            str(about[key]) for key in ("ETag", "etag", "VersionId", "version_id", "md5Hash") if about.get(key)
+        )
+
+    return {name.removeprefix(root): (int(about["size"]), named(about)) for name, about in entries.items()}
+
+
+def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
+    """`stamps`, and the directory that a directory is, a file is in, or all matches of a glob are below."""
+    files, path = store_of(uri)
+    stamped = stamps(uri)
+    if retry(files, uri, lambda: files.isdir(path)):
+        below = path
+    elif len(stamped) == 1 and retry(files, uri, lambda: files.isfile(path)):
+        below = path.rpartition("/")[0]
+    else:
+        below = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+    below = below.rstrip("/") if on_disk(files) else files.unstrip_protocol(below).rstrip("/")
+    return below, stamped
+
+
+def refuse_no_bucket(uri: str) -> None:
+    """Raise Missing where an object store has no bucket of that name.
+
+    A directory of this machine is made when something is written.
+    """
+    files, path = store_of(uri)
+    bucket = path.split("/")[0]
+    if bucket and not on_disk(files) and not retry(files, uri, lambda: files.exists(bucket)):
+        raise Missing(f"there is no bucket {bucket!r}: {uri}")
+
+
+def names_below(directory: str | os.PathLike[str]) -> list[str]:
+    """Return the relative names of all files below a local directory, the manifest last."""
+    if not os.path.isdir(directory):
+        raise Missing(f"no such directory: {os.fspath(directory)}")
+    return _last(str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file())
+
+
+def _last(names: Iterator[str]) -> list[str]:
+    return sorted(names, key=lambda name: (name == MANIFEST, name))
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a relative name leads to a place below where it is relative to."""
+    return not name.startswith("/") and ".." not in name.split("/")

@@ -1,0 +1,92 @@
+"""Manifests: what a finished directory holds, to the byte.
+
+A directory's data is written first and its `manifest.json` last. A directory without a manifest was never finished; one
+with a manifest can be verified.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ptf.storage.hashing import digest_of, entry_of
+from ptf.storage.listings import MANIFEST, exists, is_inside, names_below, size
+from ptf.storage.reading import open_read, read_text
+from ptf.storage.store import Corrupt, Missing, is_local
+from ptf.storage.writing import flush_directory, write_text
+
+
+def commit(directory: str | os.PathLike[str], manifest: dict[str, Any]) -> dict[str, Any]:
+    """Finish a local directory: flush its files to disk, then write `manifest` with the size and SHA-256 of each.
+    Returns what was written."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name in names_below(directory):
+        if name != MANIFEST:
+            with open(os.path.join(directory, name), "rb") as stream:
+                os.fsync(stream.fileno())
+                entries[name] = entry_of(stream)
+    return finish(os.fspath(directory), manifest, entries)
+
+
+def finish(directory: str, manifest: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Write the manifest of a directory or URI whose files are on disk and hold what `entries` says (`Hashing.entry`).
+    Returns what was written."""
+    assert not {"files", "digest"} & manifest.keys(), "finish() fills in `files` and `digest`"
+    whole = {**manifest, "files": entries}
+    whole["digest"] = digest_of(whole)
+    if is_local(directory):
+        for folder in {Path(directory, name).parent for name in entries}:
+            flush_directory(folder)
+    write_text(f"{directory.rstrip('/')}/{MANIFEST}", json.dumps(whole, indent=1))
+    return whole
+
+
+def manifest_of(directory: str) -> dict[str, Any]:
+    """Return the manifest of a committed directory or URI.
+
+    Raise Corrupt where it is missing or not as it was written, Missing if nothing is there.
+    """
+    if not exists(directory):
+        raise Missing(f"no such directory: {directory}")
+    base = directory.rstrip("/")
+    try:
+        manifest = json.loads(read_text(f"{base}/{MANIFEST}"))
+        if (
+            not isinstance(manifest["files"], dict)
+            or not all(map(is_inside, manifest["files"]))
+            or manifest["digest"] != digest_of(manifest)
+        ):
+            raise ValueError
+    except FileNotFoundError:
+        raise Corrupt(f"{base}/{MANIFEST} is missing: the directory was never finished") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Corrupt(f"{base}/{MANIFEST} is not a manifest, or is not as it was written") from None
+    return manifest
+
+
+def verify(directory: str, whole_up_to: float = float("inf")) -> dict[str, Any]:
+    """Return the manifest of a committed directory or URI, after reading every file.
+
+    Of one with more bytes than `whole_up_to`, sizes alone are compared. Raise Corrupt naming the first file that
+    differs, Missing if nothing is there.
+    """
+    manifest, base = manifest_of(directory), directory.rstrip("/")
+    held_bytes = sum(entry["size"] for entry in manifest["files"].values())
+    if not (whole := held_bytes <= whole_up_to):
+        print(
+            f"not verified: {base} has {held_bytes / 2**30:.3g} GiB, more than checkpoint.verify_gib: "
+            "sizes were compared, SHA-256 were not",
+            flush=True,
+        )
+    for name, entry in manifest["files"].items():
+        try:
+            held = size(f"{base}/{name}")
+            if held == entry["size"] and whole:
+                with open_read(f"{base}/{name}") as stream:
+                    if entry_of(stream) != entry:
+                        raise Corrupt(f"{base}/{name} has changed: its SHA-256 is not the manifest's")
+        except FileNotFoundError:
+            raise Corrupt(f"{base}/{name} is missing") from None
+        if held != entry["size"]:
+            raise Corrupt(f"{base}/{name} has {held} bytes, not {entry['size']}")
+    return manifest
