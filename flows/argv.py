@@ -1,7 +1,7 @@
 """Translation of a flow's command line, `run --config a.yaml b.yaml --set train.lr=1e-5`, into Metaflow's options.
 
-Files and overrides are merged and checked once, at launch, before a run exists. Metaflow stores the whole checked job,
-and every task, retry and resume reads that; the YAML files are not read again.
+Files and overrides are merged and checked once, at launch, before the run is created. Metaflow stores the checked job,
+and every task, retry and resume reads the stored one; the YAML files are not read again.
 """
 
 import os
@@ -12,17 +12,17 @@ from pathlib import Path
 from ptf.config import Job, dump, load
 from ptf.errors import UserError
 
-LAUNCHES = ("run", "argo-workflows", "step-functions", "airflow")  # need a config, so they get the default one
+LAUNCHES = ("run", "argo-workflows", "step-functions", "airflow")  # commands that use the flow's default config
 COMMANDS = (*LAUNCHES, "resume", "spin", "step", "spin-step")
-TAGS = 40  # sources; Metaflow takes 50 tags
-TAG = 500  # characters, of Metaflow's longest
-# of Metaflow's options before a command, those without a value
+TAGS = 40  # most tags for sources; Metaflow allows 50 tags
+TAG = 500  # most characters of a tag in Metaflow
+# options without a value that Metaflow allows before a command
 FLAGS = ("--quiet", "--not-quiet", "--pylint", "--no-pylint")
 
 
 @dataclass(frozen=True)
 class Words:
-    """A command line with what belongs to us taken out."""
+    """A command line, divided into config files, overrides and the words for Metaflow (`rest`)."""
 
     rest: tuple[str, ...]
     files: tuple[str, ...] = ()
@@ -30,8 +30,8 @@ class Words:
 
 
 def command(argv: Sequence[str]) -> str | None:
-    """Which of the commands that we treat specially this line has. A word after an option is the option's value
-    (`--datastore spin`)."""
+    """Return the first of `COMMANDS` in a command line, or None. A word after an option is the option's value, not a
+    command (`--datastore spin`)."""
     before = ("", *argv)
     return next(
         (
@@ -44,14 +44,16 @@ def command(argv: Sequence[str]) -> str | None:
 
 
 def sort(argv: Sequence[str]) -> Words:
-    """Tell `--config FILE...` and `--set KEY=VALUE` from the rest; both may stand anywhere, `=` or space,
-    any number of times."""
+    """Separate `--config FILE...` and `--set KEY=VALUE` from the other words.
+
+    Both options may be anywhere in the line, any number of times, with `=` or a space before the value.
+    """
     rest, files, overrides, words = [], [], [], list(argv)
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
         if option == "--config":
-            if not equals and words[:1] == ["config"]:  # metaflow's own form: --config config FILE
+            if not equals and words[:1] == ["config"]:  # Metaflow's own form: --config config FILE
                 words.pop(0)
             files.append(value if equals else _value(option, words))
             while words and words[0].endswith((".yaml", ".yml")) and not words[0].startswith("-"):
@@ -70,12 +72,15 @@ def _value(option: str, words: list[str]) -> str:
 
 
 def rewrite(words: Words, recipes: tuple[str, ...], default: Path) -> tuple[list[str], str | None]:
-    """Return the line for Metaflow, and one for the reader that says which config was taken. `default` is read only if
-    the command needs a config and the line has none. Raises UserError (ConfigError) before anything is written."""
+    """Return the command line for Metaflow, and a note for the user that names the config in use, or None.
+
+    `default` is read only if the command needs a config and the line has none. Raises UserError (ConfigError) for an
+    invalid config, before anything is written.
+    """
     verb = command(words.rest)
     if verb == "resume" and (words.files or words.overrides):
         raise UserError(
-            "resume takes its config from the run that it resumes: leave out --config and --set, or start a new run"
+            "resume uses the config of the run that it resumes: omit --config and --set, or start a new run"
         )
     given = "--config-value" in words.rest or any(
         name in os.environ for name in ("METAFLOW_FLOW_CONFIG", "METAFLOW_FLOW_CONFIG_VALUE")
@@ -92,7 +97,7 @@ def rewrite(words: Words, recipes: tuple[str, ...], default: Path) -> tuple[list
 
 
 def tags(job: Job) -> list[str]:
-    """By which runs are found again in Metaflow's client: `recipe:sft`, `model:…`, `data:…` for each source."""
+    """Return the tags to find a run in Metaflow's client: `recipe:sft`, `model:…`, and `data:…` for each source."""
     recipe = job.recipe if isinstance(job.recipe, str) else job.recipe.use
     return [
         tag[:TAG]

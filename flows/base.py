@@ -1,13 +1,13 @@
 """The DAG that every recipe shares: start → prepare → tokenize → train → evaluate → publish → end.
 
-A step names the function that does its work and the step that comes next. This module does the rest around it: the
-environment, error messages, retries and cards.
+A step calls the function that does its work and names the next step. This module provides the rest: the environment,
+error messages, retries and cards.
 
     python flows/sft_flow.py run --config configs/tiny/sft.yaml --set train.lr=1e-5
     python flows/sft_flow.py resume --origin-run-id RUN
 """
 
-# metaflow makes its public names, and `current.card`, at run time:
+# Metaflow creates its public names, and `current.card`, at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 import contextlib
@@ -44,14 +44,16 @@ if TYPE_CHECKING:
 
 
 class BadConfig(MetaflowException):
-    """A config that is wrong, as Metaflow reports it."""
+    """An invalid config, as Metaflow reports it."""
 
     headline = "Bad config"
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return what Metaflow keeps of any config that reaches it: ours from the command line,
-    or one from its own options and environment variables."""
+    """Return the job in the form that Metaflow stores.
+
+    `text` is the checked job from the command line, or a config from Metaflow's own options and environment variables.
+    """
     try:
         return loads(text).model_dump(mode="json")
     except ConfigError as error:
@@ -61,34 +63,34 @@ def parse(text: str) -> dict[str, Any]:
 class PostTrainFlow(FlowSpec):
     """Prepare data, tokenize it, train, evaluate, publish."""
 
-    recipes: tuple[str, ...] = ()  # the configs that fit; one with a plugged recipe fits everywhere
-    default_config = "configs/tiny/sft.yaml"  # looked for in the folders above the flow's file
-    at_once: int | None = None  # tasks of a run on this machine, if --max-workers does not say
+    recipes: tuple[str, ...] = ()  # recipes that the flow runs, () for all; a plugin recipe runs in every flow
+    default_config = "configs/tiny/sft.yaml"  # looked up in the folders above the flow's file
+    at_once: int | None = None  # default of --max-workers: tasks of a run at the same time on this machine
 
     config = Config(
         "config",
         parser=parse,
-        help="The job; `run --config FILE.yaml [FILE.yaml ...] --set KEY=VALUE` is the usual way to give it.",
+        help="The job; usually given as `run --config FILE.yaml [FILE.yaml ...] --set KEY=VALUE`.",
     )
 
     continued = Parameter(
         "continue",
         type=str,
         default=None,
-        help="A lineage to go on with in this run, where only keys marked free may have changed.",
+        help="A lineage to continue in this run; only config keys marked free may have changed.",
     )
 
     def __init__(self, use_cli: bool = True):
         if use_cli:
             self._command_line()
         else:
-            # metaflow itself, once more, after the config has been applied to the class
+            # called by Metaflow after the config has been applied to the class
             super().__init__(use_cli=False)
 
     @step
     def start(self):
-        """Name the training run; a resume keeps the name, so it continues from this run's checkpoints.
-        `run --continue LINEAGE` takes that one's."""
+        """Name the training run (its lineage); a resume keeps the name, so it continues from this run's checkpoints.
+        `run --continue LINEAGE` uses an earlier run's name."""
         from steps.artifact import Artifact
 
         self.lineage = self._lineage()
@@ -97,7 +99,7 @@ class PostTrainFlow(FlowSpec):
 
     @step
     def prepare(self):
-        """Make the data that `data.prepare` describes."""
+        """Make the data of `data.prepare`."""
         from steps.prepare import prepare
 
         self._stage(prepare)
@@ -105,7 +107,7 @@ class PostTrainFlow(FlowSpec):
 
     @step
     def tokenize(self):
-        """Tokenize once, to parquet."""
+        """Tokenize the data, to parquet."""
         from steps.tokenize import tokenize
 
         self._stage(tokenize)
@@ -114,7 +116,7 @@ class PostTrainFlow(FlowSpec):
     @card(type="blank", id="train", refresh_interval=0)
     @step
     def train(self):
-        """Train, from the lineage's newest checkpoint if it has one."""
+        """Train, from the lineage's newest checkpoint if there is one."""
         from steps.train import train
 
         with cards.live(current.card["train"], self._job(), self._artifact().lineage):
@@ -124,7 +126,7 @@ class PostTrainFlow(FlowSpec):
     @card(type="blank", id="evaluate")
     @step
     def evaluate(self):
-        """Score the trained model on held-out prompts."""
+        """Evaluate the trained model on held-out data."""
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
@@ -134,7 +136,7 @@ class PostTrainFlow(FlowSpec):
     @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish(self):
-        """Publish it, if it passes the gate."""
+        """Publish the model if it passes the gate."""
         from steps.publish import page, publish
 
         with cards.publishing(current.card["publish"], self._artifact, page):
@@ -143,7 +145,7 @@ class PostTrainFlow(FlowSpec):
 
     @step
     def end(self):
-        """Say where everything is."""
+        """Print the lineage, and the paths of the model and of the published version."""
         print(f"lineage    {self.lineage}\nmodel      {self.artifact.model}\npublished  {self.artifact.published}")
 
     def _lineage(self) -> str:
@@ -159,22 +161,26 @@ class PostTrainFlow(FlowSpec):
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:
-        """Run a block in the environment of the config. What the user can mend is printed as one message, and is not
-        retried: it would fail again."""
+        """Run a block in the environment of the config.
+
+        An error that the user must fix is printed as one message and not retried, since it would occur again.
+        """
         try:
             self._enter_environment()
             with disk.plainly(self._job().output):
                 yield
-        except Retryable as ended:  # a retry goes on from the last checkpoint
+        except Retryable as ended:  # a retry continues from the last checkpoint
             sys.exit(redacted(str(ended)))
         except UserError as error:
             print(redacted(str(error)), file=sys.stderr)
             retried = current.retry_count < (system_context.max_user_code_retries or 0)
-            sys.exit(METAFLOW_EXIT_DISALLOW_RETRY if retried else 1)  # the former ends the run too, but in odd words
+            sys.exit(
+                METAFLOW_EXIT_DISALLOW_RETRY if retried else 1
+            )  # without retries, 1: Metaflow's message is clearer
 
     def _enter_environment(self) -> None:
-        """Set the variables of `flow.steps.NAME.environment` that are references: their values are known to this
-        process alone."""
+        """Set the variables of `flow.steps.NAME.environment` from the environment variables that they refer to, whose
+        values are not stored in the config."""
         name = str(current.step_name).removesuffix("_first")
         if step := self._job().flow.steps.get(name):  # pyright: ignore[reportArgumentType]
             os.environ.update(
@@ -188,14 +194,16 @@ class PostTrainFlow(FlowSpec):
         return loads(json.dumps(self.config))
 
     def _artifact(self) -> "Artifact":
-        """Return what the steps before this one made. `spin` repeats a step of a finished run,
-        whose checkpoints it must not touch: a lineage of its own."""
+        """Return the artifact of the previous steps.
+
+        `spin` repeats a step of a finished run and must not change its checkpoints, so it gets a different lineage.
+        """
         spinning = argv.command(sys.argv) == "spin-step"
         return self.artifact.but(lineage=f"{self.artifact.lineage}-spin") if spinning else self.artifact
 
     def _command_line(self) -> None:
-        """Run Metaflow's own command line, with our words for the config before it and the command that resumes after
-        it."""
+        """Run Metaflow's command line: first translate the options for the config; if the run fails, print the command
+        that resumes it."""
         try:
             words = argv.sort(sys.argv[1:])
             sys.argv[1:], note = argv.rewrite(words, self.recipes, self._default())
@@ -226,7 +234,7 @@ class PostTrainFlow(FlowSpec):
             raise
 
     def _origin_tags(self, words: Sequence[str]) -> list[str]:
-        """Return the tags of the run that is resumed, which Metaflow does not hand on."""
+        """Return the tags of the run that is resumed, because Metaflow does not copy them."""
         given = dict(pairwise(words)).get("--origin-run-id")
         origin = given or next((word.partition("=")[2] for word in words if word.startswith("--origin-run-id=")), None)
         origin = origin or get_latest_run_id(lambda *_: None, type(self).__name__)
@@ -234,7 +242,7 @@ class PostTrainFlow(FlowSpec):
         namespace(None)
         try:
             return sorted(Run(f"{type(self).__name__}/{origin}").user_tags)
-        except (MetaflowNotFound, MetaflowInvalidPathspec):  # metaflow says it in its own words
+        except (MetaflowNotFound, MetaflowInvalidPathspec):  # Metaflow reports the error itself
             return []
         finally:
             namespace(seen)
@@ -247,4 +255,4 @@ class PostTrainFlow(FlowSpec):
         )
 
 
-FromConfig(PostTrainFlow)  # applies to its subclasses; as a decorator it would put itself in the class's place
+FromConfig(PostTrainFlow)  # applies to the subclasses; used as a decorator, it would replace the class by itself

@@ -1,10 +1,10 @@
 """Training, evaluation and publication as Metaflow cards.
 
-Cards read only the run's own files (metrics.jsonl, samples.jsonl, checkpoints, answers), and read them from outside:
-training knows nothing of cards, and a run that continues an earlier one shows both.
+Cards only read the run's files (metrics.jsonl, samples.jsonl, checkpoints, answers). So training does not depend on
+cards, and the card of a run that continues an earlier one shows both.
 """
 
-# metaflow makes its public names at run time:
+# Metaflow creates its public names at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 import json
@@ -25,17 +25,17 @@ from ptf.credentials import redacted
 if TYPE_CHECKING:
     from steps.artifact import Artifact
 
-# at least, and a hundred times what the last one took: rendering is a process of its own,
-# for which Metaflow waits in a busy loop
+# shortest pause between updates; the pause is at least a hundred times as long as the last update took, because a card
+# is rendered by a separate process, for which Metaflow waits in a busy loop
 REFRESH_S = 10
-SAMPLES = 8  # on one page
-TAIL_BYTES = 1 << 21  # of samples.jsonl, in which the last step's are
-KPIS = ("loss", "reward", "kl", "tok_s", "mfu")  # what the header says of the last step
+SAMPLES = 8  # most samples on one page
+TAIL_BYTES = 1 << 21  # bytes at the end of samples.jsonl that are read for the last step's answers
+KPIS = ("loss", "reward", "kl", "tok_s", "mfu")  # metrics of the last step in the header
 
 
 @contextmanager
 def live(card: Any, job: Job, lineage: str) -> Iterator[None]:
-    """Keep the card of the train step up to date until the block ends, and after it if the block fails."""
+    """Update the card of the train step while the block runs, and render it at the end if the block fails."""
     page, done = TrainingPage(card, job, lineage), threading.Event()
 
     def watch() -> None:
@@ -58,9 +58,9 @@ def live(card: Any, job: Job, lineage: str) -> Iterator[None]:
 
 
 def _render(card: Any) -> None:
-    """Of a step that fails, whose cards metaflow does not render."""
+    """Render the card of a step that fails; Metaflow does not render it."""
     for _ in range(2):
-        # the first may only start a rendering; the second waits for it, which then has all it needs
+        # the first call may only start the rendering; the second waits until it is complete
         card.refresh(force=True)
 
 
@@ -71,8 +71,10 @@ def _finish(done: threading.Event, thread: threading.Thread, page: "TrainingPage
 
 
 class TrainingPage:
-    """Header, progress, two charts a row, what was said last, checkpoints, the config. A page that cannot be drawn is a
-    line on the console: training is worth more."""
+    """The page of the train step: header, progress, charts in two columns, the last answers, checkpoints, the config.
+
+    If the page cannot be drawn, a line on the console reports it, and training continues.
+    """
 
     def __init__(self, card: Any, job: Job, lineage: str):
         self.card, self.job, self.run = card, job, Path(job.output) / lineage
@@ -90,7 +92,7 @@ class TrainingPage:
         self.update()
 
     def update(self) -> bool:
-        """Whether there was anything new."""
+        """Draw the page again; return whether there were new rows of metrics."""
         before = self.rows
         try:
             self.rows = read(self.run / "metrics.jsonl")
@@ -109,7 +111,7 @@ class TrainingPage:
             self.charts = {title: VegaChart(spec) for title, spec in specs.items()}
         total = self.job.train.steps
         parts: list[Any] = [Markdown(self._header())]
-        if total:  # of passes over the data nobody knows how many steps are left
+        if total:  # with train.epochs, the number of steps is not in the config
             parts.append(ProgressBar(max=total, label="steps", value=self._step()))
         if self.charts:
             parts.append(Table(pairs(list(self.charts.values()))))
@@ -131,7 +133,7 @@ class TrainingPage:
             self._left(),
         ]
         if self.resumed:
-            lines.append(f"went on from the checkpoint of step {self.resumed}")
+            lines.append(f"continued from the checkpoint of step {self.resumed}")
         if self.rows:
             now = self.rows[-1]
             lines.append(" · ".join(f"{name} {now[name]:.4g}" for name in KPIS if name in now))
@@ -141,7 +143,7 @@ class TrainingPage:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def _left(self) -> str:
-        """How far it is, and how long it will take at the rate of this attempt."""
+        """Return the current step, and the time left at the rate of this attempt, as text."""
         total, step = self.job.train.steps, self._step()
         text, mine = f"step {step} of {total or 'all'}", [row for row in self.rows if row.get("time", 0) >= self.begun]
         if total and step < total and len(mine) > 1:
@@ -156,13 +158,13 @@ class TrainingPage:
         return f"Checkpoints: {', '.join(f'step {step}' for step in steps[-20:])}" if steps else "No checkpoint yet."
 
     def _finished(self) -> list[int]:
-        """Return the steps of the checkpoints that have their manifest; those in an object store are not looked for."""
+        """Return the steps of the complete checkpoints (those with a manifest); object stores are not searched."""
         root = Path(self.job.checkpoint.to) / self.run.name if self.job.checkpoint.to else self.run / "checkpoints"
         return sorted(int(manifest.parent.name.removeprefix("step_")) for manifest in root.glob("step_*/manifest.json"))
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the unit that reads best."""
+    """Return a duration as text, in seconds, minutes or hours."""
     return (
         f"{seconds:.0f} s"
         if seconds < 100
@@ -173,8 +175,8 @@ def duration(seconds: float) -> str:
 
 
 def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
-    """Return the greedy answers to held-out prompts, of the model that training started from and of the trained one; a
-    table a source."""
+    """Return one table per source with the greedy answers to held-out prompts, of the model that training started from
+    and of the trained model."""
     parts = []
     for name in sources:
         then = {
@@ -211,26 +213,30 @@ def worth(row: Mapping[str, Any]) -> str:
 
 
 def short(text: Any, most: int = 300) -> str:
-    """For a cell of a Table, which shows text as it is; the end of what is long."""
+    """Return a text for a table's cell, which needs no escaping; of a long text only the end."""
     words = str(text)
     return words if len(words) <= most else "… " + words[-most:]
 
 
 def plain(text: str) -> str:
-    """For Markdown, which the page does not sanitise and in which nothing can be escaped:
-    without the characters that make links and tags."""
+    """Return a text for Markdown, with spaces for the characters that make links and tags.
+
+    The page does not sanitise Markdown, and has no escape for these characters.
+    """
     return "".join(" " if c in "<>[]!\\`" else c for c in text)
 
 
 def read_last(path: Path) -> list[Mapping[str, Any]]:
-    """Return the rows of the last step in a file of answers, of which no more than the end is read."""
+    """Return the rows of the last step in a file of answers; only the end of the file is read."""
     rows = json_lines(path, TAIL_BYTES)
     return [row for row in rows if row.get("step") == rows[-1].get("step")]
 
 
 def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") -> None:
-    """Fill the card of the evaluate step: every metric at the start and now, and answers side by side;
-    of a trial that failed, why."""
+    """Fill the card of the evaluate step: every metric at the start and now, and the answers side by side.
+
+    For a trial of a sweep that failed, it shows the error, `failed`.
+    """
     metrics = artifact.metrics
     names = sorted(name for name in metrics if not name.startswith(("start/", "train/")))
 
@@ -248,7 +254,7 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
     )
     try:
         card.extend(side_by_side(Path(str(artifact.run)), job.evaluate.sources))
-    except Exception as error:  # the evaluation is whole without it
+    except Exception as error:  # the answers on the card are optional
         print(f"card: {type(error).__name__}: {error}", flush=True)
     card.append(
         Table(
@@ -260,12 +266,12 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
 
 @contextmanager
 def publishing(card: Any, artifact: "Callable[[], Artifact]", describe: "Callable[[Artifact], str]") -> Iterator[None]:
-    """Fill the card of the publish step: with what `said` returns of what was published and of the gates that it has
-    passed, or with why it was not."""
+    """Fill the card of the publish step after the block: with the text that `describe` returns for the artifact, or, if
+    the block fails, with the error."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        # the error that the step's exit code comes of
+        # the error that led to the exit
         why = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
         card.extend(
             [
@@ -277,18 +283,18 @@ def publishing(card: Any, artifact: "Callable[[], Artifact]", describe: "Callabl
         raise
     try:
         text = describe(artifact())
-    except Exception as error:  # what is published is whole without it
+    except Exception as error:  # the card is optional
         text = plain(f"card: {type(error).__name__}: {error}")
     card.append(Markdown(text))
 
 
 def pairs(items: list[Any]) -> list[list[Any]]:
-    """Return the items two by two."""
+    """Return the items in pairs; the last list has one item if their number is odd."""
     return [items[i : i + 2] for i in range(0, len(items), 2)]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of every leaf."""
+    """Yield the dotted name and the value of every leaf."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")

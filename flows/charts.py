@@ -1,4 +1,4 @@
-"""metrics.jsonl as charts: columns that belong together share one, and a chart stays small however long the run."""
+"""Charts of metrics.jsonl: related columns share one chart, and the size of a chart does not grow with the run."""
 
 import json
 import math
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-POINTS = 500  # in one chart; the page carries its data
-# column → chart; else up to its slash
+POINTS = 500  # most points in one chart, since the page contains the data
+# column → chart; the chart of any other column is its name up to the first slash
 SHARES = {"reward_std": "reward", "kl_old": "kl", "kl_reference": "kl", "logprob_diff_mean": "logprob_diff"}
 FIRST = (
     "loss",
@@ -23,13 +23,13 @@ FIRST = (
     "mfu",
     "seconds",
 )
-NEVER = ("step", "time")  # the axis, and a clock
+NEVER = ("step", "time")  # not drawn: the axis, and the time of day
 
 Row = Mapping[str, float]
 
 
 def read(path: Path) -> list[Row]:
-    """Return the finite numbers of each line that has a step."""
+    """Return the finite numbers of each row that has a step."""
     rows = [
         {key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)}
         for row in json_lines(path)
@@ -38,8 +38,10 @@ def read(path: Path) -> list[Row]:
 
 
 def json_lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a file, or of its last bytes; a last line that is still being written is left out.
-    Raises ValueError naming another that is none."""
+    """Return the rows of a file of JSON lines, or of its last `at_most` bytes; an unfinished last line is omitted.
+
+    Raises ValueError, which names the line, if any other line is not a row.
+    """
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -57,14 +59,14 @@ def json_lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ValueError(
-                f"{path}: {'' if not skipped else 'of its end, '}line {number} is not a row: the file was damaged"
+                f"{path}: line {number}{'' if not skipped else ' of its end'} is not a row: the file was damaged"
             ) from None
         rows.append(row)
     return rows
 
 
 def charts(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Title → Vega-Lite spec, in the order of FIRST, then of appearance."""
+    """Return the Vega-Lite specification of each chart by title, in the order of `FIRST`, then of appearance."""
     groups: dict[str, list[str]] = {}
     for column in dict.fromkeys(key for row in rows for key in row if key not in NEVER):
         groups.setdefault(SHARES.get(column, column.partition("/")[0]), []).append(column)
@@ -101,5 +103,5 @@ def spec(title: str, columns: list[str], rows: list[Row]) -> dict[str, Any]:
 
 
 def thin(rows: list[Row], most: int) -> list[Row]:
-    """At most that many rows, evenly spaced, the last one always among them."""
+    """Return at most `most` rows, evenly spaced, including the last one."""
     return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]

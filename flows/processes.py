@@ -1,7 +1,8 @@
-"""The processes of a flow's run: none of them outlives the run, also if one is killed.
+"""The processes of a flow's run: none of them outlives the run, even if a process is killed.
 
-On SIGTERM or Ctrl-C the run passes the signal on; its tasks unwind (`finally`, Ray's shutdown, child processes) for the
-5 s that Metaflow grants, then it kills the rest. If the run itself is killed outright, the kernel kills its tasks.
+On SIGTERM or Ctrl-C the run sends SIGTERM to its tasks, which clean up (`finally`, Ray's shutdown, child processes)
+within the 5 s that Metaflow allows; then Metaflow kills the remaining ones. If the run itself is killed with SIGKILL,
+the kernel kills its tasks.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ def follow() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if not _alive(int(os.environ.get(RUN, 0))):
-        sys.exit("the run that started this task is gone")  # it was killed before the line above
+        sys.exit("the run that started this task has ended")  # it was killed before the call of prctl
 
 
 def _stop_all(number: int, frame: FrameType | None) -> None:
@@ -41,7 +42,7 @@ def _stop_all(number: int, frame: FrameType | None) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     for each in ENDS:
-        signal.signal(each, signal.SIG_IGN)  # a second one must not cut the unwinding short
+        signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     raise KeyboardInterrupt
 
 
@@ -52,7 +53,7 @@ def _children() -> list[int]:
 
 def _alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)  # 0, where no run is named, is our own process group
+        os.kill(pid, 0)  # pid 0, if the variable is not set, is this process group, which exists
     except ProcessLookupError:
         return False
     return True

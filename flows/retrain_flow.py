@@ -11,14 +11,14 @@ from ptf.config import Job
 
 
 class RetrainFlow(PostTrainFlow):
-    """Look for data that the published model has not seen; train on from it; publish only what is better.
-    Any recipe."""
+    """Look for new data; continue training from the published model; publish the result only if it is better. For any
+    recipe."""
 
     default_config = "configs/tiny/retrain.yaml"
 
     @step
     def prepare(self):
-        """Make the data, and see whether there is anything new in them."""
+        """Make the data, and find out whether there are new data."""
         from steps import retrain
 
         self._stage(retrain.prepare)
@@ -32,7 +32,7 @@ class RetrainFlow(PostTrainFlow):
     @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish(self):
-        """Publish it, if it is better than what is published."""
+        """Publish the model if it is better than the published version."""
         from steps import retrain
         from steps.publish import page
 

@@ -1,4 +1,4 @@
-"""A reward model, from preferences or scores to a published one:
+"""A reward model, from preferences or scores to a published model:
 `python flows/rm_flow.py run --config configs/tiny/rm.yaml`."""
 
 from flows.base import PostTrainFlow

@@ -1,7 +1,7 @@
-"""The config's section `flow` as Metaflow decorators, and the files that are sent along to another machine.
+"""The config's section `flow` as Metaflow decorators, and the files that a task on another machine needs.
 
-Where a step runs is configuration, so no flow's source names a resource. ptf's packages and configs are sent along from
-wherever they are installed.
+The resources of steps are configuration, so the source of a flow names none. ptf's packages and configs are packaged
+from the directory where they are installed.
 """
 
 import importlib.util
@@ -16,14 +16,14 @@ from metaflow.user_decorators.user_flow_decorator import FlowMutator
 
 from ptf.credentials import REFERENCE
 
-SUFFIXES = (".py", ".yaml", ".json")  # and nothing of what runs leave below
+SUFFIXES = (".py", ".yaml", ".json")  # files to package; directories named `runs` are excluded
 PACKAGED = ("ptf", "steps", "flows")
 
 
 def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """One step's settings (schema.StepConfig) as decorator → arguments."""
+    """Return the Metaflow decorators of one step and their arguments, from its settings (schema.StepConfig)."""
     resources = {key: settings.get(key) for key in ("cpu", "gpu", "memory") if settings.get(key) is not None}
-    # base.py looks the others up
+    # flows/base.py sets the variables that are references
     literal = {
         key: value for key, value in (settings.get("environment") or {}).items() if not REFERENCE.fullmatch(value)
     }
@@ -37,10 +37,10 @@ def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 class FromConfig(FlowMutator):
-    """Puts the config's settings on the flow's steps; without a config (`show`, `--help`) it does nothing."""
+    """Decorates the flow's steps with the config's settings; does nothing without a config (`show`, `--help`)."""
 
     def pre_mutate(self, mutable_flow: MutableFlow) -> None:
-        """Add the decorators that the config asks for."""
+        """Add the decorators of the config's section `flow`."""
         config = dict(mutable_flow.configs).get("config") or {}
         flow = config.get("flow") or {}
         by_step = flow.get("steps") or {}
@@ -53,8 +53,8 @@ class FromConfig(FlowMutator):
             mutable_flow.add_decorator("trigger", deco_kwargs={"event": flow["event"]}, duplicates=MutableFlow.OVERRIDE)
 
     def add_to_package(self) -> list[tuple[str, str, ContentType]]:
-        """Return the files that a task on another machine imports and reads, and their names in the code package,
-        which is where it runs."""
+        """Return the files that a task on another machine imports and reads, with their names in the code package, its
+        working directory."""
         files: list[tuple[str, str, ContentType]] = []
         for name in PACKAGED:
             spec = importlib.util.find_spec(name)
@@ -62,7 +62,7 @@ class FromConfig(FlowMutator):
             assert spec.origin is not None
             files += _below(Path(spec.origin).parent)
         checkout = Path(__file__).parents[1]
-        if (checkout / "pyproject.toml").is_file():  # a `job:` path is read where the step runs
+        if (checkout / "pyproject.toml").is_file():  # the config of a `job:` path is read on the step's machine
             files += _below(checkout / "configs")
         return files
 

@@ -2,11 +2,11 @@
 
     python flows/sft_then_rl_flow.py run --config configs/tiny/grpo.yaml
 
-The config is that of the second training. Its `model.path: job:CONFIG` names the config of the first one, whose stages
-are steps of this flow too, so that they are displayed, retried and resumed like the others.
+The config is that of the second training. Its `model.path: job:CONFIG` names the config of the first training, whose
+stages are steps of this flow too, so that they are displayed, retried and resumed like the others.
 """
 
-# metaflow makes `current.card` at run time:
+# Metaflow creates `current.card` at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 from metaflow import card, current, step
@@ -18,22 +18,22 @@ from ptf.errors import UserError
 
 
 class SFTThenRLFlow(PostTrainFlow):
-    """Prepare, tokenize, train, evaluate and publish twice: first the job that model.path names,
-    then the one that begins with it."""
+    """Prepare, tokenize, train, evaluate and publish twice: first the job that `model.path` names, then the job that
+    starts from its model."""
 
     recipes = ("grpo", "ppo", "opd")
     default_config = "configs/tiny/grpo.yaml"
 
     @step
     def start(self):
-        """Name both training runs, and keep the first one's config: a resume does not look at its file again."""
+        """Name both training runs, and store the config of the first one, so that a resume does not read its file."""
         from steps.artifact import Artifact
 
         path = super()._job().model.path
         with self._reporting_errors():
             if not path.startswith("job:"):
                 raise UserError(
-                    f"model.path: {path} is not made by another job; name one (job:configs/tiny/sft.yaml), "
+                    f"model.path: {path} is not the model of another job; name one (job:configs/tiny/sft.yaml), "
                     "or run the recipe's own flow"
                 )
             self.first = dump(load(path.removeprefix("job:")))
@@ -52,7 +52,7 @@ class SFTThenRLFlow(PostTrainFlow):
 
     @step
     def tokenize_first(self):
-        """Tokenize them."""
+        """Tokenize the data of the first training."""
         from steps.tokenize import tokenize
 
         self._stage(tokenize)
@@ -71,7 +71,7 @@ class SFTThenRLFlow(PostTrainFlow):
     @card(type="blank", id="evaluate")
     @step
     def evaluate_first(self):
-        """Score it."""
+        """Evaluate the first model."""
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
@@ -81,7 +81,7 @@ class SFTThenRLFlow(PostTrainFlow):
     @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish_first(self):
-        """Publish it."""
+        """Publish the first model if it passes the gate."""
         from steps.artifact import Artifact
         from steps.publish import page, publish
 
@@ -93,8 +93,8 @@ class SFTThenRLFlow(PostTrainFlow):
 
     @step
     def prepare(self):
-        """Make the data of the second training, which begins with what the first one published,
-        whatever is published there meanwhile."""
+        """Make the data of the second training. It starts from the version that the first training published, even if a
+        newer version has been published since."""
         from steps.prepare import prepare
 
         self._stage(prepare)
@@ -104,7 +104,7 @@ class SFTThenRLFlow(PostTrainFlow):
         self.next(self.tokenize)
 
     def _job(self) -> Job:
-        # `start` has neither yet
+        # neither attribute exists in `start`
         first = None if getattr(self, "published_first", None) else getattr(self, "first", None)
         return super()._job() if first is None else loads(first)
 

@@ -1,7 +1,7 @@
 """Several trainings that differ in some keys, of which the best is published:
 `python flows/sweep_flow.py run --config configs/tiny/sweep.yaml`."""
 
-# metaflow makes `current.card` at run time:
+# Metaflow creates `current.card` at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 import sys
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 class SweepFlow(PostTrainFlow):
-    """Train and evaluate every trial of flow.sweep; publish the best by publish.metric. Any recipe. On this machine one
-    trial after the other, or as many at once as `--max-workers` says."""
+    """Train and evaluate every trial of flow.sweep, and publish the best one by publish.metric. For any recipe.
+
+    On one machine, the trials run one after the other, or `--max-workers` at a time.
+    """
 
     default_config = "configs/tiny/sweep.yaml"
     at_once = 1
@@ -36,13 +38,13 @@ class SweepFlow(PostTrainFlow):
         self.lineage, self.trial, self.failed = self._lineage(), "", ""
         with self._reporting_errors():
             self.trials = trials(self._job())
-            # of other jobs: made once, and the same for all
+            # models of other jobs: trained once, and the same for all trials
             self.models = dict(prepare(self._job(), Artifact(lineage=self.lineage)).models)
         self.next(self.prepare, foreach="trials")
 
     @step
     def prepare(self):
-        """Make the data that `data.prepare` describes."""
+        """Make the data of `data.prepare`."""
         from steps.artifact import Artifact
         from steps.prepare import prepare
 
@@ -58,7 +60,7 @@ class SweepFlow(PostTrainFlow):
     @card(type="blank", id="evaluate")
     @step
     def evaluate(self):
-        """Score the trained model on held-out prompts."""
+        """Evaluate the trained model on held-out data."""
         from steps.evaluate import evaluate
 
         self._stage(evaluate)
@@ -67,7 +69,7 @@ class SweepFlow(PostTrainFlow):
 
     @step
     def choose(self, inputs):
-        """Take the best, and go on with it alone."""
+        """Choose the best trial, and continue with it alone."""
         from steps.sweep import best
 
         self.trial, trials = "", sorted(inputs, key=lambda trial: trial.number)
@@ -77,8 +79,8 @@ class SweepFlow(PostTrainFlow):
         self.next(self.publish)
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
-        """Do a step's work on a trial. A trial that fails by its values (it diverged, it ran out of memory) ends alone;
-        there is nothing that a resume could mend."""
+        """Do a step's work on a trial. If a trial fails because of its values (it diverged, or ran out of memory), the
+        other trials continue; a resume would not help."""
         if current.step_name == "publish":
             super()._stage(work)
         elif not self.failed:

@@ -1,6 +1,6 @@
-"""The conversation with a checkpoint that `ptf chat` holds.
+"""A conversation with a checkpoint, for `ptf chat`.
 
-The model is served as it was trained: with the chat template of its own tokenizer.
+The model is used as it was trained: with the chat template of its own tokenizer.
 """
 
 from pathlib import Path
@@ -18,9 +18,12 @@ from ptf.rl.engines.protocol import Request, Sampling
 
 
 class Chat:
-    """A conversation with a model: a directory, a directory of versions, a URI or a Hugging Face id, of a whole model
-    or of an adapter in PEFT format, whose base model is then loaded too. Where the tokenizer has no chat template, each
-    text is continued by itself."""
+    """A conversation with a model.
+
+    `where` is a directory, a directory of versions, a URI or a Hugging Face id, of a whole model or of an adapter in
+    PEFT format, whose base model is then loaded too. If the tokenizer has no chat template, the model continues each
+    text by itself, without the earlier ones.
+    """
 
     def __init__(
         self,
@@ -36,11 +39,11 @@ class Chat:
         adapter = AdapterDirectory.read(place) if is_adapter(place) else None
         base = bridge.locate(where) if adapter is None else base_of(adapter)
         if any("SequenceClassification" in name for name in bridge.read_config(base).get("architectures") or ()):
-            raise UserError(f"{where} is a reward model: it scores answers, and gives none")
+            raise UserError(f"{where} is a reward model: it scores answers, and cannot generate them")
         tokenizer = place if (place / "tokenizer_config.json").is_file() else base
         self.tokenizer = Tokenizer.load(str(tokenizer))
         if system and not self.tokenizer.hf.chat_template:
-            raise UserError(f"{where} has no chat template, so it has no system message")
+            raise UserError(f"{where} has no chat template, so it cannot take a system message")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.engine = NativeEngine(
             str(base),
@@ -56,8 +59,10 @@ class Chat:
         self.messages, self.seed, self.answers = [*self.opening], seed, 0
 
     def answer(self, text: str) -> str:
-        """Return the model's answer to the conversation so far and `text`. Raises UserError, and leaves `text` out of
-        the conversation, where that is longer than the model can read."""
+        """Return the model's answer to the conversation so far and `text`.
+
+        Raises UserError, and does not add `text` to the conversation, if both are longer than the model can read.
+        """
         messages = [*self.messages, {"role": "user", "content": text}]
         has_template = bool(self.tokenizer.hf.chat_template)
         shown = self.tokenizer.render_text(messages, True) if has_template else ""
@@ -67,7 +72,7 @@ class Chat:
         limit = self.engine.model.config.max_positions
         if len(context) + self.sampling.max_new_tokens > limit:
             raise UserError(
-                f"{len(context)} tokens, and {self.sampling.max_new_tokens} to answer, "
+                f"{len(context)} tokens and up to {self.sampling.max_new_tokens} tokens of answer "
                 f"are more than the {limit} that the model can read"
             )
         (call,) = self.engine.answer([Request(context, self.sampling, self.seed + self.answers)])
@@ -78,12 +83,12 @@ class Chat:
         return answer
 
     def forget(self) -> None:
-        """Begin the conversation again, with the system message."""
+        """Start a new conversation, with the same system message."""
         self.messages = [*self.opening]
 
 
 def base_of(adapter: AdapterDirectory) -> Path:
-    """Return the directory of an adapter's base model. Raises UserError that names the adapter where it is missing."""
+    """Return the directory of an adapter's base model. Raises UserError, which names the adapter, if it is missing."""
     try:
         return bridge.locate(adapter.base)
     except UserError as error:

@@ -1,5 +1,7 @@
-"""Disks that are full, read-only or not ours: said in one sentence, with the disk and its room,
-wherever a write fails."""
+"""Error messages for writes that fail because a disk is full or read-only, or because the user may not write there.
+
+Each is one sentence that names the disk or the file; if the disk is full, also its free space.
+"""
 
 import contextlib
 import errno
@@ -25,10 +27,10 @@ REFUSED = {
 
 @contextlib.contextmanager
 def plainly(*places: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise UserError for an error of a disk.
+    """Raise UserError in place of an OSError that means a full disk or a path that cannot be written.
 
-    `places` are where the block writes, besides the directory of temporary files. An error of a full disk names no
-    file, so the one of these disks with the least room is named.
+    `places` are the paths that the block writes to, besides the directory of temporary files. The error of a full disk
+    often names no file; then the message names the disk of `places` that has the least free space.
     """
     try:
         yield
@@ -45,16 +47,16 @@ def plainly(*places: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno in REFUSED and isinstance(error.filename, str):
             why = REFUSED[error.errno]
             raise UserError(
-                f"{error.filename} cannot be read or written: {why}; choose another place (output, publish.to, "
+                f"{error.filename} cannot be read or written: {why}; choose a different directory (output, publish.to, "
                 "checkpoint.to)"
             ) from error
         raise
 
 
 def full(*places: str | os.PathLike[str], needed: int | None = None) -> str:
-    """Return a sentence about the fullest of the disks that these places are on.
+    """Return the error message for the disk with the least free space among the disks that `places` are on.
 
-    `needed` is the number of bytes that are to be written there.
+    `needed` is the number of bytes to be written there.
     """
     disks = {_mount(Path(place)): shutil.disk_usage(_mount(Path(place))) for place in places}
     mount, room = min(disks.items(), key=lambda item: item[1].free)
@@ -66,12 +68,12 @@ def full(*places: str | os.PathLike[str], needed: int | None = None) -> str:
 
 
 def room(place: str | os.PathLike[str]) -> int:
-    """Bytes that are free on its disk."""
+    """Return the free bytes of the disk that `place` is on."""
     return shutil.disk_usage(_mount(Path(place))).free
 
 
 def _mount(path: Path) -> Path:
-    """Where its disk is mounted; of what is not there yet, of the directory that it would be in."""
+    """Return the mount point of a path's disk; if the path does not exist, that of its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent

@@ -1,47 +1,46 @@
-"""Errors that are addressed to the user. Their message is complete, so they are printed without a traceback."""
+"""Errors that are addressed to the user. The message is complete, so it is printed without a traceback."""
 
 import errno
 import traceback
 
 
 def full_text(error: BaseException) -> str:
-    """Return an error that the run survives, for its log.
+    """Return the text of an error that does not end the run, for the run's log.
 
-    The text holds its type, message, notes, and where it was raised, in another process too.
+    The text contains the type, message, notes and traceback, also that of an error from a different process.
     """
     return "".join(traceback.format_exception(error)).strip()
 
 
 class UserError(Exception):
-    """What the user can mend: one clear message, no traceback."""
+    """Error that the user can fix: one clear message, printed without a traceback."""
 
 
 class Lost(RuntimeError):
-    """A process that did part of the work is dead, silent, or not done in time. The message names it."""
+    """A process that did part of the work died, stopped responding, or was not done in time. The message names it."""
 
 
 class Retryable(UserError):
-    """Something ended that another attempt may bring to its end: a process died, a cluster was lost,
-    a run was preempted."""
+    """Failure after which a new attempt may succeed: a process died, a cluster was lost, a run was preempted."""
 
 
 class Left(Retryable):
-    """The run ended before its last step because it was asked to; a checkpoint of where it ended is written."""
+    """The run stopped before its last step on request, after it had written a checkpoint."""
 
     def __init__(self, step: int, of: int, place: str) -> None:
         super().__init__(
-            f"stopped after step {step} of {of}, as asked; its checkpoint is {place}, "
-            "and the same run continues from it"
+            f"stopped after step {step} of {of}, as requested; its checkpoint is {place}, "
+            "and running the job again with the same lineage continues from it"
         )
         self.given = step, of, place
 
-    def __reduce__(self) -> tuple:  # an exception is made again from its arguments where it comes from another process
+    def __reduce__(self) -> tuple:  # unpickling an exception calls its class with these arguments
         return Left, self.given
 
 
 def passing(error: BaseException) -> bool:
-    """Whether the same again may go well at once: a process or a cluster was lost, Ray did not start,
-    a port was taken by another process meanwhile."""
+    """Return whether an immediate retry may succeed: a process or a cluster was lost, Ray did not start, or a different
+    process took the port."""
     if isinstance(error, Left):
         return False
     taken = getattr(error, "errno", None) == errno.EADDRINUSE or any(
@@ -51,9 +50,9 @@ def passing(error: BaseException) -> bool:
 
 
 def refuse_custom_code(path: object, error: Exception) -> None:
-    """Raise UserError if transformers' error means that the model or tokenizer needs Python code of its own files."""
+    """Raise UserError if transformers' error means that the model or tokenizer needs Python code from its directory."""
     if "custom code" in str(error):
         raise UserError(
-            f"{path} works only with Python code that lies beside it (auto_map), which ptf never runs; "
-            "take a model and a tokenizer that transformers has itself"
+            f"{path} works only with the Python code in its directory (auto_map), which ptf never runs; "
+            "use a model and a tokenizer that transformers supports without it"
         ) from None

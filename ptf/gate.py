@@ -1,8 +1,8 @@
-"""The gate: whether a trained model is worse than the model that training started from, on the same held-out rows.
+"""The gate: decides whether a trained model is worse than the model that training started from.
 
-Both models are measured on the same rows, so the differences on single rows are compared. A model is worse if the whole
-95 % interval of the mean difference lies on the wrong side of zero; a difference that the rows cannot tell from zero
-does not prevent publishing.
+Both models are measured on the same held-out rows, and their values are compared row by row. The trained model is worse
+if the whole 95 % interval of the mean difference is on the wrong side of zero; a difference whose interval contains
+zero does not prevent publishing.
 """
 
 import json
@@ -20,21 +20,24 @@ from ptf.config import Job
 from ptf.config.section import Knobs
 from ptf.errors import UserError
 
-ROWS = "held_out"  # in the run's directory: loss and denominator of each held-out row
-ANSWERS, RANKED = "answers", "ranked"  # what ptf.measurement leaves there of each prompt, and of each user
+ROWS = "held_out"  # directory in the run's: loss and denominator of each held-out row
+ANSWERS, RANKED = "answers", "ranked"  # written by ptf.measurement: one line per prompt, one line per user
 AGAIN = "run the evaluate stage again"
-FEWEST = 5  # rows that have an interval
-LEVEL = 0.975  # of each side
+FEWEST = 5  # with fewer rows there is no interval
+LEVEL = 0.975  # quantile at each end of a 95 % interval
 
 
 class Worse(UserError):
-    """The model is not what should be published in the place of what is."""
+    """The model is worse than the one that it was compared with, so it is not published."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric before and after training. `low` to `high`: the 95 % interval of by how much it is better, below 0
-    where it is worse; infinite where there are too few rows."""
+    """One metric before (`start`) and after (`now`) training.
+
+    `low` and `high` are the ends of the 95 % interval of the improvement, which is negative if the metric became worse;
+    they are infinite if there are too few rows.
+    """
 
     metric: str
     rows: int
@@ -49,20 +52,23 @@ class Comparison:
 
     @property
     def describe(self) -> str:
-        """The comparison in words, with its interval."""
+        """Text of the comparison: both values, the interval and the verdict."""
         change = f"{self.metric} {self.start:.4g} at the start, {self.now:.4g} now"
         if not self.rows:
-            return f"{change}; of no rows, so without an interval"
+            return f"{change}; not a mean over rows, so it has no interval"
         if math.isinf(self.low):
             return f"{change}; {self.rows} rows are too few for an interval"
-        verdict = "worse" if self.is_worse() else "better" if self.low > 0 else "no difference that these rows show"
+        verdict = "worse" if self.is_worse() else "better" if self.low > 0 else "no significant difference"
         return f"{change}; better by {self.low:+.3g} to {self.high:+.3g} (95 %, {self.rows} rows): {verdict}"
 
 
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
-    """With what training started from: `publish.metric`, or else the greedy answers (reward and pass@1), the ranking
-    (NDCG), or the held-out loss, whichever there is first. None where nothing is held out, or `evaluate.start` is off.
-    Raises UserError where rows are not of this evaluation."""
+    """Compare the trained model with the model that training started from.
+
+    Compares `publish.metric` if it is set and was measured on both models; otherwise the first that both have of: the
+    greedy answers (reward and pass@1), the ranking (NDCG), the held-out loss. The list is empty if nothing is held out
+    or `evaluate.start` is off. Raises UserError if the stored rows of the two models are not the same rows.
+    """
     named = job.publish.metric
     if named is not None and f"start/{named}" in metrics:
         named_rows = [(named, job.publish.mode == "max", _rows(job, run, named))]
@@ -78,14 +84,14 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
 
 
 def commit_rows(run: Path) -> None:
-    """Commit the directories of rows, once the evaluation has written them all."""
+    """Commit the directories of rows; called after the evaluation has written all of them."""
     for place in (run / name for name in (ROWS, ANSWERS, RANKED)):
         if place.is_dir():
             storage.commit(place, verified.of_run(place))
 
 
 def defaults(job: Job) -> Iterator[list[str]]:
-    """Yield groups of metrics that may be compared, those that say most first."""
+    """Yield groups of metrics that may be compared, in order of preference."""
     yield [f"{source}/{rate}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
     if ranking := job.evaluate.ranking:
         yield [f"{source}/all/ndcg@{ranking.k}" for source in ranking.sources]
@@ -94,7 +100,7 @@ def defaults(job: Job) -> Iterator[list[str]]:
 
 
 def needs_losses(job: Job) -> bool:
-    """Return whether the held-out loss of each row will be compared, as far as the config says."""
+    """Return whether, by the config, the gate will compare the held-out loss of each row."""
     if job.publish.gate == "off" or not job.evaluate.start:
         return False
     metric = job.publish.metric
@@ -110,11 +116,11 @@ def _is_loss(metric: str | None) -> bool:
     return metric is not None and metric.startswith(("loss/", "kl/"))
 
 
-Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # of each row: its value at the start and now, and its denominator
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # [rows] each: value at the start, value now, denominator
 
 
 def _rows(job: Job, run: Path, metric: str) -> Rows | None:
-    """None of a metric that is not a mean over rows."""
+    """Return the rows of a metric, at the start and now; None if the metric is not a mean over rows."""
     if _is_loss(metric):
         name = metric.partition("/")[2]
         then, now = _read(run / ROWS, name)
@@ -138,7 +144,7 @@ def _rows(job: Job, run: Path, metric: str) -> Rows | None:
 
 
 def _read(place: Path, source: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows at the start and now; none where the evaluation left none."""
+    """Return the rows at the start and now; both lists are empty if the evaluation wrote none."""
     if place.is_dir():
         verified.refuse_other(str(place), verified.of_run(place), float("inf"), AGAIN)
     files = [place / prefix / f"{source}.jsonl" for prefix in ("start", "")]
@@ -149,11 +155,9 @@ def _read(place: Path, source: str) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 def _both(then: Sequence[dict], now: Sequence[dict], run: Path, key: str = "") -> Iterator[tuple[dict, dict]]:
-    """Yield the same rows before and after. Raises UserError where they are not the same."""
+    """Yield each row's record at the start together with its record now. Raises UserError if the rows differ."""
     if len(then) != len(now) or any(key and a[key] != b[key] for a, b in zip(then, now, strict=True)):
-        raise UserError(
-            f"what {run} holds of the start and of the trained model is not of the same held-out rows: {AGAIN}"
-        )
+        raise UserError(f"{run}: the two models were not measured on the same held-out rows; {AGAIN}")
     yield from zip(then, now, strict=True)
 
 
@@ -164,7 +168,7 @@ def _paired(rows: Sequence[tuple[float, float, float]]) -> Rows:
 
 def _compared(metric: str, more: bool, rows: Rows | None, metrics: Mapping[str, float]) -> Comparison:
     start, now, sign = metrics[f"start/{metric}"], metrics[metric], 1.0 if more else -1.0
-    if rows is None:  # a number of all rows together
+    if rows is None:  # the metric is one number of all rows together
         return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start))
     then, after, denominators = rows
     low, high = interval(sign * (after - then), denominators)
@@ -172,8 +176,8 @@ def _compared(metric: str, more: bool, rows: Rows | None, metrics: Mapping[str, 
 
 
 def interval(differences: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
-    """95 % interval of Σ differences / Σ denominators: a ratio of sums over rows (Cochran 1977, eq. 6.13),
-    by Student's t."""
+    """Return the ends of the 95 % interval of Σ differences / Σ denominators, a ratio of sums over rows (Cochran 1977,
+    eq. 6.13), by Student's t. They are infinite if there are fewer than `FEWEST` rows."""
     n = len(differences)
     if n < FEWEST:
         return -math.inf, math.inf
@@ -183,8 +187,10 @@ def interval(differences: np.ndarray, denominators: np.ndarray) -> tuple[float, 
 
 
 def quantile(freedom: int) -> float:
-    """Of Student's t, by its expansion around the normal one (Abramowitz and Stegun 26.7.5);
-    within 1 % from 4 degrees of freedom on."""
+    """Return the `LEVEL` quantile of Student's t distribution with `freedom` degrees of freedom.
+
+    Uses its expansion around the normal quantile (Abramowitz and Stegun 26.7.5): within 1 % from 4 degrees of freedom.
+    """
     z, v = statistics.NormalDist().inv_cdf(LEVEL), freedom
     terms = (
         z,
@@ -197,21 +203,21 @@ def quantile(freedom: int) -> float:
 
 
 def describe(job: Job, compared: Sequence[Comparison]) -> str:
-    """Return a line for the console and the card."""
+    """Return the result of the gate as one line, for the console and the model card."""
     if job.publish.gate == "off":
         return "not compared with what training started from: publish.gate is off"
     if not compared:
         why = (
             "evaluate.start is off"
             if not job.evaluate.start
-            else "the job holds nothing out (evaluate.sources, data.validation)"
+            else "the job has no held-out data (evaluate.sources, data.validation)"
         )
         return f"not compared with what training started from: {why}"
     return "; ".join(one.describe for one in compared)
 
 
 def refuse_worse(job: Job, compared: Sequence[Comparison]) -> None:
-    """Raise Worse, naming what is worse than it was."""
+    """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
     allowed = job.publish.max_drop if job.publish.metric else 0.0
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
         raise Worse(

@@ -1,5 +1,5 @@
-"""Checks before publishing: what will be published, loaded as its users will load it, gives the log-probs of the model
-that was trained."""
+"""Checks before publishing: the exported files are loaded as users will load them, and must give the same log-probs as
+the trained model."""
 
 from pathlib import Path
 
@@ -24,20 +24,22 @@ from ptf.train.starting_model import adapted_from, extended, tokenizer_directory
 
 def model_difference(job: Job, run: Path, model: Path) -> float:
     """Load the exported model in transformers and return the largest difference of a log-prob from the trained model.
-    Raises UserError where it is too large, or where the tokenizer gives other ids than the one of training."""
+
+    Raises UserError if the difference is too large, or if the exported tokenizer is not the one of training.
+    """
     if (model / FILES["layers."]).is_file():
         raise UserError(
             "not published: layers of model.replace have tensors that no Hugging Face model has, "
-            f"so whoever loads {model} with transformers or vLLM would "
-            f"get random ones in their place. The whole model is there, theirs in {FILES['layers.']}: "
-            "train on from it with the same model.replace"
+            f"so transformers and vLLM would load {model} with random tensors in their place. "
+            f"The directory has the whole model, those tensors in {FILES['layers.']}: "
+            "to continue training from it, use the same model.replace"
         )
     base = job.model.tokenizer or str(bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes))
     trained = rendered(job, tokenizer_of(base, job.model.tokens), run)
     served = Tokenizer.load(str(model))
-    served.rendering = trained.rendering  # a server renders the day on which it serves
+    served.rendering = trained.rendering  # not compared: a template may render the date, which differs when served
     if served.fingerprint() != trained.fingerprint():
-        raise UserError(f"not published: the tokenizer in {model} gives other ids than the one that was trained with")
+        raise UserError(f"not published: the tokenizer in {model} gives different ids than the tokenizer of training")
     kept = probe_of(run)
     if "values" in kept:
         difference = head_difference(model, kept["tokens"], kept["values"], parts_of(job.model))
@@ -54,8 +56,10 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
 
 
 def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
-    """Load the base model with the adapter beside it and return the largest difference of a log-prob from the trained
-    model. Raises UserError where it is too large."""
+    """Load the base model with the adapter and return the largest difference of a log-prob from the trained model.
+
+    Raises UserError if the difference is too large.
+    """
     base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     _, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)

@@ -1,4 +1,4 @@
-"""Measurements of models: each function computes metrics and writes what they were computed from into the run.
+"""Measurements of models: each function computes metrics, and writes their data into the run.
 
 `ptf.evaluation` is the stage that calls them: it holds the run's lease, retries, prints a table and records the
 metrics.
@@ -65,11 +65,11 @@ def measure_model(job: Job, run: Path) -> dict[str, float]:
 
 
 def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
-    """Return what the recipe measures of the trained model on each set of `data.validation`.
+    """Return the recipe's held-out metrics of the trained model on each set of `data.validation`.
 
-    With pairs, the accuracy that the answers' lengths alone give is added; with scores from 0 to 1, the area under the
-    ROC curve and the calibration error. As many workers as trained the model measure it if they run on Ray; otherwise
-    this process does.
+    For pairs, it adds `accuracy_by_length`: the accuracy of always choosing the longer answer. With `evaluate.start`,
+    it adds the metrics of the model that training started from. If the job's workers run on Ray, as many of them as in
+    training measure the model; otherwise this process does.
     """
     compute = job.compute
     if needs_ray(compute) and not (compute.address or "").startswith("http"):
@@ -90,7 +90,7 @@ def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
 
 
 def read_row_metrics(run: Path) -> dict[str, float]:
-    """Return the metrics that `measure_on_rank` wrote. Raises Corrupt."""
+    """Return the metrics that `measure_on_rank` wrote. Raises Corrupt if the file is not as this run wrote it."""
     return storage.record(str(run / COMPARED), gate.AGAIN, {"lineage": run.name})["metrics"]
 
 
@@ -138,7 +138,7 @@ def measure_on_rank(text: str, directory: str) -> None:
                 longer = np.array(
                     [np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in atoms]
                 )
-                metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # of equally long ones, half
+                metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # equal lengths count half
         if world.leads:
             storage.write_record(str(run / COMPARED), {"lineage": run.name, "metrics": metrics})
 
@@ -151,10 +151,10 @@ def measure_rows(
     world: World,
     beside: Mapping[str, Decoder],
 ) -> dict[str, float]:
-    """Return what the recipe measures of one model on each set of rows.
+    """Return the recipe's held-out metrics of one model on each set of rows.
 
-    For scores from 0 to 1 it adds the calibration error and, of telling truths above 0.5 from the others, the area
-    under the ROC curve, by the scores and by the lengths alone.
+    With a `binary` reward model it adds the calibration error and the AUC of the scores, and as a baseline the AUC of
+    the answers' lengths. An answer counts as true if its label is above 0.5; there is no AUC if all or none are true.
     """
     micro_rows, width = job.train.micro_sequences, job.data.seq_len
     metrics = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_rows, width, beside))
@@ -164,7 +164,7 @@ def measure_rows(
     for name, rows in sets.items():
         scores, truth, lengths = score_answers(model, recipe, rows, world, micro_rows, width)
         metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
-        if 0 < (truth > 0.5).sum() < len(truth):  # it is the order of two kinds
+        if 0 < (truth > 0.5).sum() < len(truth):  # AUC needs both true and false answers
             metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
     return metrics
 
@@ -178,7 +178,7 @@ def write_row_losses(
     beside: Mapping[str, Decoder],
     place: Path,
 ) -> None:
-    """Write the loss and its denominator of each held-out row, which the gate compares between models."""
+    """Write each held-out row's loss and denominator into the directory `place`, for the gate."""
     for name, rows in sets.items():
         losses = held_out_losses(model, recipe, rows, world, job.data.seq_len, beside)
         if world.leads:
@@ -190,7 +190,7 @@ def write_row_losses(
 
 
 def answer_length(sample: Sample) -> int:
-    """Return the number of tokens that are trained."""
+    """Return the number of a sample's tokens that are trained."""
     return int((sample.weights != 0).sum())
 
 
@@ -198,13 +198,13 @@ def answer_length(sample: Sample) -> int:
 def score_answers(
     model: Decoder, recipe: ScoringRecipe, rows: Sequence[Sequence[PackUnit]], world: World, micro_rows: int, width: int
 ) -> np.ndarray:
-    """Return scores, rewards and lengths of all answers, on every rank: [3, answers]."""
+    """Return scores, labels and lengths of all answers, on every rank: [3, answers]."""
     judgements = []
     for batch in deal(rows, world, micro_rows, width):
         batch = batch.to(world.device)
         judgements.append(recipe.judgements(model, batch).cpu().numpy())
     mine = np.concatenate(judgements, axis=1)
-    # a tensor group has the same
+    # all ranks of a tensor-parallel group have the same values
     return np.concatenate([mine for rank, mine in enumerate(world.gather(mine)) if rank % world.tensor == 0], axis=1)
 
 
@@ -229,8 +229,8 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 
 
 
 def measure_answers(job: Job, run: Path) -> dict[str, float]:
-    """Return pass@1, pass@k and the mean reward on each of `evaluate.sources`, of the trained model and, with
-    `evaluate.start`, of the model that training started from.
+    """Return pass@1, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
+    `evaluate.start`, also those of the model that training started from.
 
     The greedy answers are written to `run/answers/` and `run/answers/start/`.
     """
@@ -249,7 +249,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
     max_no_result = job.rollout.max_no_result if job.rollout else 0.1
     try:
         pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
-        # our own decoder needs no process of its own
+        # the native engine runs in this process
         with job_cluster(job, run, [pool], local=knobs.engine == "native") as cluster:
             for prefix, directory in models.items():
                 spec = sampler_spec(
@@ -290,8 +290,8 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
 
 
 def measure_ranking(job: Job, run: Path) -> dict[str, float]:
-    """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources` and, with `evaluate.start`,
-    of the model that training started from unless its weights were random.
+    """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources`; with `evaluate.start`,
+    also those of the model that training started from, unless its weights were random.
 
     The metrics of each user are written to `run/ranked/` and `run/ranked/start/`.
     """
@@ -323,9 +323,9 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
 
 
 def compute_own_metric(name: str, plug: Plug, answers: Sequence[Mapping[str, Any]]) -> float:
-    """Return the number that a function of `evaluate.metrics` computes from all answers to a source.
+    """Return the value of a user's metric (`evaluate.metrics`), computed from all answers to the prompts of a source.
 
-    Raises UserError if the function fails or returns no finite number.
+    Raises UserError if the function fails, or if its value is not finite.
     """
     try:
         value = float(bind(plug)(answers))
@@ -339,8 +339,10 @@ def compute_own_metric(name: str, plug: Plug, answers: Sequence[Mapping[str, Any
 
 
 def check_evaluation(job: Job) -> None:
-    """Check the evaluation before anything is trained: that its plugins exist, and that it will measure
-    `publish.metric`. Raises ConfigError."""
+    """Check, before training, that the plugins of the evaluation exist and that it will measure `publish.metric`.
+
+    Raises ConfigError otherwise.
+    """
     knobs = job.evaluate
     plugs = {
         "reward": knobs.reward,
@@ -367,7 +369,7 @@ def check_evaluation(job: Job) -> None:
         ]
     held_out = [] if registry.build(job).online else list(job.data.validation)
     if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):
-        known = [*names, *(f"what the recipe measures on {name}, like loss/{name}" for name in held_out)]
+        known = [*names, *(f"the recipe's metrics of {name}, for example loss/{name}" for name in held_out)]
         raise ConfigError(
             f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}"
         )
@@ -376,8 +378,8 @@ def check_evaluation(job: Job) -> None:
 def refuse_regression(
     metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_drop: float, mode: str = "max"
 ) -> None:
-    """Raise UserError if `metric` is missing, and Worse if it is worse than what is published by more than `max_drop`;
-    `mode` says which is better."""
+    """Raise UserError if `metric` is missing, and Worse if it is worse than the published version's by more than
+    `max_drop`. `mode` is `max` if a higher value is better, otherwise `min`."""
     if metric not in metrics:
         raise UserError(
             f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}"

@@ -1,5 +1,5 @@
-"""The publish stage: pass the gates, then make a version appear. Its files are written first, then its manifest, and
-last the pointer; nothing is ever moved."""
+"""The publish stage: check the gates, then publish the model as a version. The version's files are written first, then
+its manifest, and last the pointer; no published file is ever moved."""
 
 import shutil
 from collections.abc import Mapping
@@ -22,10 +22,13 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generati
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
-    """Publish the run's model as a version, and return the artifact with its address. The version is named by the
-    lineage, so publishing again changes nothing. Raises UserError, before anything is written, if the exported model
-    does not give the trained model's log-probs or its tokenizer gives other ids; Worse, if it is worse than what
-    training started from or what is published; Held where another process is writing the lineage."""
+    """Publish the run's model as a version, and return the artifact with the version's address.
+
+    The version is named after the lineage, so publishing again changes nothing. Raises, before anything is written,
+    UserError if the exported model does not give the trained model's log-probs or its tokenizer gives different ids;
+    Worse if the model is worse than the one that training started from or than the published one; Held if a different
+    process is writing to the lineage.
+    """
     assert artifact.run is not None
     with disk.plainly(job.output), hold_lease(job, Path(artifact.run)) as lease:
         return _publish(job, artifact, lease)
@@ -56,7 +59,7 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
         "what": job.publish.what,
     }
     files = storage.commit(str(staged), manifest)["files"]
-    # after a retry it may be there already: what may be being read is not written once more
+    # after a retry the version may exist already: its files are not written again, since somebody may be reading them
     is_there = _files(f"{root}/{artifact.lineage}") == files
     lease.check()
     if not is_there:
@@ -75,20 +78,23 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
 
 
 def _loaded_difference(job: Job, run: Path, model: Path) -> float:
-    """Return the largest difference of a log-prob, over all that is published. Raises UserError."""
+    """Return the largest difference of a log-prob over everything that is published: model, adapter or both.
+
+    Raises UserError if a difference is too large, or if there is no adapter to publish.
+    """
     difference = model_difference(job, run, model)
     if job.publish.what == "merged":
         return difference
     if not (run / "adapter").is_dir():
         raise UserError(
-            f"publish.what: training wrote no adapter in {run}, and its console says why; publish.what: merged "
-            "publishes the merged model"
+            f"publish.what: training wrote no adapter in {run}; the console output of training gives the reason; "
+            "publish.what: merged publishes the merged model"
         )
     return max(difference, adapter_difference(job, run, run / "adapter"))
 
 
 def _stage_files(job: Job, run: Path, model: Path) -> Path:
-    """Copy what is published into a directory of the run, and return it."""
+    """Copy the files to publish into a directory of the run, and return that directory."""
     staged, adapter = run / "publish", run / "adapter"
     shutil.rmtree(staged, ignore_errors=True)
     if job.publish.what == "adapter":
@@ -102,8 +108,11 @@ def _stage_files(job: Job, run: Path, model: Path) -> Path:
 
 
 def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) -> None:
-    """Let the pointer name the new version. Where the version was there before and another was published after it, the
-    pointer stays. Raises Retryable where others move it all the time."""
+    """Set the pointer to the new version.
+
+    If the version was published before and a later one after it, the pointer stays at the later one. Raises Retryable
+    if other processes keep moving the pointer.
+    """
     root = job.versions
     for _ in range(ATTEMPTS):
         seen = published.pointer(root)
@@ -113,19 +122,19 @@ def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) ->
                 flush=True,
             )
             return
-        _refuse_worse(job, artifact, published.manifest(root))  # than what is there now: others may publish meanwhile
+        _refuse_worse(job, artifact, published.manifest(root))  # again: others may have published meanwhile
         with lease.commit():
             moved = published.point(root, artifact.lineage, seen)
         if moved:
             return
     raise Retryable(
-        f"{root}/{artifact.lineage} is there whole, but others publish there all the time: "
-        "its pointer could not be moved"
+        f"all files of {root}/{artifact.lineage} are written, but the pointer could not be set to it: other processes "
+        "keep publishing there"
     )
 
 
 def page(artifact: Artifact) -> str:
-    """Return Markdown for whoever looks at the publish step: the gates that were passed, and the model card."""
+    """Return Markdown for the card of the flow's publish step: the gates that were passed, and the model card."""
     if artifact.published is None:
         return f"# {artifact.lineage}\n\n**Not published:** it is not better than the published version."
     text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
@@ -133,13 +142,15 @@ def page(artifact: Artifact) -> str:
     return (
         f"Gates passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the trained "
         "model's; the tokenizer gives the ids that were trained on. "
-        f"Beside what training started from: {manifest.get('gate', 'not compared')}.\n\n{text}"
+        f"Compared with what training started from: {manifest.get('gate', 'not compared')}.\n\n{text}"
     )
 
 
 def push(directory: Path, repository: str, version: str) -> None:
-    """Commit the version's files to a repository of the Hub. Raises UserError where the Hub does not take them: the
-    version is published by then, and publishing again pushes again."""
+    """Commit the version's files to a repository on the Hub.
+
+    Raises UserError if the Hub does not accept them. The version is published by then; publishing again pushes again.
+    """
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
@@ -153,13 +164,13 @@ def push(directory: Path, repository: str, version: str) -> None:
     except (HFValidationError, httpx.HTTPError, OSError) as error:
         raise UserError(
             f"{version} is published, but not on the hub: {repository}: {type(error).__name__}: {error}\n"
-            "Is HF_TOKEN set, and may it write there? A resume tries again."
+            "Check that HF_TOKEN is set and may write there; a resume tries again."
         ) from error
     print(f"pushed to {commit.commit_url}", flush=True)
 
 
 def _version_before(root: str, lineage: str) -> Mapping[str, Any] | None:
-    """Return the manifest of the version that counted before this one."""
+    """Return the manifest of the version that the pointer named before this one; None if there is none."""
     seen = published.pointer(root)
     counted = [*seen.before, seen.version] if seen else []
     earlier = counted[: counted.index(lineage)] if lineage in counted else counted
@@ -167,7 +178,7 @@ def _version_before(root: str, lineage: str) -> Mapping[str, Any] | None:
 
 
 def _files(version: str) -> Mapping[str, Any] | None:
-    """Return what the manifest of a version says of its files, where the version is there whole."""
+    """Return the files in the manifest of a version (name → size and SHA-256); None if it is missing or incomplete."""
     try:
         return storage.verify(version)["files"]
     except (storage.Missing, storage.Corrupt):
@@ -175,8 +186,11 @@ def _files(version: str) -> Mapping[str, Any] | None:
 
 
 def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:
-    """Raise Worse where `publish.metric` is worse than the published version's. Where training started from that
-    version, its metric is the one that was measured beside the new model, on the same held-out data."""
+    """Raise Worse if `publish.metric` is worse than that of the published version, by more than `publish.max_drop`.
+
+    If training started from the published version, its metric is the `start/` one of this evaluation, which was
+    measured on the same held-out data as the new model's.
+    """
     metric = job.publish.metric
     if metric:
         before = manifest["metrics"] if manifest else {}

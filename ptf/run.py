@@ -1,5 +1,7 @@
-"""Running a job: the hybrid of SPMD and single controller in one `if`.
-Also `python -m ptf.run CONFIG` under torchrun."""
+"""Running a job: an online recipe has one controller, an offline recipe runs as SPMD ranks.
+
+`python -m ptf.run CONFIG` is one such rank, under a torchrun that was started by hand or by this module.
+"""
 
 import argparse
 import contextlib
@@ -12,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ptf import entry  # first: it notes who started this process
+from ptf import entry  # imported first: it records the parent process
 
 # isort: split
 from ptf import disk, published, scratch, storage
@@ -32,7 +34,7 @@ from ptf.train.resume import refuse_frozen_changes
 
 
 def mint(prefix: str) -> str:
-    """Return a new lineage, which names one training run and every resume of it."""
+    """Return a new lineage: the name of one training run and of every resume of it."""
     return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
@@ -42,7 +44,7 @@ TAKEN = ("prepared", "tokenized", "annotated", "published", "models")  # directo
 
 
 def refuse_lineage(lineage: str) -> None:
-    """Raise UserError for what cannot be the name of a run's directory."""
+    """Raise UserError if `lineage` cannot be the name of a run's directory."""
     if not LINEAGE.fullmatch(lineage):
         raise UserError(
             f"{lineage!r} is not the name of a training run: at most 200 letters, digits, dots, "
@@ -52,12 +54,12 @@ def refuse_lineage(lineage: str) -> None:
     if lineage in TAKEN:
         raise UserError(
             f"{lineage!r} is not the name of a training run: a directory of that name is shared by all runs; "
-            "take another"
+            "choose a different name"
         )
 
 
 def prepared_directory(job: Job) -> str | None:
-    """Run `data.prepare` unless its output is there already; None if the job has none."""
+    """Run `data.prepare` unless its output exists, and return the output's directory; None if the job has none."""
     if job.data.prepare is None:
         return None
     return prepare(
@@ -66,8 +68,11 @@ def prepared_directory(job: Job) -> str | None:
 
 
 def published_models(job: Job) -> dict[str, str]:
-    """Path → the published version that it stands for now, so that every later stage and resume takes the same one: of
-    those of the job's models that are `job:`s which have published something, or directories of versions."""
+    """Map each model path that refers to published versions to the version that is current now.
+
+    Such a path is `job:…` or a directory of versions; it is omitted if nothing has been published there. Later stages
+    and resumes use the mapping, so that all of them read the same version.
+    """
     versions = {}
     for path in model_paths(job).values():
         place = path
@@ -80,7 +85,7 @@ def published_models(job: Job) -> dict[str, str]:
 
 
 def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
-    """Key → config of every `job:` that has published nothing yet."""
+    """Return the config path of every `job:` that has published nothing yet, by the model's config key."""
     return {
         key: path.removeprefix("job:")
         for key, path in model_paths(job).items()
@@ -89,8 +94,11 @@ def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
 
 
 def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
-    """Key of a source → the commit of its dataset of the Hub, so that every later stage and resume reads the same one.
-    Where the config names no revision, an earlier attempt at the lineage has said which."""
+    """Map the key of each source that is a dataset on the Hub to the commit to read; omit sources that name a commit.
+
+    Later stages and resumes use the mapping, so that all of them read the same commit. If the config names no revision,
+    it is the commit that an earlier attempt at the lineage read; otherwise it is the revision's newest commit.
+    """
     text = recorded(Path(job.output) / lineage) if lineage else None
     before = sources_of(loads(text)) if text else {}
     commits = {}
@@ -105,7 +113,7 @@ def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
 
 
 def _commit_read(source: Source) -> str | None:
-    """Return the commit that a recorded job read, ahead of training or while it trained."""
+    """Return the commit that a recorded job read from the Hub, when it was tokenized or while it trained."""
     if source.kind != "tokenized":
         return source.revision
     manifest = f"{source.path.rstrip('/')}/{storage.MANIFEST}"
@@ -113,15 +121,18 @@ def _commit_read(source: Source) -> str | None:
 
 
 def flow_of(job: Job) -> str:
-    """Return the name of a flow that runs the job: its recipe's. A plugin recipe runs in every recipe's flow."""
+    """Return the name of a flow that runs the job: its recipe's, or for a plugin recipe `sft` or, if online, `grpo`."""
     if isinstance(job.recipe, str):
         return job.recipe
     return "sft" if job.rollout is None else "grpo"
 
 
 def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = None) -> Job:
-    """Return the job with `prepare:` and `job:` replaced by what they point at, and with the commits of its datasets of
-    the Hub (those that an earlier attempt at `lineage` read). Raises UserError if a `job:` has published nothing."""
+    """Return the job with `prepare:` and `job:` replaced by paths, and with the commit of each dataset on the Hub.
+
+    `models` and the commits that an earlier attempt at `lineage` read take precedence. Raises UserError if a `job:` has
+    published nothing.
+    """
     models = {**published_models(job), **models}
     for key, config in unpublished(job, models).items():
         raise UserError(
@@ -132,18 +143,20 @@ def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = Non
 
 
 def remove_leftovers(job: Job, lineage: str) -> None:
-    """Remove what killed processes left half-made where this job and this run write."""
+    """Remove the temporary files that killed processes left in the directories that this job and this run write to."""
     places = {job.output: 1, f"{job.output}/{lineage}": 4} | (
         {job.versions: 1} if storage.is_local(job.versions) else {}
     )
     for place in {path: None for root, depth in places.items() for path in scratch.sweep(Path(root), depth)}:
-        print(f"removed {place}, which a process that was killed had left", flush=True)
+        print(f"removed {place}, which a killed process had left", flush=True)
 
 
 def run(job: Job, lineage: str) -> Path:
-    """Train a resolved job, from its lineage's newest checkpoint if there is one. Returns the run's directory:
-    metrics.jsonl, tensorboard/, checkpoints/, and `model/`, a Hugging Face directory.
-    Raises Held where another process is training it."""
+    """Train a resolved job, from its lineage's newest checkpoint if there is one, and return the run's directory.
+
+    The directory contains metrics.jsonl, tensorboard/, checkpoints/ and model/, a Hugging Face directory. Raises Held
+    if a different process is training the lineage.
+    """
     refuse_lineage(lineage)
     directory, job = Path(job.output) / lineage, shown(job)
     with disk.plainly(
@@ -151,7 +164,7 @@ def run(job: Job, lineage: str) -> Path:
     ):
         if (job.compute.address or "").startswith(("http://", "https://")):
             record(job, directory)
-            submitted(job, lineage, directory)  # the lease is held there
+            submitted(job, lineage, directory)  # the submitted job holds the lease
         else:
             with hold_lease(job, directory) as lease:
                 _run(job, lineage, directory, lease)
@@ -190,8 +203,10 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
 
 
 def submitted(job: Job, lineage: str, directory: Path) -> None:
-    """Train as a job of a Ray cluster, which sees the same directories as this machine and has the same Python. Raises
-    UserError if it refuses the job, Retryable if it fails otherwise."""
+    """Train as a job of a Ray cluster that has the same directories and the same Python as this machine.
+
+    Raises UserError if the job is refused, Retryable if it fails otherwise.
+    """
     from ptf.compute import ray_jobs
 
     command = [
@@ -213,12 +228,12 @@ def submitted(job: Job, lineage: str, directory: Path) -> None:
         )
     if ended.status != "SUCCEEDED":
         refused = ended.code == 2 and not (directory / shutdown.STOP).exists()
-        message = f"the job ended as {ended.status}: {ended.message.strip() or 'its lines above say why'}"
+        message = f"the job ended as {ended.status}: {ended.message.strip() or 'see its output above'}"
         raise UserError(message) if refused else Retryable(message)
 
 
 def record(job: Job, directory: Path) -> None:
-    """Write the run's job.yaml. Raises UserError, leaving it, if the run was begun by a job with other frozen keys."""
+    """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a frozen key."""
     directory.mkdir(parents=True, exist_ok=True)
     if (then := recorded(directory)) is not None:
         refuse_frozen_changes(then, job)
@@ -227,8 +242,10 @@ def record(job: Job, directory: Path) -> None:
 
 
 def recorded(directory: Path) -> str | None:
-    """Return the job of a run's earlier attempt as a text; None where there was none.
-    Raises Corrupt where it is not as it was written."""
+    """Return the text of the job.yaml that an earlier attempt at a run wrote; None if there was no earlier attempt.
+
+    Raises Corrupt if the file was changed since.
+    """
     file = directory / JOB
     try:
         text, _, digest = file.read_bytes().decode().rpartition(SEAL)
@@ -238,8 +255,8 @@ def recorded(directory: Path) -> str | None:
         text, digest = "", "?"
     if digest != f"{_digest(directory, text)}\n":
         raise storage.Corrupt(
-            f"{file} is not as this run wrote it; where the config is the one that this run began with, remove it: "
-            "it is written anew"
+            f"{file} was changed after this run wrote it; if you are sure that the config is the one that this run "
+            "began with, remove the file, and it is written again"
         )
     return text
 
@@ -249,7 +266,7 @@ def _digest(directory: Path, text: str) -> str:
 
 
 def begun(job: Job, lineage: str | None) -> dict[str, str]:
-    """Return, of the job's published models, the versions that an earlier attempt at this lineage took."""
+    """Return the versions of the job's published models (path → version) that an earlier attempt at `lineage` used."""
     if lineage is None:
         return {}
     refuse_lineage(lineage)
@@ -261,7 +278,7 @@ def begun(job: Job, lineage: str | None) -> dict[str, str]:
 
 
 def work(text: str, directory: str, lease: str) -> None:
-    """Train on one rank of an offline job; whoever started it holds the lease."""
+    """Train as one rank of an offline job; the process that started it holds the lease."""
     from ptf.train.fit import fit
 
     job = loads(text)
@@ -270,7 +287,7 @@ def work(text: str, directory: str, lease: str) -> None:
 
 
 def world_of(job: Job):
-    """Return the context in which this process is one of the job's ranks."""
+    """Return a context manager that makes this process one of the job's ranks."""
     compute = job.compute
     threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor)
@@ -284,10 +301,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", nargs="+")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     parser.add_argument("--lineage", help="continue this run from its newest checkpoint")
-    parser.add_argument("--lease", help=argparse.SUPPRESS)  # of the process that started torchrun
+    parser.add_argument("--lease", help=argparse.SUPPRESS)  # held by the process that started torchrun
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))
-    # of a rank that torchrun started by hand; ours were bound to it before they imported anything
+    # for a rank whose torchrun was started by hand; ranks that ptf started are bound to their parent before any import
     entry.end_with_parent(entry.STARTED_BY)
     try:
         job = load(*given.config, overrides=given.set)
@@ -306,7 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
                 lambda: dump(shown(resolved(job, begun(job, given.lineage), given.lineage))) if world.leads else "",
             )
             job = loads(str(text))
-            lineage = str(world.share(given.lineage or mint("sft")))  # an empty one was refused by begun
+            lineage = str(world.share(given.lineage or mint("sft")))  # `begun` refused an empty lineage
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)
@@ -327,7 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def together(world: World, act: Callable[[], object]) -> object:
-    """Return on every rank what rank 0's `act` returns; its UserError is raised on every rank."""
+    """Call `act` on every rank; return rank 0's result on all of them, or raise rank 0's UserError on all of them."""
     try:
         result = act()
     except UserError as error:

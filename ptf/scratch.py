@@ -1,7 +1,7 @@
 """Temporary files and directories beside their destinations, and removal of those that killed processes left there.
 
-A process that works in one holds a lock on it (flock), which the kernel releases when the process dies. A name of this
-form that nobody has locked is therefore garbage, and any process may remove it at any time.
+A process that uses one holds a lock on it (flock), which the kernel releases when the process dies. A file or directory
+whose name begins with `PREFIX` and that no process has locked is therefore garbage, and any process may remove it.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PREFIX = ".partial-"  # of the names that `sweep` may remove
+PREFIX = ".partial-"  # `sweep` removes only names that begin with this
 
 
 @contextlib.contextmanager
@@ -51,15 +51,17 @@ def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def hold(path: Path) -> int | None:
-    """Lock a file or directory until the number that is returned is closed, or this process ends; None where it was
-    swept before it was locked. Where the file system has no locks it stays unlocked,
-    and nobody will take it for abandoned."""
+    """Lock a file or directory and return the file descriptor; closing it, or the end of the process, unlocks it.
+
+    Return None if `sweep` removed the path before it was locked. On a file system without locks the path stays
+    unlocked, and `abandoned` yields False for it.
+    """
     try:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX)  # which others hold for no longer than it takes to look, or to remove it
+        fcntl.flock(handle, fcntl.LOCK_EX)  # `sweep` holds this lock only briefly, to check the path or remove it
     try:
         if os.path.samestat(os.fstat(handle), os.stat(path)):
             return handle
@@ -71,7 +73,7 @@ def hold(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
-    """Whether nobody holds it, which stays so during the block. False where that cannot be known."""
+    """Yield whether no process holds a path; no process can lock it during the block. False if this is unknown."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -89,11 +91,11 @@ def abandoned(path: Path) -> Iterator[bool]:
 
 
 def sweep(root: Path, depth: int) -> list[Path]:
-    """Remove what killed processes left in `root` and `depth` levels below it. Returns what was removed."""
+    """Remove temporary files that killed processes left in `root` and `depth` levels below it; return their paths."""
     removed: list[Path] = []
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-    except OSError:  # it is not there, or not ours to read
+    except OSError:  # `root` does not exist, or this process may not read it
         return removed
     for entry in entries:
         path = Path(entry.path)

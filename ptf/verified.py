@@ -1,8 +1,8 @@
-"""Verification of files that are read again: their sizes and SHA-256 must be those that were written, and no other file
-may be there.
+"""Verification of files that are read again: their sizes and SHA-256 must be those that were written, and the directory
+may contain no other file.
 
-A file is not hashed again if its identity is unchanged since the last time: device, inode, size, mtime and ctime on
-disk; entity tag and version in an object store. Identities and hashes are remembered in one small file per directory
+A file is not hashed again if its identity is unchanged since it was last hashed: device, inode, size, mtime and ctime
+on disk; entity tag and version in an object store. Identities and hashes are stored in one small file per directory
 below `PTF_CACHE` (default `~/.cache/ptf`).
 """
 
@@ -20,17 +20,17 @@ from typing import Any
 from ptf import scratch, storage
 from ptf.storage import MANIFEST, Corrupt
 
-FRESH_NS = 100_000_000  # a file younger than this may be written to once more under the same times
-COARSE_NS = 2_000_000_000  # where the file system keeps whole seconds
-WAIT_S = 600.0  # for another process that hashes the same directory
+FRESH_NS = 100_000_000  # a later write to a file that changed less than this ago may leave its times the same
+COARSE_NS = 2_000_000_000  # the same, for file systems that store times in whole seconds
+WAIT_S = 600.0  # longest wait for another process that is hashing the same directory
 
 
 def verify(directory: str, up_to: float = float("inf"), mend: str = "", without: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the manifest of a committed directory or URI that holds exactly what it says.
+    """Return the manifest of a committed directory or URI after comparing the files there with it.
 
-    Where more than `up_to` bytes had to be hashed, sizes alone are compared, and the console says so. Names that match
-    `without` may be missing. Raise Corrupt naming the file that is missing, other or not of it, with `mend` as the
-    advice; Missing if nothing is there.
+    If more than `up_to` bytes would have to be hashed, only sizes are compared, and a line on the console reports it.
+    Files whose names match a pattern in `without` may be missing. Raise Corrupt, which names the file that is missing,
+    has changed or is not in the manifest, and ends with `mend` as the advice; raise Missing if nothing is there.
     """
     with _advised(mend):
         manifest = storage.manifest_of(directory)
@@ -41,10 +41,11 @@ def verify(directory: str, up_to: float = float("inf"), mend: str = "", without:
 def make_once(
     target: Path, expected: Mapping[str, Any], make: Callable[[Path], None], up_to: float = float("inf")
 ) -> bool:
-    """Make `target` where it is not there yet, and return whether it was.
+    """Make the directory `target` if it does not exist, and return whether it existed.
 
-    It holds what `make(directory)` writes and a manifest that says `said`, and appears when it is complete, whoever
-    else makes it. Raise Corrupt where it is not what was written, or was made for something else.
+    `make(directory)` writes its files; a manifest that contains the entries of `expected` is added. `target` appears
+    only when it is complete, even if several processes make it at once. Raise Corrupt if an existing `target` has
+    changed since it was written, or if its manifest does not contain `expected`.
     """
     if target.exists():
         return _verify_existing(target, expected, up_to)
@@ -68,26 +69,29 @@ def _verify_existing(target: Path, expected: Mapping[str, Any], up_to: float) ->
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Return what the manifest of a directory in a run's says.
+    """Return the manifest entries that identify a directory of a run: the lineage and the directory's name.
 
-    By it neither another run's directory nor another of this run's is taken for it.
+    They prevent a directory of a different run, or a different directory of this run, from being accepted in its place.
     """
     return {"lineage": directory.parent.name, "directory": directory.name}
 
 
 def refuse_other(directory: str, expected: Mapping[str, Any], up_to: float, mend: str) -> None:
-    """Raise Corrupt unless a committed directory holds what was written there.
+    """Raise Corrupt if a committed directory has changed, or if its manifest does not contain the entries `expected`.
 
-    Its manifest must say `said`.
+    `mend` is the advice at the end of the message.
     """
     manifest = verify(directory, up_to, mend)
     for key, value in expected.items():
         if manifest.get(key) != value:
-            raise Corrupt(f"{directory} holds what was made for another {key}, {manifest.get(key)}; {mend}")
+            raise Corrupt(f"{directory} was made for a different {key}, {manifest.get(key)}; {mend}")
 
 
 def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"), without: Sequence[str] = ()) -> str:
-    """`storage.localize`; a copy that is used again must hold what was copied. Raises Corrupt, Missing."""
+    """Copy `uri` with `storage.localize` and verify the copy, which may be from an earlier call. Return its path.
+
+    Raise Corrupt if the copy has changed since it was made, Missing if there is nothing at `uri`.
+    """
     local = storage.localize(uri, into, without)
     if not storage.is_local(uri):
         mend = f"remove {local}: it is copied again"
@@ -102,9 +106,10 @@ def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"
 
 
 def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: float, manifest: bool = True) -> None:
-    """Raise Corrupt unless the files below are those of `entries` (name → size and SHA-256), and no others.
+    """Raise Corrupt unless the files below `directory` are exactly those of `entries` (name → size and SHA-256).
 
-    With `manifest`, the manifest may be there too.
+    With `manifest`, the manifest file is allowed too. If more than `up_to` bytes would have to be hashed, only sizes
+    are compared.
     """
     base = directory.rstrip("/")
     present = storage.marks(base)
@@ -143,8 +148,10 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
 
 
 def _settled(mark: str, now: int) -> bool:
-    """Whether a later write would show. Marks of files here end with their ctime in nanoseconds;
-    those of object stores are always others."""
+    """Return whether any later write would change the mark (the file's identity).
+
+    Marks of local files end with the ctime in nanoseconds; every write to an object store gives a new mark.
+    """
     if not mark.startswith("file "):
         return bool(mark)
     changed = int(mark.rsplit(" ", 1)[1])
@@ -161,8 +168,11 @@ def _sha256(uri: str) -> str:
 
 @contextlib.contextmanager
 def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
-    """Name → identity and SHA-256, of files that were hashed before; what the block adds is kept. One process of this
-    machine at a time, so that of several ranks one reads and the others know."""
+    """Yield identity and SHA-256 of each file (by name) that was hashed before; entries that the block adds are saved.
+
+    Only one process of this machine is in the block at a time: one of several ranks hashes the files, and the others
+    find its hashes.
+    """
     place = os.path.realpath(directory) if storage.is_local(directory) else directory
     root = Path(os.environ.get("PTF_CACHE") or Path.home() / ".cache" / "ptf") / "verified"
     file = root / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json"
@@ -171,8 +181,8 @@ def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
         handle = os.open(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         print(
-            f"what is verified cannot be remembered in {root} ({error.strerror}): every file is read again; "
-            "PTF_CACHE names another place",
+            f"the hashes of verified files cannot be remembered in {root} ({error.strerror}), so every file is hashed "
+            "again; set PTF_CACHE to a writable directory",
             flush=True,
         )
         yield {}
@@ -189,12 +199,12 @@ def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
         if json.dumps(known) != before:
             storage.write_text(str(file), json.dumps(known))
     finally:
-        fcntl.flock(handle, fcntl.LOCK_UN)  # for a process that was forked meanwhile has the file open, too
+        fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has the file open too
         os.close(handle)
 
 
 def _wait(handle: int) -> None:
-    """For whoever hashes the same files; after `WAIT_S` without him."""
+    """Wait for the process that is hashing the same files; give up after `WAIT_S`, and go on without the lock."""
     ends = time.monotonic() + WAIT_S
     while time.monotonic() < ends:
         try:

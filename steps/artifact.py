@@ -1,4 +1,4 @@
-"""What passes from stage to stage; stored runs of flows name it here."""
+"""The artifact that passes from stage to stage. Stored runs of flows import it from here."""
 
 from ptf.artifact import Artifact
 

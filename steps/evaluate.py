@@ -1,4 +1,4 @@
-"""The evaluate stage: measure the trained model by what the job holds out (ptf.evaluation)."""
+"""The evaluate stage: measure the trained model on the job's held-out data (ptf.evaluation)."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from steps.artifact import Artifact
 
 
 def evaluate(job: Job, artifact: Artifact) -> Artifact:
-    """Add the evaluation's metrics to the artifact. Raises what `ptf.evaluation.evaluate_run` raises."""
+    """Add the evaluation's metrics to the artifact. Raises the errors of `ptf.evaluation.evaluate_run`."""
     from ptf.evaluation import evaluate_run
 
     assert artifact.run is not None

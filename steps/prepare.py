@@ -1,4 +1,4 @@
-"""Make what the job's other stages read: prepared data, and the models it takes from other jobs."""
+"""The prepare stage: make the data and the models of other jobs that the job's later stages read."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from steps.artifact import Artifact
 
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
-    """Make what is not there yet, and reuse what is. Models of other jobs that are not published yet are trained and
-    published first."""
+    """Make the prepared data, or reuse them if they exist. Models of other jobs that are not published yet are trained
+    and published first."""
     from ptf import published, storage
     from ptf.data.sources.rows import stamps
     from ptf.measurement import check_evaluation
@@ -24,12 +24,12 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from ptf.train.dataloading import specs
 
     refuse_lineage(artifact.lineage)
-    check_evaluation(job)  # what the last steps need, before the first one works
-    published.manifest(job.versions)  # raises where what is published cannot be read
+    check_evaluation(job)  # checks for the last stages, before the first one runs
+    published.manifest(job.versions)  # raises if the published version cannot be read
     storage.refuse_no_bucket(job.versions)
     remove_leftovers(job, artifact.lineage)
     artifact = artifact.but(prepared=prepared_directory(job))
-    for _ in model_paths(job):  # at most: one may publish what another begins with
+    for _ in model_paths(job):  # repeated, because a job may need the model of a job before it
         if not (waiting := list(unpublished(job, published_models(job)).values())):
             break
         print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)

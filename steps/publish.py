@@ -1,12 +1,12 @@
-"""The publish stage: pass the gates, then make a version appear (ptf.publishing)."""
+"""The publish stage: check the gates, then publish the model as a version (ptf.publishing)."""
 
 from ptf.config import Job
 from steps.artifact import Artifact
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
-    """Publish the artifact's model under the name of its lineage, and add its address. Raises what
-    `ptf.publishing.publish` raises."""
+    """Publish the artifact's model under the name of its lineage, and add its address to the artifact. Raises the
+    errors of `ptf.publishing.publish`."""
     from ptf.publishing import publish as publish_version
 
     return publish_version(job, artifact)

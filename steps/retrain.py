@@ -1,8 +1,8 @@
 """Retraining: training continues from the published version on new data, and the result is published only if it is
 better.
 
-A published version records which data it was trained on. If the data are the same, or a training from that version has
-already used them, there is nothing to do.
+The manifest of a published version identifies the data that it was trained on. If the data are the same, or a training
+from that version has already used them, there is nothing to do.
 """
 
 from pathlib import Path
@@ -12,18 +12,20 @@ from ptf.config import Job, fingerprint, loads
 from ptf.errors import UserError
 from steps.artifact import Artifact
 
-LAST = "retrained.json"  # beside the pointer: what the last retraining was made of, and how it ended
+LAST = "retrained.json"  # beside the pointer: data, start, config and outcome of the last retraining
 
 
 def starting_from_published(job: Job, artifact: Artifact) -> Job:
-    """Return the job beginning with the version that its first step found published; as it stands where there was
-    none."""
+    """Return the job so that it starts from the version that its prepare stage found; unchanged if there was none."""
     return _on_published(job) if job.versions in artifact.models else job
 
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
-    """Prepare as any recipe does, with the published model as the start, if there is one. Raises UserError where the
-    config does not say what is better, or where what it publishes is no start."""
+    """Prepare the job with the published model as its start, if there is one.
+
+    Raises UserError if the config does not define when a model is better, or if it publishes only an adapter, from
+    which training cannot start.
+    """
     from ptf import published
     from ptf.run import recorded
     from steps.prepare import prepare as prepared
@@ -36,14 +38,15 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         )
     if job.publish.what == "adapter":
         raise UserError(
-            "publish.what: retraining starts from the published version, so it must be a whole model; give merged or "
+            "publish.what: retraining starts from the published version, so it must be a whole model; use merged or "
             "both"
         )
     if job.data.prepare:
         print(
-            "retrain: data.prepare runs once for its arguments; what it reads may change without being seen", flush=True
+            "retrain: data.prepare runs once for its arguments; changes of the data that it reads are not detected",
+            flush=True,
         )
-    # by an earlier attempt, which goes on with what it began with
+    # an earlier attempt at this lineage continues with the model that it started from
     begun = recorded(Path(job.output) / artifact.lineage)
     from_version = (
         loads(begun).model.path.startswith(f"{job.versions}/") if begun else published.pointer(job.versions) is not None
@@ -52,8 +55,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
 
 
 def has_new_data(job: Job, artifact: Artifact) -> bool:
-    """Return whether there are data that neither the published version nor a training from it was trained on. Print
-    what there is."""
+    """Return whether there are data that neither the published version nor a training from it has used. Print which."""
     from ptf import published
 
     manifest = published.manifest(job.versions)
@@ -68,7 +70,7 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
         print(f"retrain: nothing new since {manifest['version']}", flush=True)
         return False
     last = _last(job)
-    # not better, or published and gone back from
+    # that training was not better, or its version was published and then withdrawn
     if _trial(job, artifact, manifest["version"]).items() <= last.items():
         print(
             f"retrain: nothing new since {last['lineage']}, which {last['how']} (remove {job.versions}/{LAST} to do "
@@ -82,8 +84,7 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
-    """Publish as any recipe does, if the model is better than the one that it was trained from; else nothing is
-    published. How it ended is recorded beside the pointer."""
+    """Publish the model if it is better than the one it was trained from; record the outcome beside the pointer."""
     from ptf import storage
     from ptf.measurement import Worse
     from steps.publish import publish as published
@@ -113,7 +114,7 @@ def _on_published(job: Job) -> Job:
 
 
 def _trial(job: Job, artifact: Artifact, version: str) -> dict[str, Any]:
-    """Return what decides how a retraining ends."""
+    """Return the inputs that determine a retraining: its data, the version that it starts from, and its config."""
     return {"data": dict(artifact.data), "from": version, "config": fingerprint(_on_published(job))}
 
 
@@ -127,6 +128,6 @@ def _last(job: Job) -> dict[str, Any]:
         return storage.record(place, "")
     except (storage.Corrupt, IsADirectoryError, PermissionError):
         raise UserError(
-            f"{place} cannot be read, so it is not known what the last retraining was made of; remove it, "
+            f"{place} cannot be read, so the data of the last retraining are unknown; remove it, "
             "and the data count as new"
         ) from None

@@ -1,4 +1,4 @@
-"""A sweep: the same job several times with other values of some keys, and the best of them by `publish.metric`."""
+"""A sweep: trials of one job with different values of some keys, of which `publish.metric` determines the best."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from ptf.errors import UserError
 
 
 def measured_by(job: Job) -> dict[str, Any]:
-    """Return, by key, all that a trial is measured by, and where it is published."""
+    """Return, by key, the settings that must be the same in all trials: those of measurement and publication."""
     knobs, rollout = job.evaluate.model_dump(), job.rollout
     reward = job.evaluate.reward or (rollout.reward if rollout else None)
     return {
@@ -28,12 +28,14 @@ def measured_by(job: Job) -> dict[str, Any]:
 
 
 def trials(job: Job) -> list[str]:
-    """Return the jobs of `flow.sweep` as texts, each whole. Raises UserError, before any runs, for one that is no job
-    or that could not be compared with the others."""
+    """Return the jobs of `flow.sweep`, each as a complete text.
+
+    Raises UserError if a trial is not a valid job, or if its metric could not be compared with that of the others.
+    """
     if len(job.flow.sweep) < 2:
-        raise UserError("flow.sweep: a sweep has two trials at least, like [{train.lr: 1e-4}, {train.lr: 3e-4}]")
+        raise UserError("flow.sweep: a sweep needs at least two trials, like [{train.lr: 1e-4}, {train.lr: 3e-4}]")
     if not job.publish.metric or job.publish.metric.startswith("train/"):
-        raise UserError("publish.metric: a sweep chooses by a metric of the evaluate stage; name it")
+        raise UserError("publish.metric: a sweep chooses the best trial by a metric of the evaluate stage; name one")
     texts = []
     for number, changes in enumerate(job.flow.sweep):
         try:
@@ -50,7 +52,7 @@ def trials(job: Job) -> list[str]:
 
 
 def best(job: Job, metrics: Sequence[Mapping[str, float]]) -> int:
-    """Return the number of the best trial, and print all. Raises UserError where none has the metric."""
+    """Return the number of the best trial, and print the metric of all. Raises UserError if no trial has the metric."""
     name, sign = str(job.publish.metric), 1 if job.publish.mode == "max" else -1
     values = [trial.get(name, math.nan) for trial in metrics]
     if all(map(math.isnan, values)):

@@ -1,4 +1,4 @@
-"""Tokenize once, to parquet, what an offline recipe trains and validates on."""
+"""The tokenize stage: tokenize the training and validation data of an offline recipe, to parquet."""
 
 import os
 from pathlib import Path
@@ -8,9 +8,11 @@ from steps.artifact import Artifact
 
 
 def tokenize(job: Job, artifact: Artifact) -> Artifact:
-    """Tokenize what is not tokenized yet; what was made from the same files with the same tokenizer and settings is
-    reused. Online recipes render prompts as they go, and so does `data.pretokenize: false`; then there is nothing to
-    do."""
+    """Tokenize the sources, or reuse tokenized data that were made from the same files with the same tokenizer and
+    settings.
+
+    Does nothing for online recipes, which render prompts during training, and with `data.pretokenize: false`.
+    """
     from ptf.data.added import tokenizer_of
     from ptf.model.bridge import locate
     from ptf.recipes import registry
@@ -19,7 +21,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     from ptf.train.tokenize import tokenize as tokenized
 
     if registry.build(job).online or not job.data.pretokenize:
-        print("tokenize: on the fly, nothing to do ahead", flush=True)
+        print("tokenize: nothing to do, because tokenization happens during training", flush=True)
         return artifact
     resolved = artifact.resolve(job)
     model = resolved.model

@@ -1,12 +1,12 @@
-"""The train stage: hand the job to its gang or its controller."""
+"""The train stage: run the job's training (ptf.run)."""
 
 from ptf.config import Job
 from steps.artifact import Artifact
 
 
 def train(job: Job, artifact: Artifact) -> Artifact:
-    """Train from the newest checkpoint of the artifact's lineage, or from the start. The last step's numbers become
-    `train/…` metrics."""
+    """Train from the newest checkpoint of the artifact's lineage, or from the start. The metrics of the last step are
+    added to the artifact as `train/…`."""
     from ptf.run import run
     from ptf.training_run import last_metrics, record_data
 

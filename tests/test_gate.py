@@ -128,7 +128,7 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "mode": "min"}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@8"}}))  # which is not a mean over rows
-    with pytest.raises(Worse, match=r"test/pass@8 0\.5 at the start, 0\.4 now; of no rows"):
+    with pytest.raises(Worse, match=r"test/pass@8 0\.5 at the start, 0\.4 now; not a mean over rows"):
         gate.refuse_worse(
             job, gate.comparisons(job, tmp_path, metrics | {"start/test/pass@8": 0.5, "test/pass@8": 0.4})
         )
@@ -141,7 +141,7 @@ def test_rows_of_another_evaluation_are_refused(raw: dict[str, Any], tmp_path: P
     for changed in (lines[1:], lines[::-1]):
         file.write_text("".join(changed))
         gate.commit_rows(tmp_path)
-        with pytest.raises(UserError, match="not of the same held-out rows: run the evaluate stage again"):
+        with pytest.raises(UserError, match="not measured on the same held-out rows; run the evaluate stage again"):
             gate.comparisons(job, tmp_path, metrics)
 
 
@@ -222,7 +222,7 @@ def test_where_nothing_is_held_out_it_says_so(tmp_path: Path, capsys: pytest.Cap
     raw["train"] |= {"steps": 1, "validate_every": 0}
     job, artifact = staged(raw)
     publish(job, artifact)
-    assert "gate: not compared with what training started from: the job holds nothing out" in capsys.readouterr().out
+    assert "gate: not compared with what training started from: the job has no held-out data" in capsys.readouterr().out
 
 
 def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any]) -> None:  # noqa: F811

@@ -104,7 +104,7 @@ def test_what_is_left_out_is_counted_by_its_reason(job, tmp_path, capfd):
     assert source["columns_not_read"] == ["note"]
     page = tmp_path / "page.html"
     assert main(["inspect", config, "--html", str(page)]) == 0
-    assert "66.7% of the rows of sums that were looked at left no sample" in page.read_text()
+    assert "66.7% of the rows of sums that were read gave no sample" in page.read_text()
     assert "Columns of sums that nothing reads: note" in page.read_text()
 
 
@@ -187,7 +187,7 @@ def test_check_says_passes_and_steps_where_that_is_cheap(job, tmp_path, capfd, m
     monkeypatch.setattr(glance, "FEW_ROWS", 1)
     assert "(estimated)" in checked()[1]
     monkeypatch.setattr(glance, "MOST_BYTES", 10)
-    assert "`ptf inspect` and `ptf check --dry-run` say how often" in checked()[1]
+    assert "`ptf inspect` and `ptf check --dry-run` print the number of passes" in checked()[1]
     (tmp_path / "train.jsonl").write_text("[]\n")
     monkeypatch.undo()
     status, line = checked()

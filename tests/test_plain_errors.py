@@ -73,7 +73,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path, capsys, outp
     assert cli.main(["train", str(config), "--lineage", "a"]) == 2
     said = capsys.readouterr().err
     assert output.rpartition("/")[0] in said
-    assert "choose another place" in said
+    assert "choose a different directory" in said
     assert len(said.strip().splitlines()) == 1
 
 

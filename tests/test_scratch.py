@@ -49,7 +49,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_makes_is_not(
     process.stdout.close()
     remove_leftovers(job, "run")
     assert names(tmp_path) == []
-    assert capsys.readouterr().out.count("which a process that was killed had left") == 2
+    assert capsys.readouterr().out.count("which a killed process had left") == 2
     assert (tmp_path / "train.jsonl").exists()
 
 

@@ -295,7 +295,7 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
             lambda directory, key=key: (Path(directory) / "x").write_text(key), key, str(tmp_path / "prepared")
         )
     swap(tmp_path / "prepared" / "a", tmp_path / "prepared" / "b")
-    with pytest.raises(Corrupt, match="holds what was made for another key, b"):
+    with pytest.raises(Corrupt, match="was made for a different key, b"):
         preparing.prepare(lambda directory: pytest.fail("it is there"), "a", str(tmp_path / "prepared"))
 
 

@@ -1,7 +1,8 @@
 """Ending a run early on request: SIGTERM (preemption), or a file `stop` in the run's directory.
 
-A request is only recorded when it comes, and acted on between two steps, where a checkpoint can be written. A launcher
-that gets SIGTERM writes the file, so its ranks see the request on any machine; the next attempt begins by removing it.
+A request is recorded when it arrives and takes effect between two steps, where a checkpoint can be written. A launcher
+that receives SIGTERM writes the file, so that its ranks see the request on any machine; the next attempt removes it
+first.
 """
 
 import contextlib
@@ -15,8 +16,8 @@ STOP = "stop"
 
 @contextlib.contextmanager
 def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` on SIGTERM instead of ending, while the block runs; without effect in a thread that cannot take
-    signals."""
+    """Call `act` on SIGTERM instead of ending the process, while the block runs. Does nothing outside the main thread,
+    since only that can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -39,13 +40,13 @@ class Requests:
 
     @property
     def made(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Whether there was a request to stop."""
         return self._noted or self._file.exists()
 
 
 @contextlib.contextmanager
 def passing_on(run: Path) -> Iterator[None]:
-    """Turn SIGTERM into the stop file, in a process that waits for others which train."""
+    """Write the stop file on SIGTERM while the block runs; for a process that waits for the processes that train."""
     with on_sigterm((run / STOP).touch):
         yield
 

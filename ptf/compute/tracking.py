@@ -1,7 +1,7 @@
 """A run's metrics: metrics.jsonl, one aligned line on the console, and sinks (TensorBoard, Weights & Biases).
 
-A row belongs to a step, so a resume drops the rows of steps that will be made again, and the file reads as if the run
-had never stopped. `is_clock` names the fields that measure time or memory; all others repeat bit for bit.
+A row belongs to a step, so a resume drops the rows of steps that will be repeated, and the file is the same as if the
+run had never stopped. `is_clock` identifies fields that measure time or memory; all others repeat bit for bit.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ CLOCKS = ("tok_s", "mfu", "mem_gib", "time")
 
 
 def is_clock(name: str) -> bool:
-    """Return whether the field differs between two equal runs."""
+    """Return whether a field measures time or memory, so that it differs between two equal runs."""
     return name in CLOCKS or name.endswith("_s") or name.startswith(("seconds/", "mem/"))
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the rows of a metrics.jsonl; a last line that was cut short is left out.
+    """Read the rows of a metrics.jsonl; a last line that was cut off is omitted.
 
-    Raises UserError naming any other line that is not a row of metrics.
+    Raises UserError, which names the line, if any other line is not a row of metrics.
     """
     rows = []
     lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -36,7 +36,7 @@ def read_metrics(path: Path) -> list[dict]:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row["step"], int):
                 raise ValueError
-        except (ValueError, KeyError):  # of JSON, or of UTF-8
+        except (ValueError, KeyError):  # ValueError: invalid JSON or UTF-8
             if number == len(lines):
                 break
             raise UserError(
@@ -48,11 +48,11 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 class Rows:
-    """A file of JSON lines, each with its `step`; opening it drops the rows of steps that will be made again.
+    """A file of JSON lines, each with its `step`; opening it drops the rows of steps that will be repeated.
 
-    `add` is durable when it returns. Both raise LeaseLost, and write nothing, if another process has taken the run
-    over. `said`: the value of `state` at the checkpoint that is resumed from; raises UserError if the rows do not match
-    it.
+    `add` is durable when it returns. Opening and `add` raise LeaseLost, and write nothing, if a different process has
+    taken over the run. `expected` is the value of `state` in the checkpoint that the run resumes from; opening raises
+    UserError if the rows do not match it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Rows:
         if expected and self.state != expected:
             if exists:
                 raise UserError(
-                    f"{path} does not hold the {expected['rows']} rows of step {resumed} unchanged: the file was "
+                    f"{path} no longer has the {expected['rows']} rows that it had at step {resumed}: the file was "
                     "damaged; restore it, or remove it to continue without it"
                 )
             print(
@@ -104,7 +104,7 @@ class Rows:
 
 
 class Sink(Protocol):
-    """Another destination of a run's metrics."""
+    """Additional destination of a run's metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
@@ -134,7 +134,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, under the lineage's name; a run that resumes continues there."""
+    """Weights & Biases run with the lineage as its id; a resume continues the same W&B run."""
 
     def __init__(self, directory: Path, project: str) -> None:
         try:
@@ -155,7 +155,7 @@ class WandB:
 
 
 class Tracker:
-    """A run's metrics, written by one process. `log` is durable when it returns. `said`: see Rows."""
+    """A run's metrics, written by one process. `log` is durable when it returns. For `expected`, see Rows."""
 
     def __init__(
         self,

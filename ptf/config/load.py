@@ -29,30 +29,35 @@ from ptf.errors import UserError
 
 
 class ConfigError(UserError):
-    """Something in a config is wrong."""
+    """A config is invalid."""
 
 
 class Problems(ConfigError):
-    """Everything that is wrong with a config; its text has one line for each problem, in the order of the files."""
+    """All problems of a config. The message has one line for each, in the order of the files."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = sorted(problems, key=lambda p: (p.place, p.key))
         super().__init__("\n".join(map(str, self.problems)))
 
-    def __reduce__(self) -> tuple:  # an exception is made again from its arguments where it comes from another process
+    def __reduce__(self) -> tuple:  # unpickling an exception calls its class with these arguments
         return Problems, (self.problems,)
 
 
 def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
-    """Merge files left to right, then overrides `a.b=value`, and check.
-    Raises ConfigError with all problems at once."""
+    """Merge files from left to right, apply the overrides `a.b=value`, and return the job.
+
+    Raises ConfigError, which lists all problems.
+    """
     on_path(files)
     return checked(merge(*files, overrides=overrides))
 
 
 def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
-    """Let plugins be found in the current directory and in the directories of these configs, here and in child
-    processes. They come last, so that no file of theirs hides a package."""
+    """Append the current directory and the directories of these configs to the path of Python modules, for plugins.
+
+    Changes `sys.path` and `PYTHONPATH`, which child processes inherit. The directories are last, so that their files do
+    not hide installed packages.
+    """
     for directory in dict.fromkeys([os.getcwd(), *(str(Path(file).resolve().parent) for file in files)]):
         if directory not in sys.path:
             sys.path.append(directory)
@@ -62,22 +67,22 @@ def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def loads(text: str, overrides: Sequence[str] = ()) -> Job:
-    """Return the job in one YAML or JSON text that ptf wrote, with overrides `a.b=value`.
+    """Return the job of one YAML or JSON text that ptf wrote, with overrides `a.b=value`.
 
-    `loads(dump(job)) == job`. Names of an older version of ptf are translated.
+    `loads(dump(job)) == job`. Names from older versions of ptf are translated.
     """
     return checked(parse(text, overrides=overrides))
 
 
 def dump(job: Job) -> str:
-    """YAML with every key, defaults too."""
+    """Return the job as YAML, with every key, including those that have their default value."""
     return yaml.dump(job.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=160)
 
 
 def shown(job: Job) -> Job:
-    """Return the job as it is kept and published.
+    """Return the job as it is stored and published: values of environment variables of the flow's steps are hidden.
 
-    It has no values of environment variables, which nothing that reads it again needs.
+    References to environment variables stay.
     """
     steps = {}
     for name, step in job.flow.steps.items():
@@ -87,15 +92,18 @@ def shown(job: Job) -> Job:
 
 
 def fingerprint(job: Job, *sections: str) -> str:
-    """16 hex digits of SHA-256 over the named sections (dotted; all when none): what a stage's output depends on.
-    Keys and plugins count by the names that they had first, so that a rename makes no other fingerprint."""
+    """Return 16 hex digits of the SHA-256 of the named sections (dotted), or of the whole job if none are named.
+
+    It identifies the config that a stage's output depends on. Keys and plugins enter under the names that they had
+    first, so that renaming them does not change the fingerprint.
+    """
     whole = with_first_names(job.model_dump())
     chosen = {section: _at(whole, section) for section in map(first_key, sections)} if sections else whole
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def model_paths(job: Job) -> dict[str, str]:
-    """Key → value of everything that names a model to load."""
+    """Return every config key that names a model to load, with its value."""
     paths = {"model.path": job.model.path}
     if job.rollout and job.rollout.reward_model:
         paths["rollout.reward_model.path"] = job.rollout.reward_model.path
@@ -105,7 +113,7 @@ def model_paths(job: Job) -> dict[str, str]:
 
 
 def sources_of(job: Job) -> dict[str, Source]:
-    """Key → every source of the job: what it trains on, validates on, and answers held-out prompts of."""
+    """Return all sources of the job by config key: those for training, for validation and for held-out prompts."""
     sections = {
         "data.sources": job.data.sources,
         "data.validation": job.data.validation,
@@ -122,10 +130,10 @@ def resolve(
     tokenized: Mapping[str, str] = {},
     commits: Mapping[str, str] = {},
 ) -> Job:
-    """Return the job with what earlier stages made.
+    """Return the job with the outputs of earlier stages filled in.
 
-    That is put in place of `prepare:NAME`, of paths of models (those in `models`) and of the sources that were
-    tokenized, and with the commits (by the source's key) of datasets of the Hub.
+    `prepared` is the directory that replaces `prepare:`; `models` maps model paths to their replacements; `tokenized`
+    maps names of sources to their tokenized data; `commits` maps keys of sources to the commits of Hub datasets.
     """
 
     def placed(value: Any) -> Any:
@@ -151,14 +159,14 @@ def resolve(
         values[section][part][name]["revision"] = commit
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
-            # what said which rows are meant: those are in the files now
+            # the tokenized files contain exactly the rows that these keys select
             read = dict.fromkeys(("config", "split", "revision", "limit", "rows"))
             sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, **read}
     return type(job).model_validate_json(json.dumps(values), strict=True)
 
 
 def frozen_differences(old: Job, new: Job) -> list[str]:
-    """Return what may not change on resume and did, each as `key: old → new`. Keys below a free key are free."""
+    """Return the changes that a resume does not allow, each as `key: old → new`. Keys below a free key are free."""
     return list(_differences(old, new, ""))
 
 
@@ -216,7 +224,9 @@ def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
 
 
 def _counts(error: ErrorDetails, known: bool, unread: bool) -> bool:
-    """Not so: a key that may be in the text that could not be read, and what pydantic has to say of an unknown
-    recipe."""
+    """Return whether to report a pydantic error.
+
+    A missing key is not reported if part of the config could not be read, nor is an error about an unknown recipe.
+    """
     missing = error["type"] == "missing"
     return not (missing and unread) and (known or missing or error["loc"][0] != "recipe")

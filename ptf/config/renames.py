@@ -1,15 +1,16 @@
-"""Keys of a config that have another name today, and plugins that stand in another module.
+"""Config keys that were renamed, and plugins that moved to a different module.
 
-There is one table, and three read it. A config with an old name is refused with the new one (`ptf.config.tree`), `ptf
-upgrade` rewrites it (`ptf.config.upgrade`), and what an earlier version of ptf has stored is translated when it is
-read, so that its runs continue. Fingerprints are taken over the first names, so that they do not depend on the version.
+The tables have three uses. A config with an old name is refused with an error that gives the new one
+(`ptf.config.tree`); `ptf upgrade` rewrites the config (`ptf.config.upgrade`); jobs that an earlier version of ptf has
+stored are translated when they are read, so that their runs continue. Fingerprints are computed with the first names,
+so that they do not depend on the version of ptf.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-# dotted, NAME for a name of the user's own; a key stays in its section
+# old key → new key, dotted; NAME stands for a name that the user chooses; a renamed key stays in its section
 KEYS = {
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
     "data.lanes": "data.partitions",
@@ -23,7 +24,7 @@ KEYS = {
     "train.rows": "train.sequences",
     "train.stop": "train.early_stopping",
 }
-# of what a config may name as `use: module:name`
+# old module → new module, for the addresses `use: module:name`
 MODULES = {
     "ptf.data.events": "ptf.events.prepare",
     "ptf.data.item_vectors": "ptf.events.item_vectors",
@@ -48,45 +49,42 @@ MODULES = {
 }
 FIRST_KEYS = {new: old for old, new in KEYS.items()}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
-# Comment at the end of a job.yaml that a run has written, before its digest. Such a file is translated, not refused.
+# Comment at the end of a job.yaml that a run wrote; the digest follows it. Such a file is translated, not refused.
 SEAL = "# SHA-256 of the lineage and of what is above: "
 
 
 class Rename(NamedTuple):
-    """One name in the values of a config, and the name that takes its place."""
+    """One name in the values of a config, and the name that replaces it."""
 
-    path: tuple[str | int, ...]  # of the key or of the address, from the top of the values
-    key: str  # the same, dotted; a trial of a sweep has keys of its own
-    old: str  # the name as it is: a dotted key or an address
+    path: tuple[str | int, ...]  # path of the key or the address, from the top of the values
+    key: str  # the same path as a dotted key; in a trial of a sweep, the key begins at the top of the job
+    old: str  # the old name: a dotted key or an address
     new: str
-    text: str  # what stands in the text instead: the key itself, without its section, or the address
-    of_key: bool
+    text: str  # the replacement in the text: the key without its section, or the address
+    of_key: bool  # whether a key was renamed; otherwise an address
 
 
 def outdated(values: Any) -> list[Rename]:
-    """Every old name in the values of a config, from the top down."""
+    """Return every old name in the values of a config, from the top down."""
     return list(_renames(values, KEYS, MODULES, (), ()))
 
 
 def address(use: str, modules: Mapping[str, str] = MODULES) -> str | None:
-    """Where `module:name` is today; None if it has not moved."""
+    """Return the current address of `module:name`; None if it has not moved."""
     module, colon, name = use.partition(":")
     return f"{modules[module]}:{name}" if colon and module in modules else None
 
 
 def with_first_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values under the names that keys and modules had first, for fingerprints.
+    """Replace the names of keys and modules by the ones that they had first, for fingerprints.
 
-    The values are changed in place.
+    The values are changed in place and returned.
     """
     return renamed(values, list(_renames(values, FIRST_KEYS, FIRST_MODULES, (), ())))
 
 
 def renamed(values: Any, renames: Sequence[Rename]) -> Any:
-    """Return the values (which are changed in place) with the new names.
-
-    `renames` are all of theirs, from the top down.
-    """
+    """Apply `renames`, which are ordered from the top down, to the values in place, and return the values."""
     for rename in reversed(renames):
         holder, name = holder_of(values, rename), rename.path[-1]
         if rename.of_key:
@@ -97,19 +95,22 @@ def renamed(values: Any, renames: Sequence[Rename]) -> Any:
 
 
 def holder_of(values: Any, rename: Rename) -> Any:
-    """Return the section that has the name."""
+    """Return the section that contains the name."""
     return reduce(lambda inner, step: inner[step], rename.path[:-1], values)
 
 
 def first_key(key: str) -> str:
-    """Return the name that a dotted key had first."""
+    """Return the first name of a dotted key."""
     return ".".join(_renamed((), key.split("."), FIRST_KEYS))
 
 
 def _renames(
     value: Any, keys: Mapping[str, str], modules: Mapping[str, str], path: tuple[str | int, ...], at: tuple[str, ...]
 ) -> Iterator[Rename]:
-    """`at` is where the value stands in a job: `path`, but in a sweep's trial, whose dotted keys begin at the top."""
+    """Yield the renames in a value at `path`, from the top down.
+
+    `at` is the value's key in a job. It equals `path`, except in a sweep's trial, whose dotted keys begin at the top.
+    """
     if isinstance(value, list):
         for number, inner in enumerate(value):
             below = () if at == ("flow", "sweep") else (*at, str(number))
@@ -127,7 +128,7 @@ def _renames(
 
 
 def _renamed(at: tuple[str, ...], steps: list[str], keys: Mapping[str, str]) -> list[str]:
-    """Return the steps of a key below `at`, each under its other name."""
+    """Return the steps of a key below `at`, each replaced by its new name in `keys`."""
     return [_last((*at, *steps[: i + 1]), keys) for i in range(len(steps))]
 
 

@@ -1,12 +1,12 @@
-"""YAML files as one tree of nodes that know where they were written. No schema here: reading, `extends`,
-merging, `a.b=value`.
+"""YAML files as one tree of nodes that have their place in the text: reading, `extends`, merging and overrides
+`a.b=value`. This file does not depend on the schema.
 
-Every value keeps its `Place` (file:line, or the override it came from) through every merge, so whatever is found wrong
-later can name the line to mend. Nothing raises: problems are collected in the tree, for the loader to report all at
+Every value keeps its `Place` (file:line, or the override that it comes from) through all merges, so later errors can
+name the line to change. Nothing here raises: problems are collected in the tree, and the loader reports all of them at
 once.
 
-The dialect is YAML 1.2's core: `1e-4` is a number, only true and false are booleans, a date is text, keys are always
-text, a key written twice is a problem.
+The dialect is the core schema of YAML 1.2: `1e-4` is a number, only true and false are booleans, a date is text, keys
+are always text, and a duplicate key is a problem.
 """
 
 import difflib
@@ -23,7 +23,7 @@ import yaml
 from ptf.config.renames import SEAL, outdated
 from ptf.credentials import HIDDEN, is_secret
 
-RESOLVERS = [  # (tag, what matches, first characters)
+RESOLVERS = [  # (tag, pattern of the text, first characters)
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", list("-+0123456789")),
@@ -36,13 +36,13 @@ RESOLVERS = [  # (tag, what matches, first characters)
 TAG = "tag:yaml.org,2002:"
 
 
-DEEPEST = 100  # sections and lists inside each other, keys of an override, files that extend each other
-MANY = 50_000  # values in one text, those behind an alias each time that it stands there
-LONGEST = 40  # digits of a whole number
+DEEPEST = 100  # most nested sections and lists, sections in the key of an override, and files that extend each other
+MANY = 50_000  # most values in one text; those of an alias count each time that it is used
+LONGEST = 40  # most digits of a whole number
 
 
 class TooMuch(Exception):
-    """What no config needs, and what would take all memory or the stack."""
+    """A text has more values than any config needs; building them could exhaust the memory."""
 
 
 class Loader(yaml.SafeLoader):
@@ -52,7 +52,7 @@ class Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node as PyYAML does. Raise MarkedYAMLError below `DEEPEST` levels."""
+        """Compose a node as PyYAML does. Raise MarkedYAMLError if it is nested more than `DEEPEST` levels deep."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise yaml.MarkedYAMLError(
@@ -64,7 +64,8 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Shares the loader's table, so that it quotes exactly the texts that would be read as something else."""
+    """A writer of YAML that uses the loader's resolvers, so that it quotes exactly the texts that would not be read as
+    text."""
 
     yaml_implicit_resolvers: dict = {}
 
@@ -73,7 +74,7 @@ class Dumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """PyYAML writes the line breaks of Unicode bare, and reads them back as a space; escape them."""
+        """Represent a text; quote and escape line breaks of Unicode, which PyYAML would read back as a space."""
         return self.represent_scalar(TAG + "str", data, style='"' if re.search("[\x85\u2028\u2029]", data) else None)
 
 
@@ -98,9 +99,9 @@ def _whole(text: str) -> int:
 
 
 class Place(NamedTuple):
-    """Where a value was written."""
+    """The place in which a value was written."""
 
-    source: str  # a file, or an override as it was typed
+    source: str  # a file, or the text of an override
     line: int = 0
 
     def __str__(self) -> str:
@@ -108,7 +109,7 @@ class Place(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is wrong with a key, and where it was written."""
+    """An error in a config: its place, its key, and what is wrong."""
 
     place: Place
     key: str
@@ -124,7 +125,7 @@ class Node:
 
     value: Any  # dict[str, Node], list[Node], or a plain scalar
     place: Place
-    passing: bool = False  # a section that an override only goes through: it does not claim the place
+    passing: bool = False  # a section that an override only goes through; merging keeps the place of the old section
 
     def plain(self) -> Any:
         """Return the value without places: dicts, lists and scalars."""
@@ -133,7 +134,7 @@ class Node:
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def nearest(self, path: Sequence[Any]) -> Place:
-        """Where `path` was written, or else the deepest section on the way to it."""
+        """Return the place of the value at `path`, or else of the deepest section on the way to it."""
         node = self
         for step in path:
             held = node.value
@@ -150,16 +151,16 @@ class Node:
 
 @dataclass
 class Tree:
-    """What was read of a config: its nodes, and the problems that were found on the way."""
+    """A config as it was read: its nodes, and the problems that were found."""
 
     root: Node
     problems: list[Problem] = field(default_factory=list)
-    values: int = 0  # in the text that is being read
-    unread: bool = False  # some of the text could not be read, so a key that is absent may be in it
+    values: int = 0  # number of values in the text that is being read
+    unread: bool = False  # whether some of the text could not be read, so that a missing key may be in it
 
 
 def merge(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree:
-    """All files, left to right, then the overrides `a.b=value`."""
+    """Merge files from left to right, then the overrides `a.b=value`, and return the tree."""
     tree = Tree(Node({}, Place(os.fspath(files[0]), 1) if files else Place("no file")))
     for file in files:
         tree.root = _over(tree.root, _file(os.fspath(file), Place(os.fspath(file)), (), tree))
@@ -169,8 +170,10 @@ def merge(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree
 
 
 def parse(text: str, source: str = "<text>", overrides: Sequence[str] = ()) -> Tree:
-    """One YAML or JSON text that ptf wrote (names of an older version are translated), and overrides as above;
-    `extends` in it is relative to the working directory."""
+    """Parse one YAML or JSON text that ptf wrote, merge the overrides `a.b=value`, and return the tree.
+
+    Names from older versions of ptf are translated. `extends` in the text is relative to the working directory.
+    """
     tree = Tree(Node({}, Place(source, 1)))
     tree.root = _top(text, source, (), True, tree)
     for override in overrides:
@@ -179,21 +182,21 @@ def parse(text: str, source: str = "<text>", overrides: Sequence[str] = ()) -> T
 
 
 def read(text: str, source: str) -> Tree:
-    """One YAML or JSON text as it stands: nothing is translated, and `extends` is a key like others."""
+    """Parse one YAML or JSON text without translating names; `extends` is a key like any other."""
     tree = Tree(Node({}, Place(source, 1)))
     tree.root = _read(text, Place(source, 1), tree) or tree.root
     return tree
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """` (did you mean …?)`, or nothing where no name is close."""
+    """Return `  (did you mean …?)` with the name closest to `name`, or an empty text if none is close."""
     matches = difflib.get_close_matches(name, list(names), 1)
     return f"  (did you mean {matches[0]}?)" if matches else ""
 
 
 def _over(low: Node, high: Node) -> Node:
-    """`high` over `low`: sections merge key by key, everything else replaces,
-    and so does a plug that names another `use`."""
+    """Merge `high` over `low`. Sections are merged key by key; any other value replaces, and so does a section with a
+    different `use` (a plugin)."""
     place = low.place if high.passing else high.place
     if not (isinstance(low.value, dict) and isinstance(high.value, dict)):
         return high
@@ -205,7 +208,11 @@ def _over(low: Node, high: Node) -> Node:
 
 
 def _file(file: str, extended_at: Place, above: tuple[str, ...], tree: Tree) -> Node:
-    """One file with all that it extends. `asked` is who named it, `above` the files that led here."""
+    """Read one file, merged over the files that it extends.
+
+    `extended_at` is the place of the `extends` that names the file; it has no line if the user named the file. `above`
+    are the files whose `extends` led to this one.
+    """
     key = "extends" if extended_at.line else ""
     if os.path.realpath(file) in map(os.path.realpath, above):
         tree.problems.append(
@@ -238,7 +245,7 @@ def _file(file: str, extended_at: Place, above: tuple[str, ...], tree: Tree) -> 
 def _top(text: str, source: str, above: tuple[str, ...], stored: bool, tree: Tree) -> Node:
     """Return the root of one text, over the files that it extends.
 
-    `stored` says that ptf wrote it, perhaps an older version.
+    `stored` is whether ptf wrote the text, possibly an older version of it.
     """
     root = _read(text, Place(source, 1), tree)
     if root is None or root.value is None:
@@ -285,15 +292,15 @@ def _override(text: str, tree: Tree) -> Node:
 
 
 def _translate(root: Node, stored: bool, tree: Tree) -> None:
-    """Give keys and addresses the names that they have today. Each that had another is a problem,
-    but not in what was stored."""
+    """Replace old names of keys and of plugins' addresses by the current ones. Each is a problem, unless ptf wrote the
+    text (`stored`)."""
     for rename in reversed(outdated(root.plain())):
         section = reduce(lambda node, step: node.value[step], rename.path[:-1], root).value
         name = rename.path[-1]
         place = section[name].place
         if rename.of_key and rename.text in section:
             section.pop(name)
-            tree.problems.append(Problem(place, rename.key, f"is now {rename.new}, which is there too; remove one"))
+            tree.problems.append(Problem(place, rename.key, f"is now {rename.new}, which is set too; remove one"))
             continue
         if rename.of_key:
             section[rename.text] = section.pop(name)
@@ -306,8 +313,10 @@ def _translate(root: Node, stored: bool, tree: Tree) -> None:
 
 
 def _read(text: str, start: Place, tree: Tree) -> Node | None:
-    """One YAML text; None where it is not valid. With a line in `start` every node gets its own line,
-    without one all get `start`."""
+    """Parse one YAML text; return None if it is not valid.
+
+    If `start` has a line, every node gets its own line as its place; otherwise all nodes get `start`.
+    """
     try:
         node = yaml.compose(_json_as_yaml(text), Loader)
     except yaml.YAMLError as exc:
@@ -322,16 +331,14 @@ def _read(text: str, start: Place, tree: Tree) -> Node | None:
         return Node(None, start) if node is None else _build(node, (), start, (), tree)
     except TooMuch:
         tree.problems.append(
-            Problem(
-                start, "", f"more than {MANY:,} values, those behind an alias counted each time that it stands there"
-            )
+            Problem(start, "", f"more than {MANY:,} values; those of an alias are counted each time that it is used")
         )
         tree.unread = True
         return None
 
 
 def _build(node: yaml.Node, path: tuple[str, ...], place: Place, above: tuple[yaml.Node, ...], tree: Tree) -> Node:
-    """`above` are the nodes around this one: an alias to one of them would never end."""
+    """Convert a YAML node. `above` are the nodes that contain it; an alias to one of them would be infinite."""
     tree.values += 1
     if tree.values > MANY:
         raise TooMuch
@@ -373,13 +380,15 @@ def _scalar(node: yaml.Node, path: tuple[str, ...], place: Place, tree: Tree) ->
         )
         tree.problems.append(Problem(place, ".".join(path), what))
     if kind not in READ and kind != "str":
-        tree.problems.append(Problem(place, ".".join(path), f"the tag {node.tag} means nothing here"))
+        tree.problems.append(Problem(place, ".".join(path), f"the tag {node.tag} is not supported"))
     return _joined(text)
 
 
 def _json_as_yaml(text: str) -> str:
-    """JSON is YAML, but for tabs and for characters that YAML folds or refuses: escape those.
-    Lines stay what they are."""
+    """Return the text so that PyYAML can read it: JSON is YAML except for tabs and some characters, which are escaped.
+
+    The line numbers do not change.
+    """
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -388,5 +397,5 @@ def _json_as_yaml(text: str) -> str:
 
 
 def _joined(text: str) -> str:
-    """JSON writes characters beyond 16 bits as two escapes; make them one again."""
+    """Join surrogate pairs: JSON writes a character beyond 16 bits as two escapes."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -119,7 +119,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     in_batches = np.diff(behind[[*firsts, rows]])  # documents in each batch
     numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
     offsets = starts - np.array(documents.begins, np.int64)
-    room = behind[1:] + np.arange(rows)  # the padding of a row is one more piece behind its documents
+    room = behind[1:] + np.arange(rows)  # the padding of a row is one more piece after its documents
     pieces, numbers, offsets = (
         _interleave(lengths, room, width - filled),
         _interleave(numbers, room, -1),

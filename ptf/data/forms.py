@@ -110,7 +110,7 @@ def adopt_known_forms(row: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _adopt(row: dict[str, Any], ours: str, theirs: str) -> None:
-    """Rename column `there` to `ours`; raise UserError where the row has both and they differ."""
+    """Rename column `theirs` to `ours`; raise UserError where the row has both and they differ."""
     value = row.get(theirs)
     if value is None:
         return

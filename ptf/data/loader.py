@@ -1,9 +1,10 @@
-"""From lanes to global steps: the loader packs ahead in a background thread, and its state is what was *consumed*.
+"""From lanes (the partitions of the data) to global steps. The loader packs ahead in a background thread; its state is
+that of the steps that were *consumed*.
 
-Global row g comes from lane g % lanes whichever rank trains it, and rank r of W serves the lanes ≡ r mod
-W. As W divides lanes and rows, those are the rows ≡ r mod W of every step: the global batches do not depend on W, and a
-run may resume on another W. A rank makes the rows of its own lanes only; which rank of a group then trains a row is
-decided by the work of attention (ptf/data/exchange.py).
+Global row g comes from lane g % lanes, whichever rank trains it, and rank r of W serves the lanes ≡ r mod W. Since W
+divides the number of lanes and of rows, these are the rows ≡ r mod W of every step. The global batches therefore do not
+depend on W, and a run may resume with a different W. A rank makes only the rows of its own lanes; the rank of a group
+that trains a row is chosen to balance the work of attention (ptf/data/exchange.py).
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from ptf.errors import UserError
 
 
 class PackedLane(Stream[list[PackUnit]], Protocol):
-    """A lane: packed rows, and running totals of what went into them."""
+    """A lane: packed rows, and running totals of the samples and rows of data that they were made from."""
 
     def row(self) -> list[Item]:
         """Return the next row as items; used instead of `__next__`."""
@@ -39,10 +40,10 @@ class PackedLane(Stream[list[PackUnit]], Protocol):
 
 
 class LaneFactory(Protocol):
-    """Makes the lanes of a run by their numbers."""
+    """Makes the lanes of a run."""
 
     def __call__(self, lane: int) -> PackedLane:
-        """Return the lane of this number, from its beginning."""
+        """Return the lane with the number `lane`, from its beginning."""
         ...
 
     @property
@@ -52,13 +53,13 @@ class LaneFactory(Protocol):
 
 
 def _remaining(stream: Stream[Any]) -> Iterator[Any]:
-    """Iterate over what is left of a stream."""
+    """Iterate over the remaining items of a stream."""
     with contextlib.suppress(StopIteration):
         while True:
             yield next(stream)
 
 
-_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # the state of each lane behind a step, and the counts
+_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # the state of each lane after a step, and the counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class _Step:
     batches: list[Batch]
     numbers: list[int]  # numbers of their rows in the global step
     fill: float
-    states: dict[int, dict[str, Any]]  # the state of each lane behind this step
+    states: dict[int, dict[str, Any]]  # the state of each lane after this step
     counts: dict[str, int]
 
 
@@ -91,8 +92,8 @@ class Loader:
     ):
         """Make a loader for one rank.
 
-        `peers` are the ranks with which rows are exchanged, a group of neighbours; without them a rank trains the rows
-        that it made.
+        `peers` is the group of neighbouring ranks with which rows are exchanged; without it, a rank trains the rows
+        that it makes.
         """
         if lanes % world_size or rows % world_size:
             raise UserError(
@@ -135,7 +136,7 @@ class Loader:
         return dict(self._lane_states), {key: sum([counts[key] for counts in each]) for key in next(iter(each))}
 
     def _pack(self, step: int) -> _Step:
-        """Make a step of this rank alone."""
+        """Make a step without exchanging rows with other ranks."""
         documents = documents_of(self._items(step))
         return self._lay_out_step(self._row_numbers, documents, self._snapshot(self._lanes_of(step)))
 
@@ -172,11 +173,11 @@ class Loader:
 
     def _exchanged_steps(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Step]:
         """Make and exchange several steps at a time: one at first, so that training begins soon, then twice as many
-        each time.
+        each time, up to `STEPS`.
 
-        While steps are made, the ones before are laid out and yielded, so that the consumer need not wait for them.
+        While new steps are made, the previous ones are laid out and yielded, so that the consumer does not wait.
         """
-        ready: deque[tuple[list[int], Documents, _States]] = deque()  # steps that are exchanged and not yet yielded
+        ready: deque[tuple[list[int], Documents, _States]] = deque()  # steps that are exchanged but not yet yielded
         together, error, ended = 1, None, None
         while not ended:
             made: list[tuple[list[list[PackUnit]], _States]] = []
@@ -190,7 +191,7 @@ class Loader:
                     number = step + len(made)
                     made.append((atoms_of(self._items(number)), self._snapshot(self._lanes_of(number))))
                 except BaseException as e:
-                    # the ranks that wait for this rank's rows are told first, and train what was made before
+                    # raised later: first the ranks that wait for this rank's rows get the steps made before the error
                     error = e
             exchanged, ended = exchange_rows(
                 [rows for rows, _ in made], self._row_numbers, peers, FAILED if error else GOES_ON
@@ -205,14 +206,14 @@ class Loader:
         raise error or ended
 
     def _row(self, lane: int) -> list[Item]:
-        """Return a lane's next row; [] where the lane has ended."""
+        """Return a lane's next row; [] if the lane has ended."""
         try:
             return self._served[lane].row()
         except StopIteration:
             return []
 
     def _template_unit(self, rows: list[list[Item]]) -> PackUnit:
-        """Return a unit that carries the columns of all samples, even if this rank has no rows left."""
+        """Return a unit that has the columns of all samples, even if this rank has no rows left."""
         template = self._template or next((atoms_of([row[:1]])[0][0] for row in rows if row), None)
         if template is None:
             # from any lane that has rows
@@ -230,7 +231,7 @@ class Loader:
                 item = next(steps)
             except StopIteration:
                 return
-            except BaseException as e:  # whatever it is, the consumer raises it
+            except BaseException as e:  # the consumer raises it
                 item = e
             while not stop.is_set():
                 try:
@@ -257,11 +258,11 @@ class Loader:
             item = self._queue.get(timeout=self._timeout_s)
         except queue.Empty:
             raise TimeoutError(
-                f"no data for step {self.step} within {self._timeout_s:g} s: a read of the data hangs"
+                f"no data for step {self.step} within {self._timeout_s:g} s: reading the data hangs"
             ) from None
         self.waited_s = time.perf_counter() - start
         if isinstance(item, BaseException):
-            self._queue.put(item)  # so that the next call raises it, too
+            self._queue.put(item)  # so that the next call raises it too
             raise item
         self.step += 1
         self.fill, self.numbers, self._states, self.counts = item.fill, item.numbers, item.states, item.counts
@@ -278,11 +279,11 @@ class Loader:
         return range(self._rank, self._lanes, self._world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last step that was yielded, of the lanes that this rank serves."""
+        """Return the state after the last step that was yielded, with the lanes that this rank serves."""
         return {"step": self.step, "lanes": {str(lane): settle(state) for lane, state in self._states.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the states of any ranks' loaders together; this rank's lanes must be among them."""
+        """Continue from a state, which may be merged from several ranks' states; it must have this rank's lanes."""
         self.close()
         missing = [lane for lane in self._served if str(lane) not in state["lanes"]]
         if missing:
@@ -294,12 +295,12 @@ class Loader:
         self._record_states()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Stop packing. What was packed ahead is dropped; the state is not changed."""
+        """Stop packing. Steps that were packed ahead are dropped; the state does not change."""
         if self._thread is None:
             return
         self._stop.set()
         self._thread.join(timeout_s)
-        # with peers it may wait for ranks that are gone, and ends with the process
+        # with peers, the thread may be waiting for ranks that have ended; it ends with the process
         if self._thread.is_alive() and self._peers is None:
-            raise TimeoutError(f"the loader's thread did not stop within {timeout_s} s: a read of the data hangs")
+            raise TimeoutError(f"the loader's thread did not stop within {timeout_s} s: reading the data hangs")
         self._thread = None

@@ -1,7 +1,7 @@
 """A mixture of streams by shares.
 
-The mixture is not random. The next sample comes from the stream that is furthest behind its share, so at any
-time each stream has given its share to within a sample, and the counts are the whole state.
+The mixture is not random. The next sample is taken from the stream that is furthest below its share. At any time each
+stream has contributed its share to within one sample, and the counts are the mixture's whole state.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,22 +19,23 @@ class EpochStream(Stream[T], Protocol[T]):
 
     @property
     def ready(self) -> list[T]:
-        """Items that come next, the very next one last, before `passes` can change.
+        """The next items, in reverse order; `passes` does not change until they are taken.
 
-        Whoever takes an item pops it off this list.
+        A consumer takes an item by popping it off this list.
         """
         ...
 
     def passes(self) -> int | None:
-        """Return how often every item has been yielded; None if no item will ever come again."""
+        """Return how often every item has been yielded; None if the stream has no more items."""
         ...
 
 
 class Mixer(Generic[T]):
-    """Stream[T]: a mixture of streams by shares, counted in samples or in what `size` measures.
+    """Stream[T]: a mixture of streams by shares, which are counted in samples or, with `size`, in units of `size`.
 
-    When a stream has had its `epochs`: `drop` continues with the others, in their proportions, until all have; `stop`
-    ends the mixture; `repeat` continues with it too, until all have. A stream that has no more items is left out.
+    `exhausted` is what happens when a stream has yielded its `epochs`: `drop` continues with the other streams, in
+    proportion to their shares, until all have; `repeat` continues with all streams until all have; `stop` ends the
+    mixture. A stream that has no more items is not used further.
     """
 
     def __init__(
@@ -49,26 +50,26 @@ class Mixer(Generic[T]):
     ):
         """Make a mixture.
 
-        `epochs` is the number of passes over each stream; None (or no such name) is endless. `initial_deficits` is how
-        far each stream is behind its share at the start, below 1: mixtures that are read side by side then do not all
-        take from a rare stream at the same time.
+        `epochs` is the number of passes over each stream; without an entry, or with None, it is endless.
+        `initial_deficits` is how far each stream is below its share at the start, less than 1: with different values,
+        mixtures that are read in parallel do not all take from a rare stream at the same time.
         """
         self._streams, self._size = dict(streams), size
         self._exhausted, self._epochs = exhausted, epochs or {}
         self._shares = {name: shares[name] for name in streams}
         self._deficits = initial_deficits or dict.fromkeys(streams, 0.0)
-        self._ended: set[str] = set()  # streams that had their epochs
+        self._ended: set[str] = set()  # streams that have yielded their epochs
         self._empty: set[str] = set()  # streams that have no more items
         self._taken: dict[str, float] = dict.fromkeys(streams, 0)
         self._reset()
 
     def _reset(self) -> None:
         self._left = self._open()
-        self._changed = list(self._streams)  # streams of which an item was taken since the last `_update`
+        self._changed = list(self._streams)  # streams from which an item was taken since the last `_update`
         self.ready: list[T] = []
-        """Items of the only stream that is left, the next one last. Whoever takes an item pops it off this list, or
-        calls `__next__`."""
-        self._uncounted: list[T] = []  # what `ready` held when it was last counted
+        """Items of the only stream that is left, in reverse order. A consumer takes an item by popping it off this list
+        or with `__next__`."""
+        self._uncounted: list[T] = []  # the items of `ready` when they were last counted
 
     def __next__(self) -> T:
         if self.ready:
@@ -83,7 +84,7 @@ class Mixer(Generic[T]):
             return item
         if left:
             shares, n = sum(self._shares[name] for name in left), sum(self._taken[name] for name in left) + 1
-            # in a tie the stream that was declared first wins
+            # of equals, the first stream in the config is chosen
             name = max(
                 left, key=lambda name: self._shares[name] / shares * n + self._deficits[name] - self._taken[name]
             )
@@ -98,8 +99,8 @@ class Mixer(Generic[T]):
         return item
 
     def _count(self) -> None:
-        """Count what was popped off `ready`, in the order in which it was taken: so the sum is the same to the bit
-        whenever it is asked for."""
+        """Count the items that were popped off `ready`, in the order in which they were taken, so that the rounding of
+        the sum does not depend on when they are counted."""
         popped = self._uncounted[: len(self.ready) - 1 if self.ready else None : -1]
         del self._uncounted[len(self.ready) :]
         if popped:
@@ -109,12 +110,12 @@ class Mixer(Generic[T]):
 
     @property
     def taken(self) -> dict[str, float]:
-        """What was taken of each stream, in samples or in what `size` measures."""
+        """The amount taken from each stream, in samples or in units of `size`."""
         self._count()
         return self._taken
 
     def _update(self) -> None:
-        """Find which streams have had their epochs or have no more items, and which are left to take from."""
+        """Find out which streams have yielded their epochs or have no more items, and which are left."""
         for name in self._changed:
             if name not in self._empty:
                 passes, epochs = self._streams[name].passes(), self._epochs.get(name)
@@ -126,14 +127,14 @@ class Mixer(Generic[T]):
         self._changed = []
 
     def _open(self) -> list[str]:
-        """Return the streams that may be taken from; none where the mixture has ended."""
+        """Return the streams to take items from; an empty list if the mixture has ended."""
         left = [name for name in self._streams if name not in self._ended]
         if not left or (self._exhausted == "stop" and self._ended - self._empty):
             return []
         return [name for name in self._streams if name not in self._empty] if self._exhausted == "repeat" else left
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last item; `settle` finishes it."""
+        """Return the state after the last item; `settle` converts it to values."""
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
         return {
             "taken": dict(self.taken),

@@ -185,7 +185,7 @@ class LaneSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last row."""
+        """Return the state after the last row."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -239,11 +239,11 @@ class Run:
         return np.bincount(self.order[:n], minlength=len(self.heads)).tolist()
 
     def state(self, n: int) -> dict[str, Any]:
-        """Return the state of the lane behind the first n rows."""
+        """Return the state of the lane after the first n rows."""
         return self.before | {"taken": self.before["taken"] + n, "heads": [head[:2] for head in self.left(n)]}
 
     def left(self, n: int) -> list[list[Any]]:
-        """Return the heads behind the first n rows; the one that the last row of a run exhausts is removed."""
+        """Return the heads after the first n rows; the one that the last row of a run exhausts is removed."""
         heads = [[head[0], head[1] + taken, *head[2:]] for head, taken in zip(self.heads, self.counts(n), strict=True)]
         ended = next((h for h, head in enumerate(heads) if head[1] == head[2]), None)
         if ended is not None:
@@ -359,7 +359,7 @@ class Ranges(_Lane):
         return [piece, first if row is None else row, end, block, int(self._extent.lines[i]), file, number]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last row."""
+        """Return the state after the last row."""
         heads = [head[:2] for head in self._heads]
         return {
             "files": self._ordered.fingerprint,
@@ -424,7 +424,7 @@ class RoundRobin(_Lane):
             self._block, self._index, self._line = self._block + 1, 0, self._line + lines
 
     def _rows(self, file: int) -> tuple[int, int, int, int] | None:
-        """Return number, rows that count, and lines before and in the next block of a file; None behind the last."""
+        """Return number, rows that count, and lines before and in the next block of a file; None after the last."""
         if self._known is not None:
             blocks = self._known[file]
             return (*blocks[self._block], 0) if self._block < len(blocks) else None
@@ -432,7 +432,7 @@ class RoundRobin(_Lane):
         return None if block is None else (self._block, len(block), self._line, block.lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last row."""
+        """Return the state after the last row."""
         return {
             "files": self._ordered.fingerprint,
             "epoch": self._epoch,

@@ -123,7 +123,7 @@ class Packer(Generic[T]):
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last item; `settle` finishes it."""
+        """Return the state after the last item; `settle` converts it to values."""
         atoms = self._atoms.state_dict()  # type: ignore[union-attr]
         return {"window": Deferred(tuple(self._window.values()), self._dump), "atoms": atoms}
 

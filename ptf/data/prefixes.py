@@ -1,10 +1,10 @@
-"""Shared prefixes: packed rows in which the tokens that several samples begin with are computed once, such as the
-prompt of several answers.
+"""Shared prefixes: packed rows in which a prefix of several samples, such as the prompt of several answers, is computed
+once.
 
-The first sample of a family is laid out whole, and right behind it come the others from where they differ; their
-`begins` is the length of the prefix. The last token of the prefix belongs to each sample, because each has another
-target there. The prefix is never trained and has zeros in its columns, so every gradient is the same, but for rounding,
-as if each sample were alone in a row.
+The first sample of a family (samples with a shared prefix) is laid out whole. The others follow it directly without the
+prefix; their `begins` is the prefix's length. The last common token is not part of the prefix: each sample has it,
+because its target differs. A prefix is never trained and has zeros in its columns, so except for rounding all gradients
+are the same as if each sample were alone in a row.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ptf.errors import UserError
 
 
 def untrained_prefix(sample: Sample) -> bytes:
-    """Return the tokens before the first that has a weight or a non-zero column, as bytes; b"" for fewer than two."""
+    """Return the tokens before the first one with a weight or a non-zero column, as bytes; b"" if fewer than two."""
     used = sample.weights != 0
     for values in sample.streams.values():
         used = used | (values != 0).reshape(len(values), -1).any(1)
@@ -26,7 +26,7 @@ def untrained_prefix(sample: Sample) -> bytes:
 
 
 def without_prefix(sample: Sample, n: int) -> Sample:
-    """Return the sample from its token n on."""
+    """Return the sample without its first n tokens."""
     return replace(
         sample,
         tokens=sample.tokens[n:],
@@ -39,9 +39,9 @@ def without_prefix(sample: Sample, n: int) -> Sample:
 def families(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
     """Group the samples of one row of data into units of at most `seq_len` tokens that share prefixes.
 
-    A family's longest sample is whole, and the others follow it from where they differ. So a conversation of which
-    every turn is a sample of its own, because the template shows earlier turns otherwise than they were served, costs
-    little more than its length.
+    The longest sample of a family is whole, and the others follow it without the prefix. So a conversation whose every
+    turn is a separate sample, because the template renders earlier turns differently, costs little more than its
+    length.
     """
     left = sorted(samples, key=len, reverse=True)
     atoms: list[PackUnit] = []
@@ -62,7 +62,7 @@ def families(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
 
 
 def separate(atom: PackUnit) -> list[Sample]:
-    """Return the samples of a family, each whole."""
+    """Return the samples of a family, each with its prefix."""
     head = atom[0]
     return [head, *(with_prefix(head, sample) for sample in atom[1:])]
 
@@ -78,17 +78,17 @@ def with_prefix(head: Sample, sample: Sample) -> Sample:
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many tokens two samples share at their beginnings."""
+    """Return the length of the common prefix of two token sequences."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
 
 
 def pack_shared(atoms: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]:
-    """Pack units as `pack_all` does, sharing prefixes between units of one sample that lie side by side.
+    """Pack units like `pack_all`, but let units of one sample in the same row share their prefixes.
 
-    The largest families go first, their longest members first, each into the first row that has room (first-fit
-    decreasing), the rows that have its family before others.
+    The largest families are placed first, the longest members of each first (first-fit decreasing): each member goes
+    into the first row with room that already has its family, otherwise into the first row with room.
     """
     families: dict[bytes | int, list[PackUnit]] = {}
     for i, atom in enumerate(atoms):
@@ -98,7 +98,7 @@ def pack_shared(atoms: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]
     room = np.zeros(max(1, len(atoms)), np.int64)
     for key, family in members:
         shared = len(key) // family[0][0].tokens.itemsize - 1 if isinstance(key, bytes) else 0
-        homes: dict[int, list[PackUnit]] = {}  # row → this family's units there
+        homes: dict[int, list[PackUnit]] = {}  # row → units of this family in it
         for atom in sorted(family, key=length, reverse=True):
             n = length(atom)
             if n > seq_len:
@@ -114,7 +114,7 @@ def pack_shared(atoms: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]
                 rows.append([])
                 room[home] = seq_len
             room[home] -= n
-            homes[home] = [atom]  # a row that has its family has less room than that
+            homes[home] = [atom]  # a new entry: a row with this family would have had room for the unit's rest
         for row, together in homes.items():
             rows[row] += together
     return rows

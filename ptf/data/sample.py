@@ -1,8 +1,8 @@
-"""The output of an encoder: a `Sample` is one document as token ids and weights, a pack unit is the samples that must
-share a packed sequence.
+"""The output of an encoder: a `Sample` is one document as token ids and weights; a pack unit is the samples that must
+be in the same packed sequence.
 
-Samples and units are immutable, so a window of them is checkpointed by keeping references to them and is written out
-as a few long arrays.
+Samples and units are immutable, so the state of a window of them holds references to them, and is written to a
+checkpoint as a few long arrays.
 """
 
 from collections import deque
@@ -16,15 +16,15 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One document: its token ids, and how much each token counts when it is the target."""
+    """One document: its token ids, and the weight of each token's loss."""
 
     tokens: np.ndarray  # [n] int32
     weights: np.ndarray  # [n] float32; 0 is context
     source: str = ""
     # Per-token values, [n] or [n, k]: advantages, old_logprobs, …
     streams: Mapping[str, np.ndarray] = field(default_factory=dict)
-    # Position of the first token. The tokens of the positions before it are those that the last complete sample before
-    # this one in the same sequence begins with (ptf/data/prefixes.py).
+    # Number of leading tokens that are omitted because they are shared: they are the first `begins` tokens of the
+    # nearest sample before this one in the same sequence that has `begins` 0 (ptf/data/prefixes.py).
     begins: int = 0
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ def dump_units(atoms: Sequence[PackUnit]) -> dict[str, Any]:
 def load_units(state: Mapping[str, Any]) -> list[PackUnit]:
     """Return the pack units that `dump_units` wrote."""
     lengths = np.asarray(state["lengths"])
-    # One dict is shared by all samples without per-token values, because each dict is work for the garbage collector.
+    # All samples without per-token values share one dict, since many dicts slow down the garbage collector.
     streams: list[Mapping[str, np.ndarray]] = [{}] * len(lengths)
     for name, column in state["streams"].items():
         owners = np.asarray(column["samples"])

@@ -1,9 +1,8 @@
 """Streams: endless iterators whose state can be saved between any two items. This file has the protocol, random numbers
-by counter, and the one stream that does not depend on the kind of data: Shuffle.
+by counter, and the only stream that does not depend on the kind of data: Shuffle.
 
-Items never change once made, so a state may hold references to them (`Deferred`). They are written out,
-as the places that they came from, only when a checkpoint is really saved (`settle`), so that taking a state at every
-training step costs microseconds.
+Items are immutable, so a state may hold references to them (`Deferred`). They are converted to values for a checkpoint
+only when a checkpoint is saved (`settle`), so that taking a state at every training step costs microseconds.
 """
 
 import hashlib
@@ -15,12 +14,12 @@ import numpy as np
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-NUMBERS_AT_ONCE = 1024  # random numbers that are computed together
-DRAWS_AT_ONCE = 1024  # draws that a shuffle does together
+NUMBERS_AT_ONCE = 1024  # random numbers that are computed at once
+DRAWS_AT_ONCE = 1024  # draws that a shuffle does at once
 
 
 class Stream(Protocol[T_co]):
-    """An endless, resumable iterator (a mixture with `epochs` ends, and stays ended).
+    """An endless, resumable iterator; only a mixture with `epochs` ends, and stays ended.
 
     After `b.load_state_dict(settle(a.state_dict()))`, a and b yield the same items.
     """
@@ -30,7 +29,7 @@ class Stream(Protocol[T_co]):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last item; `settle` finishes it."""
+        """Return the state after the last item; `settle` converts it to values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -39,14 +38,14 @@ class Stream(Protocol[T_co]):
 
 
 class Deferred(NamedTuple):
-    """A part of a state that `settle` writes out."""
+    """Part of a state that `settle` replaces by `dump(items)`."""
 
     items: Sequence[Any]
     dump: Callable[[Sequence[Any]], Any]
 
 
 def settle(state: Any) -> Any:
-    """Return the state with ints, floats, strings, lists, dicts and numpy arrays only."""
+    """Return the state as ints, floats, strings, lists, dicts and numpy arrays: every Deferred part is converted."""
     if isinstance(state, Deferred):
         return settle(state.dump(state.items))
     if isinstance(state, dict):
@@ -55,7 +54,7 @@ def settle(state: Any) -> Any:
 
 
 def randint(key: str, counter: int, n: int) -> int:
-    """Return a number below n that depends on nothing but the arguments."""
+    """Return a random number below n that depends only on the arguments."""
     digest = hashlib.blake2b(
         counter.to_bytes(8, "little"), key=hashlib.sha256(key.encode()).digest(), digest_size=8
     ).digest()
@@ -65,27 +64,27 @@ def randint(key: str, counter: int, n: int) -> int:
 def _bits(key: str, counter: int, n: int) -> np.ndarray:
     """Return n random numbers of 64 bits.
 
-    Philox's raw output is the same in every version of numpy; that of Generator's methods need not be.
+    Philox's raw output is the same in every version of numpy; the output of Generator's methods may change.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
     return np.random.Philox(key=seed, counter=counter << 64).random_raw(n)
 
 
 def permutation(key: str, n: int) -> np.ndarray:
-    """Return 0 … n - 1 in an order that depends on `key` alone, [n] int64."""
+    """Return 0 … n - 1 in a random order that depends only on `key` and n, [n] int64."""
     return np.argsort(_bits(key, 0, n), kind="stable")
 
 
 class Draws:
-    """Random numbers below 2⁶⁴ by their index: each depends on the key and its index alone."""
+    """Random numbers below 2⁶⁴ by index: each depends only on the key and its index."""
 
     def __init__(self, key: str):
         self._key = key
-        self._chunks: dict[int, np.ndarray] = {}  # the last two that were used
-        self._list_of, self._list = -1, [0]  # the numbers of one chunk as Python's
+        self._chunks: dict[int, np.ndarray] = {}  # the two chunks that were computed last
+        self._list_of, self._list = -1, [0]  # the number of one chunk, and its values as Python ints
 
     def __call__(self, number: int) -> int:
-        """Return the number of this index."""
+        """Return the random number at index `number`."""
         chunk, i = divmod(number, NUMBERS_AT_ONCE)
         if chunk != self._list_of:
             self._list_of, self._list = chunk, self._chunk(chunk).tolist()
@@ -109,7 +108,7 @@ class Draws:
 
 
 class StreamRun(Protocol[T_co]):
-    """Items of one epoch that were taken from a stream together, and the stream's state behind any of them."""
+    """Items of one epoch that were taken from a stream at once, and the stream's state after any of them."""
 
     @property
     def items(self) -> Sequence[T_co]:
@@ -122,13 +121,13 @@ class StreamRun(Protocol[T_co]):
         ...
 
     def state(self, n: int) -> dict[str, Any]:
-        """Return the stream's state behind the first n items; `settle` finishes it."""
+        """Return the stream's state after the first n items; `settle` converts it to values."""
         ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _DrawBatch(Generic[T]):
-    """Draws that are done together, and what is needed to recover the window behind any of them."""
+    """Draws that are done at once, with the values needed to recover the window after any of them."""
 
     window: Sequence[T]  # the full window before the first draw
     draws: Sequence[int]  # the index that each draw takes from the window
@@ -137,7 +136,7 @@ class _DrawBatch(Generic[T]):
     taken: int  # items of the run that were taken before the first draw
 
     def drawn(self, n: int) -> tuple[list[T], list[T]]:
-        """Return the items of the first n draws, n > 0, and the window behind them."""
+        """Return the items of the first n draws, n > 0, and the window after them."""
         window, items = list(self.window), []
         for i, item in zip(self.draws[: n - 1], self.more, strict=False):
             items.append(window[i])
@@ -150,10 +149,10 @@ class _DrawBatch(Generic[T]):
 
 
 class Shuffle(Generic[T]):
-    """Stream[T]: draws from a window that is refilled from the stream below.
+    """Stream[T]: draws items at random from a window that is refilled from the stream below.
 
-    The window is emptied of an epoch before the next epoch enters it, so no item comes a second time before every other
-    has come once. The stream ends when the stream below has ended and the window is empty.
+    Items of an epoch enter the window only when it has no items of the epoch before, so no item is repeated before
+    every other item has been drawn once. The stream ends when the stream below has ended and the window is empty.
     """
 
     def __init__(
@@ -167,14 +166,14 @@ class Shuffle(Generic[T]):
     ):
         """Make a shuffle of `stream`.
 
-        `key` names the randomness and `epoch` returns an item's epoch; `dump` and `load` convert the items of a window
-        for a state.
+        `key` is the key of the random numbers; `epoch` returns an item's epoch; `dump` and `load` convert the items of
+        a window to values for a state, and back.
         """
         self._stream, self._size, self._key = stream, max(1, window), key
         self._epoch_of, self._dump, self._load = epoch, dump, load
         self._draw = Draws(key)
         self._window: list[T] = []
-        self._next: list[T] = []  # at most one item, the first of a later epoch
+        self._next: list[T] = []  # at most one item: the first of the next epoch
         self._epoch = 0
         self._draws = 0
         self._ended = False
@@ -182,10 +181,10 @@ class Shuffle(Generic[T]):
         self._reset()
 
     def _reset(self) -> None:
-        self._run: StreamRun[T] | None = None  # items that come next, from number `_at` on
+        self._run: StreamRun[T] | None = None  # the next items of the stream below, from number `_at` on
         self._at = 0
         self._batch: _DrawBatch[T] | None = None
-        self._out: list[T] = []  # items that are drawn and not yet yielded, the next one last
+        self._out: list[T] = []  # items that are drawn but not yet yielded, in reverse order
 
     def __next__(self) -> T:
         if self._out:
@@ -206,7 +205,7 @@ class Shuffle(Generic[T]):
         return window.pop()
 
     def _take(self) -> bool:
-        """Admit one more item to the window, or keep it aside if it is of a later epoch.
+        """Move one more item to the window, or to `_next` if it is of a later epoch.
 
         Return False if the stream below has ended.
         """
@@ -227,7 +226,7 @@ class Shuffle(Generic[T]):
         return True
 
     def _draw_many(self) -> bool:
-        """Draw many items at once, where the stream below gives many items of the window's epoch at once."""
+        """Draw many items at once if the stream below has a run of the window's epoch; return whether it did."""
         while not self._ended and (run := self._current()) is not None and run.epoch == self._epoch:
             start, full = self._at, self._at + self._size - len(self._window)
             self._window += run.items[start:full]
@@ -245,7 +244,7 @@ class Shuffle(Generic[T]):
         return False
 
     def _current(self) -> StreamRun[T] | None:
-        """Return a run that has items left, or None."""
+        """Return a run that has items left; None if the stream below gives no runs now."""
         while self._run is None or self._at == len(self._run.items):
             run = self._runs(self._size - len(self._window) + DRAWS_AT_ONCE)
             if run is None:
@@ -254,23 +253,23 @@ class Shuffle(Generic[T]):
         return self._run
 
     def _find_next(self) -> bool:
-        """With an empty window, return whether there is another item, which is then in `_next`."""
+        """Return whether there is another item, and put it in `_next`. The window must be empty."""
         if not self._next and self._take() and self._window:
             self._next.append(self._window.pop())
         return bool(self._next)
 
     @property
     def ready(self) -> list[T]:
-        """Items that are drawn already, the next one last.
+        """Items that are drawn already, in reverse order.
 
-        An item is taken by `__next__`, or popped off this list; `passes` does not change until it is empty.
+        A consumer takes an item with `__next__`, or pops it off this list. `passes` does not change until it is empty.
         """
         return self._out
 
     def passes(self) -> int | None:
-        """Return the number of epochs of which every item has been yielded; None if no item will ever come again.
+        """Return the number of epochs of which every item has been yielded; None if the stream has no more items.
 
-        This may read the item that follows.
+        This may read the next item.
         """
         if self._out or self._window:
             return self._epoch
@@ -278,14 +277,14 @@ class Shuffle(Generic[T]):
 
     @property
     def position(self) -> tuple[StreamRun[T] | None, int]:
-        """The run of the stream below that is being read, and how many of its items have been needed so far."""
+        """The run of the stream below that is being read, and how many of its items were used for the items yielded."""
         if self._out:
             assert self._batch is not None
             return self._run, self._batch.taken + len(self._batch.draws) - len(self._out) - 1
         return self._run, self._at
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last item; `settle` finishes it."""
+        """Return the state after the last item; `settle` converts it to values."""
         if self._out:
             assert self._batch is not None
             n = len(self._batch.draws) - len(self._out)
@@ -315,6 +314,6 @@ class Shuffle(Generic[T]):
 
 
 def _state_in(run_and_count: Sequence[Any]) -> dict[str, Any]:
-    """Return the state of a run behind its first n items."""
+    """Return the stream's state after the first n items of a run."""
     run, n = run_and_count
     return run.state(n)

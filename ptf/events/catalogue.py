@@ -1,7 +1,7 @@
 """The catalogue of items: the tokens, the value and the description of each.
 
-A catalogue belongs to one tokenizer, whose fingerprint it stores. With another tokenizer its items would be other
-tokens, so that is refused.
+A catalogue belongs to one tokenizer, whose fingerprint it stores. It is refused with any other tokenizer, because its
+items would be different tokens.
 """
 
 import io
@@ -29,7 +29,7 @@ class Item:
     name: str
     text: str  # the item's tokens, joined
     value: float = 1.0  # revenue of one unit
-    popularity: float = 0.0  # share of the users who had the item, in the part that may be trained on
+    popularity: float = 0.0  # share of users who had the item, in the part of the data for training
     description: str = ""
 
 
@@ -51,14 +51,14 @@ class Catalogue:
         return {item.text: item for item in self.items}
 
     def read(self, text: str) -> list[Item | None]:
-        """Return the items that a text names, in its order; None for tokens that name none."""
+        """Return the items whose tokens are in a text, in order; None for tokens that are not an item."""
         items: list[Item | None] = []
         prefix = ""
         for token in TOKEN.findall(text):
             if token in (END, PAD):
                 continue
             if prefix and prefix + token not in self.by_text and prefix + token not in self._beginnings:
-                items.append(None)  # the prefix names no item; this token may begin the next one
+                items.append(None)  # the prefix is not an item; this token may begin the next one
                 prefix = ""
             prefix += token
             if item := self.by_text.get(prefix):
@@ -71,12 +71,12 @@ class Catalogue:
 
     @cached_property
     def _beginnings(self) -> frozenset[str]:
-        """Return every proper beginning of an item's text, in whole tokens."""
+        """Return every proper prefix of an item's text, in whole tokens."""
         tokens = [TOKEN.findall(item.text) for item in self.items]
         return frozenset("".join(item[:n]) for item in tokens for n in range(1, len(item)))
 
     def trie(self, tokenizer: Tokenizer, repeat: int = 1, distinct: bool = False) -> Trie:
-        """Return the trie of all items (see Trie.of). Raises UserError for a tokenizer other than the catalogue's."""
+        """Return the trie of all items (see Trie.of). Raises UserError if the tokenizer is not the catalogue's."""
         self.refuse_other(tokenizer, "the tokenizer")
         return Trie.of(tokenizer.encode_all([item.text for item in self.items]), tokenizer.stop_ids, repeat, distinct)
 
@@ -84,9 +84,9 @@ class Catalogue:
         """Raise UserError unless the catalogue was made with this tokenizer; `what` names it in the message."""
         if tokenizer.fingerprint() != self.tokenizer:
             raise UserError(
-                f"the catalogue was made with another tokenizer than {what} ({self.tokenizer[:12]}, "
-                f"not {tokenizer.fingerprint()[:12]}): its items would be "
-                "other tokens; prepare both together, or use the tokenizer that is stored beside the catalogue"
+                f"the catalogue was made with a different tokenizer than {what} ({self.tokenizer[:12]}, "
+                f"not {tokenizer.fingerprint()[:12]}), so its items would be "
+                "different tokens; prepare both together, or use the tokenizer that is stored beside the catalogue"
             )
 
     def save(self, path: str) -> None:
@@ -97,7 +97,7 @@ class Catalogue:
 
     @staticmethod
     def load(path: str) -> "Catalogue":
-        """Read a catalogue that `save` wrote. Raises UserError for any other file."""
+        """Read a catalogue that `save` wrote. Raises UserError if the file is not a catalogue."""
         try:
             stored = json.loads(storage.read_text(path))
             return Catalogue(tuple(Item(**item) for item in stored["items"]), stored["tokenizer"])

@@ -1,7 +1,6 @@
 """Events as histories: each user's baskets in the order of time.
 
-The held-out part is chosen from baskets, before anything is written or tokenized, so no row can hold what came after
-it.
+Baskets are held out before anything is written or tokenized, so no training row contains held-out or later events.
 """
 
 import csv
@@ -26,7 +25,7 @@ class Basket:
     """The items of a user at one time; their order has no meaning."""
 
     time: float  # seconds
-    items: tuple[str, ...]  # each item once
+    items: tuple[str, ...]  # without repetitions
 
 
 History = tuple[Basket, ...]
@@ -37,13 +36,13 @@ class Histories:
     """The histories of all users, and counts of the rows they were read from."""
 
     by_user: Mapping[str, History]  # in the order in which users first appear
-    counts: Mapping[str, int]  # rows, `duplicates`, `unknown` items; `single`: users with one event, who are left out
+    counts: Mapping[str, int]  # `rows`, `duplicates`, `unknown` items; `single`: users with one event, who are left out
 
 
 def table(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the location of each row, and the row.
 
-    The file is csv or csv.gz with a header, or of a format that data sources may have (jsonl, parquet).
+    The file is csv or csv.gz with a header, or in a format of data sources (jsonl, parquet).
     """
     if not path.endswith((".csv", ".csv.gz")):
         for place in rows_once(Reader(path)):
@@ -78,10 +77,10 @@ def read(
 ) -> Histories:
     """Return the histories of rows, given as (location, row).
 
-    `columns` maps `user`, `time` (a number of seconds) and `item` to their names in the rows. `known` holds the items
-    of the catalogue; a row of another item is an error, or with `unknown: drop` is left out and counted. Rows of a user
-    are in the order of time, or with `order: sort` are sorted. The same item twice in a basket counts once. Raises
-    UserError that names the first invalid row.
+    `columns` maps `user`, `time` (a number of seconds) and `item` to their names in the rows. `known` has the items of
+    the catalogue; a row with any other item is an error, or with `unknown="drop"` is left out and counted. The rows of
+    a user must be in the order of time; with `order="sort"` they are sorted. An item that is repeated in a basket
+    counts once. Raises UserError, which names the first invalid row.
     """
     for key, value, choices in (("unknown", unknown, ("error", "drop")), ("order", order, ("error", "sort"))):
         if value not in choices:
@@ -129,12 +128,12 @@ def read(
 
 
 def absent(value: Any) -> bool:
-    """Return whether a cell is empty, in csv, jsonl or parquet."""
+    """Return whether a cell of a csv, jsonl or parquet file is empty."""
     return value is None or value == "" or value != value  # NaN
 
 
 def _baskets(events: Sequence[tuple[float, str]]) -> Iterator[Basket]:
-    """Return the baskets of events that are in the order of time."""
+    """Return the baskets of events (time, item), which must be in the order of time."""
     by_time: dict[float, dict[str, None]] = {}
     for time, item in events:
         by_time.setdefault(time, {})[item] = None
@@ -145,15 +144,15 @@ def _baskets(events: Sequence[tuple[float, str]]) -> Iterator[Basket]:
 class Split:
     """A user's history in two parts."""
 
-    before: History  # may be trained on
-    future: History  # held out; its first basket is the one to predict
+    before: History  # for training
+    future: History  # held out; its first basket is to be predicted
 
 
 def split(history: History, hold_out: str | float) -> Split:
     """Split a history.
 
-    `last` holds out the last basket. `before_last` holds out the one before it and leaves the last one out of both
-    parts, so settings can be chosen while `last` stays unseen. A number holds out all baskets from that time on.
+    `last` holds out the last basket. `before_last` holds out the second to last one and drops the last one, so that
+    settings can be chosen without using the `last` split. A number holds out all baskets from that time on.
     """
     if hold_out == "last":
         return Split(history[:-1], history[-1:])

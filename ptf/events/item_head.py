@@ -2,9 +2,9 @@
 
 It is chosen by `model.head: {use: "ptf.events.item_head:NextItem", args: {items: "prepare:items.safetensors"}}`.
 
-There is one class for each item and one for the end of a basket, whatever the vocabulary is. The order inside a basket
-has no meaning, so with `set_wise` every position of it predicts all items that are still to come, with equal weight.
-The head may also predict numbers of the next basket.
+There is one class for each item and one for the end of a basket; the size of the vocabulary does not matter. The order
+inside a basket has no meaning, so with `set_wise` each position predicts all items that follow in its basket, with
+equal weights. The head may also predict numbers, such as the value, of the next basket.
 """
 
 import math
@@ -27,11 +27,11 @@ from ptf.model.layers import Parts
 class NextItem(nn.Module):
     """Scores of the next item, of the end of the basket, and of numbers of the next basket.
 
-    `items`: a safetensors file with `ids` [items], each item's token, and `rows` [items, D], the initial weights
-    (ptf.events.prepare writes it). `set_wise`: predict the rest of the basket, not the item that happens to come next.
-    `sampled`: compare with only this many other items in a step, drawn uniformly (Jean et al. 2015); default: all.
-    `values`: numbers to predict of the next basket, by their name in the rows, and the weight of the squared error of
-    log(1 + value): {days: 0.1}.
+    `items` is a safetensors file with `ids` [items], each item's token, and `rows` [items, D], the initial weights
+    (ptf.events.prepare writes it). With `set_wise`, the rest of the basket is predicted, not only the next item.
+    `sampled` is the number of uniformly drawn items in the normaliser of the loss (Jean et al. 2015), by default all.
+    `values` maps the names of numbers in the rows that are to be predicted for the next basket to the weight of their
+    loss, the squared error of log(1 + value): {days: 0.1}.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class NextItem(nn.Module):
         sampled: int | None = None,
         values: Mapping[str, float] = {},
     ) -> None:
-        """Build the head. Raises UserError for a file that does not fit the model."""
+        """Build the head. Raises UserError if the file does not fit the model."""
         super().__init__()
         try:
             with safe_open(items, "pt") as stored:
@@ -61,13 +61,13 @@ class NextItem(nn.Module):
             )
         if int(ids.max()) >= config.vocab or rows.shape[1] != config.dim:
             raise UserError(
-                f"model.head: {items} has rows of width {rows.shape[1]} and tokens up to {int(ids.max())}; "
-                f"the model is of width {config.dim}, with a "
+                f"model.head: {items} has rows of width {rows.shape[1]} and tokens up to {int(ids.max())}, but "
+                f"the model has width {config.dim} and a "
                 f"vocabulary of {config.vocab}"
             )
         if sampled is not None and not 0 < sampled < len(ids):
             raise UserError(
-                f"model.head: sampled must be between 1 and {len(ids) - 1}, the items less one, not {sampled}"
+                f"model.head: sampled must be between 1 and {len(ids) - 1} (the number of items - 1), not {sampled}"
             )
         self.end, self.set_wise, self.sampled, self.values = len(ids), set_wise, sampled, dict(values)
         self.items = parts.linear(f"{path}.items", config.dim, len(ids) + 1)
@@ -82,7 +82,7 @@ class NextItem(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return log-probabilities and predicted numbers, [B, T, D] → [B, T, items + 1 + values].
 
-        They are the log-probabilities of each item and of the end of the basket, then the logarithm of 1 + each value.
+        They are the log-probabilities of the items and of the end of the basket, then the predicted log(1 + value)s.
         """
         scores = self.items(x).float().log_softmax(-1)
         return scores if self.numbers is None else torch.cat([scores, self.numbers(x).float()], -1)
@@ -90,7 +90,8 @@ class NextItem(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return logits over the vocabulary, [..., D] → [..., vocab].
 
-        A token that is no item has the logit of the basket's end, so these logits are only for restricted answers.
+        Every token that is not an item has the logit of the basket's end, so the logits are valid only for answers that
+        are restricted to items.
         """
         return self.items(x).float()[..., self.place]
 
@@ -108,13 +109,13 @@ class NextItem(nn.Module):
         return loss + self._value_loss(x, batch)
 
     def _sampled_loss(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int) -> Tensor:
-        """Return the cross-entropy with a normaliser over the target, the end, and some sampled items.
+        """Return the cross-entropy with a normaliser over the target, the end, and `sampled` random items.
 
-        The items are the same for all positions and are drawn with a seed that the batch's tokens determine.
+        The items are the same for all positions; the seed is computed from the batch's tokens.
         """
         trained = batch.weights != 0
         flat = batch.tokens.flatten().cpu()
-        # Other rows, or another order of them, give another draw.
+        # Different rows, or the same rows in a different order, give a different seed.
         generator = torch.Generator().manual_seed(int((flat * torch.arange(1, len(flat) + 1)).sum()))
         drawn = torch.randperm(self.end, generator=generator)[:sampled].to(x.device)
         x, targets = x[trained], classes[trained]
@@ -127,14 +128,14 @@ class NextItem(nn.Module):
         return ((torch.cat([own, others], -1).logsumexp(-1) - own[:, 0]) * batch.weights[trained]).sum()
 
     def _value_loss(self, x: Tensor, batch: Any) -> Tensor:
-        """Return ½ (prediction − log(1 + value))², where a basket begins that has a value."""
+        """Return Σ ½ (prediction − log(1 + value))² over the positions before a basket that has a value."""
         if self.numbers is None or not (starts := basket_starts(batch) & (batch.weights != 0)).any():
             return x.new_zeros((), dtype=torch.float32) + (
                 0.0 if self.numbers is None else 0.0 * self.numbers(x[:, :1]).sum()
             )
         predicted = self.numbers(x[starts]).float()
-        total = 0.0 * predicted.sum()  # part of the loss on every rank, whatever values its rows have
-        # Rows of another source may have no values.
+        total = 0.0 * predicted.sum()  # so that every rank has a gradient, even if its rows have no values
+        # Rows of some sources may have no values.
         known = [stream.removeprefix(VALUE) for stream in batch.streams if stream.startswith(VALUE)]
         for i, (name, counts) in enumerate(self.values.items() if known else ()):
             if name not in known:
@@ -152,22 +153,22 @@ def basket_starts(batch: Any) -> Tensor:
     """Return whether the next token is the first of a basket, [B, T]."""
     if STREAM not in batch.streams:
         return torch.zeros_like(batch.tokens, dtype=torch.bool)
-    basket = batch.streams[STREAM][..., 0]  # the basket of the token that follows
-    first = batch.streams[STREAM][..., 1] == 0  # the basket's first event: where a long row was cut, a basket continues
+    basket = batch.streams[STREAM][..., 0]  # number of the next token's basket
+    first = batch.streams[STREAM][..., 1] == 0  # a basket's first event; false where a cut row continues a basket
     return (basket > 0) & first & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
 
 
 def mean_over_rest(rows: Tensor, batch: Any) -> Tensor:
-    """Return means over the rest of each basket, [B, T, D].
+    """Return, for each position, the mean vector of the rest of its basket, [B, T, D].
 
-    `rows` holds the vector of the token that follows each position. The mean at a position is over its token and those
-    after it in the same basket.
+    `rows` has the vector of the next token at each position. The mean is over the next token and the tokens after it in
+    the same basket.
     """
     if STREAM not in batch.streams:
         if not batch.weights.any():
             return rows
         raise UserError(
-            "model.head: set_wise is for baskets, and these rows have none (lists inside `events`); turn it off"
+            "model.head: set_wise needs baskets (lists inside `events`), but these rows have none; turn it off"
         )
     basket = batch.streams[STREAM][..., 0].long()
     b, t = basket.shape
@@ -178,7 +179,7 @@ def mean_over_rest(rows: Tensor, batch: Any) -> Tensor:
     last = torch.zeros(int(run[-1]) + 1, dtype=torch.long, device=run.device).scatter_reduce(
         0, run, torch.arange(b * t, device=run.device), "amax"
     )
-    # [B·T + 1, D] in float64, because differences of the sums must not round.
+    # [B·T + 1, D] in float64, to keep the rounding of the differences small
     sums = torch.nn.functional.pad(rows.flatten(0, 1).double().cumsum(0), (0, 0, 1, 0))
     here = torch.arange(b * t, device=run.device)
     ends = last[run] + 1

@@ -1,7 +1,7 @@
-"""Vectors of items, from their descriptions and from the items that they are bought together with.
+"""Vectors of items, from their descriptions and from the baskets that they share with other items.
 
-Both are factors of a sparse table (Deerwester et al. 1990), computed by scikit-learn; a vector of zeros means that
-nothing is known.
+Both are factors of a sparse table (Deerwester et al. 1990), computed by scikit-learn. An item without a description, or
+that is in no basket, has a vector of zeros there.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 def item_vectors(baskets: Sequence[Sequence[int]], texts: Sequence[str], width: int, seed: int = 0) -> np.ndarray:
     """Return the vectors of items, [items, d ≤ width] of unit length.
 
-    They join the co-occurrence vectors and, with half the weight, the vectors of the descriptions.
+    They are the concatenation of the co-occurrence vectors and, with half the weight, the vectors of the descriptions.
     """
     text_width = max(1, width // 4)
     joined = np.concatenate(
@@ -26,9 +26,9 @@ def item_vectors(baskets: Sequence[Sequence[int]], texts: Sequence[str], width: 
 
 
 def rotate_to_width(vectors: np.ndarray, width: int, seed: int = 0) -> np.ndarray:
-    """Return vectors [n, d ≤ width] as [n, width] float32, rotated so that every dimension has a share of all of them.
+    """Pad vectors [n, d ≤ width] to [n, width] float32 and rotate them randomly, so that all dimensions are used.
 
-    Lengths and angles stay the same.
+    Lengths and angles do not change.
     """
     rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
     return (np.pad(vectors, ((0, 0), (0, width - vectors.shape[1]))) @ rotation).astype(np.float32)
@@ -47,7 +47,7 @@ def text_vectors(texts: Sequence[str], seed: int, width: int) -> np.ndarray:
         table = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\b\w+\b").fit_transform(
             texts
         )
-    except ValueError:  # no words in any of them
+    except ValueError:  # no text has a word
         return np.zeros((len(texts), 1))
     return _factors(table, seed, width)
 
@@ -55,8 +55,8 @@ def text_vectors(texts: Sequence[str], seed: int, width: int) -> np.ndarray:
 def cooccurrence_vectors(baskets: Sequence[Sequence[int]], items: int, seed: int, width: int) -> np.ndarray:
     """Return vectors [items, d ≤ width] of unit length, from the baskets that items share.
 
-    The measure compares how often two items are in one basket with chance: it is positive pointwise mutual information
-    (Levy and Goldberg 2014); an item that is in no basket gets zeros.
+    They are factors of the positive pointwise mutual information of two items being in one basket (Levy and Goldberg
+    2014). An item that is in no basket gets zeros.
     """
     from scipy.sparse import coo_matrix
 

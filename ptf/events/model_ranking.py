@@ -1,7 +1,7 @@
-"""The catalogue ranked by a model, after each of some histories.
+"""Ranking of a catalogue by a model, given users' histories.
 
-An item's score is the log-probability of its tokens among those that items may consist of, which is what constrained
-decoding samples from. Items of one token are all scored; for ids of several tokens a beam is kept on each level.
+An item's score is the log-probability of its tokens under constrained decoding, which allows only tokens of items.
+Items of one token are all scored; for items of several tokens, a beam of prefixes is kept on each level.
 """
 
 import json
@@ -21,7 +21,7 @@ from ptf.events.catalogue import Catalogue, load_item_vectors
 from ptf.events.ranking_metrics import coverage, diversity, measures
 from ptf.rl.engines.native import NativeEngine
 
-TASKS = ("all", "new")  # all items, and those that the user has not had
+TASKS = ("all", "new")  # rank all items, or only items that are not in the user's history
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Ranker:
 
     engine: NativeEngine
     trie: Trie
-    # [states]: the index of the item that ends in this state of the trie, −1 where none does.
+    # [states]: index of the item that ends in this state of the trie, −1 if none does
     item_of: np.ndarray
     beam: int
     histories: int = 64  # number of histories in a batch
 
     @staticmethod
     def of(engine: NativeEngine, catalogue: Catalogue, tokenizer: Any, beam: int) -> "Ranker":
-        """Build a ranker for a catalogue. Raises UserError for a tokenizer other than the catalogue's."""
+        """Build a ranker for a catalogue. Raises UserError if the tokenizer is not the catalogue's."""
         trie = catalogue.trie(tokenizer)
         item_of = np.full(len(trie.starts) - 1, -1)
         for index, ids in enumerate(tokenizer.encode_all([item.text for item in catalogue.items])):
@@ -50,7 +50,7 @@ class Ranker:
     def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the index of a prompt and its scores of all items, [items] float64, as they are computed.
 
-        An item that the beam has dropped scores −inf.
+        The score of an item that the beam has dropped is −inf.
         """
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         for start in range(0, len(order), self.histories):
@@ -67,7 +67,7 @@ class Ranker:
 
 
 def top(scores: np.ndarray, k: int) -> list[int]:
-    """Return the best k items that have a score; equal scores are in the catalogue's order."""
+    """Return the k items with the highest finite scores; items of equal score are in the catalogue's order."""
     best = np.argsort(-scores, kind="stable")[:k]
     return best[np.isfinite(scores[best])].tolist()
 
@@ -81,8 +81,9 @@ def evaluate_ranking(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the means of all measures over the users, and the measures of each user.
 
-    The measures are of the next basket, over all items (`all/…`) and over items that are new to the user (`new/…`, for
-    users whose basket has one). Raises UserError for a prompt whose row has no future of this catalogue.
+    The measures compare a ranking with the next basket: a ranking of all items (`all/…`), and one of items that are new
+    to the user (`new/…`, for users whose basket has one). Raises UserError for a prompt whose row has no `history` or
+    `future`, or has items that are not in the catalogue.
     """
     index_of = {item.name: i for i, item in enumerate(catalogue.items)}
     rows: dict[int, dict[str, Any]] = {}
@@ -136,7 +137,7 @@ def rank(
     parts: Any,
     answers: Path,
 ) -> dict[str, float]:
-    """Return the measures of one checkpoint, and write those of each user to `answers` (jsonl)."""
+    """Return the mean measures of one checkpoint, and write those of each user to `answers` (jsonl)."""
     items = Catalogue.load(catalogue)
     items.refuse_other(tokenizer, "the model's")
     vectors = load_item_vectors(catalogue)

@@ -1,7 +1,7 @@
 """Metrics of a ranked list of items, compared with the user's next basket.
 
-Every measure is one number per user, so two models are compared user by user, and their difference has a confidence
-interval. Only coverage is of all lists together.
+Every measure is one number per user, so two models can be compared user by user, and their difference has a confidence
+interval. Only coverage is computed from all lists together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ MEASURES = ("hr", "recall", "ndcg", "mrr", "revenue_recall", "diversity", "cover
 
 
 def measures(ranked: Sequence[int], wanted: Mapping[int, float], k: int) -> dict[str, float]:
-    """Return the measures of one list, best item first, each item once; `wanted` maps items to their value.
+    """Return the measures of one list, best item first, without repetitions; `wanted` maps items to their value.
 
-    They are HR (any item is in the list), recall, NDCG (gains of 0 and 1, Järvelin and Kekäläinen 2002), MRR (1 / rank
-    of the first hit), and the share of the value that is in the list, at k each.
+    They are HR (1 if any wanted item is in the list), recall, NDCG (gains of 0 and 1, Järvelin and Kekäläinen 2002),
+    MRR (1 / rank of the first hit), and the share of the wanted value that is in the list, each at k.
     """
     hits = np.array([item in wanted for item in ranked[:k]], float)
     discounts = 1 / np.log2(np.arange(2, k + 2))
@@ -31,9 +31,9 @@ def measures(ranked: Sequence[int], wanted: Mapping[int, float], k: int) -> dict
 
 
 def diversity(vectors: np.ndarray) -> float:
-    """Return the mean of 1 − cosine over the pairs of a list's items, [k, d] of unit length.
+    """Return the mean of 1 − cosine over all pairs of vectors, which are [k, d] of unit length.
 
-    It is 0 for fewer than two items.
+    It is 0 for fewer than two vectors.
     """
     k = len(vectors)
     if k < 2:
@@ -43,14 +43,14 @@ def diversity(vectors: np.ndarray) -> float:
 
 
 def coverage(lists: Sequence[Sequence[int]], items: int) -> float:
-    """Return the share of the catalogue that is in any of the lists."""
+    """Return the share of the catalogue's items that are in at least one of the lists."""
     return len({item for ranked in lists for item in ranked}) / items
 
 
 def interval(
     differences: np.ndarray, *, draws: int = 10_000, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Return the mean over users of [n] paired differences, and the ends of its percentile bootstrap interval.
+    """Return the mean of [n] paired differences, one per user, and the ends of its percentile bootstrap interval.
 
     The bootstrap is that of Efron (1979).
     """

@@ -1,10 +1,10 @@
-"""Semantic ids: an item is one code per level, and similar items share codes.
+"""Semantic ids: an item's id has one code per level, and similar items share codes.
 
-The codes come from residual quantisation of the items' vectors: it is RQ-k-means (Deng et al. 2025; Rajput et al. 2023
+The codes are a residual quantisation of the items' vectors by k-means (RQ-k-means, Deng et al. 2025; Rajput et al. 2023
 use an autoencoder).
 
-The last level only tells items of equal codes apart, so every item has its own id and all ids have the same length. It
-has spare codes: new items take the free ones, and no other item's id changes.
+The last level only distinguishes items with equal codes, so every item has its own id, and all ids have the same
+length. It has spare codes for new items, so that the ids of the other items do not change.
 """
 
 import string
@@ -22,15 +22,18 @@ SPARE = 2.0  # codes of the last level, as a multiple of the number needed
 
 @dataclass
 class SemanticIds:
-    """The codes of a catalogue: the centres of every level, and how many items have each code."""
+    """The codes of a catalogue: the centres of every level, and the number of items with each code."""
 
-    centres: list[np.ndarray]  # of each level: [codes, d]
-    last: int  # codes of the last level
+    centres: list[np.ndarray]  # one per level: [codes, d]
+    last: int  # number of codes of the last level
     taken: dict[tuple[int, ...], int] = field(default_factory=dict)  # codes → number of items that have them
 
     @staticmethod
     def fit(vectors: np.ndarray, levels: Sequence[int], seed: int = 0) -> "SemanticIds":
-        """Fit the centres to vectors [items, d]. Raises UserError for levels that the items cannot fill."""
+        """Fit the centres to vectors [items, d]. `levels` is the number of codes of each level but the last.
+
+        Raises UserError if `levels` is empty or too long, or if a level has fewer than 2 codes or more than the items.
+        """
         from sklearn.cluster import KMeans
 
         if (
@@ -55,7 +58,7 @@ class SemanticIds:
     def codes(self, vectors: np.ndarray) -> np.ndarray:
         """Return the codes of vectors, [items, d] → [items, levels].
 
-        On each level it is the nearest centre to what the levels before left.
+        On each level, the code is that of the nearest centre to the residual of the previous levels.
         """
         rest, codes = vectors.astype(np.float64), []
         for centres in self.centres:
@@ -69,17 +72,17 @@ class SemanticIds:
         return np.stack(codes, 1)
 
     def texts(self, vectors: np.ndarray) -> list[str]:
-        """Return ids for items that have none yet, in their order; ids that were given before stay the same.
+        """Return ids for new items, in order; ids that were assigned before do not change.
 
-        Raises UserError where the last level is full.
+        Raises UserError if the last level is full.
         """
         texts = []
         for codes in map(tuple, self.codes(vectors).tolist()):
             number = self.taken.get(codes, 0)
             if number >= self.last:
                 raise UserError(
-                    f"{number + 1} items have the codes {codes}, and the last level has {self.last}: "
-                    "fit the ids again, with more codes a level"
+                    f"{number + 1} items have the codes {codes}, but the last level has only {self.last} codes: "
+                    "fit the ids again, with more codes per level"
                 )
             self.taken[codes] = number + 1
             texts.append(
@@ -90,7 +93,7 @@ class SemanticIds:
         return texts
 
     def tokens(self) -> list[str]:
-        """Return the tokens of all levels, the last included."""
+        """Return the tokens of all levels, including the last."""
         sizes = [*(len(centres) for centres in self.centres), self.last]
         return [
             f"<{letter}_{code}>"
@@ -99,14 +102,14 @@ class SemanticIds:
         ]
 
     def rows(self) -> np.ndarray:
-        """Return initial embeddings of the tokens, in their order, [tokens, d].
+        """Return initial embeddings of the tokens, in the order of `tokens`, [tokens, d].
 
-        They are the centres; the codes of the last level, which have no meaning, get zeros.
+        They are the centres; codes of the last level get zeros, since they have no meaning.
         """
         return np.concatenate([*self.centres, np.zeros((self.last, self.centres[0].shape[1]))])
 
     def save(self, path: Path) -> None:
-        """Write the ids to a file; `load` is the inverse. After `texts` gave new ids they must be saved again."""
+        """Write the ids to a file; `load` is the inverse. They must be saved again after `texts` assigned new ids."""
         taken = np.array([[*codes, count] for codes, count in self.taken.items()], np.int64).reshape(
             len(self.taken), len(self.centres) + 1
         )

@@ -1,8 +1,7 @@
 """A user's history as rows of data.
 
-A history is written in the order of time, `<start> basket <gap> basket <gap> …`. The gap token after a basket says how
-long before it the previous basket was. So the next basket follows the last gap, and nothing in the text tells when that
-will be.
+A history is written in the order of time, `<start> basket <gap> basket <gap> …`. The gap token after a basket encodes
+the time since the previous basket. So no token before a basket reveals its time.
 """
 
 import math
@@ -17,7 +16,7 @@ from ptf.events.catalogue import Item
 from ptf.events.histories import History, Split
 
 DAY = 86400.0
-GAPS = 10  # tokens: less than a day, then each twice as long as the one before
+GAPS = 10  # number of gap tokens: less than a day, then intervals that double in length
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,19 @@ class SerializedBasket:
 
 
 class HistorySerializer:
-    """Writes histories as rows of data."""
+    """Converts histories to rows of data."""
 
     def __init__(self, items: Mapping[str, Item], window: int, gaps: bool, opening: float) -> None:
         """Create a serializer.
 
-        `items` are the catalogue's by name, `window` is the most tokens of a history, `gaps` says whether gap tokens
-        tell durations, and `opening` is the weight of the first item of a basket.
+        `items` are the catalogue's items by name; `window` is the largest number of tokens of a history; without
+        `gaps`, all gap tokens are the same; `opening` is the loss weight of a basket's first item.
         """
         self.items = items
         self.window = window
         self.gaps = gaps
         self.opening = opening
-        self.left_out = 0  # baskets of one item without a basket before them
+        self.left_out = 0  # number of baskets of one item that have no basket before them
         self.size = max(item.text.count("<") for item in items.values())
 
     def serialize(self, history: History) -> list[SerializedBasket]:
@@ -60,9 +59,9 @@ class HistorySerializer:
         return result
 
     def windows(self, history: History) -> Iterator[dict[str, Any]]:
-        """Yield rows in which each basket is trained once, after as many earlier baskets as half a window holds.
+        """Yield rows in which each basket is trained once, after the earlier baskets that fit half a window as context.
 
-        A basket of one item without a basket before it is left out.
+        A basket of one item that has no basket before it is left out.
         """
         baskets = list(self._split_large(self.serialize(history)))
         next_trained = 0
@@ -82,7 +81,7 @@ class HistorySerializer:
             next_trained = end
 
     def _row(self, baskets: Sequence[SerializedBasket], context: int) -> dict[str, Any]:
-        """Return a row of baskets whose first `context` entries are context."""
+        """Return a row with these baskets; its first `context` entries are context."""
         entries, days, spend = [START], [None], [None]
         for basket in baskets:
             entries += [basket.items, basket.gap]
@@ -96,7 +95,7 @@ class HistorySerializer:
         }
 
     def prompt(self, user: str, s: Split) -> dict[str, Any]:
-        """Return a history to continue, what followed (`future`), and its tokens (`told`, a column of the row)."""
+        """Return a prompt row: the history, the baskets that followed (`future`), and their tokens (`told`)."""
 
         def text(baskets: Sequence[SerializedBasket]) -> str:
             return "".join("".join(basket.items) + basket.gap for basket in baskets)
@@ -111,21 +110,22 @@ class HistorySerializer:
         }
 
     def chat(self, s: Split, rng: np.random.Generator) -> dict[str, Any]:
-        """Return a chat in which a history is answered with the next basket, in random order."""
+        """Return a chat: the history as the user's message, and the next basket's items, in random order, as the
+        answer."""
         (basket,) = self.serialize(s.future[:1])
         answer = "".join(basket.items[i] for i in rng.permutation(len(basket.items)))
         history = START + "".join("".join(b.items) + b.gap for b in self._newest(s.before))
         return {"messages": [{"role": "user", "content": history}, {"role": "assistant", "content": answer}]}
 
     def held_out_row(self, s: Split) -> dict[str, Any]:
-        """Return a row with the held-out basket after its history, which is context."""
+        """Return a row with the history as context, followed by the held-out basket."""
         baskets = self._newest((*s.before, s.future[0]), least=2)
         row = self._row(baskets, 2 * len(baskets) - 1)
         values = {name: numbers[:-1] for name, numbers in row["values"].items()}
         return row | {"events": row["events"][:-1], "values": values}
 
     def _newest(self, history: History, least: int = 1) -> list[SerializedBasket]:
-        """Return the newest baskets that fit the window, of which the oldest may be cut."""
+        """Return the newest baskets that fit the window; some items of the oldest may be cut off."""
         newest: list[SerializedBasket] = []
         room = self.window - 1
         for basket in reversed(self.serialize(history)):
@@ -137,12 +137,12 @@ class HistorySerializer:
         return newest
 
     def _split_large(self, baskets: Iterable[SerializedBasket]) -> Iterator[SerializedBasket]:
-        """Yield baskets, of which those of more than half a window are split into parts."""
+        """Yield the baskets; those larger than half a window are split into parts."""
         most = max(1, (self.window // 2 - 1) // self.size)
         for basket in baskets:
             for start in range(0, len(basket.items), most):
                 yield replace(basket, items=basket.items[start : start + most])
 
     def _tokens(self, basket: SerializedBasket) -> int:
-        """Return the number of tokens of a basket, its gap included."""
+        """Return the number of tokens of a basket, including its gap token."""
         return len(basket.items) * self.size + 1

@@ -1,18 +1,22 @@
-"""How long a run will be, in a line of `ptf check`: where it can be told at once, from what lies on this machine."""
+"""The line of `ptf check` about how long a run will be, if the data on this machine suffice to compute it quickly."""
 
 import glob
 
 from ptf.config import Job
 
-MOST_BYTES = 256 << 20  # of the sources' files: to count the rows of lines they are read
-# that are not tokenized, and are encoded for exact numbers; else an interval, from the first rows of each source
+MOST_BYTES = 256 << 20  # largest size of the sources' files together: counting the rows of JSON lines reads them whole
+# with up to this many rows that are not tokenized, all are encoded and the numbers are exact; with more, the first rows
+# of each source give an interval
 FEW_ROWS = 2000
-HOW = "`ptf inspect` and `ptf check --dry-run` say how often it passes over its data, and how many steps that takes"
+HOW = "`ptf inspect` and `ptf check --dry-run` print the number of passes over the data and of steps"
 
 
 def glance(job: Job) -> str:
-    """Return passes over each source, and steps; or why they are not known, and how to learn them. Asks no network
-    and imports torch only where all that it needs is there. Raises UserError for data that cannot be read."""
+    """Return the passes over each source and the steps, or why they are unknown and which command prints them.
+
+    Does not use the network, and imports torch only if all the files that it needs are on this machine. Raises
+    UserError for data that cannot be read.
+    """
     if there := _missing(job):
         return f"{there}; {HOW}"
     from ptf.data.added import tokenizer_of
@@ -29,9 +33,13 @@ def glance(job: Job) -> str:
 
 
 def _missing(job: Job) -> str | None:
-    """Return what is not on this machine, or not made yet."""
+    """Return a sentence about a source or a tokenizer that is not on this machine, or not made yet; None if all are."""
     for name, source in job.data.sources.items():
         if source.path.startswith("prepare:") or not glob.glob(source.path.removeprefix("file://").rstrip("/")):
-            return f"data.sources.{name}: {source.path} is not here"
+            return f"data.sources.{name}: {source.path} is not on this machine"
     model = job.model.tokenizer or job.model.path
-    return None if glob.glob(f"{glob.escape(model)}/tokenizer*.json") else f"the tokenizer of {model} is not here"
+    return (
+        None
+        if glob.glob(f"{glob.escape(model)}/tokenizer*.json")
+        else f"the tokenizer of {model} is not on this machine"
+    )

@@ -1,5 +1,4 @@
-"""The report of `ptf inspect` as one self-contained HTML page: no script,
-no font and no picture is fetched from anywhere."""
+"""The report of `ptf inspect` as one self-contained HTML page: it loads no scripts, fonts or images."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,7 +12,7 @@ from ptf.data.sources.files import shown
 from ptf.data.survey import SourceSurvey, Survey
 from ptf.inspection.report import Report, advice, outlook, spans
 
-# of sources, in order
+# for the sources, in order
 COLOURS = ("#3b7dd8", "#d9822b", "#4a9c4a", "#b0498f", "#7a6ad0", "#2a9d9d", "#b8a030", "#c0504d")
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --mark: #2e9e4f38; --edge: #2e9e4f; }
@@ -35,7 +34,7 @@ mark { background: var(--mark); color: inherit; border-bottom: 2px solid var(--e
 
 
 def page(report: Report) -> str:
-    """Return the whole page."""
+    """Return the report as an HTML document."""
     survey, job = report.survey, report.job
     colours = {source.name: COLOURS[i % len(COLOURS)] for i, source in enumerate(survey.sources)}
     recipe = job.recipe if isinstance(job.recipe, str) else job.recipe.use
@@ -67,7 +66,7 @@ def _key(colour: str) -> str:
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]], kind: str = "") -> str:
-    """Cells are HTML."""
+    """Return an HTML table; the cells are HTML already, and are not escaped."""
     head = "".join(f"<th>{cell}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'
@@ -77,7 +76,7 @@ def _sources(survey: Survey, colours: dict[str, str]) -> Iterator[str]:
     header = (
         "source",
         "kind",
-        "rows looked at",
+        "rows read",
         "of",
         "samples",
         "tokens",
@@ -113,7 +112,7 @@ def _sources(survey: Survey, colours: dict[str, str]) -> Iterator[str]:
 
 
 def _lengths(sources: Iterable[SourceSurvey], colours: dict[str, str]) -> Iterator[str]:
-    """Yield a table of samples by length, in powers of two, each bar divided by source."""
+    """Yield a histogram of sample lengths in powers of two, as a table; each bar is divided by source."""
     bins = {source.name: Counter(int(n).bit_length() for n in source.lengths) for source in sources}
     filled = [b for counts in bins.values() for b in counts]
     if not filled:
@@ -135,7 +134,7 @@ def _lengths(sources: Iterable[SourceSurvey], colours: dict[str, str]) -> Iterat
 
 
 def _packing(report: Report, colours: dict[str, str]) -> Iterator[str]:
-    """Yield the first packed rows, each document as wide as its share of the row."""
+    """Yield the first packed rows as bars; the width of each document is its share of the row."""
     survey, width = report.survey, report.job.data.seq_len
     if report.job.rollout:
         yield "<p>Prompts are not packed.</p>"
@@ -156,7 +155,7 @@ def _left_out(survey: Survey) -> Iterator[str]:
     rows = [
         (escape(s.name), escape(reason), f"{count:,}") for s in survey.sources for reason, count in s.left_out.items()
     ]
-    yield _table(("source", "reason", "how many"), rows, "text") if rows else "<p>Nothing of what was looked at.</p>"
+    yield _table(("source", "reason", "how many"), rows, "text") if rows else "<p>None of the rows that were read.</p>"
     for source in survey.sources:
         if source.not_read:
             yield f"<p>Not read of {escape(source.name)}: {escape(shown(source.not_read))}</p>"
@@ -164,7 +163,7 @@ def _left_out(survey: Survey) -> Iterator[str]:
             yield f"<p>Columns of {escape(source.name)} that nothing reads: {escape(', '.join(source.unread))}</p>"
         if source.dropped:
             name = escape(source.name)
-            yield f"<p>{source.dropped:.1%} of the rows of {name} that were looked at left no sample.</p>"
+            yield f"<p>{source.dropped:.1%} of the rows of {name} that were read gave no sample.</p>"
     bad = [(escape(s.name), escape(row.where), escape(row.reason)) for s in survey.sources for row in s.bad]
     if bad:
         yield "<h3>The first bad rows</h3>" + _table(("source", "place", "reason"), bad, "text")

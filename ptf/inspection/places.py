@@ -10,15 +10,15 @@ from ptf.config.tree import Node, Problem
 from ptf.data.sources import hub
 from ptf.errors import UserError
 
-MADE_LATER = ("prepare:", "job:")  # by an earlier step, or found when the job is run
-ELSEWHERE = "; if the job runs elsewhere, or another job makes it: ptf check --skip-paths"
+MADE_LATER = ("prepare:", "job:")  # written by an earlier step, or looked up when the job is run
+ELSEWHERE = "; if the job runs on a different machine, or a different job writes it, use ptf check --skip-paths"
 SECTIONS = (("data", "sources"), ("data", "validation"), ("evaluate", "sources"))
 
 
 def missing(root: Node) -> Iterator[Problem]:
-    """Yield each local path below a config's root at which there is nothing, at its line.
+    """Yield a Problem for each local path of a config that does not exist, with the line that names it.
 
-    A valid config is not needed. Ids of the Hub and places in object stores are not looked up.
+    The config need not be valid. Hub ids and URIs of object stores are not looked up.
     """
     values = root.plain()
     for where in SECTIONS:
@@ -32,14 +32,14 @@ def missing(root: Node) -> Iterator[Problem]:
 
 
 def _at(values: Any, where: tuple[str, ...]) -> Any:
-    """Return what stands at a key; None where nothing does."""
+    """Return the value at a key; None if there is none."""
     for key in where:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
 
 
 def _model_keys(values: Any, where: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that name a model to load: of the job, of its reward model and of its teachers."""
+    """Yield the keys whose value names a model to load: the job's model, its reward model and its teachers."""
     for key in (("model", "path"), ("model", "tokenizer"), ("rollout", "reward_model", "path")):
         if isinstance(_at(values, key), str):
             yield key
@@ -50,7 +50,7 @@ def _model_keys(values: Any, where: tuple[str, ...]) -> Iterator[tuple[str, ...]
 
 
 def _has_data(path: str) -> bool:
-    """Return whether there are data at a path, or this machine cannot know."""
+    """Return whether there are data at a path; True also if that cannot be checked on this machine."""
     path = path.removeprefix("file://")
     if path.startswith(MADE_LATER) or "://" in path:
         return True
@@ -58,15 +58,15 @@ def _has_data(path: str) -> bool:
         if hub.parse_location(path, None, None, None) is not None:
             return True
     except UserError:
-        return True  # said when the config itself is checked
+        return True  # the check of the config reports this error
     path = hub.without_names(path, None, None)[0]
     return bool(glob.glob(os.path.expanduser(path).rstrip("/")) or os.path.exists(path))
 
 
 def _has_model(path: str) -> bool:
-    """Return whether a model may be at a path: it is there, or it is an id of the Hub.
+    """Return whether a model may be at a path: the path exists, or it may be a Hub id.
 
-    `owner/name` is a directory that is missing only where `owner` is a directory here.
+    `owner/name` is taken for a missing directory only if `owner` is a directory on this machine.
     """
     if path.startswith(MADE_LATER) or "://" in path or os.path.exists(path):
         return True

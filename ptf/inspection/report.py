@@ -1,6 +1,6 @@
-"""The findings of `ptf inspect` in a job's data, as plain values, and as the JSON object that it prints.
+"""The report of `ptf inspect` on a job's data, as plain values and as the JSON object that it prints.
 
-Rows pass through the same encoder, mixer and packer as in training. Numbers beyond the rows that were read are
+Rows go through the same encoder, mixer and packer as in training. Numbers for more rows than were read are
 extrapolated, and the report marks them.
 """
 
@@ -31,9 +31,9 @@ from ptf.train.data_plan import preview_data
 from ptf.train.dataloading import specs
 from ptf.train.job_tokenizer import rendered
 
-FEW_ROWS = 2000  # of each source that are looked at where all sources have more than `ALL_ROWS` together
+FEW_ROWS = 2000  # rows of each source that are read if all sources together have more than `ALL_ROWS`
 ALL_ROWS = 100_000
-COSTLY = 2.0  # expansion above which the report says what to do
+COSTLY = 2.0  # expansion above which the report gives advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,25 @@ class Report:
     job: Job
     survey: Survey
     tokenizer: Tokenizer
-    planned: DataPlan | None  # None where nothing is left to train on
-    orders: Mapping[str, str]  # in which each source is read
+    planned: DataPlan | None  # None if there is no sample to train on
+    orders: Mapping[str, str]  # the order in which each source is read, in words
 
     @property
     def expansion(self) -> float:
-        """Tokens over those of each conversation's longest sample, over all sources:
-        what splitting conversations costs."""
+        """Tokens of all samples divided by the tokens of each conversation's longest sample, over all sources.
+
+        This is how many times as many tokens are trained because conversations are split.
+        """
         counts = [source.counts for source in self.survey.sources]
         return sum(c["tokens"] for c in counts) / max(1, sum(c["whole"] for c in counts))
 
 
 def report(job: Job, rows: int | None, samples: int) -> Report:
-    """Look at `rows` rows of each source (None: at all of them where they are at most `ALL_ROWS` together, else at the
-    first `FEW_ROWS` of each) and keep the first `samples` atoms of each. Runs `data.prepare` where it has not run.
-    Raises UserError for data that cannot be read."""
+    """Read the first `rows` rows of each source and return the report, with the first `samples` samples of each.
+
+    If `rows` is None, all rows are read if the sources together have at most `ALL_ROWS`, otherwise the first `FEW_ROWS`
+    of each. Runs `data.prepare` if its output does not exist. Raises UserError for data that cannot be read.
+    """
     recipe, job = registry.build(job), resolved(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=None))
     tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
@@ -92,21 +96,21 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
 
 
 def few_or_all(sources: Mapping[str, SourceSpec], tokenizer: Tokenizer) -> int:
-    """Return how many rows of each source are looked at by default."""
+    """Return how many rows of each source are read by default."""
     known = [Ordered(opened(spec, tokenizer)[0], "", 1, spec.limit).rows for spec in sources.values()]
     return ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
 
 
 def spans(sample: Sample, tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """Return the text of a sample in pieces of equal weight, each with that weight: 0 is context."""
+    """Return the text of a sample in pieces of equal weight, each with its weight; weight 0 is context."""
     changes = ((sample.weights[1:] != sample.weights[:-1]).nonzero()[0] + 1).tolist()
     edges = pairwise([0, *changes, len(sample)])
     return [(tokenizer.decode(sample.tokens[start:end]), float(sample.weights[start])) for start, end in edges]
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values: sources with their rows, samples, passes and what was left out, steps,
-    expansion and the first samples."""
+    """Return the report as JSON values: each source's rows, samples, passes and omissions; the steps, the expansion and
+    the first samples."""
     return {
         "sources": {source.name: _source(source, report.planned) for source in report.survey.sources},
         "steps": round(sum(report.planned.steps) / 2) if report.planned else 0,
@@ -117,21 +121,21 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 
 def outlook(report: Report) -> list[str]:
-    """Return how long the run will be, in sentences."""
+    """Return sentences about how long the run will be and in which order the sources are read."""
     lines = [f"The run as configured: {report.planned.describe()}."] if report.planned else []
     return lines + [f"Source {name} is read {order}." for name, order in report.orders.items() if order != BLOCKS]
 
 
 def advice(report: Report) -> list[str]:
-    """Return what to change, where something costs more than it needs to, in sentences."""
+    """Return sentences that recommend changes to the config, if splitting conversations makes the run much longer."""
     if report.expansion <= COSTLY:
         return []
     return [
         f"Splitting conversations makes the run {report.expansion:.2g} times as long: "
-        "the template shows earlier turns otherwise than they were served, "
-        "so each becomes a sample of its own. `data.share_prefixes: true` (recipe sft) "
-        "reads what they begin with once; `data.train_on: last` trains "
-        "the last turn of each conversation alone."
+        "the template renders earlier turns differently than when they were the last turn, "
+        "so each turn becomes a separate sample. `data.share_prefixes: true` (recipe sft) "
+        "processes the prefix that they share once; `data.train_on: last` trains "
+        "only the last turn of each conversation."
     ]
 
 
@@ -149,8 +153,8 @@ def _source(source: SourceSurvey, planned: DataPlan | None) -> dict[str, Any]:
 
 
 def _samples(report: Report) -> list[dict[str, Any]]:
-    """Each document by itself; those of one atom (the two answers of a preference) share the number `pair`,
-    others have none."""
+    """Return one entry per document. The two answers of a preference have the same number `pair`; other documents have
+    none."""
     listed: list[dict[str, Any]] = []
     pairs = 0
     for source in report.survey.sources:
@@ -171,8 +175,10 @@ def _samples(report: Report) -> list[dict[str, Any]]:
 
 
 def errors_as_json(error: UserError) -> str:
-    """Return a refused config as one JSON object: every problem with its place (file:line), its key and a message,
-    null where there is none."""
+    """Return the errors of a refused config as one JSON object: place (file:line), key and message of every problem.
+
+    Place and key are null if the problem has none.
+    """
     if isinstance(error, Problems):
         listed = [{"place": str(p.place), "key": p.key or None, "message": p.what} for p in error.problems]
     else:

@@ -1,5 +1,5 @@
-"""The report of `ptf inspect` as text: a table of sources, lengths, packing, what was left out,
-and samples with what is trained marked."""
+"""The report of `ptf inspect` as text: a table of sources, lengths, packing, rows that were left out, and samples with
+the trained tokens marked."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ BAR = 50  # characters of the longest bar
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the whole report."""
+    """Print the report."""
     survey = report.survey
     console.print(_sources(survey), *_histogram(survey), *_packing(report), sep="\n", markup=False)
     for line in (*outlook(report), *advice(report)):
@@ -37,7 +37,7 @@ def show(report: Report, console: Console) -> None:
 
 def _sources(survey: Survey) -> Table:
     columns = (
-        "rows looked at",
+        "rows read",
         "samples",
         "tokens",
         "trained",
@@ -72,12 +72,12 @@ def _sources(survey: Survey) -> Table:
 
 
 def _percentiles(lengths: np.ndarray) -> list[str]:
-    """Median, 99th percentile and largest, as text."""
+    """Return median, 99th percentile and maximum, as text."""
     return [f"{n:,.0f}" for n in np.percentile(lengths, [50, 99, 100])] if len(lengths) else ["–"] * 3
 
 
 def _histogram(survey: Survey) -> Iterator[str]:
-    """Yield lines of samples by length, in powers of two."""
+    """Yield the lines of a histogram of sample lengths, in powers of two, and the longest samples."""
     bins = Counter(int(n).bit_length() for s in survey.sources for n in s.lengths)
     if not bins:
         yield "no sample to train on"
@@ -114,7 +114,7 @@ def _left_out(source: SourceSurvey, console: Console) -> None:
 
 
 def _marked(sample: Sample, report: Report, colours: bool) -> Text:
-    """Return the text of a sample, with what is trained marked."""
+    """Return the text of a sample with the trained tokens marked."""
     out = Text()
     for text, weight in spans(sample, report.tokenizer):
         out.append(text if colours or not weight else f"⟦{text}⟧", style="black on green" if weight else "dim")

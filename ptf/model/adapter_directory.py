@@ -1,7 +1,7 @@
-"""Adapters that are stored in PEFT format, read into our decoder: what `ptf chat` serves and publishing checks.
+"""Adapters that are stored in PEFT format, read into ptf's decoder, for `ptf chat` and for the check before publishing.
 
-An adapter is read exactly or refused by name. What PEFT can store and our decoder does not compute (DoRA, biases, ranks
-by module) is an error that names it, never a model that is slightly another.
+An adapter is read exactly or refused. Features of PEFT that the decoder does not compute (DoRA, biases, ranks by
+module) give an error that names them, never a slightly different model.
 """
 
 import json
@@ -31,11 +31,11 @@ UNREAD = (  # keys of adapter_config.json that must be absent, empty or false
     "layer_replication",
     "lora_bias",
 )
-SHOWN = 3  # names in a message
+SHOWN = 3  # most names in a message
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds an adapter and no model of its own."""
+    """Return whether a directory has an adapter and no whole model."""
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
@@ -45,13 +45,16 @@ class AdapterDirectory:
 
     directory: Path
     base: str  # path or Hugging Face id of the model that it belongs to
-    rank: int  # of the tensors in the file
+    rank: int  # rank of the tensors in the file
     scale: float  # factor of B A x
     names: frozenset[str]
 
     @classmethod
     def read(cls, directory: Path) -> "AdapterDirectory":
-        """Read an adapter's config and the names of its tensors. Raises UserError for what ptf does not compute."""
+        """Read an adapter's config and the names of its tensors.
+
+        Raises UserError if the directory is not an adapter, or if the adapter has features that ptf does not compute.
+        """
         try:
             config = json.loads((directory / CONFIG).read_text())
             base, rank, alpha = str(config["base_model_name_or_path"]), int(config["r"]), float(config["lora_alpha"])
@@ -69,8 +72,11 @@ class AdapterDirectory:
         return cls(directory, base, rank, alpha / (rank**0.5 if config.get("use_rslora") else rank), names)
 
     def parts(self, base: Path, own: Parts | None = None) -> Parts:
-        """Return the parts of the base model in `base` with room for this adapter; `own` holds the user's components.
-        Raises UserError where the adapter has tensors for projections that the model does not have."""
+        """Return the parts of the base model in `base` with LoRA of this adapter's shape.
+
+        `own` holds the user's components. Raises UserError if the adapter's tensors are not those that the base model
+        needs.
+        """
         components = own.replace if own else {}
         everything = self._format(base, Parts(components, lora=Lora(rank=1, targets=("*",))))
         targets = everything.projections(self.names)
@@ -81,12 +87,18 @@ class AdapterDirectory:
         if missing := widened.names() - self.names:
             raise self._does_not_fit(base, missing)
         if rest:
-            raise UserError(f"{self.directory}: an adapter of a projection that gate and up share has an even rank")
+            raise UserError(
+                f"{self.directory} has rank {self.rank}, but in this base model gate and up share a tensor, and ptf "
+                "reads such an adapter only if its rank is even; merge it into its base model with PEFT "
+                "(merge_and_unload) and use that"
+            )
         return Parts(components, lora=Lora(rank=rank, alpha=self.scale * rank, targets=targets))
 
     def fill(self, model: Decoder, family: Family) -> None:
-        """Copy the adapter into a model that has the room (`parts`). Raises UserError where the model cannot hold
-        exactly what the file has."""
+        """Copy the adapter into a model that was built with `parts`.
+
+        Raises UserError if a tensor of the file cannot be represented exactly in the model.
+        """
         form = PeftFormat(model, family)
         form.fill(self.directory / TENSORS)
         with safe_open(self.directory / TENSORS, "pt") as file:

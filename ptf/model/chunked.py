@@ -1,14 +1,15 @@
-"""Losses over hidden states that never hold [B, T, V].
+"""Losses over hidden states, without a tensor of all logits [B, T, V] in memory.
 
-Positions that are not trained are dropped before the head; the rest goes through it in chunks whose fp32 logits take
+Positions that are not trained are dropped before the head; the others go through it in chunks whose fp32 logits take
 about 64 MiB. Every function returns a sum or per-token values.
 
-The gradient is computed where the logits are, in the forward pass, so that a step needs three GEMMs a chunk and
-recomputes nothing. Only `token_logprobs`, whose upstream gradient is not known by then, computes its logits again.
+The gradient is computed from the logits in the forward pass, so that a chunk needs three GEMMs a step and no
+recomputation. Only `token_logprobs` recomputes its logits, because its upstream gradient is not known in the forward
+pass.
 
 Vocabulary-parallel (Megatron-LM, Shoeybi et al. 2019, section 3): every rank has all hidden states and some rows of the
-head. Two numbers a token are reduced for the normaliser. The head's gradient is then complete where its rows are; that
-of the hidden states is a sum over ranks.
+head. Two numbers per token are reduced for the normaliser. The gradient of the head's rows is then complete on their
+rank; the gradient of the hidden states is a sum over ranks.
 """
 
 from dataclasses import replace
@@ -30,24 +31,24 @@ Backward = TypeVar("Backward")
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Mark a `backward` whose result has no gradient; torch's own marker loses its type."""
+    """Mark a `backward` whose result cannot be differentiated; unlike torch's own decorator, it keeps the type."""
     return cast("Backward", once_differentiable(cast("Any", backward)))
 
 
 def chunks_of(n: int, *heads: Head) -> list[slice]:
-    """Return the chunks of n positions, the same on every rank of a group, because each chunk is a collective."""
+    """Return the chunks of n positions. They are the same on all ranks of a group, since each chunk is a collective."""
     rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
     size = max(1, CHUNK_BYTES // (4 * rows))
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 class _Targets:
-    """Where the logit of each target [N] lies in this rank's rows of the vocabulary."""
+    """The column of each target's logit [N] among this rank's part of the vocabulary."""
 
     def __init__(self, targets: Tensor, head: Head) -> None:
         here = targets - head.first
         self.at = here if head.group is None else here.clamp(0, len(head.weight) - 1)
-        # 0 where another rank holds the target's row
+        # 0 if a different rank has the target
         self.counts = torch.ones_like(here, dtype=torch.float32) if head.group is None else (here == self.at).float()
 
     def pick(self, chunk: slice, values: Tensor) -> Tensor:
@@ -62,14 +63,14 @@ class _Targets:
 def scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients that the forward pass saved, multiplied in place by the upstream gradient.
 
-    A head's gradient is too large to copy (594 MiB for 151,936 × 1,024). A second backward finds the tensors changed
-    and raises.
+    A head's gradient is too large to copy (594 MiB for 151,936 × 1,024). Because the tensors are changed, a second
+    backward raises.
     """
     return tuple(None if t is None else t.mul_(upstream) for t in ctx.saved_tensors)
 
 
 class _CrossEntropy(Function):
-    """Weighted cross-entropy: the sum, and the loss of each target without gradient."""
+    """Weighted cross-entropy: the sum, and the weighted loss of each target, which has no gradient."""
 
     @staticmethod
     def forward(
@@ -97,8 +98,10 @@ class _CrossEntropy(Function):
 
 
 class _Surrogate(Function):
-    """−Σ coefficient · exp(log-prob − its own value), whose gradient is that of a policy at itself; with log-probs
-    and entropies."""
+    """Policy-gradient surrogate −Σ c · exp(logp − logp.detach()), whose gradient is that of the policy at ratio 1.
+
+    Also returns the log-probs, entropies and slacks, which have no gradient.
+    """
 
     @staticmethod
     def forward(
@@ -160,7 +163,7 @@ class _TokenLogprobs(Function):
         ctx.mark_non_differentiable(slack)
         ctx.save_for_backward(x, weight, bias, targets, entropy, states)
         ctx.head, ctx.processing = head, processing
-        # most losses have no gradient of the entropy, and computing it costs a buffer and three passes
+        # most losses do not use the entropy, whose gradient costs a buffer and three passes
         ctx.set_materialize_grads(False)
         return summed(picked, head.group), entropy, slack
 
@@ -193,9 +196,9 @@ def trained_positions(weights: Tensor) -> Tensor:
 
 
 def function_inputs(x: Tensor, selected: Tensor, head: Head) -> list[Tensor | None]:
-    """Return what may have a gradient: x [N, D] of the selected positions, the head's weight and its bias.
+    """Return the tensors that may need a gradient: x [N, D] at the selected positions, the head's weight and its bias.
 
-    They are detached under `no_grad`, which an autograd Function does not notice by itself.
+    They are detached under `no_grad`, because the forward pass of an autograd Function cannot detect it.
     """
     tensors = [x.flatten(0, -2).index_select(0, selected), head.weight, head.bias]
     return tensors if torch.is_grad_enabled() else [t if t is None else t.detach() for t in tensors]
@@ -212,9 +215,9 @@ def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor) -> Te
 def cross_entropy_by(
     x: Tensor, head: Head, targets: Tensor, weights: Tensor, groups: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `cross_entropy`, and without gradient each group's part of it [count].
+    """Return `cross_entropy`, and each group's part of it [count], which has no gradient.
 
-    `groups` [B, T] numbers the group of each position, below `count`.
+    `groups` [B, T] is the number of each position's group, from 0 to `count` - 1.
     """
     selected = trained_positions(weights)
     loss, losses = _losses(x, head, targets, weights, selected)
@@ -228,16 +231,16 @@ def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selected: T
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-prob and entropy of sampled tokens under a model: [B, T] each, fp32, 0 where nothing is trained."""
+    """The log-prob and entropy of sampled tokens under a model: [B, T] each, fp32, 0 at untrained positions."""
 
     logprobs: Tensor
-    entropy: Tensor  # of the distribution that each was drawn from
-    # by how much the log-prob could differ if rounding had made the nucleus end elsewhere
+    entropy: Tensor  # entropy of the distribution at each position
+    # largest change of the log-prob if rounding had made the nucleus end at a different token
     slack: Tensor
 
 
 def scatter(selected: Tensor, weights: Tensor, columns: tuple[Tensor, ...]) -> TokenLogprobs:
-    """Put the values of the selected positions back in place, [B, T] each."""
+    """Return the values of the selected positions as [B, T] tensors, 0 elsewhere."""
     empty = torch.zeros(weights.numel(), dtype=torch.float32, device=weights.device)
     return TokenLogprobs(*(empty.index_put((selected,), values).view_as(weights) for values in columns))
 
@@ -256,11 +259,10 @@ def surrogate(
     processing: Processing = NO_PROCESSING,
     states: Tensor | None = None,
 ) -> tuple[Tensor, TokenLogprobs]:
-    """Return a loss whose gradient is that of −Σ coefficient · log-prob, and what `token_logprobs` returns.
+    """Return a loss whose gradient is that of −Σ coefficients · log-prob, and the values of `token_logprobs`.
 
-    The loss is −Σ coefficient · (the ratio of each target's probability to itself), an fp32 scalar that can be
-    differentiated once; the other values have no gradient. `targets`, `weights` and `coefficients` are [B, T];
-    positions of weight 0 are ignored.
+    The loss is −Σ coefficients · exp(logp − logp.detach()), an fp32 scalar that can be differentiated once. The other
+    values have no gradient. `targets`, `weights` and `coefficients` are [B, T]; positions of weight 0 are ignored.
     """
     selected = trained_positions(weights)
     sampled = targets.reshape(-1)[selected], processing, select(states, selected)
@@ -278,9 +280,9 @@ def token_logprobs(
     processing: Processing = NO_PROCESSING,
     states: Tensor | None = None,
 ) -> TokenLogprobs:
-    """Return the log-prob of each target whose weight is not 0, under the distribution that was sampled from.
+    """Return the log-prob of each target whose weight is not 0, under the distribution that it was sampled from.
 
-    `states` [B, T, 1 + k] are states of `processing.edges`.
+    `states` [B, T, 1 + k] are states of the trie `processing.edges` (see `restrict`).
     """
     selected = trained_positions(weights)
     sampled = targets.reshape(-1)[selected], processing, select(states, selected)

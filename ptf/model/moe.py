@@ -1,9 +1,9 @@
 """Mixture of experts: a router sends each token to a few gated MLPs, which run as one grouped matrix product over the
 tokens sorted by expert.
 
-The load-balancing loss (Fedus et al., Switch Transformers, 2021, eq. 4-6) is the number of experts times Σ over experts
-of its share of the choices times its mean router probability; it is `top_k` where the load is even. Padding does not
-count.
+The load-balancing loss (Fedus et al., Switch Transformers, 2021, eq. 4-6) is E · Σ over the E experts of f · P, where f
+is the number of times that the expert was chosen per token and P is its mean router probability. It is `top_k` if the
+load is even. Padding does not count.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from ptf.model.config import DecoderConfig, MoE
 from ptf.model.layers import Parts
 from ptf.model.lora import attach, grouped
 
-ALIKE = 8  # a CPU's product rounds its rows alike if their number is a multiple of this
+ALIKE = 8  # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
 SWISH = 1.702  # GPT-OSS: gate · sigmoid(1.702 gate)
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Counts of what one layer's router did with the real tokens of a batch."""
+    """Statistics of one layer's router over the real tokens of a batch."""
 
-    chosen: Tensor  # [experts] how often each was chosen
-    probability: Tensor  # [experts] sum over tokens of the router's probabilities, with gradient
+    chosen: Tensor  # [experts] how often each expert was chosen
+    probability: Tensor  # [experts] sum over tokens of the router's probabilities; has a gradient
     tokens: Tensor  # number of real tokens
 
 
@@ -49,7 +49,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
         """Return the experts' outputs for tokens sorted by expert.
 
-        `x` is [n, dim], `expert` [n] the expert of each row, `ends` [experts] the end of each expert's rows.
+        `x` is [n, dim]; `expert` [n] is the expert of each row; `ends` [experts] is the end of each expert's rows.
         """
         place = None
         if x.device.type == "cpu":
@@ -73,12 +73,13 @@ class Experts(nn.Module):
 
 
 def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pad the rows of each expert to a multiple of `ALIKE`; return them, their ends and experts, and where the real
-    rows are.
+    """Pad the rows of each expert to a multiple of `ALIKE`.
 
-    A CPU's product rounds a row differently depending on how many rows come with it (MKL: by up to 1e-5 at width 96;
-    not at all for multiples of 8), so without the padding one document's routing would change the last bits of
-    another's results.
+    Return the padded rows, `ends` and `expert` for them, and the indices of the real rows.
+
+    A matrix product on a CPU rounds a row differently depending on the number of rows (MKL: by up to 1e-5 at width 96;
+    not at all for multiples of 8). Without the padding, the routing of one document would change the last bits of
+    another document's results.
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     filled = (counts + ALIKE - 1) // ALIKE * ALIKE
@@ -98,7 +99,7 @@ class MixtureOfExperts(nn.Module):
         self.config = c.moe
         self.router = parts.linear(f"{path}.router", c.dim, c.moe.experts, c.moe.bias)
         self.experts = parts.component(f"{path}.experts", Experts, c.dim, c.moe, parts, f"{path}.experts")
-        self.routing: Routing | None = None  # of the last forward pass
+        self.routing: Routing | None = None  # statistics of the last forward pass
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         """Return the output for x [B, T, D]; `real` [B, T] is False at padding."""
@@ -129,7 +130,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance(routings: list[Routing]) -> Tensor:
-    """Return the load-balancing loss over all layers together, as Hugging Face computes it; `top_k` at its best."""
+    """Return the load-balancing loss over all layers together, as in Hugging Face; `top_k` for an even load."""
     tokens = torch.stack([r.tokens for r in routings]).sum().clamp(min=1)
     chosen = torch.stack([r.chosen for r in routings]).sum(0)
     probability = torch.stack([r.probability for r in routings]).sum(0)

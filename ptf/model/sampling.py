@@ -1,9 +1,9 @@
-"""From logits to the distribution that a token is drawn from, for the engine that draws and for the losses over what
-was drawn.
+"""From logits to the distribution that tokens are sampled from, for the engine that samples them and for the losses
+over sampled tokens.
 
-The engine and the trainer call the same functions, so a log-prob of the trainer belongs to the distribution that was
-sampled from. First only allowed tokens are kept, then the temperature is applied, then the nucleus: the likeliest
-tokens that together have probability `top_p` (Holtzman et al. 2020).
+The engine and the trainer call the same functions, so the trainer's log-probs are those of the distribution that was
+sampled from. First, tokens that are not allowed are excluded; then the temperature is applied; then the distribution is
+restricted to the nucleus, the most likely tokens that together have probability `top_p` (Holtzman et al. 2020).
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NEVER = -1e9  # the logit of a token that cannot be drawn: its probability is 0, and 0 times it is 0, as it is finite
-# By how much a sum of probabilities differs between two programs, by the dtype of their products: where a nucleus ends
-# nearer to `top_p` than this, the other program may end it elsewhere. bf16 rounds logits by 2⁻⁷ of their size.
+NEVER = -1e9  # logit of a token that cannot be drawn: its probability is 0, and being finite, 0 · NEVER is 0, not NaN
+# Largest difference of a sum of probabilities between two programs, by the dtype of their products. If a nucleus ends
+# nearer to `top_p` than this, the other program may end it at a different token. bf16 rounds logits by 2⁻⁷ of their
+# size.
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 0.02}
 
 
 @dataclass(frozen=True)
 class Edges:
-    """A trie of allowed tokens (ptf.data.trie): those after state i are tokens[starts[i]:starts[i + 1]]."""
+    """A trie of allowed tokens (ptf.data.trie): tokens[starts[i]:starts[i + 1]] are allowed after state i."""
 
     starts: Tensor  # [states + 1] int64
     tokens: Tensor  # [edges] int64
@@ -31,7 +32,7 @@ class Edges:
 
 @dataclass(frozen=True)
 class Processing:
-    """What is done to logits before a token is drawn."""
+    """Operations on the logits before a token is drawn."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -44,8 +45,8 @@ NO_PROCESSING = Processing()
 def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Tensor:
     """Set the logits of tokens that are not allowed to `NEVER`, in place, and return them.
 
-    `logits` [n, V] are of the vocabulary from `first` on. `states` [n, 1 + k] int64 (Trie.walked) is each row's state,
-    and up to k tokens that are excluded from it.
+    `logits` [n, V] belong to the tokens from id `first` on. Each row of `states` [n, 1 + k] int64 (Trie.walked) has the
+    row's state in the trie, and up to k allowed tokens that are excluded.
     """
     begins = edges.starts[states[:, 0]]
     counts = edges.starts[states[:, 0] + 1] - begins
@@ -64,12 +65,12 @@ def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Te
 def nucleus(
     logprobs: Tensor, top_p: float | Tensor, drawn: Tensor | None = None, rounding: float = ROUNDING[torch.float32]
 ) -> Tensor:
-    """Reduce log-probs [n, V] to the nucleus of each row, in place, and return the slack of each row [n].
+    """Restrict log-probs [n, V] to the nucleus of each row, in place, and return the slack of each row [n].
 
-    The nucleus is the smallest set of likeliest tokens that has `top_p` (a number, or [n]) or more; a token that was
-    `drawn` [n] is included if rounding alone may have brought it into another program's set. The probabilities of the
-    set are normalised to 1. The slack is by how much a log-prob would differ if a sum of probabilities, wrong by
-    `rounding`, had made the set end elsewhere.
+    The nucleus is the smallest set of most likely tokens whose probability is at least `top_p` (a number, or [n]); its
+    probabilities are normalised to 1. The token that was `drawn` [n] is added if it may have been in the sampling
+    program's nucleus because of rounding. The slack is the largest change of a log-prob if sums of probabilities were
+    wrong by `rounding`, so that the nucleus ended at a different token.
     """
     p = torch.as_tensor(top_p, dtype=logprobs.dtype, device=logprobs.device).expand(len(logprobs))[:, None]
     falling, order = logprobs.sort(-1, descending=True)

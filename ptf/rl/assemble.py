@@ -74,7 +74,7 @@ def fit_online(job: Job, run: Path, lease: Lease) -> None:
             ):
                 raise
             if Requests(run).made:
-                raise Retryable(f"the run was asked to stop, and then failed: {error}") from error
+                raise Retryable(f"the run failed after a request to stop: {error}") from error
             failed_at, last_error = step, str(error)
             print(
                 f"{redacted(full_text(error))}\nstarted again from step {step} ({failures} of {job.compute.restarts}, "
@@ -84,7 +84,7 @@ def fit_online(job: Job, run: Path, lease: Lease) -> None:
 
 
 def attempt(job: Job, run: Path, lease: Lease) -> None:
-    """Do what `fit_online` does, without repeating a failed attempt."""
+    """Make one attempt of `fit_online`; a failure is raised."""
     knobs = job.rollout
     if knobs is None:
         raise UserError("an online recipe needs the section rollout; add it to the config")
@@ -92,7 +92,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     starting = StartingModel.of(job, run)
     tokenizer = starting.load_tokenizer()
     prompts = training_prompts(job, tokenizer)
-    if job.evaluate.ranking is not None:  # rewards read the catalogue, too
+    if job.evaluate.ranking is not None:  # rewards read the catalogue too
         Catalogue.load(job.evaluate.ranking.catalogue).refuse_other(tokenizer, "the model's")
     trie = trie_of(knobs, tokenizer)
     recipe, sampling = with_sampling(recipe, knobs, trie)
@@ -137,7 +137,10 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
 
 
 def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, list[Prompt]]:
-    """Return the prompts for validation while training. Raises UserError if an allowed answer is too long for them."""
+    """Return the held-out prompts for validation during training.
+
+    Raises UserError if an allowed answer does not fit after one of them.
+    """
     held_out: dict[str, list[Prompt]] = {}
     if job.train.validate_every:
         held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit)
@@ -148,7 +151,7 @@ def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, li
 
 
 def _made_with(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, Any]:
-    """Print the first lines of the job's sources and return what its checkpoints are bound to."""
+    """Print the first lines about the job's sources; return the fingerprints that a resume compares."""
     sources = specs(job.data.sources)
     print("\n".join(first_lines(sources)), flush=True)
     made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
@@ -208,7 +211,7 @@ def role_specs(
 
 
 def _companion_model(job: Job, companion: Companion, role: str, start: Start) -> dict[str, Any]:
-    """Return what a frozen model of its own is loaded from; nothing if it is the starting model.
+    """Return the directory and config of a frozen model; an empty dict if it is the starting model.
 
     Raises UserError if its directory is missing, or its tokenizer is not the policy's.
     """
@@ -236,15 +239,15 @@ def _reward_model(job: Job) -> dict[str, Any]:
 
 
 def _reward_model_length(job: Job, directory: Path) -> int:
-    """Return the most tokens of a conversation; the reward model's tokenizer and template may make more of them than
-    the policy's."""
+    """Return the largest number of tokens of a conversation. It may exceed `data.seq_len`, since the reward model's
+    tokenizer and template may give more tokens than the policy's."""
     return min(bridge.shape(directory).max_positions, 2 * job.data.seq_len)
 
 
 def _reward_model_client(
     job: Job, run: Path, plans: dict[str, RoleSpec], groups: dict[str, RoleGroup]
 ) -> RewardModelClient | None:
-    """Return what converts answers to the reward model's samples; None without a reward model."""
+    """Return the client that converts answers to the reward model's samples; None without a reward model."""
     knobs = job.rollout and job.rollout.reward_model
     if not knobs:
         return None

@@ -1,5 +1,5 @@
-"""Roles and the processes that hold them: a `RoleGroup` is one role on its workers, and a `Cluster` starts groups and
-schedules which of them uses a pool's devices.
+"""Roles and their processes: a `RoleGroup` is one role on its workers, and a `Cluster` starts groups and decides which
+of them uses a pool's devices.
 
 Markers determine how a method's arguments are dispatched. `@sharded` splits the first argument (a list)
 over the workers and joins the results in order. `@broadcast` calls every worker with the same arguments and returns
@@ -50,7 +50,7 @@ def unreplayable_broadcast(method: F) -> F:
 
 
 def _marked(method: F, **attributes: Any) -> F:
-    """Return a method with attributes that say how a group calls it."""
+    """Return a method with attributes that determine how a group calls it."""
     for name, value in attributes.items():
         setattr(method, name, value)
     return method
@@ -72,16 +72,16 @@ def split(items: list, parts: int) -> list[list]:
 
 
 class Role(Protocol):
-    """What every role class provides; each worker constructs it as `cls(world, **kwargs)`."""
+    """Methods that every role class has; each worker constructs it as `cls(world, **kwargs)`."""
 
     distributed: ClassVar[bool]  # True: its workers form one process group; False: they are independent replicas
 
     def offload(self) -> None:
-        """Free the device memory, because another role is about to use the devices."""
+        """Free the device memory, so that a different role can use the devices."""
         ...
 
     def onload(self) -> None:
-        """Move back to the device what `offload` moved away."""
+        """Move everything that `offload` moved away back to the device."""
         ...
 
     def memory_gib(self) -> float:
@@ -97,7 +97,7 @@ class Pool:
     roles: frozenset[str]
     # how many processes share each slot: the first slots are used by all roles, the last by the largest role alone
     processes: tuple[int, ...]
-    disk: bool = False  # True: offload to files, on a CPU too; False: to host memory, only where there is a GPU
+    disk: bool = False  # True: offload to files, also on a CPU; False: offload to host memory, only with a GPU
 
     @property
     def workers(self) -> int:
@@ -117,9 +117,9 @@ class RoleSpec:
     kwargs: Mapping[str, Any]
     workers: int = 1
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables of its processes
-    replicate: int = 1  # copies of its sharded model, where its workers form a process group
+    replicate: int = 1  # copies of its sharded model, if its workers form a process group
     # tensor-parallel size. In a process group, neighbouring ranks that share one model's layers get the same part of a
-    # sharded argument; of a replica it is the number of processes.
+    # sharded argument; for independent replicas, it is the number of processes of each.
     tensor: int = 1
 
 
@@ -154,13 +154,13 @@ class PhaseRecord:
     pool: str
     workers: int
     seconds: float
-    gib: float  # of the worker that held most
-    # offloaded roles → GiB that each still holds on the device, of the worker that holds most
+    gib: float  # peak memory of the worker that used most
+    # offloaded roles → GiB that each still uses on the device, for the worker that uses most
     offloaded: dict[str, float] = field(default_factory=dict)
 
 
 class PoolSchedule:
-    """Which role is loaded in each pool, and how long each phase took."""
+    """Record of the role that is loaded in each pool, and of the seconds of each phase."""
 
     def __init__(self, pools: Sequence[Pool], gpu: bool) -> None:
         self.pools, self.gpu = pools, gpu
@@ -181,7 +181,7 @@ class PoolSchedule:
         return self.gpu or pool.disk
 
     def free(self, pool: Pool) -> dict[str, float]:
-        """Offload the role that uses the pool. Returns its name and the GiB that it still holds."""
+        """Offload the role that uses the pool. Return its name and the GiB that it still uses."""
         group = self.loaded.pop(pool.name, None)
         if group is None or not self.offloads(pool):
             return {}
@@ -212,9 +212,9 @@ class PoolSchedule:
 
     @contextlib.contextmanager
     def together(self, first: Any, second: Any, name: str) -> Iterator[None]:
-        """Run a block in which both groups are loaded; afterwards the second one is.
+        """Run a block in which both groups are loaded; afterwards only the second one is.
 
-        Where they share a pool, its devices must have memory for both.
+        If they share a pool, its devices must have memory for both.
         """
         pool = self.pool(second.spec.name)
         with self.phase(first, name):
@@ -252,7 +252,7 @@ class Cluster(Protocol):
     table: list[PhaseRecord]
 
     def start(self, spec: RoleSpec) -> RoleGroup:
-        """Construct the role in its pool, whose devices it then uses.
+        """Construct the role in its pool; it then uses the pool's devices.
 
         Raises UserError if no pool has the role, or its pool is too small.
         """
@@ -297,7 +297,7 @@ class LocalRoleGroup:
 
 
 class LocalCluster(PoolSchedule):
-    """All roles in this process. On a GPU, roles of one pool are offloaded for each other."""
+    """All roles in this process. On a GPU, a role of a pool is offloaded while a different one is loaded."""
 
     def __init__(self, world: World, pools: Sequence[Pool]) -> None:
         super().__init__(pools, world.device.type == "cuda")

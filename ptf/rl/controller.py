@@ -1,7 +1,7 @@
 """The online training loop, written as the algorithm.
 
-One process runs the loop and calls the role groups, which compute; it holds only the tensors that it passes from one
-role to another.
+One process runs the loop and calls the role groups, which do the computation; it has only the tensors that it passes
+from role to role.
 """
 
 import time
@@ -37,11 +37,11 @@ from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import refuse_frozen_changes
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
-SYNC = "sync"  # in the run's directory: weights on their way to the engines (rollout.transport: path)
+SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transport: path)
 
 
 def rewards_differ(group: Group) -> bool:
-    """Return whether the group's rewards differ; from equal ones nothing is learned."""
+    """Return whether the group's rewards differ; equal rewards give advantages of 0 relative to the group."""
     return len({t.outcome.value for t in group if isinstance(t.outcome, Reward)}) > 1
 
 
@@ -77,7 +77,7 @@ class Controller:
         self.scorers, self.critic = scorers, critic
         self.rewards, self.reward_model = rewards, reward_model
         self.validation_rewards = validation_rewards or rewards
-        self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which the critic alone is trained
+        self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
         self.directory = run
@@ -94,7 +94,7 @@ class Controller:
 
     def run(self) -> None:
         """Train until the last step: x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π."""
-        with passing_on(self.directory):  # a request to stop is also kept for the next attempt
+        with passing_on(self.directory):  # SIGTERM becomes a file, so that no further attempt starts
             self._run()
 
     def _run(self) -> None:
@@ -165,13 +165,13 @@ class Controller:
         print(message, flush=True)  # no error later: it also happens when the policy has learned its task
 
     def take_retries(self) -> float:
-        """Return how many rewards (of environments: turns, on the first worker) were retried since the last call."""
+        """Return the number of rewards (for environments: turns, on the first worker) retried since the last call."""
         if self.knobs.environment:
             return float(self.rollout.call("take_retries"))
         return 0.0 if self.rewards is None else float(self.rewards.take_retries())
 
     def outcome_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return metrics over the rewards of all answers. Raises UserError if too many answers have none."""
+        """Return metrics over the rewards of all answers. Raises UserError if too many answers have no reward."""
         answers = [t for group in groups for t in group]
         values = np.array([t.outcome.value for t in answers if isinstance(t.outcome, Reward)])
         reasons = [t.outcome.reason for t in answers if isinstance(t.outcome, NoResult)]
@@ -200,7 +200,7 @@ class Controller:
         }
 
     def reward_source(self) -> str:
-        """Name what gives the rewards, for messages."""
+        """Return the name of the reward function, model or environment, for messages."""
         if self.rewards:
             return f"the reward {self.rewards.reward.use}"
         if self.reward_model:
@@ -208,7 +208,7 @@ class Controller:
         return f"the environment {self.knobs.environment and self.knobs.environment.use}"
 
     def reward_by_source(self, answers: Sequence[Trajectory]) -> dict[str, float]:
-        """Return the mean reward of each data source, where there are several."""
+        """Return the mean reward of each data source; empty if there is only one source."""
         if len(self.job.data.sources) < 2:
             return {}
         values: dict[str, list[float]] = {}
@@ -218,10 +218,10 @@ class Controller:
         return {f"reward/{source}": float(np.mean(of)) for source, of in sorted(values.items())}
 
     def logprobs_and_values(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
-        """Add what the recipe needs of each sampled token: old log-probs, those of frozen models, the critic's values.
+        """Add the values per sampled token that the recipe needs: old log-probs, frozen models' log-probs, values.
 
-        Also returns how much the engine's and the trainer's log-probs differ, where the trainer's are computed; raises
-        SyncError if it is more than `rollout.max_logprob_diff`.
+        Also returns metrics of the difference between the engine's and the trainer's log-probs, if the trainer's are
+        computed. Raises SyncError if the largest difference exceeds `rollout.max_logprob_diff`.
         """
         metrics: dict[str, float] = {}
         if self.needs_old_logprobs:
@@ -242,10 +242,10 @@ class Controller:
     def annotate(
         self, groups: Sequence[Group], role: RoleGroup, name: str, method: str = "logprobs"
     ) -> tuple[list[Group], np.ndarray]:
-        """Add a role's value of every sampled token as a stream; also return |role − engine| of each token."""
+        """Add a role's values per sampled token as the stream `name`; also return |role − engine| of each token."""
         samples = [samples_of(t) for g in groups for t in g]
         values = iter(role.call(method, [sample for of in samples for sample in of]))
-        streams = []  # of each trajectory, [n] of its sampled tokens
+        streams = []  # one per trajectory: [n], a value for each sampled token
         for of in samples:
             parts = [next(values)[sample.weights != 0] for sample in of]
             streams.append(np.concatenate([np.zeros(0, np.float32), *parts]))
@@ -287,7 +287,8 @@ class Controller:
     def sync(self) -> dict[str, float]:
         """Copy the policy's weights to the engines, π_old ← π, and verify them.
 
-        Verified are the digests of what arrives, the version, and what the engine then computes. Raises SyncError.
+        The digests of the received tensors, the version, and the engine's log-probs of fixed prompts are verified.
+        Raises SyncError if one of them is wrong.
         """
         transport, directory = TRANSPORTS[self.knobs.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
@@ -346,13 +347,13 @@ class Controller:
         """Write the step's metrics with the seconds of each phase and the peak memory of each role."""
         phases = self.cluster.seconds | {"reward": reward_s}
         seconds = {f"seconds/{name}": value for name, value in phases.items()}
-        # of each role the largest, which is the last to be written
+        # sorted by memory, so that the largest value of each role is written last and remains
         memory = {f"mem/{phase.role}": phase.gib for phase in sorted(self.cluster.table, key=lambda phase: phase.gib)}
         speed = {"tok_s": metrics["generated"] / step_s, "step_s": step_s}
         self.track.log(self.step, metrics | speed | seconds | memory)
 
     def save(self) -> None:
-        """Write a checkpoint of the step that is done."""
+        """Write a checkpoint of the finished step."""
         path = self.saves.begin(self.step)
         with self.cluster.phase(self.policy, "save"):
             entries = self.policy.call("save", path)
@@ -368,7 +369,7 @@ class Controller:
         self.saves.commit(self.step, entries, manifest)
 
     def _restore(self) -> tuple[int, Mapping[str, Any]]:
-        """Load the newest checkpoint. Returns its step and manifest; (0, {}) if there is none."""
+        """Load the newest checkpoint. Return its step and manifest; (0, {}) if there is none."""
         newest = self.saves.latest()
         if newest is None:
             return 0, {}

@@ -1,10 +1,10 @@
-"""Episodes: policy and environment take turns until the environment is done, or the context is full. An answer without
+"""Episodes: policy and environment take turns until the environment is done or the context is full. An answer without
 an environment is an episode of one turn.
 
-Sampled tokens stay as they were sampled. The next context is what a server would send: the whole
-conversation, rendered again. As long as that text begins with the text of the last context and its answer, its ids are
-the ids of that context, the sampled ids, and those of the new text. Where the template rewrites an earlier answer, the
-context is encoded from its text, and a new training sample begins there (`ptf.data.trajectory.merged`).
+Sampled tokens are never changed. The next context is the one that a server would send: the whole conversation, rendered
+again. If that text begins with the text of the last context and its answer, its ids are the ids of that context, the
+sampled ids, and the ids of the new text. If the template rewrites an earlier answer, the context is encoded from its
+text, and a new training sample begins there (`ptf.data.trajectory.merged`).
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from ptf.rl.environments.protocol import EnvironmentFault, Environments, Episode
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How answers are sampled, and when an episode ends."""
+    """Settings for sampling answers, and limits at which an episode ends."""
 
-    sampling: Sampling  # of one call
+    sampling: Sampling  # for one call
     max_length: int  # tokens of a context with its answer
     max_turns: int = 1
-    vocabulary: int | None = None  # number of ids that the model has
+    vocabulary: int | None = None  # number of the model's token ids
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Episode:
     context: np.ndarray = field(init=False)
     calls: list[Call] = field(default_factory=list)
     reward: float = 0.0
-    failure: str | None = None  # why it has no result
-    done: bool = False  # there is no further call
-    complete: bool = False  # it ended by itself, not at a limit
+    failure: str | None = None  # the reason if the episode has no result
+    done: bool = False  # whether the episode has ended
+    complete: bool = False  # whether it ended by itself, not at a limit
     _state: EpisodeState | None = None
     _messages: list[dict[str, Any]] = field(default_factory=list)
     _tools: Any = None
-    _text: str = ""  # the text of which `context` has the ids
+    _text: str = ""  # the text of `context`
 
     async def begin(self) -> None:
         """Start the environment, if there is one, and set the first context."""
@@ -91,7 +91,7 @@ class Episode:
         return text
 
     def _full(self) -> bool:
-        """Return whether there is no room for another answer; where only some are allowed, for the longest of them."""
+        """Return whether there is no room for a further answer; with a trie, for the longest allowed answer."""
         trie = self.limits.sampling.trie
         return len(self.context) + (1 if trie is None else trie.longest) > self.limits.max_length
 
@@ -110,7 +110,7 @@ class Episode:
         return self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled)
 
     async def add(self, call: Call) -> None:
-        """Take the policy's answer and the environment's reply; set the next context, or end the episode."""
+        """Add the policy's answer, get the environment's reply, and set the next context or end the episode."""
         self.calls.append(call)
         if self.environments is None or self._state is None:
             self.done, self.complete = True, call.finished
@@ -131,7 +131,7 @@ class Episode:
             self._fail(f"the environment's reply: {error}")
 
     def _extend(self, call: Call, messages: Sequence[Message]) -> None:
-        """Set the context that follows a call and the environment's messages. Raises UserError."""
+        """Set the next context, after a call and the environment's messages. Raises UserError if they are invalid."""
         served = self._text + self.tokenizer.decode(call.sampled)
         known = len(self._messages)
         self._messages = clean([*self._messages, *messages])
@@ -146,7 +146,7 @@ class Episode:
         self.done = self._full()
 
     async def trajectory(self) -> Trajectory:
-        """Return the episode that has ended; its outcome is the environment's, or is set by scoring later."""
+        """Return the trajectory of the finished episode. Without an environment, scoring sets its outcome later."""
         if self._state and self.environments:
             await self.environments.end(self._state)
         if self.environments is None:
@@ -157,7 +157,7 @@ class Episode:
         return Trajectory(self.prompt, tuple(self.calls), self._transcript(), outcome, self._streams(), self.complete)
 
     def _streams(self) -> dict[str, np.ndarray]:
-        """Return, of all sampled tokens, the trie's state from which each was drawn; nothing without a trie."""
+        """Return the trie's state from which each sampled token was drawn; an empty dict without a trie."""
         trie = self.limits.sampling.trie
         if trie is None:
             return {}
@@ -167,7 +167,7 @@ class Episode:
     def _transcript(self) -> str:
         """Return all text after the first context, of both sides.
 
-        Where a template rewrites an answer later, its rewritten form is there, too.
+        If the template rewrites an answer later, the rewritten form is included too.
         """
         ids = list[int]()
         for call, later in itertools.pairwise([*self.calls, None]):
@@ -181,10 +181,10 @@ class Episode:
 
 
 async def run_episodes(engine: RolloutEngine, episodes: Sequence[Episode]) -> AsyncGenerator[tuple[int, Trajectory]]:
-    """Yield (index, trajectory) of each episode as soon as it is over.
+    """Yield (index, trajectory) of each episode as soon as it ends.
 
-    No episode waits for another one, except with an engine that answers in batches: there all take their turns
-    together, so that its batches are the same in every run.
+    Episodes do not wait for each other, except with an engine that answers in batches: then all take their turns
+    together, so that the batches are the same in every run.
     """
     if engine.in_batches:
         await asyncio.gather(*(episode.begin() for episode in episodes))
@@ -217,7 +217,7 @@ async def _run_one(engine: RolloutEngine, number: int, episode: Episode) -> tupl
 async def _next_call(engine: RolloutEngine, episode: Episode) -> Call:
     """Generate an episode's next answer.
 
-    Raises EngineFault for an answer that no engine may give, UserError if the engine refuses the request.
+    Raises EngineFault if the answer breaks the protocol, UserError if the engine refuses the request.
     """
     request = episode.request()
     try:
@@ -247,30 +247,30 @@ def follows_trie(call: Call, request: Request) -> bool:
 def refuse_garbage(call: Call, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
     """Raise EngineFault unless the call is an answer to the request.
 
-    It must have the request's context, and tokens of the vocabulary, each with a log-prob and the version of the
+    A call must have the request's context, and tokens of the vocabulary, each with a log-prob and the version of the
     engine's weights.
     """
     try:
         faults = call_faults(call, request, engine.version, vocabulary)
     except (AttributeError, TypeError, ValueError) as error:
-        faults = [f"what is no call, a {type(call).__name__} ({error})"]
+        faults = [f"a {type(call).__name__}, which is not a valid call ({error})"]
     if faults:
         raise EngineFault(f"the rollout engine {engine.name} answered with {' and '.join(faults)}")
 
 
 def call_faults(call: Call, request: Request, version: int, vocabulary: int | None) -> list[str]:
-    """Return what is wrong with a call. Raises any error if its attributes are of other types than a call's."""
+    """Return the faults of a call, in words. May raise any error if its attributes do not have a call's types."""
     sampled, logprobs, most = call.sampled, call.logprobs, request.sampling.max_new_tokens
     if sampled.dtype.kind not in "iu" or logprobs.dtype.kind != "f":
         return [f"tokens of type {sampled.dtype} and log-probs of type {logprobs.dtype}"]
     faults = {
-        "another context than the request's": not np.array_equal(call.context, request.context),
+        "a context that is not the request's": not np.array_equal(call.context, request.context),
         f"{len(sampled)} tokens of at most {most}": not 1 <= len(sampled) <= most,
         "a token that was not allowed": not follows_trie(call, request),
         "a token that is not in the vocabulary": bool(((sampled < 0) | (sampled >= (vocabulary or np.inf))).any()),
-        "log-probs that are not numbers of at most 0, one a token": len(logprobs) != len(sampled)
+        "log-probs that are not numbers of at most 0, one per token": len(logprobs) != len(sampled)
         or not bool(((np.abs(logprobs) <= np.finfo(np.float32).max) & (logprobs <= 1e-3)).all()),
-        f"tokens of another version than that of its weights, {version}": len(call.versions) != len(sampled)
+        f"tokens whose version is not that of its weights, {version}": len(call.versions) != len(sampled)
         or bool((call.versions != version).any()),
     }
     return [fault for fault, present in faults.items() if present]

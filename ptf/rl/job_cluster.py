@@ -1,4 +1,4 @@
-"""From a job to the cluster that runs its roles, and the pools that they share."""
+"""The cluster that runs a job's roles, and the pools that the roles share."""
 
 import contextlib
 import shutil
@@ -14,7 +14,7 @@ from ptf.errors import UserError
 from ptf.rl.cluster import Cluster, LocalCluster, Pool, RoleSpec
 from ptf.rl.controller import SYNC
 
-OFFLOADED = "offloaded"  # in the run's directory: what offloaded roles keep on disk
+OFFLOADED = "offloaded"  # directory in the run's: files of roles that are offloaded to disk
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def _start_cluster(job: Job, run: Path, pools: Sequence[Pool], threads: int, loc
         from ptf.rl.ray_cluster import VerlCluster
 
         processes = sum(sum(pool.processes) for pool in pools)
-        # behind an http address, jobs train on that cluster, but evaluation is in this process
+        # with an http address, training is a job on that cluster, but evaluation uses this machine
         address = None if (compute.address or "").startswith(("http://", "https://")) else compute.address
         with ray_session(address=address, workdir=run, cpus=processes, timeout_s=compute.timeout_s):
             cluster = VerlCluster(

@@ -42,13 +42,13 @@ def refuse_too_long(prompt: Prompt, room: int) -> None:
     if len(prompt.tokens) > room:
         raise UserError(
             f"a prompt of source {prompt.source} has {len(prompt.tokens)} tokens; "
-            f"data.seq_len leaves {room} beside rollout.max_new_tokens "
+            f"data.seq_len less rollout.max_new_tokens leaves {room} "
             "(data.too_long: drop leaves such prompts out)"
         )
 
 
 class FittingPrompts:
-    """Stream[Prompt] of those with at most `room` tokens; longer ones are dropped and counted, or refused."""
+    """Stream[Prompt] of the prompts with at most `room` tokens; longer ones are dropped and counted, or refused."""
 
     def __init__(self, prompts: Stream[Prompt], room: int, drop: bool) -> None:
         self.prompts, self.room, self.drop, self.dropped = prompts, room, drop, 0
@@ -62,8 +62,8 @@ class FittingPrompts:
                 refuse_too_long(prompt, self.room)
             self.dropped += 1
         raise UserError(
-            f"100,000 consecutive prompts are longer than the {self.room} tokens that data.seq_len leaves "
-            "beside rollout.max_new_tokens; raise data.seq_len"
+            f"100,000 consecutive prompts are longer than the {self.room} tokens that data.seq_len less "
+            "rollout.max_new_tokens leaves; raise data.seq_len"
         )
 
     def state_dict(self) -> dict:

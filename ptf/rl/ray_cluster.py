@@ -1,7 +1,7 @@
 """Roles on Ray: the `Cluster` protocol on gangs of verl's workers, one gang for each role.
 
-A pool is a set of reserved slots, and each of its roles has one process on as many slots as it needs, with environment
-variables of its own. Where the pool offloads, the loaded role frees its memory before another one is loaded.
+A pool is a set of reserved slots. Each of its roles has one process on as many slots as it needs, with its own
+environment variables. If the pool offloads, the loaded role frees its memory before the next one is loaded.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class RoleRank(Rank):
     def build(
         self, cls: type, kwargs: Mapping[str, Any], device: str, timeout_s: float, replicate: int, tensor: int
     ) -> str:
-        """Construct the role, in the gang's process group where the class is distributed. Returns its device."""
+        """Construct the role, in the gang's process group if the class is distributed. Return its device."""
         self.contexts = contextlib.ExitStack()  # never closed: the process group lives as long as the process
         if cls.distributed:
             world = self.contexts.enter_context(joined(device, timeout_s, replicate, tensor=tensor))
@@ -38,7 +38,7 @@ class RoleRank(Rank):
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def set_visible_devices(self, devices: str) -> None:
-        """Let this process use these GPUs; call it before CUDA starts."""
+        """Set the GPUs that this process may use; must be called before CUDA is initialised."""
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
@@ -49,7 +49,7 @@ class RoleRank(Rank):
     def call_streaming(self, method: str, items: list[Any], *args: Any) -> Iterator[tuple[int, Any]]:
         """Yield (index of the item, result), in the order in which a generator method yields them."""
         results = getattr(self.role, method)(items, *args)
-        # an expression of its own, because Ray sends values into the generator that it gets
+        # wrapped in a new generator, because Ray sends values into the generator that it iterates over
         yield from (pair for pair in (results if isinstance(results, Iterator) else enumerate(results)))
 
 
@@ -81,7 +81,7 @@ class VerlRoleGroup:
         return self.gang.invoke("call", [("memory_gib",)] * self.spec.workers, doing=f"{self.spec.name}.memory_gib")
 
     def where(self) -> list[str]:
-        """Describe each worker with the memory that it holds now."""
+        """Describe each worker, with the memory that it uses."""
         return [
             f"{self.spec.name} {member} {gib:.2f} GiB"
             for member, gib in zip(self.gang.members, self.memory(), strict=True)
@@ -91,7 +91,7 @@ class VerlRoleGroup:
 class VerlCluster(PoolSchedule):
     """Roles as Ray actors.
 
-    `threads` is the number of each process, by default the machine's cores divided by the role's workers.
+    `threads` is the number of threads of each process, by default the machine's cores divided by the role's workers.
     """
 
     def __init__(

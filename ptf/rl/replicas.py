@@ -1,8 +1,8 @@
-"""A role whose workers are independent, each in a gang of its own, so that a lost one is replaced while the others
+"""A role whose workers are independent replicas, each in its own gang, so that a lost one is replaced while the others
 continue.
 
-The results of a replica that arrived before it was lost are kept. Its successor gets the replayed
-broadcasts (the last weights) and then computes the missing results.
+Results that arrived from a replica before it was lost are kept. Its replacement gets the replayed broadcasts (the last
+weights) and then computes the missing results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.weights.verification import SyncError
 
-FROZEN_S = 60.0  # a replica without a sign of life for so long is replaced
+FROZEN_S = 60.0  # a replica whose heartbeat is older than this is replaced
 
 
 def by_cost(items: Sequence[Any], parts: int, cost: Callable[[Any], float]) -> list[list[int]]:
@@ -39,7 +39,7 @@ class Replicas:
 
     def __init__(self, spec: RoleSpec, start_gang: Callable[[int], Gang], device: str, restarts: int) -> None:
         self.spec, self.start_gang, self.device, self.restarts = spec, start_gang, device, restarts
-        # method → its last arguments, which stay in Ray's object store: a copy of the weights
+        # method → its last arguments, which stay in Ray's object store; they include a copy of the weights
         self.replayed: dict[str, tuple[Any, ...]] = {}
         self.offloaded = self.closed = self.irreplaceable = False
         self.count = spec.workers // spec.tensor
@@ -66,8 +66,8 @@ class Replicas:
             wait_for_all=not unreplayable,
         )
         if dispatch == "replayed_broadcast":
-            # after the call, not before: the successor of one that fails at it first gets the arguments of the call
-            # before, and then this call
+            # after the call, not before: a replica that replaces one that fails in this call gets the arguments of the
+            # previous call first, and then this call
             self.replayed[method] = shared
         if method in ("offload", "onload"):
             self.offloaded = method == "offload"
@@ -76,7 +76,7 @@ class Replicas:
     def _call_sharded(
         self, method: str, items: Sequence[Any], rest: Sequence[Any], cost: Callable[[Any], float]
     ) -> list[Any]:
-        """Return the result of each item, computed by as many replicas as there are."""
+        """Return the result of each item; the items are divided among all replicas."""
         shared = [share(arg) for arg in rest]  # stored once, however many replicas read it
         shares = by_cost(items, self.count, cost)
         results: dict[int, Any] = {}
@@ -89,11 +89,11 @@ class Replicas:
         return self._each(lambda i: self._with_restarts(i, "memory_gib", lambda gang: self._ask(gang, "memory_gib")))
 
     def where(self) -> list[str]:
-        """Describe each worker with the memory that it holds now."""
+        """Describe each worker, with the memory that it uses."""
         return [f"{self._name(i)} {self._gang(i).members[0]} {gib:.2f} GiB" for i, gib in enumerate(self.memory())]
 
     def close(self) -> None:
-        """End all replicas; no further one is started."""
+        """End all replicas; no replacement is started afterwards."""
         self.closed = True
         for gang in self.gangs:
             if gang:
@@ -121,9 +121,9 @@ class Replicas:
         return results
 
     def _with_restarts(self, i: int, method: str, ask: Callable[[Gang], Any], progress: Callable[[], str] = str) -> Any:
-        """Return what a replica answers; one that fails is replaced, and its successor asked.
+        """Return the result of `ask` for a replica; if it fails, replace the replica and repeat.
 
-        Raises Retryable after `restarts` replacements.
+        Raises Retryable after `restarts` replacements, Lost if a replacement cannot get the weights.
         """
         lost = False
         for attempt in range(self.restarts + 1):
@@ -131,13 +131,13 @@ class Replicas:
                 if lost:
                     self._replace(i)
                 return ask(self._gang(i))
-            except (UserError, SyncError, TimeoutError):  # another replica would fail in the same way
+            except (UserError, SyncError, TimeoutError):  # a new replica would fail in the same way
                 raise
             except Exception as error:
                 if self.closed or not self.restarts:
                     raise
                 if self.irreplaceable:
-                    why = "its successor cannot get the weights alone (rollout.transport)"
+                    why = "this rollout.transport cannot send the weights to a replacement alone"
                     raise Lost(
                         f"{self._name(i)} failed at {method}, and {why}: {redacted(full_text(error))}"
                     ) from error
@@ -182,9 +182,10 @@ class Replicas:
         return self.spec.name if self.count == 1 else f"{self.spec.name} replica {i}"
 
     def _each(self, act: Callable[[int], Any], wait_for_all: bool = True) -> list[Any]:
-        """Act on every replica at the same time and return the results.
+        """Call `act` for every replica at the same time and return the results.
 
-        An error is raised when all are done; at once where the replicas wait for each other (`wait_for_all` False).
+        An error is raised when all calls are done. If the replicas wait for each other, use `wait_for_all` False: then
+        it is raised at once.
         """
         futures = [self.threads.submit(act, i) for i in range(self.count)]
         done, _ = wait(futures, return_when=ALL_COMPLETED if wait_for_all else FIRST_EXCEPTION)

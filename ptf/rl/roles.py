@@ -1,7 +1,7 @@
-"""Roles that hold a model of their own: `Learner` (policy, critic) and `Scorer` (reference, teacher).
+"""Roles that have a model: `Learner` (policy, critic) and `Scorer` (reference, teacher).
 
-The policy role *is* the SFT trainer, called from another process. The role that generates is `ptf.rl.sampler.Sampler`,
-and the role of a reward model is `ptf.rl.rewards.model.RewardModel`.
+The policy role *is* the SFT trainer, called from a different process. The role that generates is
+`ptf.rl.sampler.Sampler`, and the role of a reward model is `ptf.rl.rewards.model.RewardModel`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,8 @@ from ptf.train.trainer import forget_forwards, load_model
 
 
 def check_logprob_difference(step: int, worst: float, bound: float) -> None:
-    """Raise SyncError if the engine's and the trainer's log-probs of a sampled token differ by more than the bound."""
+    """Raise SyncError if `worst`, the largest difference between the engine's and the trainer's log-probs of a sampled
+    token, exceeds the bound."""
     if not worst <= bound:
         raise SyncError(
             f"step {step}: the engine's and the trainer's log-probs of a sampled token differ by {worst:.3g} (bound "
@@ -50,9 +51,9 @@ def check_logprob_difference(step: int, worst: float, bound: float) -> None:
 
 
 def device_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield what a model keeps on its device between two calls: parameters, gradients and buffers."""
+    """Yield the tensors of a model that stay on its device between two calls: parameters, gradients and buffers."""
     if isinstance(model, FSDPModule):
-        model.reshard()  # after a forward without a backward it exposes its gathered copies
+        model.reshard()  # after a forward without a backward, its parameters are the gathered copies
     for parameter in model.parameters():
         yield parameter
         if parameter.grad is not None:
@@ -110,8 +111,8 @@ class Scorer(FrozenModel):
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the log-probs of each sample's trained tokens under the sampling distribution: [n] each, 0 where a
-        token is not trained."""
+        """Return the log-probs of each sample's trained tokens under the sampling distribution: [n] each, 0 for tokens
+        that are not trained."""
         values = sample_logprobs(
             self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, sampling=self.sampling
         )
@@ -143,7 +144,7 @@ class Learner:
         self.width, self.sampling = width, sampling
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
         self.micro_rows, self.deterministic = train.micro_sequences, train.deterministic
-        self.scoring_width = 0 if train.deterministic else width  # of packed sequences that are not trained on
+        self.scoring_width = 0 if train.deterministic else width  # length of packed sequences that are only scored
         model_world = alone(world) if train.deterministic else world  # the ranks over which the model is sharded
         self.model, self.family = load_model(
             self.source,
@@ -162,8 +163,8 @@ class Learner:
     def update(self, minibatches: list[list[PackUnit]], step: int, bound: float | None = None) -> dict[str, float]:
         """Make one optimizer step for each minibatch, whose packed sequences are divided among the ranks.
 
-        Returns the means of the metrics over all units. With a `bound` the recipe compares the engine's log-probs with
-        its own; if they differ by more, nothing is trained and SyncError is raised.
+        Return the means of the metrics over all units. With a `bound`, the engine's log-probs are compared with the
+        trainer's; if they differ by more, SyncError is raised before the optimizer step.
         """
 
         def check(means: Mapping[str, float]) -> None:
@@ -188,12 +189,12 @@ class Learner:
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the same as Scorer.logprobs, of the current weights."""
+        """Return the same as Scorer.logprobs, for the current weights."""
         return self._logprobs(samples, self.sampling)
 
     @sharded
     def values(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the critic's value before each trained token: [n] of each sample, 0 where a token is not trained."""
+        """Return the critic's value before each trained token: [n] per sample, 0 for tokens that are not trained."""
 
         def values(x, head, batch):
             return head.values(x) * (batch.weights != 0)
@@ -202,9 +203,9 @@ class Learner:
 
     @sharded
     def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the same as Scorer.logprobs, of the model without its adapters.
+        """Return the same as Scorer.logprobs, for the model without its adapters.
 
-        That is the model with which training started, so no second model is needed.
+        This is the model that training started from, so no second model is needed.
         """
         with adapters_off(self.model):
             return self.logprobs(samples)
@@ -224,10 +225,10 @@ class Learner:
     def collect_weights(
         self, version: int, directory: str | None = None, adapter: bool = False
     ) -> tuple[Buckets, Manifest] | None:
-        """Return all tensors by Hugging Face name, in buckets, with their manifest; on other ranks than 0, None.
+        """Return all tensors by Hugging Face name, in buckets, with their manifest; None on ranks other than 0.
 
-        With `adapter`, they are those of the adapter, by PEFT's names. The buckets are in memory, or in files under
-        `directory`. Raises UserError if PEFT's format cannot hold what is trained.
+        With `adapter`, the tensors are those of the adapter, by PEFT's names. The buckets are in memory, or in files
+        under `directory`. Raises UserError if PEFT's format cannot store all trained parameters.
         """
         form = PeftFormat(self.model, self.family) if adapter else None
         if form and (obstacles := form.obstacles()):
@@ -244,7 +245,7 @@ class Learner:
     def open_transfer(
         self, transport: Literal["ipc", "nccl"], version: int, engines: int, timeout_s: float
     ) -> tuple[Transfer, Manifest]:
-        """Return the transfer from which the engines read while `send` runs, and its manifest."""
+        """Return the transfer that the engines read while `send` runs, and its manifest."""
         if self.sender is None and (TRANSPORTS[transport].from_every_rank or self.world.leads):
             self.sender = Sender(transport, self.world.device, engines, timeout_s)
         offers = tuple(offer for offer in self.world.gather(self.sender and self.sender.offer) if offer)
@@ -264,7 +265,7 @@ class Learner:
 
     @broadcast
     def save(self, directory: str) -> checkpoint.Entries:
-        """Write a checkpoint; return the entries that all ranks have written."""
+        """Write a checkpoint; return the manifest entries of the files of all ranks."""
         return checkpoint.write(directory, checkpoint.tensors_of(self.model, self.trainer.optimizer), {}, self.world)
 
     @broadcast
@@ -274,14 +275,14 @@ class Learner:
 
     @broadcast
     def export(self, directory: str) -> None:
-        """Write a Hugging Face directory, and beside it the probe that it must reproduce; with LoRA the adapter too."""
+        """Write a Hugging Face directory and a probe that a loaded model must reproduce; with LoRA, the adapter too."""
         export(self.model, self.family, self.source, Path(directory), self.world, self.tokenizer)
         if self.spec.lora:
             export_adapter(self.model, self.family, self.source, Path(directory), self.world, self.spec, self.precision)
 
     @broadcast
     def offload(self) -> None:
-        """Move weights, gradients and the optimizer's state from the device."""
+        """See Role.offload. Weights, gradients and the optimizer's state are moved."""
         tensors = list(device_tensors(self.model))
         for state in self.trainer.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]

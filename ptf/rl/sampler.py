@@ -1,7 +1,7 @@
 """The role that generates: `Sampler`, an engine with its tokenizer and environments.
 
-An answer's seed depends only on the run's seed, the occasion (a step, an evaluation), the prompt and the number of the
-answer, so an answer is the same on every worker.
+An answer's seed depends only on the run's seed, the key (of a step or an evaluation), the prompt's index and the
+answer's number, so an answer is the same on every worker.
 """
 
 import asyncio
@@ -82,14 +82,14 @@ class Sampler:
     def rollout(
         self, prompts: list[Prompt], version: int, key: str, n: int, max_new_tokens: int, temperature: float
     ) -> Iterator[tuple[int, Group]]:
-        """Yield (index of a prompt, its `n` answers) as soon as all answers to that prompt are there.
+        """Yield (index of a prompt, its `n` answers) as soon as all answers to that prompt are generated.
 
-        `key` names the occasion (a step, an evaluation); with the prompt's index and the answer's number it seeds each
-        answer. Raises SyncError, before anything is generated, unless the engine holds exactly `version`.
+        `key` identifies the step or evaluation; with the prompt's index and the answer's number it seeds each answer.
+        Raises SyncError, before anything is generated, if the engine's weights do not have exactly this `version`.
         """
         if self.engine.version != version:
             raise SyncError(
-                f"the rollout engine holds weights {self.engine.version}, the policy is at {version}: "
+                f"the rollout engine has weights of version {self.engine.version}, the policy is at {version}: "
                 "a sync was lost; nothing was generated"
             )
         limits = Limits(
@@ -124,10 +124,10 @@ class Sampler:
                     yield ended
             except TimeoutError:
                 raise TimeoutError(self._too_slow(episodes)) from None
-        # leaving the Runner cancels the episodes that still run, and closes `running`
+        # leaving the Runner cancels unfinished episodes, and closes `running`
 
     def _too_slow(self, episodes: list[Episode]) -> str:
-        """Return the message of the error that is raised if the episodes of a step do not end in time."""
+        """Return the error message for episodes of a step that do not end in time."""
         left, environments = sum(not e.done for e in episodes), self.environments
         processes = f" in {len(environments.processes)} processes" if environments else ""
         return (
@@ -138,31 +138,32 @@ class Sampler:
 
     @broadcast
     def take_retries(self) -> int:
-        """Return how many requests to environments were retried in this worker since the last call."""
+        """Return the number of requests to environments that this worker retried since the last call."""
         return self.environments.take_retries() if self.environments else 0
 
     @replayed_broadcast
     def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:
-        """Replace the engine's weights. Raises SyncError if they are not what the manifest announces."""
+        """Replace the engine's weights. Raises SyncError if they do not match the manifest."""
         return self.engine.load_weights(buckets, manifest)
 
     @unreplayable_broadcast
     def receive(self, transfer: Transfer, manifest: Manifest) -> Receipt:
-        """Replace the engine's weights by what the policy sends at the same time."""
+        """Replace the engine's weights by those that the policy sends at the same time (`Learner.send`)."""
         with transfer.reporting_failure():
             return self.engine.load_weights(transfer, manifest)
 
     @replayed_broadcast
     def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], bound: float) -> float:
-        """Return the largest difference from the trainer's log-probs of fixed sequences.
+        """Return the largest difference between the engine's and the trainer's log-probs (`expected`) of fixed
+        sequences.
 
-        Raises SyncError above `bound`.
+        Raises SyncError if it exceeds `bound`.
         """
         worst = max(float(np.abs(a - b).max()) for a, b in zip(self.engine.score(tokens), expected, strict=True))
         if not worst <= bound:
             raise SyncError(
-                f"after weight sync {self.engine.version} the log-probs that the engine computes of fixed prompts (the "
-                f"canary) differ from the trainer's by up to {worst:.3g} (bound {bound:g}, rollout.max_logprob_diff). "
+                f"after weight sync {self.engine.version} the engine's log-probs of fixed prompts (the canary) "
+                f"differ from the trainer's by up to {worst:.3g} (bound {bound:g}, rollout.max_logprob_diff). "
                 f"{LIKELY_CAUSES}"
             )
         return worst

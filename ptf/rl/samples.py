@@ -1,8 +1,8 @@
 """A log of the policy's answers for people to read: every n steps the answers to the step's first prompts, token by
 token, with their advantages.
 
-It shows the tokens that were trained, not a rendering of them. `samples.jsonl` has one answer on a line; each token is
-[text, log-prob in the engine, advantage], and the advantage is null where an answer was not trained.
+It has the tokens that were trained, not a rendering of the text. `samples.jsonl` has one answer per line; each token is
+[text, log-prob in the engine, advantage]. The advantage is null if the answer was not trained.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ class Samples:
         self.rows = Rows(run / "samples.jsonl", resumed, lease, state) if self.every else None
 
     def log(self, step: int, groups: Sequence[Group], atoms: Sequence[PackUnit]) -> None:
-        """Write the answers of a step if it is the first one, or due; `step` is its number when it is done."""
+        """Write the answers of a step if it is the first one or due; `step` counts from 1."""
         if self.rows is None or not (step == 1 or step % self.every == 0):
             return
         credited: Mapping[bytes, list[np.ndarray]] = defaultdict(list)
@@ -45,13 +45,13 @@ class Samples:
                 if "advantages" in sample.streams:
                     credited[sample.tokens.tobytes()].append(sample.streams["advantages"][sample.weights != 0])
         for group in groups[: self.prompts]:
-            # those with a reward first: of equal answers, they are the ones that were trained
+            # answers with a reward first, because of several equal answers only these were trained
             scored_first = sorted(range(len(group)), key=lambda i: not isinstance(group[i].outcome, Reward))
             rows = {i: {"step": step, **self.row(group[i], credited)} for i in scored_first}
             self.rows.add(*(rows[i] for i in range(len(group))))
 
     def row(self, t: Trajectory, credited: Mapping[bytes, list[np.ndarray]]) -> dict[str, Any]:
-        """Return the line of one answer; its advantages are taken out of `credited`, by the tokens of its samples."""
+        """Return the line of one answer; its advantages are removed from `credited`, by the tokens of its samples."""
         ids = [int(token) for call in t.calls for token in call.sampled]
         parts = [credited[sample.tokens.tobytes()] for sample in samples_of(t)]
         advantages = np.concatenate([part.pop(0) for part in parts]).tolist() if parts and all(parts) else []

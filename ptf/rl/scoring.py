@@ -1,7 +1,7 @@
 """Forward passes over samples without training: log-probs, values, scores.
 
-Every rank has its own samples, but all ranks make the same number of passes, because the ranks of a
-sharded model gather its weights together.
+Every rank has its own samples, but all ranks make the same number of passes, because gathering the weights of a sharded
+model is a collective.
 """
 
 import itertools
@@ -34,9 +34,9 @@ def passes(
 ) -> Iterator[tuple[list[list[PackUnit]], Batch]]:
     """Yield packed sequences with their batch, which is on the device.
 
-    A batch without sequences is there only so that all ranks make the same number of passes. With `width` 0 every
-    sample has a sequence of its own, so that the last bits of its results do not depend on its neighbours. The source
-    of a sample in the sequences is its index.
+    Batches without sequences are added so that all ranks make the same number of passes. With `width` 0, every sample
+    has its own sequence, so that the last bits of its results do not depend on other samples. In the sequences,
+    `source` of a sample is its index.
     """
     atoms: list[PackUnit] = [(replace(sample, source=str(number)),) for number, sample in enumerate(samples)]
     rows = pack(atoms, width) if width else [[atom] for atom in atoms]
@@ -62,9 +62,9 @@ def per_token(
     width: int,
     micro_rows: int,
 ) -> list[np.ndarray]:
-    """Return [n] of each sample, aligned with its tokens, from `reduce`.
+    """Return the values of `reduce` for each sample, [n] each, aligned with the sample's tokens.
 
-    `reduce` is a function of hidden states, head and batch whose result, [B, T], is aligned with the targets.
+    `reduce` is a function of hidden states, head and batch; its result, [B, T], is aligned with the targets.
     """
     out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
     for rows, batch in passes(samples, world, width=width, micro_rows=micro_rows, pack=packer_of(model)):
@@ -92,7 +92,7 @@ def per_document(
     width: int,
     micro_rows: int,
 ) -> list[float]:
-    """Return one value of each sample, from `find`, a function of model and batch to [documents]."""
+    """Return one value per sample, computed by `find`, a function of model and batch that returns [documents]."""
     out = [0.0] * len(samples)
     for rows, batch in passes(samples, world, width=width, micro_rows=micro_rows):
         values = iter(find(model, batch).tolist())
@@ -107,7 +107,7 @@ def sample_logprobs(
 ) -> list[np.ndarray]:
     """Return the log-probs of each sample's trained tokens under the distribution that they were sampled from.
 
-    Each is [n], aligned with the sample's tokens, and 0 where a token is not trained.
+    Each is [n], aligned with the sample's tokens, and 0 for tokens that are not trained.
     """
 
     def logprobs(x, head, batch):

@@ -25,9 +25,10 @@ def pass_rates(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return pass rates as shares of the prompts, and the greedy answers with their outcomes.
 
-    The rates are `pass@1` (one greedy answer), `reward` (its mean), and with samples > 1 `pass@k` (any of k sampled
-    answers). An answer passes with a reward of 1 or more. Answers without a result are counted in `no_result` and left
-    out; raises UserError if they are more than `max_no_result` of all, because the rest would be a biased selection.
+    The rates are `pass@1` (of one greedy answer), `reward` (its mean reward), and with samples > 1 `pass@k` (any of k
+    sampled answers passes). An answer passes if its reward is 1 or more. Answers without a result are counted in
+    `no_result` and left out. Raises UserError if their share exceeds `max_no_result`, because the remaining answers
+    would be a biased sample.
     """
 
     def answer(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:

@@ -1,11 +1,10 @@
-"""A process for users' code: rewards and environments. The code may raise, hang, stop or die; the caller then gets a
+"""A process for users' code: rewards and environments. If the code raises, hangs, stops or dies, the caller gets a
 `Fault` with the reason.
 
-Every reply has a deadline and carries the number of its question. A process that misses the deadline, or
-whose replies cannot be read or belong to another question, is killed with all processes that it has started, and the
-next question starts another one. The process ends with the thread that started it, so that thread must live as long as
-the process is used. Run as a program (by ptf.entry), this module is the process: it answers pickled questions from a
-pipe until the pipe closes.
+Every reply has a deadline and the number of its question. A process that misses the deadline, or whose reply cannot be
+read or has a wrong number, is killed with all processes that it has started; the next question starts a new process.
+The process ends with the thread that started it, so that thread must live as long as the process is used. Run as a
+program (by ptf.entry), this module is the process: it answers pickled questions from a pipe until the pipe closes.
 """
 
 import asyncio
@@ -38,11 +37,11 @@ class Fault:
     """The reason why a question has no reply."""
 
     reason: str
-    fatal: bool = False  # True: the process is gone, with all its state
+    fatal: bool = False  # True: the process has ended, and its state is lost
 
 
 class Deadline:
-    """Calls `act` from a thread of its own when a block under `set` takes longer than `after_s` seconds."""
+    """Calls `act` from a separate thread if a block under `set` takes longer than `after_s` seconds."""
 
     def __init__(self, after_s: float, act: Callable[[], None]) -> None:
         self.after_s, self.act = after_s, act
@@ -52,7 +51,7 @@ class Deadline:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        # the wait is never longer than `after_s`, hence it ends before any deadline that was set meanwhile
+        # the wait is never longer than `after_s`, so it ends before any deadline that is set meanwhile
         while not self.closed.wait(max(0.0, min(self.at - time.monotonic(), self.after_s))):
             if time.monotonic() >= self.at:
                 self.passed = True
@@ -77,9 +76,9 @@ class WorkerProcess:
     """One process that serves a plugin as `kind`: "reward" or "environment". It starts with the first question."""
 
     def __init__(self, kind: str, what: Plug, timeout_s: float) -> None:
-        plugin.bind(what)  # a name that does not resolve is an error now, in this process
+        plugin.bind(what)  # raises here, in this process, if the name cannot be resolved
         self.kind, self.what, self.timeout_s = kind, what, timeout_s
-        self.question_count = 0  # questions that were sent to the present process
+        self.question_count = 0  # questions that were sent to the current process
         self.process: subprocess.Popen | None = None
         self.pipe: mpc.Connection | None = None
 
@@ -110,13 +109,13 @@ class WorkerProcess:
 
         All questions are sent at once, so the process never waits for the next one.
         """
-        # A process that died before it read anything is replaced and gets the same questions; not one of environments,
-        # to whose state the questions refer.
+        # A process that died before it read anything is replaced, and the new one gets the same questions. A process of
+        # environments is not replaced, because the questions refer to its state.
         for is_last_attempt in (self.pipe is None or self.kind == "environment", True):
             pipe, answered, doing = self.pipe or self._start(), 0, "did not listen for"
             first = self.question_count
             self.question_count += len(questions)
-            deadline = Deadline(self.timeout_s, self._kill)  # a killed process ends the calls that wait for it
+            deadline = Deadline(self.timeout_s, self._kill)  # killing the process ends the calls that wait for it
             try:
                 with deadline.set():
                     pipe.send(list(questions))
@@ -157,10 +156,10 @@ class WorkerProcess:
     def _kill(self) -> None:
         if self.process:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # the processes that it has started die with it
+                os.killpg(self.process.pid, signal.SIGKILL)  # also kills the processes that it has started
 
     def close(self) -> None:
-        """End the process, if there is one; the next question starts another."""
+        """End the process, if there is one; the next question starts a new one."""
         if self.pipe:
             self.pipe.close()
         if self.process:
@@ -170,12 +169,12 @@ class WorkerProcess:
 
 
 def reward_of(what: Plug) -> Callable[[Any], Any]:
-    """Return a function from a question, (row, text), to the reward, a number, or a Fault.
+    """Return a function that maps a question, (row, text), to the reward, a number, or to a Fault.
 
-    It is a coroutine function where the reward is one.
+    It is a coroutine function if the reward is one.
     """
     function = concurrent.asynchronous(what)
-    # what the reward examines on this machine is examined now, because the first question has a deadline
+    # the reward's checks of this machine run now, because the first question has a deadline
     concurrent.first_lines(what)
 
     def checked(value: Any) -> float | Fault:
@@ -222,7 +221,7 @@ def environment_of(what: Plug) -> Callable[[Any], Any]:
 def serve(pipe: mpc.Connection) -> None:
     """Answer questions until the pipe closes.
 
-    The process also ends with the one that started it (ptf.entry), even while the users' code hangs.
+    The process also ends with its parent (ptf.entry), even while the users' code hangs.
     """
     kind, what = pipe.recv()
     answer = {"reward": reward_of, "environment": environment_of}[kind](Plug(**what))
@@ -241,7 +240,7 @@ def serve(pipe: mpc.Connection) -> None:
         for question in questions:
             try:
                 reply = answer(question)
-            except Exception as error:  # an error of the users' code concerns this question alone
+            except Exception as error:  # an error of the users' code affects only this question
                 reply = Fault(f"{type(error).__name__}: {error}")
             _send(pipe, next(numbers), reply)
 

@@ -1,7 +1,7 @@
 """Sums and differences of two numbers: a task that a small model learns on a CPU in a minute.
 
-What is held out is the unordered pair of operands. No sum or difference of a tested pair, in either order, is ever
-trained on.
+Unordered pairs of operands are held out: no sum or difference of a pair of dev or test, in either order, is in the
+training data.
 """
 
 import random
@@ -21,9 +21,11 @@ def prepare(
     high: int = 99,
     shuffle_answers: bool = False,
 ) -> None:
-    """Write the task (see `write_task`). Operands are 1 to `high`; a tenth of the pairs is for dev, a tenth for test,
-    the rest to train on. `train`: how many questions to train on, all by default; `held_out`:
-    how many in each of dev and test."""
+    """Write the task (see `write_task`).
+
+    Operands are 1 to `high`. A tenth of the pairs is for dev, a tenth for test, and the rest for training. `train` is
+    the number of training questions, by default all; `held_out` is the number in dev and in test.
+    """
     rng = random.Random(f"arithmetic/{seed}")
     pairs = [(a, b) for a in range(1, high + 1) for b in range(a, high + 1)]
     rng.shuffle(pairs)
@@ -36,8 +38,8 @@ def prepare(
         rng.shuffle(part)
     if len(dev) < held_out or len(test) < held_out or len(rest) < (train or 1):
         raise UserError(
-            f"operands up to {high} make {len(rest)} questions to train on and {min(len(dev), len(test))} to hold "
-            "out; raise `high`"
+            f"operands up to {high} give {len(rest)} training questions and {min(len(dev), len(test))} held-out "
+            "questions, fewer than requested; raise `high`"
         )
     rest = rest[:train]
     write_task(
@@ -52,12 +54,12 @@ def prepare(
 
 
 def questions(a: int, b: int) -> list[Question]:
-    """All that is asked about a pair."""
+    """Return all questions about a pair of operands, with their answers."""
     return [
         (f"{x}{op}{y}=", str(x + y if op == "+" else x - y)) for x, y in dict.fromkeys([(a, b), (b, a)]) for op in "+-"
     ]
 
 
 def exact(row: Mapping[str, Any], text: str) -> float:
-    """Reward: 1 where the text is the answer."""
+    """Return the reward: 1 if the text is the answer, otherwise 0."""
     return float(text.strip() == row["answer"])

@@ -1,8 +1,8 @@
-"""An agent with a tool, small enough for a CPU: it is asked for a sum of two digits,
-may write the sum to a calculator, and says what that answers.
+"""An agent with a tool, small enough for a CPU: it gets a sum of two digits, sends it to a calculator, and answers with
+the calculator's result.
 
-The calculator adds a third digit, drawn anew for every episode, and shows the last digit: what the answer is,
-only the tool can tell.
+The calculator adds a third digit, which is random in every episode, and returns the last digit of the total. So the
+agent cannot know the answer without the tool.
 """
 
 import json
@@ -15,9 +15,12 @@ from ptf.rl.environments.protocol import Message, Turn
 
 
 class Calculator:
-    """Two turns: a call that begins with the sum, `3+4`, and an answer that begins with what came back. Each of the
-    call's characters that is right is worth an eighth; an answer that is nothing but the result another half, or three
-    eighths if more follows, and an eighth is for a call that is nothing but the sum."""
+    """Environment of two turns: a call, which must begin with the sum, such as `3+4`, and an answer.
+
+    Rewards: 1/8 for each correct character of the call, and 1/8 if the call has nothing after the sum; 1/2 if the
+    answer is exactly the result, 3/8 if it begins with the result. A call that does not begin with the sum ends the
+    episode.
+    """
 
     def __init__(self, row: Mapping[str, Any], seed: int) -> None:
         self.row, self.result = row, None
@@ -28,7 +31,7 @@ class Calculator:
         return self.row["messages"]
 
     def act(self, text: str) -> Turn:
-        """Return what follows the agent's text, with its reward in [0, 1]."""
+        """Return the calculator's message after the agent's text, with the turn's reward, in [0, 1/2]."""
         wanted = self.row["messages"][-1]["content"]
         if self.result is not None:
             return Turn(reward=0.5 * (text == self.result) or 0.375 * text.startswith(self.result), done=True)
@@ -40,9 +43,9 @@ class Calculator:
 
 
 def prepare(directory: str) -> None:
-    """`train.jsonl` and `test.jsonl` of prompts, 80 and 20 of the hundred sums; `calls.jsonl`, dialogues with the
-    calculator to imitate; and `model/`."""
-    from ptf.tasks.tiny import write_model  # seconds, which an environment's process has no use for
+    """Write `train.jsonl` and `test.jsonl` (prompts, 80 and 20 of the hundred sums), `calls.jsonl` (dialogues with the
+    calculator, for SFT) and `model/`."""
+    from ptf.tasks.tiny import write_model  # slow to import, and not needed in an environment's process
 
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The calculator steps of GSM8K, `<<48/2=24>>`: real expressions in the four operations,
-short enough for a small model.
+"""The calculator steps of GSM8K, such as `<<48/2=24>>`: expressions in the four operations, short enough for a small
+model.
 
-A step counts as seen by its expression, the text before `=`. No expression of test.jsonl or dev.jsonl is in what is
-trained on, neither among the steps of the training problems nor among the generated ones.
+Steps are held out by expression, the text before `=`: no expression of test.jsonl or dev.jsonl is in the training data,
+neither among the steps of the training problems nor among the generated ones.
 """
 
 import ast
@@ -40,9 +40,11 @@ def prepare(
     seed: int = 0,
     shuffle_answers: bool = False,
 ) -> None:
-    """Write the task (see `write_task`) from `gsm8k/` under `data` (default: $PTF_DATA, else ../shared/data). dev holds
-    `held_out` expressions of the training problems, test all those of the test problems that no training problem has;
-    `generated` further ones join the data to imitate."""
+    """Write the task (see `write_task`) from `gsm8k/` under `data` (default: $PTF_DATA, else ../shared/data).
+
+    dev has `held_out` expressions of the training problems; test has all expressions of the test problems that are in
+    no training problem. `generated` expressions are generated and added to the data for SFT.
+    """
     root = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / "gsm8k"
     known = steps(root / "train.jsonl")
     rng = random.Random(f"gsm8k_steps/{seed}")
@@ -66,11 +68,11 @@ def prepare(
 def steps(path: Path) -> list[Question]:
     """Return the distinct steps of the problems in a file, in order of appearance.
 
-    Two are equal where the text between << and >> is equal.
+    Two steps are equal if the text between << and >> is equal.
     """
     if not path.exists():
         raise UserError(
-            f"{path} is not there: point PTF_DATA (or the argument `data`) at a directory with gsm8k/{path.name}"
+            f"there is no {path}; set PTF_DATA (or the argument `data`) to a directory that has gsm8k/{path.name}"
         )
     with path.open() as lines:
         found = [step for line in lines for step in STEP.findall(json.loads(line)["answer"])]
@@ -83,9 +85,10 @@ def _once(found: Sequence[Question]) -> list[Question]:
 
 
 def generate(patterns: Sequence[str], n: int, rng: random.Random, avoid: set[str]) -> list[Question]:
-    """Return n further expressions.
+    """Return n new expressions with their values.
 
-    They are known ones in which some numbers are redrawn with as many digits, and whose value has at most two decimals.
+    An expression is one of `patterns` in which some numbers are replaced by random ones with as many digits. Its value
+    has at most two decimals, and it is not in `avoid`.
     """
     made: dict[str, str] = {}
     while len(made) < n:
@@ -100,20 +103,20 @@ def generate(patterns: Sequence[str], n: int, rng: random.Random, avoid: set[str
 
 
 def _redraw(number: str, rng: random.Random) -> str:
-    """Another number of the same shape; the first digit is kept off 0 unless it was 0."""
+    """Return a random number of the same form; its first digit is 0 only if it was 0 before."""
     return "".join(
         c if c == "." or (c == "0" and i == 0) else str(rng.randint(i == 0, 9)) for i, c in enumerate(number)
     )
 
 
 def decimal(expression: str) -> str | None:
-    """Return the exact value as people write it.
+    """Return the exact value of an expression as a decimal number without trailing zeros.
 
     Return None if it is negative, undefined, or has more than two decimals.
     """
     try:
         value = _value(ast.parse(expression, mode="eval").body)
-    except (ZeroDivisionError, SyntaxError, KeyError):  # KeyError: another operator, such as //
+    except (ZeroDivisionError, SyntaxError, KeyError):  # KeyError: an unsupported operator, such as //
         return None
     cents = value * 100
     if value < 0 or cents.denominator != 1:
@@ -131,7 +134,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def numeric(row: Mapping[str, Any], text: str) -> float:
-    """Reward: 1 where the text is the answer, as numbers where both are (0.50 is 0.5)."""
+    """Return the reward: 1 if the text is the answer, otherwise 0. Numbers are compared by value (0.50 is 0.5)."""
     given, answer = text.strip(), row["answer"].strip()
     try:
         return float(Fraction(given) == Fraction(answer))

@@ -1,7 +1,7 @@
-"""What the demo tasks share: expressions with answers, written as the files of a data set,
-beside a model small enough for a CPU.
+"""Functions for the demo tasks: they write expressions with answers as the files of a data set, and a model small
+enough for a CPU.
 
-A task is made whole, from data to tokenizer to model config, so that a fresh clone trains without a download.
+A task includes data, tokenizer and model config, so that a fresh clone trains without a download.
 """
 
 import json
@@ -26,7 +26,7 @@ def chat_row(question: Question) -> dict[str, Any]:
 
 
 def pair_rows(questions: Sequence[Question], seed: int) -> list[dict[str, Any]]:
-    """Return preference rows in which the right answer is preferred to one of which a digit is another."""
+    """Return preference rows: the right answer is chosen, and the same answer with one wrong digit is rejected."""
     rng, rows = random.Random(f"pairs/{seed}"), []
     for question, answer in questions:
         at = rng.choice([i for i, c in enumerate(answer) if c.isdigit()])
@@ -36,7 +36,7 @@ def pair_rows(questions: Sequence[Question], seed: int) -> list[dict[str, Any]]:
 
 
 def scored_rows(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every answer by itself: 1 for right, 0 for wrong."""
+    """Return one row for each answer of the pairs, with reward 1 if it is right and 0 if it is wrong."""
     return [
         {"prompt": p["prompt"], "completion": p[kind], "reward": float(kind == "chosen")}
         for p in pairs
@@ -54,12 +54,15 @@ def write_task(
     shuffle_answers: bool,
     seed: int,
 ) -> None:
-    """`train.jsonl` to imitate; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl` to answer; `held_out_chat.jsonl`,
-    dev to imitate, for a held-out loss; `train_pairs.jsonl` and `held_out_pairs.jsonl`, right answers preferred to
-    wrong ones, and those scored: `train_scored.jsonl` and `held_out_scored.jsonl`; `model/`, and `small_model/`,
-    a student for it.
-    With `shuffle_answers` the training prompts get one another's answers:
-    a control from which nothing can be learned."""
+    """Write the files of a task into a directory.
+
+    These are `train.jsonl`, chats for SFT; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl`, prompts with answers;
+    `held_out_chat.jsonl`, the questions of dev as chats, for a held-out loss; `train_pairs.jsonl` and
+    `held_out_pairs.jsonl`, preferences for right answers over wrong ones; `train_scored.jsonl` and
+    `held_out_scored.jsonl`, the same answers with rewards; `model/`; and `small_model/`, a student for distillation.
+    With `shuffle_answers`, the answers of the training prompts are permuted: a negative control, from which nothing can
+    be learned.
+    """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     if shuffle_answers:
@@ -85,9 +88,9 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_model(directory: Path, alphabet: str, *, dim: int = 128, layers: int = 3) -> None:
-    """Write a Qwen3 without weights (`model.init: random`), and a tokenizer with one id a character.
+    """Write the config of a Qwen3 (without weights, for `model.init: random`) and a tokenizer with one id a character.
 
-    It has 0.6 million parameters if its sizes are not changed.
+    The model has 0.6 million parameters with the default sizes.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(alphabet, directory)

@@ -44,8 +44,8 @@ from ptf.train.validate import held_out_loss
 def fit(job: Job, world: World, run: Path, lease: Lease) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one.
 
-    Leaves `run/model`, a Hugging Face directory, and with LoRA `run/adapter`. Raises Left if the run was asked to stop
-    before its end, and LeaseLost if another process has taken the run over.
+    Writes `run/model`, a Hugging Face directory, and with LoRA `run/adapter`. Raises Left if the run was stopped on
+    request before its end, and LeaseLost if a different process has taken over the run.
     """
     try:
         with world.clock.phase("loading"):
@@ -113,7 +113,7 @@ class Fit:
         )
 
     def _prepare_companions(self) -> Job:
-        """Load the frozen models beside the trained one, or precompute what they contribute.
+        """Load the frozen models that the recipe needs, or precompute their outputs.
 
         Returns the job whose data is read: with precomputed data, its sources are the annotated ones.
         """
@@ -135,12 +135,12 @@ class Fit:
         announce(job, world, self.model.config, ends, plan)
         self.planned = ends
         self.track: Tracker | None = None
-        # warm-up and decay are shares of the whole run, whose end may have moved nearer before this resume
+        # warm-up and decay are shares of the configured run; its end may have been moved nearer before this resume
         self.trainer.schedule = Schedule.of(job.train, job.train.steps or ends)
         self.end_at(ends)
         if world.leads:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, expected=rows)
-        self.skipped = 0  # consecutive steps
+        self.skipped = 0  # number of consecutive skipped steps
         self.clock.step = self.step
 
     def load_by_role(self, by_role: Mapping[str, Companion]) -> dict[str, Decoder]:
@@ -165,7 +165,7 @@ class Fit:
             self.track.steps = ends
 
     def train(self) -> None:
-        """Run the loop: step, validate, log, checkpoint. Raises Left if the run was asked to stop before its end."""
+        """Run the loop: step, validate, log, checkpoint. Raises Left if the run stops on request before its end."""
         checkpoint_wait = 0.0
         validate_every = self.job.train.validate_every if self.job.data.validation else None
         self.clock.take()  # discard the seconds of loading
@@ -194,7 +194,7 @@ class Fit:
             self.saver.wait()
 
     def one_step(self) -> tuple[dict[str, float], bool]:
-        """Train one step; return its metrics, and whether any rank was asked to stop."""
+        """Train one step; return its metrics, and whether any rank has a request to stop."""
         began = time.perf_counter()
         with self.clock.phase("data"):
             micro = next(self.loader)
@@ -209,7 +209,7 @@ class Fit:
     def with_measurements(
         self, metrics: dict[str, float], micro: Sequence[Batch], began: float
     ) -> tuple[dict[str, float], bool]:
-        """Add the step's token counts, speed and memory, over all ranks; return also whether any rank was asked to
+        """Add the step's token counts, speed and memory, over all ranks; also return whether any rank has a request to
         stop."""
         job, world = self.job, self.world
         lengths = [n for batch in micro for n in batch.lengths]
@@ -223,7 +223,7 @@ class Fit:
         for name in job.data.sources:
             if share := metrics.get(f"share/{name}"):
                 metrics[f"loss/{name}"] /= share
-            else:  # it is the only source, or has no rows in this step
+            else:  # the source is the only one, or has no rows in this step
                 metrics.pop(f"loss/{name}", None)
         reported = [name for name, applies in COUNTED.items() if applies(job)]
         left_out, rows, *counts = world.sum(
@@ -232,7 +232,7 @@ class Fit:
         metrics |= {"dropped": left_out / max(1.0, rows), **dict(zip(reported, counts, strict=True))}
         spent = time.perf_counter() - began
         metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
-        # the maximum is over all ranks, those of a tensor group included
+        # the maximum is over all ranks, including those of one tensor-parallel group
         is_stopping = world.max(float(self.stop_requests.made)) > 0
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, is_stopping
 
@@ -252,7 +252,7 @@ class Fit:
         return {"skipped": 1.0}
 
     def validate(self) -> dict[str, float]:
-        """Measure the held-out losses. Early stopping and `train.decay_at` may move the end of the run nearer."""
+        """Measure the held-out losses. Early stopping and `train.decay_at_loss` may move the end of the run nearer."""
         train = self.job.train
         rows = 1 if train.deterministic else train.micro_sequences
         losses = held_out_loss(
@@ -270,7 +270,7 @@ class Fit:
                 print(
                     f"train: {train.early_stopping.metric} has not improved "
                     f"{train.early_stopping.patience} times in a row: "
-                    "training stops here",
+                    "training stops now",
                     flush=True,
                 )
         return losses
@@ -307,7 +307,7 @@ class Fit:
         return step, ends, manifest.get("rows")
 
     def save(self, metrics: Mapping[str, float]) -> float:
-        """Begin a checkpoint; return the seconds for which training waited."""
+        """Begin to write a checkpoint; return the seconds that training waited for it."""
         host = {
             **self.loader.state_dict(),
             "ends": self.ends,
@@ -368,8 +368,8 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     )
 
 
-# Metrics of jobs that allow samples to be cut or rows to be skipped, and whether the job has them. The manifest of
-# tokenized data holds its counts.
+# Metrics of jobs that allow samples to be cut or rows to be skipped, each with a function that returns whether a job
+# has it. Tokenized data has these counts in its manifest instead.
 COUNTED = {
     "truncated": lambda job: job.data.too_long in ("truncate", "split") and not all_tokenized(job),
     "bad": lambda job: job.data.on_bad_row == "skip" and not all_tokenized(job),
@@ -382,7 +382,7 @@ def all_tokenized(job: Job) -> bool:
 
 
 def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | None = None) -> None:
-    """Print the run's first lines: what was chosen, and the reason where the choice is not the usual one."""
+    """Print the run's first lines: the steps, workers, device, attention and sizes, and with `plan` the passes."""
     if world.leads:
         attention = (
             "flex_attention"

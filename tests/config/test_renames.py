@@ -177,7 +177,7 @@ def test_an_override_is_refused_with_the_new_name(here, override, what):
 
 def test_both_names_at_once_are_refused(here):
     Path("a.yaml").write_text(SFT.replace("lr:", "rows: 4, sequences: 8, lr:"))
-    said = "train.rows  is now train.sequences, which is there too; remove one"
+    said = "train.rows  is now train.sequences, which is set too; remove one"
     assert refusal("a.yaml") == [f"a.yaml:4  {said}"]
     with pytest.raises(ConfigError, match="remove one"):
         loads(Path("a.yaml").read_text())

@@ -56,15 +56,15 @@ def test_a_catalogue_of_another_tokenizer_is_refused(made: Path, tmp_path: Path)
     other = event_tokenizer(
         [*(item.text for item in catalogue.items if item.text.count("<") == 1), "<more>"], tmp_path / "other"
     )
-    with pytest.raises(UserError, match="made with another tokenizer than the model's"):
+    with pytest.raises(UserError, match="made with a different tokenizer than the model's"):
         catalogue.refuse_other(other, "the model's")
-    with pytest.raises(UserError, match="made with another tokenizer"):
+    with pytest.raises(UserError, match="made with a different tokenizer"):
         catalogue.trie(other)
     turned = tmp_path / "items.jsonl"
     turned.write_text("".join(reversed((made / "items.jsonl").read_text().splitlines(keepends=True))))
     ids = "items" if catalogue.items[0].text.count("<") == 1 else {"levels": [6, 4]}
     prepare(str(tmp_path / "turned"), events=str(made / "events.jsonl"), items=str(turned), ids=ids)
-    with pytest.raises(UserError, match="made with another tokenizer"):  # the same tokens stand for other items
+    with pytest.raises(UserError, match="made with a different tokenizer"):  # the same tokens stand for other items
         catalogue.refuse_other(extended(tmp_path / "turned"), "the model's")
     (tmp_path / "c.json").write_text("[]")
     with pytest.raises(UserError, match="is not a catalogue"):

@@ -159,12 +159,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path, knobs: dict[str, Any]) -> Non
         head(tmp_path, **knobs)
     save_file({"ids": IDS, "rows": torch.randn(ITEMS, D + 1)}, tmp_path / "wide.safetensors")
     with pytest.raises(
-        UserError, match=r"rows of width 17 and tokens up to 33; the model is of width 16, with a vocabulary of 40"
+        UserError, match=r"rows of width 17 and tokens up to 33, but the model has width 16 and a vocabulary of 40"
     ):
         NextItem(config(), Parts(), "head", items=str(tmp_path / "wide.safetensors"))
     batch = packed()
     without = Batch(**{**vars_of(batch), "streams": {}})
-    with pytest.raises(UserError, match="set_wise is for baskets"):
+    with pytest.raises(UserError, match="set_wise needs baskets"):
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
     with pytest.raises(UserError, match=r"nowhere.* has no `ids` and `rows`"):
         NextItem(config(), Parts(), "head", items=str(tmp_path / "nowhere.safetensors"))

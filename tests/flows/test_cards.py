@@ -129,7 +129,7 @@ def test_a_page_says_where_it_went_on_from_how_far_it_is_and_what_was_said(job):
     header, progress, _, samples, checkpoints, _ = (part.render() for part in card)
     assert "sft · some/model · chat" in header["source"]
     assert "step 2 of 3 · about 2 min left" in header["source"]
-    assert "went on from the checkpoint of step 1" in header["source"]
+    assert "continued from the checkpoint of step 1" in header["source"]
     assert (progress["value"], progress["max"]) == (2, 3)
     assert samples["data"] == [["1|1", "<b>2_[x](y)", "0.5"]], "as it was said: a cell of a table is text"
     assert checkpoints["source"].strip() == "Checkpoints: step 1"

@@ -29,8 +29,8 @@ TWO = ROOT / "flows" / "sft_then_rl_flow.py"
         ("run --set train.steps=many", "train.steps"),
         ("run --config grpo.yaml", "this flow runs recipe: sft"),
         ("run --config", "--config needs a value"),
-        ("resume --config grpo.yaml", "resume takes its config from the run that it resumes"),
-        ("resume --set train.lr=1", "resume takes its config from the run that it resumes"),
+        ("resume --config grpo.yaml", "resume uses the config of the run that it resumes"),
+        ("resume --set train.lr=1", "resume uses the config of the run that it resumes"),
     ],
 )
 def test_a_bad_line_ends_in_one_message_before_there_is_a_run(tmp_path, line, message):
@@ -65,7 +65,7 @@ def test_two_trainings_in_one_flow_are_all_its_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"), [("some/model", "is not made by another job"), ("job:nowhere.yaml", "nowhere.yaml")]
+    ("path", "message"), [("some/model", "is not the model of another job"), ("job:nowhere.yaml", "nowhere.yaml")]
 )
 def test_a_second_training_without_a_first_is_refused(tmp_path, path, message):
     (tmp_path / "rl.yaml").write_text(
@@ -190,7 +190,7 @@ def test_what_was_preempted_is_retried(tmp_path):
     toy = Toy(tmp_path)
     done = toy("run", "--with", "retry:times=1,minutes_between_retries=0", act="preempt")
     assert done.returncode == 0, done.stderr
-    assert "stopped after step 2 of 5, as asked" in done.stdout + done.stderr
+    assert "stopped after step 2 of 5, as requested" in done.stdout + done.stderr
     first, second = toy.trained()
     assert first["lineage"] == second["lineage"]
 

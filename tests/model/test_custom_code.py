@@ -43,7 +43,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("load", [lambda d: Tokenizer.load(str(d)), hf_backend.configured, verify._loaded])
 def test_code_beside_a_model_is_refused_and_not_run(place, load):
-    with pytest.raises(UserError, match="works only with Python code that lies beside it"):
+    with pytest.raises(UserError, match="works only with the Python code in its directory"):
         load(place)
     assert not (place.parent / "ran").exists()
 

@@ -130,7 +130,7 @@ def test_one_that_was_told_what_cannot_be_said_again_has_no_successor(group, tmp
     assert group.call("receive", 8) == 8
     before = [gang.members[0].pid for gang in group.gangs]
     with pytest.raises(
-        Lost, match=r"workers replica \d failed at squares, and its successor cannot get the weights alone"
+        Lost, match=r"workers replica \d failed at squares, and this rollout\.transport cannot send the weights"
     ):
         group.call("squares", ITEMS, "raise")
     assert [gang.members[0].pid for gang in group.gangs] == before

@@ -43,8 +43,8 @@ def test_trials_are_the_job_with_other_values(raw):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"flow": {}}, r"flow\.sweep: a sweep has two trials at least"),
-        ({"publish": {}}, r"publish\.metric: a sweep chooses by a metric"),
+        ({"flow": {}}, r"flow\.sweep: a sweep needs at least two trials"),
+        ({"publish": {}}, r"publish\.metric: a sweep chooses the best trial by a metric"),
         ({"flow": {"sweep": [{"train.lr": 1e-3}, {"train.lrr": 1e-3}]}}, r"flow\.sweep\[1\]: .*train.lrr.*unknown key"),
         ({"flow": {"sweep": [{"train.lr": "fast"}, {"train.lr": 1e-3}]}}, r"flow\.sweep\[0\]: .*train\.lr"),
         (
@@ -61,7 +61,7 @@ def test_trials_are_the_job_with_other_values(raw):
         ),
         (
             {"publish": {"metric": "train/loss", "mode": "min"}},
-            r"publish\.metric: a sweep chooses by a metric of the evaluate stage",
+            r"publish\.metric: a sweep chooses the best trial by a metric of the evaluate stage",
         ),
         (
             {"flow": {"sweep": [{"train.lr": 1.0}, {"data.validation.held_out.limit": 3}]}},

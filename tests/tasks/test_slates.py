@@ -30,7 +30,7 @@ def test_revenue_counts_what_was_bought_by_what_it_is_worth_once(catalogue: str)
     assert worth("", ["n3"], **knobs)["reward"] == 0
     for first in ("<i_9><i_9>", "<i_0><i_0>"):  # what names nothing, or the same again, has its place
         assert worth(f"{first}<i_3>", ["n3"], **{**knobs, "size": 2})["revenue"] == 0
-    with pytest.raises(UserError, match="'n9' was bought, and is not in"):
+    with pytest.raises(UserError, match="'n9' was bought, but is not in"):
         worth("<i_0>", ["n9"], **knobs)
     assert worth("<i_0><i_1><i_2><i_0><i_3>", ["n3"], **{**knobs, "size": 3})["reward"] == 0, (
         "it is behind the last place"

@@ -207,7 +207,7 @@ def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_pat
     directory = run(job, "a")
     other = tmp_path / "made" / "catalogue.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"tokenizer": "0" * 64}))
-    with pytest.raises(UserError, match="the catalogue was made with another tokenizer than the model's"):
+    with pytest.raises(UserError, match="the catalogue was made with a different tokenizer than the model's"):
         measure_run(job, directory)
 
 

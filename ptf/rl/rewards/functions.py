@@ -45,7 +45,7 @@ def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", af
     """Return 1.0 if the answer is mathematically equal to the row's `column`, by math-verify; else 0.0.
 
     The answer is the last expression that math-verify can read: `\\boxed{…}`, LaTeX or a plain expression. With
-    `after` (`####` in GSM8K), the right answer is the column's text behind the last such mark. A row without a readable
+    `after` (`####` in GSM8K), the right answer is the column's text after the last such mark. A row without a readable
     expression is an error, hence an answer without a result.
     """
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra: pip install math-verify
