@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ptf.data.event_tokens import END, EVENT, PAD, START, UNKNOWN
 from ptf.data.rendering import Rendering, with_arguments
 from ptf.errors import UserError, refuse_custom_code
 
@@ -532,8 +533,6 @@ def character_tokenizer(alphabet: str, directory: str | Path) -> Tokenizer:
     return Tokenizer.load(str(directory))
 
 
-EVENT = "<[^<>]*>"  # the form of an event's token
-PAD, UNKNOWN, END, START = "<pad>", "<unk>", "<end>", "<start>"
 # The template leaves out the assistant's messages: what was recommended is not what happened.
 USER_TEXT_TEMPLATE = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 

@@ -35,7 +35,8 @@ from safetensors.numpy import save_file
 
 from ptf.config.schema import TokensConfig
 from ptf.data.added import add
-from ptf.data.tokenizer import START, Tokenizer, event_tokenizer
+from ptf.data.event_tokens import START
+from ptf.data.tokenizer import Tokenizer, event_tokenizer
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, Item
 from ptf.events.histories import History, Split, absent, read, split, table

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data.tokenizer import START
+from ptf.data.event_tokens import START
 from ptf.events.catalogue import Item
 from ptf.events.histories import History, Split
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ptf.rl.environments.protocol import Message, Turn
+from ptf.tasks.tiny import write_model
 
 
 class Calculator:
@@ -42,8 +43,6 @@ class Calculator:
 def prepare(directory: str) -> None:
     """`train.jsonl` and `test.jsonl` of prompts, 80 and 20 of the hundred sums; `calls.jsonl`, dialogues with the
     calculator to imitate; and `model/`."""
-    from ptf.tasks.tiny import write_model  # seconds, which an environment's process has no use for
-
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     sums = [f"{a}+{b}" for a in range(10) for b in range(10)]
