@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from ptf import storage
 from ptf.artifact import Artifact
 from ptf.config import Job, dump, shown
 from ptf.config.sections.data import Source
@@ -220,3 +221,16 @@ def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) 
 
 def _cell(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
+
+
+def page(artifact: Artifact) -> str:
+    """Return Markdown for the card of the flow's publish step: the gates that were passed, and the model card."""
+    if artifact.published is None:
+        return f"# {artifact.lineage}\n\n**Not published:** it is not better than the published version."
+    text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
+    manifest = storage.manifest_of(artifact.published)
+    return (
+        f"Gates passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the trained "
+        "model's; the tokenizer gives the ids that were trained on. "
+        f"Compared with what training started from: {manifest.get('gate', 'not compared')}.\n\n{text}"
+    )

@@ -133,19 +133,6 @@ def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) ->
     )
 
 
-def page(artifact: Artifact) -> str:
-    """Return Markdown for the card of the flow's publish step: the gates that were passed, and the model card."""
-    if artifact.published is None:
-        return f"# {artifact.lineage}\n\n**Not published:** it is not better than the published version."
-    text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
-    manifest = storage.manifest_of(artifact.published)
-    return (
-        f"Gates passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the trained "
-        "model's; the tokenizer gives the ids that were trained on. "
-        f"Compared with what training started from: {manifest.get('gate', 'not compared')}.\n\n{text}"
-    )
-
-
 def push(directory: Path, repository: str, version: str) -> None:
     """Commit the version's files to a repository on the Hub.
 

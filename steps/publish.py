@@ -14,6 +14,6 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
 
 def page(artifact: Artifact) -> str:
     """Return Markdown for the card of the step: the gates that were passed, and the model card."""
-    from ptf.publishing import page as version_page
+    from ptf.model_card import page as version_page
 
     return version_page(artifact)

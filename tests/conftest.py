@@ -1,9 +1,9 @@
 """What tests share: one Ray (starting it takes 3-8 s, and every test gives its places back), and the real data, where
 PTF_DATA has it; and which of them go one after the other where there are several processes (`pytest -n 2`)."""
 
+import ast
 import atexit
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -30,18 +30,34 @@ SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[2] / "shared"
 
 
 @cache
-def uses_ray(file: str) -> bool:
-    """Whether tests of this file, named from the root, start processes under Ray."""
-    return (
-        file.startswith("tests/e2e/")
-        or re.search(r"\bmark\.ray\b|def .*\bray_cluster\b", (ROOT / file).read_text()) is not None
-    )
+def sharing(file: str) -> dict[str, str]:
+    """Test functions of this file, named from the root, that are not by themselves with `pytest -n` → what they share a
+    process with: Ray and what starts it, or the file's fixtures for the whole module, which each process would make."""
+    tree = ast.parse((ROOT / file).read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    marks = [node for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets)]
+    all_on_ray = file.startswith("tests/e2e/") or any("mark.ray" in ast.unparse(mark) for mark in marks)
+    found = {}
+    for test in (name for name in functions if name.startswith("test_")):
+        used, new = set[str](), {test}
+        while new:  # fixtures, and theirs
+            used |= new
+            new = {arg.arg for name in new if name in functions for arg in functions[name].args.args} - used
+        decorators = {
+            name: " ".join(map(ast.unparse, functions[name].decorator_list)) for name in used & set(functions)
+        }
+        if all_on_ray or "ray_cluster" in used or "mark.ray" in decorators[test]:
+            found[test] = "ray"
+        elif any("scope='module'" in text for text in decorators.values()):
+            found[test] = file
+    return found
 
 
 def scope(nodeid: str) -> str:
-    """What shares a process with `pytest -n`: all files that use Ray, so that there is one Ray and one engine at a
-    time; any other test is by itself."""
-    return "ray" if uses_ray(nodeid.partition("::")[0]) else nodeid
+    """What shares a process with `pytest -n`: all that uses Ray, so that there is one Ray and one engine at a time; and
+    tests with the same fixtures for a module, so that these are made once. Any other test is by itself."""
+    file, _, name = nodeid.partition("::")
+    return sharing(file).get(name.partition("[")[0], nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

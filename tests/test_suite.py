@@ -19,8 +19,26 @@ def test_all_that_uses_ray_shares_a_process(request: pytest.FixtureRequest) -> N
         assert isinstance(item, pytest.Function)
         if item.get_closest_marker("ray") or "ray_cluster" in item.fixturenames:
             assert scope(item.nodeid) == "ray", item.nodeid
-    assert scope("tests/compute/test_gang.py::test_a") == scope("tests/e2e/test_main_job.py::test_b") == "ray"
+    assert scope("tests/e2e/test_main_job.py::test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill") == "ray"
+    assert scope("tests/compute/test_gang.py::test_environment_of_the_workers") == "ray"
+    assert scope("tests/compute/test_heartbeat.py::test_a") != "ray"  # another test of that file uses it
     assert scope(request.node.nodeid) == request.node.nodeid  # negative control
+
+
+def test_all_that_uses_a_fixture_of_a_module_shares_a_process(request: pytest.FixtureRequest) -> None:
+    """Otherwise each process makes it: of those of tests/flows, four runs of a flow."""
+    shared = set[str]()
+    for item in request.session.items:
+        assert isinstance(item, pytest.Function)
+        file, _, _ = item.nodeid.partition("::")
+        made = [one for found in item._fixtureinfo.name2fixturedefs.values() for one in found if one.baseid == file]
+        if any(one.scope == "module" for one in made):
+            assert scope(item.nodeid) in (file, "ray"), item.nodeid
+            shared.add(file)
+        elif scope(item.nodeid) != "ray":
+            assert scope(item.nodeid) == item.nodeid
+    if len(request.session.items) > 1000:  # the whole suite
+        assert "tests/flows/test_flows.py" in shared
 
 
 def drawn(profile: str) -> list[int]:

@@ -4,6 +4,7 @@ The function is `module:name` with plain arguments and finds its rank in the env
 launcher.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -32,8 +33,7 @@ def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: fl
     Raises Retryable with its exit status if it fails (its output gives the reason), or if a rank sends no heartbeat for
     `timeout_s`. The agent's temporary files lie below `workdir`.
     """
-    monitor = Monitor("train")
-    with scratch.directory(workdir / "torchrun") as logs:
+    with contextlib.closing(Monitor("train")) as monitor, scratch.directory(workdir / "torchrun") as logs:
         _torchrun(
             monitor,
             ["--log-dir", str(logs), "--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run", *arguments],

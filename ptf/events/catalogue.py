@@ -10,14 +10,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ptf import storage
 from ptf.data.event_tokens import END, EVENT, PAD
-from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
 from ptf.errors import UserError
+
+if TYPE_CHECKING:
+    from ptf.data.tokenizer import Tokenizer
 
 TOKEN = re.compile(EVENT)
 
@@ -75,12 +78,12 @@ class Catalogue:
         tokens = [TOKEN.findall(item.text) for item in self.items]
         return frozenset("".join(item[:n]) for item in tokens for n in range(1, len(item)))
 
-    def trie(self, tokenizer: Tokenizer, repeat: int = 1, distinct: bool = False) -> Trie:
+    def trie(self, tokenizer: "Tokenizer", repeat: int = 1, distinct: bool = False) -> Trie:
         """Return the trie of all items (see Trie.of). Raises UserError if the tokenizer is not the catalogue's."""
         self.refuse_other(tokenizer, "the tokenizer")
         return Trie.of(tokenizer.encode_all([item.text for item in self.items]), tokenizer.stop_ids, repeat, distinct)
 
-    def refuse_other(self, tokenizer: Tokenizer, what: str) -> None:
+    def refuse_other(self, tokenizer: "Tokenizer", what: str) -> None:
         """Raise UserError unless the catalogue was made with this tokenizer; `what` names it in the message."""
         if tokenizer.fingerprint() != self.tokenizer:
             raise UserError(

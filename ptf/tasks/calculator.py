@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ptf.rl.environments.protocol import Message, Turn
+from ptf.tasks.tiny import write_model
 
 
 class Calculator:
@@ -45,8 +46,6 @@ class Calculator:
 def prepare(directory: str) -> None:
     """Write `train.jsonl` and `test.jsonl` (prompts, 80 and 20 of the hundred sums), `calls.jsonl` (dialogues with the
     calculator, for SFT) and `model/`."""
-    from ptf.tasks.tiny import write_model  # slow to import, and not needed in an environment's process
-
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     sums = [f"{a}+{b}" for a in range(10) for b in range(10)]

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptf.data.character_tokenizer import character_tokenizer
-
 Question = tuple[str, str]  # "12+7=", "19"
 
 
@@ -92,6 +90,10 @@ def write_model(directory: Path, alphabet: str, *, dim: int = 128, layers: int =
 
     The model has 0.6 million parameters with the default sizes.
     """
+    from ptf.data.character_tokenizer import (
+        character_tokenizer,  # 3 CPU-seconds, which a reward's process has no use for
+    )
+
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(alphabet, directory)
     ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}

@@ -17,9 +17,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch._dynamo  # noqa: F401  so that forked processes need not import it
 import yaml
 
-import ptf.train.fit  # noqa: F401  so that forked processes need not import it
+import ptf.train.fit  # noqa: F401  nor this
 from ptf import storage
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
