@@ -55,10 +55,10 @@ def ours(given: dict[str, Any]) -> None:
 
     stored = np.load(given["documents"])
     cuts = np.split(stored["tokens"].astype(np.int32), np.cumsum(stored["lengths"].reshape(-1))[:-1])
-    atoms: list[PackUnit] = []
+    units: list[PackUnit] = []
     for prompt, *answers in zip(cuts[::3], cuts[1::3], cuts[2::3], strict=True):
         weights = [(np.arange(len(prompt) + len(answer)) >= len(prompt)).astype(np.float32) for answer in answers]
-        atoms.append(
+        units.append(
             tuple(
                 Sample(np.concatenate([prompt, answer]), weight)
                 for answer, weight in zip(answers, weights, strict=True)
@@ -78,7 +78,7 @@ def ours(given: dict[str, Any]) -> None:
         trainer, recipe = Trainer(model, world, train, {"reference": reference}), DPO(beta=BETA)
         cpu_s, tokens, losses = [], [], []
         for step in range(total):
-            rows = pack_all(atoms[step * PAIRS : (step + 1) * PAIRS], WIDTH)
+            rows = pack_all(units[step * PAIRS : (step + 1) * PAIRS], WIDTH)
             # a run's rows are full; those of 8 pairs alone are not
             micro = [Batch.of([row], sum(map(length, row))) for row in rows]
             began = time.process_time()

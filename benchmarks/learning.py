@@ -223,10 +223,10 @@ class Seed:
         tokenizer = Tokenizer.load(str(model))
         rows = [{"prompt": p, "completion": p[::step]} for p in self.prompts[TRAIN:]]
         decoder, _ = load_model(model, World(), ModelConfig(path=str(model)), seed=0, precision="fp32")
-        atoms = [atom for row in rows for atom in encode_document(row, tokenizer, "held_out")]
+        units = [unit for row in rows for unit in encode_document(row, tokenizer, "held_out")]
         with torch.no_grad():
             found = [
-                sums(DPO().logprobs(decoder, batch), batch) for batch in deal(pack_all(atoms, WIDTH), World(), 8, WIDTH)
+                sums(DPO().logprobs(decoder, batch), batch) for batch in deal(pack_all(units, WIDTH), World(), 8, WIDTH)
             ]
         return float(torch.cat(found).exp().mean())
 

@@ -67,9 +67,9 @@ class Flipped(GRPO):
         return [
             tuple(
                 Sample(s.tokens, s.weights, s.source, {**s.streams, "advantages": -s.streams["advantages"]})
-                for s in atom
+                for s in unit
             )
-            for atom in super().credit(groups)
+            for unit in super().credit(groups)
         ]
 
 

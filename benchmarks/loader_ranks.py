@@ -45,15 +45,15 @@ class Timed:
     def __init__(self, peers: Peers) -> None:
         self._peers, self.rank, self.size, self.spent, self.sent = peers, peers.rank, peers.size, 0.0, 0
 
-    def gather(self, value: bytes) -> list[bytes]:
+    def all_gather(self, value: bytes) -> list[bytes]:
         began = time.thread_time()
-        found = self._peers.gather(value)
+        found = self._peers.all_gather(value)
         self.spent += time.thread_time() - began
         return found
 
-    def scatter(self, values: Sequence[bytes]) -> list[bytes]:
+    def all_to_all(self, values: Sequence[bytes]) -> list[bytes]:
         began = time.thread_time()
-        found = self._peers.scatter(values)
+        found = self._peers.all_to_all(values)
         self.spent, self.sent = self.spent + time.thread_time() - began, self.sent + sum(map(len, values))
         return found
 

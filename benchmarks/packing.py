@@ -50,14 +50,14 @@ def ours(lengths: np.ndarray, lookahead: int) -> tuple[dict[str, float], list[li
     tokens = np.arange(WIDTH, dtype=np.int32) % 1000
     weights = (np.arange(WIDTH) % 3 > 0).astype(np.float32)
     samples = [(Sample(tokens[:n], weights[:n]),) for n in lengths]
-    number = {id(atom): i for i, atom in enumerate(samples)}
+    number = {id(unit): i for i, unit in enumerate(samples)}
     began = time.process_time()
     rows = list(Packer(iter(samples), WIDTH, lookahead))
     packed = time.process_time()
     for at in range(0, len(rows), ROWS):
         Batch.of(rows[at : at + ROWS], WIDTH)
     done = time.process_time()
-    names = [[number[id(atom)] for atom in row] for row in rows]
+    names = [[number[id(unit)] for unit in row] for row in rows]
     whole = names[: max(1, len(names) - lookahead)]  # an endless stream never drains its window
     fill = sum(int(lengths[i]) for row in whole for i in row) / (WIDTH * len(whole))
     own = np.zeros(len(lengths), int)

@@ -167,7 +167,7 @@ class PostTrainFlow(FlowSpec):
         """
         try:
             self._enter_environment()
-            with disk.plainly(self._job().output):
+            with disk.disk_errors_as_user_errors(self._job().output):
                 yield
         except Retryable as ended:  # a retry continues from the last checkpoint
             sys.exit(redacted(str(ended)))

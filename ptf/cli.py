@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fit, 2 refused with one message."""
     options = _parser().parse_args(argv)
     try:
-        with disk.plainly(getattr(options, "html", None) or "."):
+        with disk.disk_errors_as_user_errors(getattr(options, "html", None) or "."):
             return options.run(options)
     except UserError as error:
         return fail(error)
@@ -126,10 +126,10 @@ def plan(options: argparse.Namespace) -> int:
     """Print memory, FLOPs and time of a step."""
     job = load(*options.config, overrides=[*options.set, f"compute.workers={options.gpus}", "compute.launcher=ray"])
     from ptf.run import resolved
-    from ptf.train.budget import budget, described
+    from ptf.train.budget import budget, config_directory
 
     job = resolved(job)
-    directory = described(job.model.path, job.model.revision)
+    directory = config_directory(job.model.path, job.model.revision)
     step_budget = budget(job, directory, options.gpus, room_gib=options.memory, mfu=options.mfu, gpu=options.gpu)
     console(width=None if sys.stdout.isatty() else 180).print(
         _budget_table(step_budget), *map(Text, _budget_advice(step_budget)), sep="\n", highlight=False

@@ -26,7 +26,7 @@ REFUSED = {
 
 
 @contextlib.contextmanager
-def plainly(*places: str | os.PathLike[str]) -> Iterator[None]:
+def disk_errors_as_user_errors(*places: str | os.PathLike[str]) -> Iterator[None]:
     """Raise UserError in place of an OSError that means a full disk or a path that cannot be written.
 
     `places` are the paths that the block writes to, besides the directory of temporary files. The error of a full disk

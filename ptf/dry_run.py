@@ -72,7 +72,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         model = Path(scratch) / "model"
         source = locate(job.model.path, job.model.revision, verify_up_to=None)
         shrink(source, model)
-        small = smaller(beside(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
+        small = smaller(with_small_companions(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(
             f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, "
             f"{ROWS} rows of each source:"
@@ -86,10 +86,15 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
 
 def memory(job: Job) -> str:
     """Return a line on what each GPU will need, as `ptf plan` finds it."""
-    from ptf.train.budget import budget, described
+    from ptf.train.budget import budget, config_directory
 
     plan = budget(
-        job, described(job.model.path, job.model.revision), job.compute.workers, room_gib=GPU_GIB, mfu=0.4, gpu="H100"
+        job,
+        config_directory(job.model.path, job.model.revision),
+        job.compute.workers,
+        room_gib=GPU_GIB,
+        mfu=0.4,
+        gpu="H100",
     )
     need = f"memory: {plan.memory.total / 2**30:.1f} GiB on each of {job.compute.workers} GPUs"
     return need if plan.fits else f"{need}, more than {GPU_GIB:g}: `ptf plan` says what to change"
@@ -118,7 +123,7 @@ def shrink(source: Path, into: Path) -> None:
     (into / "config.json").write_text(json.dumps(narrow(config)))
 
 
-def beside(job: Job, model: Path, scratch: Path) -> Job:
+def with_small_companions(job: Job, model: Path, scratch: Path) -> Job:
     """Return the job with narrow models of random weights in place of the ones that its recipe looks at.
 
     Raise UserError for one that does not go with the job's model.

@@ -24,7 +24,7 @@ class Retryable(UserError):
     """Failure after which a new attempt may succeed: a process died, a cluster was lost, a run was preempted."""
 
 
-class Left(Retryable):
+class Stopped(Retryable):
     """The run stopped before its last step on request, after it had written a checkpoint."""
 
     def __init__(self, step: int, of: int, place: str) -> None:
@@ -35,13 +35,13 @@ class Left(Retryable):
         self.given = step, of, place
 
     def __reduce__(self) -> tuple:  # unpickling an exception calls its class with these arguments
-        return Left, self.given
+        return Stopped, self.given
 
 
-def passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether an immediate retry may succeed: a process or a cluster was lost, Ray did not start, or a different
     process took the port."""
-    if isinstance(error, Left):
+    if isinstance(error, Stopped):
         return False
     taken = getattr(error, "errno", None) == errno.EADDRINUSE or any(
         word in str(error) for word in ("EADDRINUSE", "address already in use", "Address already in use")

@@ -11,7 +11,7 @@ from ptf import disk, gate, published, scratch
 from ptf.compute.lease import hold_lease
 from ptf.config import Job
 from ptf.credentials import redacted
-from ptf.errors import Retryable, UserError, full_text, passing
+from ptf.errors import Retryable, UserError, full_text, is_transient
 from ptf.measurement import check_evaluation, measure_model, measure_run
 from ptf.model import bridge
 from ptf.training_run import record_evaluation
@@ -27,7 +27,7 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
     the run.
     """
     there = published.manifest(job.versions)
-    with disk.plainly(job.output), hold_lease(job, run) as lease:
+    with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease:
         metrics = retry(lambda: measure_run(job, run))
         with lease.commit():
             record_evaluation(run, metrics)
@@ -51,7 +51,7 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
     job = job.model_copy(update={"model": section, "evaluate": job.evaluate.model_copy(update={"start": False})})
     check_evaluation(job)
     directory = bridge.locate(model, verify_up_to=job.verify_bytes)
-    with disk.plainly(job.output), scratch.directory(Path(job.output) / "evaluation") as place:
+    with disk.disk_errors_as_user_errors(job.output), scratch.directory(Path(job.output) / "evaluation") as place:
         (place / "model").symlink_to(directory.resolve())
         metrics = retry(lambda: measure_model(job, place))
     if not metrics:
@@ -81,7 +81,7 @@ def retry(act: Callable[[], dict[str, float]]) -> dict[str, float]:
         try:
             return act()
         except Exception as error:
-            if not passing(error):
+            if not is_transient(error):
                 raise
             if attempt == TRIES:
                 raise Retryable(f"the evaluation failed {TRIES} times, at last so: {redacted(str(error))}") from error

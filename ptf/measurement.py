@@ -35,7 +35,7 @@ from ptf.rl.prompts import held_out_prompts
 from ptf.rl.rollout_role import rewards_of, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
-from ptf.train.companions import exported, load_companions
+from ptf.train.companions import checkpoint_section, load_companions
 from ptf.train.components import parts_of, without_adapters
 from ptf.train.dataloading import held_out_rows
 from ptf.train.export import refuse_damaged
@@ -91,7 +91,7 @@ def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
 
 def read_row_metrics(run: Path) -> dict[str, float]:
     """Return the metrics that `measure_on_rank` wrote. Raises Corrupt if the file is not as this run wrote it."""
-    return storage.record(str(run / COMPARED), gate.AGAIN, {"lineage": run.name})["metrics"]
+    return storage.read_record(str(run / COMPARED), gate.AGAIN, {"lineage": run.name})["metrics"]
 
 
 def measure_on_rank(text: str, directory: str) -> None:
@@ -113,7 +113,12 @@ def measure_on_rank(text: str, directory: str) -> None:
 
         def load(place):
             return load_model(
-                place, world, exported(spec, place), seed=job.seed, precision=job.train.precision, head=recipe.head
+                place,
+                world,
+                checkpoint_section(spec, place),
+                seed=job.seed,
+                precision=job.train.precision,
+                head=recipe.head,
             )[0]
 
         model = load(run / "model")
@@ -125,7 +130,7 @@ def measure_on_rank(text: str, directory: str) -> None:
         if by_row:
             write_row_losses(model, recipe, sets, job, world, beside, run / gate.ROWS)
         if job.evaluate.start:
-            place = world.share(str(starting.with_weights()) if world.leads else None)
+            place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
             before = load(Path(str(place)))
             metrics |= {
                 f"start/{name}": value for name, value in measure_rows(before, recipe, sets, job, world, beside).items()
@@ -133,10 +138,10 @@ def measure_on_rank(text: str, directory: str) -> None:
             if by_row:
                 write_row_losses(before, recipe, sets, job, world, beside, run / gate.ROWS / "start")
         for name, rows in sets.items():
-            atoms = [atom for row in rows for atom in row]
-            if all(len(atom) == 2 for atom in atoms):
+            units = [unit for row in rows for unit in row]
+            if all(len(unit) == 2 for unit in units):
                 longer = np.array(
-                    [np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in atoms]
+                    [np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in units]
                 )
                 metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # equal lengths count half
         if world.leads:
@@ -205,7 +210,9 @@ def score_answers(
         judgements.append(recipe.judgements(model, batch).cpu().numpy())
     mine = np.concatenate(judgements, axis=1)
     # all ranks of a tensor-parallel group have the same values
-    return np.concatenate([mine for rank, mine in enumerate(world.gather(mine)) if rank % world.tensor == 0], axis=1)
+    return np.concatenate(
+        [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor == 0], axis=1
+    )
 
 
 def auc(scores: np.ndarray, truth: np.ndarray) -> float:
@@ -362,10 +369,10 @@ def check_evaluation(job: Job) -> None:
     names = [f"{source}/{rate}" for source in knobs.sources for rate in rates]
     if knobs.ranking:
         names += [
-            f"{source}/{task}/{measure_model}@{knobs.ranking.k}"
+            f"{source}/{task}/{measure}@{knobs.ranking.k}"
             for source in knobs.ranking.sources
             for task in TASKS
-            for measure_model in MEASURES
+            for measure in MEASURES
         ]
     held_out = [] if registry.build(job).online else list(job.data.validation)
     if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):

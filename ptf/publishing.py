@@ -30,7 +30,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     process is writing to the lineage.
     """
     assert artifact.run is not None
-    with disk.plainly(job.output), hold_lease(job, Path(artifact.run)) as lease:
+    with disk.disk_errors_as_user_errors(job.output), hold_lease(job, Path(artifact.run)) as lease:
         return _publish(job, artifact, lease)
 
 

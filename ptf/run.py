@@ -33,9 +33,10 @@ from ptf.recipes import registry
 from ptf.train.resume import refuse_frozen_changes
 
 
-def mint(prefix: str) -> str:
-    """Return a new lineage: the name of one training run and of every resume of it."""
-    return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+def mint(job: Job) -> str:
+    """Return a new lineage: the name of one training run and of every resume of it. It begins with the recipe."""
+    recipe = job.recipe if isinstance(job.recipe, str) else "plugin"
+    return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 JOB = "job.yaml"  # in the run's directory; its last line is SEAL and a digest
@@ -99,7 +100,7 @@ def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
     Later stages and resumes use the mapping, so that all of them read the same commit. If the config names no revision,
     it is the commit that an earlier attempt at the lineage read; otherwise it is the revision's newest commit.
     """
-    text = recorded(Path(job.output) / lineage) if lineage else None
+    text = read_job_file(Path(job.output) / lineage) if lineage else None
     before = sources_of(loads(text)) if text else {}
     commits = {}
     for key, source in sources_of(job).items():
@@ -159,12 +160,12 @@ def run(job: Job, lineage: str) -> Path:
     """
     refuse_lineage(lineage)
     directory, job = Path(job.output) / lineage, shown(job)
-    with disk.plainly(
+    with disk.disk_errors_as_user_errors(
         job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])
     ):
         if (job.compute.address or "").startswith(("http://", "https://")):
-            record(job, directory)
-            submitted(job, lineage, directory)  # the submitted job holds the lease
+            write_job_file(job, directory)
+            submit_and_wait(job, lineage, directory)  # the submitted job holds the lease
         else:
             with hold_lease(job, directory) as lease:
                 _run(job, lineage, directory, lease)
@@ -173,7 +174,7 @@ def run(job: Job, lineage: str) -> Path:
 
 def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
     text, compute = dump(job), job.compute
-    record(job, directory)
+    write_job_file(job, directory)
     if not os.environ.get(launch.LAUNCHED):
         shutdown.forget(directory)
         remove_leftovers(job, lineage)
@@ -202,7 +203,7 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
         work(text, str(directory), lease.text)
 
 
-def submitted(job: Job, lineage: str, directory: Path) -> None:
+def submit_and_wait(job: Job, lineage: str, directory: Path) -> None:
     """Train as a job of a Ray cluster that has the same directories and the same Python as this machine.
 
     Raises UserError if the job is refused, Retryable if it fails otherwise.
@@ -232,16 +233,16 @@ def submitted(job: Job, lineage: str, directory: Path) -> None:
         raise UserError(message) if refused else Retryable(message)
 
 
-def record(job: Job, directory: Path) -> None:
+def write_job_file(job: Job, directory: Path) -> None:
     """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a frozen key."""
     directory.mkdir(parents=True, exist_ok=True)
-    if (then := recorded(directory)) is not None:
+    if (then := read_job_file(directory)) is not None:
         refuse_frozen_changes(then, job)
     text = dump(job)
     storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")
 
 
-def recorded(directory: Path) -> str | None:
+def read_job_file(directory: Path) -> str | None:
     """Return the text of the job.yaml that an earlier attempt at a run wrote; None if there was no earlier attempt.
 
     Raises Corrupt if the file was changed since.
@@ -265,12 +266,12 @@ def _digest(directory: Path, text: str) -> str:
     return hashlib.sha256(f"{directory.name}\n{text}".encode()).hexdigest()
 
 
-def begun(job: Job, lineage: str | None) -> dict[str, str]:
+def recorded_models(job: Job, lineage: str | None) -> dict[str, str]:
     """Return the versions of the job's published models (path → version) that an earlier attempt at `lineage` used."""
     if lineage is None:
         return {}
     refuse_lineage(lineage)
-    text = recorded(Path(job.output) / lineage)
+    text = read_job_file(Path(job.output) / lineage)
     if text is None:
         return {}
     then, published = model_paths(loads(text)), published_models(job)
@@ -317,13 +318,17 @@ def main(arguments: list[str] | None = None) -> int:
             )
         from ptf.train.fit import fit
 
-        with disk.plainly(job.output), world_of(job) as world:
+        with disk.disk_errors_as_user_errors(job.output), world_of(job) as world:
             text = together(
                 world,
-                lambda: dump(shown(resolved(job, begun(job, given.lineage), given.lineage))) if world.leads else "",
+                lambda: (
+                    dump(shown(resolved(job, recorded_models(job, given.lineage), given.lineage)))
+                    if world.leads
+                    else ""
+                ),
             )
             job = loads(str(text))
-            lineage = str(world.share(given.lineage or mint("sft")))  # `begun` refused an empty lineage
+            lineage = str(world.broadcast_object(given.lineage or mint(job)))  # an empty lineage was refused before
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)
@@ -332,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
                     world,
                     lambda: (given.lease or held.enter_context(hold_lease(job, directory)).text) if world.leads else "",
                 )
-                together(world, lambda: record(job, directory) if world.leads else None)
+                together(world, lambda: write_job_file(job, directory) if world.leads else None)
                 if world.leads and not os.environ.get(launch.LAUNCHED):
                     shutdown.forget(directory)
                     remove_leftovers(job, lineage)
@@ -349,7 +354,7 @@ def together(world: World, act: Callable[[], object]) -> object:
         result = act()
     except UserError as error:
         result = error
-    shared = world.share(result)
+    shared = world.broadcast_object(result)
     if isinstance(shared, UserError):
         raise shared
     return shared

@@ -11,7 +11,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import Job, dump, loads
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
-from ptf.run import JOB, begun, mint, recorded, refuse_lineage, resolved, run
+from ptf.run import JOB, mint, read_job_file, recorded_models, refuse_lineage, resolved, run
 from ptf.train.dataloading import specs
 from ptf.train.resume import refuse_frozen_changes
 
@@ -37,7 +37,7 @@ class Run:
         such as those of `evaluate` and `publish`. Raises UserError where the directory is not a run's or another key
         would change."""
         directory = Path(directory)
-        text = recorded(directory) if directory.is_dir() else None
+        text = read_job_file(directory) if directory.is_dir() else None
         if text is None:
             raise UserError(f"{directory} is not the directory of a training run: it has no {JOB}")
         job = _overridden(text, overrides)
@@ -91,10 +91,10 @@ def train(job: Job, lineage: str | None = None) -> Run:
     """Train a job from its config to the exported model, without an orchestrator. None mints a new lineage; one that
     exists goes on from its newest checkpoint."""
     if lineage is None:
-        lineage = mint(job.recipe if isinstance(job.recipe, str) else "plug")
+        lineage = mint(job)
     refuse_lineage(lineage)
     print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
-    job = resolved(job, begun(job, lineage), lineage)
+    job = resolved(job, recorded_models(job, lineage), lineage)
     data = stamps(specs(job.data.sources))  # of the files that are about to be read
     directory = run(job, lineage)
     record_data(directory, data)
@@ -132,7 +132,7 @@ def _data(directory: Path) -> dict[str, str]:
 def _record(directory: Path, name: str, advice: str) -> dict:
     if not (directory / name).exists():
         return {}
-    return storage.record(str(directory / name), advice, {"lineage": directory.resolve().name})
+    return storage.read_record(str(directory / name), advice, {"lineage": directory.resolve().name})
 
 
 def _overridden(text: str, overrides: Sequence[str]) -> Job:

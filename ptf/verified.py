@@ -95,7 +95,7 @@ def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"
     local = storage.localize(uri, into, without)
     if not storage.is_local(uri):
         mend = f"remove {local}: it is copied again"
-        entries = storage.record(
+        entries = storage.read_record(
             f"{local}{storage.COPIED}",
             f"remove {local} and {Path(local).name}{storage.COPIED}: it is copied again",
             {"copy": Path(local).name},

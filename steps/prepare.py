@@ -13,10 +13,10 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from ptf.data.sources.rows import stamps
     from ptf.measurement import check_evaluation
     from ptf.run import (
-        begun,
         dataset_commits,
         prepared_directory,
         published_models,
+        recorded_models,
         refuse_lineage,
         remove_leftovers,
         unpublished,
@@ -35,7 +35,8 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)
         _run_stages(load(waiting[0]), f"{artifact.lineage}-{Path(waiting[0]).stem}")
     artifact = artifact.but(
-        models=published_models(job) | begun(job, artifact.lineage), commits=dataset_commits(job, artifact.lineage)
+        models=published_models(job) | recorded_models(job, artifact.lineage),
+        commits=dataset_commits(job, artifact.lineage),
     )
     return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
 

@@ -27,7 +27,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     which training cannot start.
     """
     from ptf import published
-    from ptf.run import recorded
+    from ptf.run import read_job_file
     from steps.prepare import prepare as prepared
 
     if job.publish.metric is None or job.publish.metric.startswith("train/"):
@@ -47,7 +47,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
             flush=True,
         )
     # an earlier attempt at this lineage continues with the model that it started from
-    begun = recorded(Path(job.output) / artifact.lineage)
+    begun = read_job_file(Path(job.output) / artifact.lineage)
     from_version = (
         loads(begun).model.path.startswith(f"{job.versions}/") if begun else published.pointer(job.versions) is not None
     )
@@ -125,7 +125,7 @@ def _last(job: Job) -> dict[str, Any]:
     if not storage.exists(place):
         return {}
     try:
-        return storage.record(place, "")
+        return storage.read_record(place, "")
     except (storage.Corrupt, IsADirectoryError, PermissionError):
         raise UserError(
             f"{place} cannot be read, so the data of the last retraining are unknown; remove it, "

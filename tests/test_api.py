@@ -93,10 +93,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path, command: str, capsys: pytest.
 
 def test_a_run_that_has_not_ended_and_one_that_is_held_are_refused(tmp_path: Path) -> None:
     from ptf.compute.lease import Held, hold_lease
-    from ptf.run import record
+    from ptf.run import write_job_file
 
     job = ptf.load(config(tmp_path))
-    record(job, tmp_path / "runs" / "a")
+    write_job_file(job, tmp_path / "runs" / "a")
     for stage in (ptf.evaluate, ptf.publish):
         with pytest.raises(UserError, match="has no trained model yet: ptf train"):
             stage(tmp_path / "runs" / "a")

@@ -58,12 +58,12 @@ def test_a_full_disk_under_checkpoints_is_named_with_what_is_needed(tmp_path):
 def test_a_full_disk_elsewhere_is_one_sentence(tmp_path):
     with (
         pytest.raises(UserError, match=r"no space is left on the disk at .*GiB are free"),
-        disk.plainly(tmp_path),
+        disk.disk_errors_as_user_errors(tmp_path),
         open("/dev/full", "w") as full,
     ):
         full.write("x" * 100_000)
     # the control: what is not the disk's stays what it is
-    with pytest.raises(ZeroDivisionError), disk.plainly(tmp_path):
+    with pytest.raises(ZeroDivisionError), disk.disk_errors_as_user_errors(tmp_path):
         raise ZeroDivisionError
 
 

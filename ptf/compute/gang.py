@@ -356,7 +356,7 @@ def gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-def share(value: object) -> ray.ObjectRef:
+def put(value: object) -> ray.ObjectRef:
     """Store a value once where all workers can read it; an argument that is the reference arrives as the value."""
     return ray.put(value)
 

@@ -19,14 +19,14 @@ class ProcessPeers:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
 
-    def gather(self, value: bytes) -> list[bytes]:
+    def all_gather(self, value: bytes) -> list[bytes]:
         """Return every rank's value, in the order of the ranks; all have the same length."""
         own = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         result = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(result, own, group=self._group)
         return [one.numpy().tobytes() for one in result]
 
-    def scatter(self, values: Sequence[bytes]) -> list[bytes]:
+    def all_to_all(self, values: Sequence[bytes]) -> list[bytes]:
         """Send value i to rank i; return what each rank sent here, in the order of the ranks."""
         sizes = torch.tensor([len(value) for value in values])
         incoming = torch.empty(self.size, dtype=torch.int64)

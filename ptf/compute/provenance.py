@@ -88,7 +88,7 @@ def write(run: Path, record: Mapping[str, Any]) -> None:
 
 def read(run: Path) -> dict[str, Any]:
     """Read what `write` wrote. Raises Corrupt."""
-    return storage.record(str(run / FILE), "run the train stage again, which writes it", {"lineage": run.name})[
+    return storage.read_record(str(run / FILE), "run the train stage again, which writes it", {"lineage": run.name})[
         "made_with"
     ]
 

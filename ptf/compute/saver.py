@@ -50,7 +50,7 @@ class Saver:
         began = time.perf_counter()
         self.wait()
         world = self._world
-        path = str(world.share(self._saves.begin(step) if world.leads else None))
+        path = str(world.broadcast_object(self._saves.begin(step) if world.leads else None))
         tensors = copied(tensors_of(model, optimizer))
         self._bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
 

@@ -28,20 +28,20 @@ def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
-class Requests:
-    """Requests to stop the run."""
+class StopSignal:
+    """Whether the run was asked to stop: by SIGTERM, or by a file in its directory."""
 
     def __init__(self, run: Path) -> None:
-        self._file, self._noted = run / STOP, False
+        self._file, self._set = run / STOP, False
 
-    def note(self) -> None:
-        """Record a request."""
-        self._noted = True
+    def set(self) -> None:
+        """Record that the run was asked to stop."""
+        self._set = True
 
     @property
-    def made(self) -> bool:
+    def is_set(self) -> bool:
         """Whether there was a request to stop."""
-        return self._noted or self._file.exists()
+        return self._set or self._file.exists()
 
 
 @contextlib.contextmanager

@@ -80,14 +80,14 @@ class World:
         """Wait until all ranks have arrived."""
         self.max(0.0)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in their order, on every rank."""
         values = [value] * self.size
         if self.mesh is not None and self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def share(self, value: object) -> object:
+    def broadcast_object(self, value: object) -> object:
         """Return rank 0's value, on every rank."""
         box = [value]
         if self.mesh is not None and self.size > 1:

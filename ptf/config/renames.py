@@ -18,6 +18,8 @@ KEYS = {
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
+    "rollout.processes": "rollout.reward_processes",
+    "rollout.retries": "rollout.reward_retries",
     "train.checkpointing": "train.activation_checkpointing",
     "train.decay_at": "train.decay_at_loss",
     "train.micro_rows": "train.micro_sequences",

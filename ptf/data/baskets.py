@@ -16,12 +16,12 @@ from ptf.data.stream import randint
 STREAM = "baskets"
 
 
-def reorder_baskets(atom: PackUnit, key: str) -> PackUnit:
+def reorder_baskets(unit: PackUnit, key: str) -> PackUnit:
     """Return the pack unit with the events of every basket in an order that `key` names; unchanged without baskets."""
-    if not any(STREAM in sample.streams for sample in atom):
-        return atom
+    if not any(STREAM in sample.streams for sample in unit):
+        return unit
     rng = np.random.default_rng(randint(key, 0, 1 << 62))
-    return tuple(permute_events(sample, rng) for sample in atom)
+    return tuple(permute_events(sample, rng) for sample in unit)
 
 
 def permute_events(sample: Sample, rng: np.random.Generator) -> Sample:

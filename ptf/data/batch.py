@@ -28,7 +28,7 @@ class Batch:
     positions: Tensor
     segments: Tensor  # [B, T] int64, document number in the batch, -1 is padding
     weights: Tensor  # [B, T] float32, loss weight of each target
-    atoms: Tensor  # [documents] int64, the number of the pack unit that a document belongs to
+    units: Tensor  # [documents] int64, the number of the pack unit that a document belongs to
     lengths: tuple[int, ...]  # per document, on the host
     begins: tuple[int, ...]  # per document, the position of its first token
     sources: tuple[str, ...]  # per document
@@ -53,7 +53,7 @@ class Batch:
             move(self.positions),
             move(self.segments),
             move(self.weights),
-            move(self.atoms),
+            move(self.units),
             self.lengths,
             self.begins,
             self.sources,
@@ -114,7 +114,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     _fill_tokens(arrays, documents, pads, ends[behind].tolist(), starts + lengths - 1)
 
     streams = _streams(documents.streams, starts.tolist(), (rows, width)) if documents.streams else {}
-    atoms_behind, owners = np.cumsum([0, *documents.atoms]), np.repeat(np.arange(len(documents.owned)), documents.owned)
+    units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
     firsts = range(0, max(1, rows), micro_rows)  # the first row of each batch
     in_batches = np.diff(behind[[*firsts, rows]])  # documents in each batch
     numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
@@ -134,7 +134,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
         batches.append(
             Batch(
                 **part,
-                atoms=torch.from_numpy(owners[start:stop] - atoms_behind[first]),
+                units=torch.from_numpy(owners[start:stop] - units_before[first]),
                 lengths=tuple(counts[start:stop]),
                 begins=tuple(documents.begins[start:stop]),
                 sources=tuple(documents.sources[start:stop]),

@@ -14,7 +14,7 @@ class Documents:
     """The documents of packed sequences, one sequence after the other."""
 
     rows: Sequence[int]  # documents of each sequence
-    atoms: Sequence[int]  # pack units of each sequence
+    units: Sequence[int]  # pack units of each sequence
     owned: Sequence[int]  # documents of each pack unit
     lengths: Sequence[int]  # tokens of each document
     tokens: np.ndarray  # [tokens of all documents] int32, one document after the other

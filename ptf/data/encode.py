@@ -317,36 +317,36 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Pr
     return Prompt(np.array(tokenizer.encode(text), np.int32), dict(row), source, index, row_weight(row))
 
 
-def fit(atom: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUnit]:
+def fit(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUnit]:
     """Return the pack unit so that it fits a sequence: whole, cut, or in pieces of which each is a document.
 
     The list is empty where the unit is dropped, or where the remaining tokens train nothing.
     """
-    if length(atom) <= seq_len:
-        return [atom]
+    if length(unit) <= seq_len:
+        return [unit]
     if too_long == "error":
         raise UserError(
-            f"{length(atom)} tokens do not fit data.seq_len {seq_len}: raise it, or set data.too_long to drop, "
+            f"{length(unit)} tokens do not fit data.seq_len {seq_len}: raise it, or set data.too_long to drop, "
             "truncate or split"
         )
     if too_long == "drop":
-        return [cut_unit] if (cut_unit := _scored_within(atom, seq_len)) else []
+        return [cut_unit] if (cut_unit := _scored_within(unit, seq_len)) else []
     if too_long == "split":
-        if len(atom) > 1:
+        if len(unit) > 1:
             raise UserError(
-                f"{length(atom)} tokens of {len(atom)} samples that belong together cannot be split: "
+                f"{length(unit)} tokens of {len(unit)} samples that belong together cannot be split: "
                 "use data.too_long drop or truncate"
             )
-        pieces = [_cut(sample, start, end) for sample in atom for start, end in _ends(sample, seq_len)]
+        pieces = [_cut(sample, start, end) for sample in unit for start, end in _ends(sample, seq_len)]
         return [(piece,) for piece in pieces if piece.weights[1:].any()]
-    room = seq_len // len(atom)
-    cut = tuple(_cut(s, *next(_ends(s, room))) for s in atom)
+    room = seq_len // len(unit)
+    cut = tuple(_cut(s, *next(_ends(s, room))) for s in unit)
     return [cut] if all(s.weights[1:].any() for s in cut) else []
 
 
-def _scored_within(atom: PackUnit, seq_len: int) -> PackUnit | None:
+def _scored_within(unit: PackUnit, seq_len: int) -> PackUnit | None:
     """Return a scored conversation up to the last judged answer that fits; None for anything else."""
-    first, *others = atom
+    first, *others = unit
     judged = np.flatnonzero(first.weights[:seq_len])
     if others or "answer_length" not in first.streams or not len(judged):
         return None
@@ -374,12 +374,12 @@ def _cut(s: Sample, start: int, end: int) -> Sample:
     return Sample(s.tokens[start:end], s.weights[start:end], s.source, {k: v[start:end] for k, v in s.streams.items()})
 
 
-def apply_row_weight(atom: PackUnit, row: Row) -> PackUnit:
+def apply_row_weight(unit: PackUnit, row: Row) -> PackUnit:
     """Return the pack unit with its weights multiplied by the row's `weight`, where it has one."""
     weight = row_weight(row)
     if weight == 1:
-        return atom
-    weighted = tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.streams) for s in atom)
+        return unit
+    weighted = tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.streams) for s in unit)
     if not all(np.isfinite(s.weights).all() for s in weighted):
         raise UserError(f"the row's `weight` {weight:g} is too large for those of its messages")
     return weighted
@@ -433,8 +433,8 @@ class Encoder:
         try:
             row = place.read()
             row = shaped(row, self._columns, self._kind, place.columnar)
-            units = [apply_row_weight(atom, row) for atom in self._encode(row, self._name)]
-            fitted = [fit(atom, self._seq_len, self._too_long) for atom in units]
+            whole_units = [apply_row_weight(unit, row) for unit in self._encode(row, self._name)]
+            fitted = [fit(unit, self._seq_len, self._too_long) for unit in whole_units]
         except FAULTS as e:
             reason = reason_of(e, row)
             if self._set_aside is None:
@@ -446,25 +446,25 @@ class Encoder:
             self.counts["left_out"] += 1
             self._set_aside(BadRow(place.where, reason), self.counts)
             return []
-        self.count(units, fitted)
-        atoms = [atom for atoms in fitted for atom in atoms]
-        if not self._share or len(atoms) < 2 or any(len(atom) > 1 for atom in atoms):
-            return atoms
-        shared = families([sample for (sample,) in atoms], self._seq_len)
-        self.counts["tokens"] -= sum(map(length, atoms)) - sum(map(length, shared))
+        self.count(whole_units, fitted)
+        units = [unit for units in fitted for unit in units]
+        if not self._share or len(units) < 2 or any(len(unit) > 1 for unit in units):
+            return units
+        shared = families([sample for (sample,) in units], self._seq_len)
+        self.counts["tokens"] -= sum(map(length, units)) - sum(map(length, shared))
         return shared
 
-    def count(self, units: Sequence[PackUnit], fitted: Sequence[Sequence[PackUnit]]) -> None:
+    def count(self, whole_units: Sequence[PackUnit], fitted: Sequence[Sequence[PackUnit]]) -> None:
         """Count a row: its pack units, and what is left of each."""
-        flat = [atom for atoms in fitted for atom in atoms]
-        tokens = [sum(length(atom) for atom in atoms) for atoms in fitted]
+        flat = [unit for units in fitted for unit in units]
+        tokens = [sum(length(unit) for unit in units) for units in fitted]
         self.counts["rows"] += 1
         self.counts["samples"] += len(flat)
         self.counts["tokens"] += sum(tokens)
-        self.counts["trained"] += sum(int((s.weights != 0).sum()) for atom in flat for s in atom)
+        self.counts["trained"] += sum(int((s.weights != 0).sum()) for unit in flat for s in unit)
         self.counts["whole"] += max(tokens, default=0)
-        self.counts["dropped"] += sum(not atoms for atoms in fitted)
+        self.counts["dropped"] += sum(not units for units in fitted)
         self.counts["left_out"] += not flat
         self.counts["truncated"] += sum(
-            bool(atoms) and atoms[0] is not atom for atoms, atom in zip(fitted, units, strict=True)
+            bool(units) and units[0] is not unit for units, unit in zip(fitted, whole_units, strict=True)
         )

@@ -66,14 +66,14 @@ class Encoded:
                 self._last_epoch = row.epoch
         return self._pending.pop()
 
-    def _items(self, row: Place, atoms: Sequence[PackUnit], empty_rows: int) -> list[Item]:
+    def _items(self, row: Place, units: Sequence[PackUnit], empty_rows: int) -> list[Item]:
         """Return the items of one row."""
         if self._reorder is not None:
-            atoms = [
-                reorder_baskets(atom, f"{self._reorder}/{(row.epoch, row.file, row.number, row.row, i)}")
-                for i, atom in enumerate(atoms)
+            units = [
+                reorder_baskets(unit, f"{self._reorder}/{(row.epoch, row.file, row.number, row.row, i)}")
+                for i, unit in enumerate(units)
             ]
-        return items_of(atoms, self._name, row.epoch, (row.file, row.number), row.row, empty_rows)
+        return items_of(units, self._name, row.epoch, (row.file, row.number), row.row, empty_rows)
 
     def run(self, most: int) -> ItemRun | None:
         """Return the items of the next rows, at most `most` rows, without the cost of each row by itself.
@@ -86,7 +86,7 @@ class Encoded:
             or self._pending
             or self._ended
             or self._reorder
-            or not isinstance(encoder, tokenized.Decoder)
+            or not isinstance(encoder, tokenized.TokenizedEncoder)
             or not isinstance(self._source, Ranges)
         ):
             return None
@@ -98,13 +98,13 @@ class Encoded:
         ends: list[int] | None = None
         for head, n in zip(rows.heads, rows.counts(len(rows.order)), strict=True):
             block, first, at = head[3], head[1], (head[5], head[6])
-            recorded.append(block.told[first : first + n])
+            recorded.append(block.row_counts[first : first + n])
             if block.simple(first, first + n):
                 items_of_heads.append(iter(stored_items(block, first, first + n, self._name, rows.epoch, at)))
             else:
                 ends = []
                 items_of_heads.append(
-                    iter([items_of(block.atoms(i), self._name, rows.epoch, at, i, 0) for i in range(first, first + n)])
+                    iter([items_of(block.units(i), self._name, rows.epoch, at, i, 0) for i in range(first, first + n)])
                 )
         items: list[Any] = list(map(next, map(items_of_heads.__getitem__, rows.order.tolist())))
         counts = encoder.counted(np.concatenate(recorded)[_row_order(rows.order)])

@@ -39,11 +39,11 @@ class Peers(Protocol):
         """The number of ranks in the group."""
         ...
 
-    def gather(self, value: bytes) -> list[bytes]:
+    def all_gather(self, value: bytes) -> list[bytes]:
         """Return the values of all ranks, in the order of the ranks; all have the same length."""
         ...
 
-    def scatter(self, values: Sequence[bytes]) -> list[bytes]:
+    def all_to_all(self, values: Sequence[bytes]) -> list[bytes]:
         """Send value i to rank i; return what each rank sent here, in the order of the ranks."""
         ...
 
@@ -67,7 +67,7 @@ def group_size(ranks: int) -> int:
 
 def work_of(row: Sequence[PackUnit]) -> int:
     """Return the work of attention over a packed row, in (query, key) pairs up to a factor."""
-    return sum((n := len(sample.tokens)) * (n + 2 * sample.begins) for atom in row for sample in atom)
+    return sum((n := len(sample.tokens)) * (n + 2 * sample.begins) for unit in row for sample in unit)
 
 
 def exchange_rows(
@@ -84,7 +84,7 @@ def exchange_rows(
     message[:2], message[2 : 2 + each] = (ended, len(steps)), numbers
     works = [work_of(row) for rows in steps for row in rows]
     message[2 + each :][: len(works)] = works
-    messages = np.frombuffer(b"".join(peers.gather(message.tobytes())), np.int64).reshape(size, -1)
+    messages = np.frombuffer(b"".join(peers.all_gather(message.tobytes())), np.int64).reshape(size, -1)
     end = PeerEnded(FAILED in messages[:, 0]) if messages[:, 0].any() else None
     common = int(messages[:, 1].min())
     if not common:
@@ -103,7 +103,7 @@ def exchange_rows(
         for owner, i, rank in zip(made_by, which, ranks, strict=True):
             if owner == me != rank:
                 out[rank].append(rows[i])
-    arrived = [iter(rows_from_bytes(part)) for part in peers.scatter([rows_to_bytes(rows) for rows in out])]
+    arrived = [iter(rows_from_bytes(part)) for part in peers.all_to_all([rows_to_bytes(rows) for rows in out])]
     shares = []
     for rows, ranks in zip(steps, destinations, strict=False):
         mine = [at for at, rank in enumerate(ranks) if rank == me]
@@ -126,7 +126,9 @@ def _assign_rows(work: np.ndarray, made_by: Sequence[int], peers: Peers) -> list
         shares = balanced(row, peers.size)
         for share, rank in zip(shares, _assign_shares(shares, made_by), strict=True):
             mine[share] = rank
-    messages = np.frombuffer(b"".join(peers.gather(message.tobytes())), np.uint8).reshape(peers.size, *message.shape)
+    messages = np.frombuffer(b"".join(peers.all_gather(message.tobytes())), np.uint8).reshape(
+        peers.size, *message.shape
+    )
     return messages.transpose(1, 0, 2).reshape(-1, work.shape[1])[: len(work)].tolist()
 
 
@@ -146,7 +148,7 @@ def rows_to_bytes(rows: Sequence[Sequence[PackUnit]]) -> bytes:
     """Serialize rows; no rows are no bytes."""
     if not rows:
         return b""
-    state = dump_units([atom for row in rows for atom in row])
+    state = dump_units([unit for row in rows for unit in row])
     bits = state["weights"] == 1
     if np.array_equal(bits, state["weights"]):  # usually so, and then a token takes half the bytes
         state["weights"] = np.packbits(bits)
@@ -160,5 +162,5 @@ def rows_from_bytes(data: bytes) -> list[list[PackUnit]]:
     counts, state = pickle.loads(data)
     if state["weights"].dtype == np.uint8:
         state["weights"] = np.unpackbits(state["weights"], count=len(state["tokens"])).astype(np.float32)
-    atoms = iter(load_units(state))
-    return [list(islice(atoms, n)) for n in counts]
+    units = iter(load_units(state))
+    return [list(islice(units, n)) for n in counts]

@@ -19,7 +19,7 @@ from ptf.data.token_file import NO_COLUMNS, TokenRows, unmarked
 
 Item = tuple[Any, ...]
 
-ATOM = 0  # the pack unit; None where its only sample lies in a block of tokenized rows, see below
+UNIT = 0  # the pack unit; None where its only sample lies in a block of tokenized rows, see below
 LENGTH = 1  # tokens
 SOURCE = 2
 EPOCH = 3
@@ -36,20 +36,20 @@ epoch_of, length_of, rows_in = itemgetter(EPOCH), itemgetter(LENGTH), itemgetter
 
 
 def items_of(
-    atoms: Sequence[PackUnit], source: str, epoch: int, at: tuple[int, int], row: int, before: int
+    units: Sequence[PackUnit], source: str, epoch: int, at: tuple[int, int], row: int, before: int
 ) -> list[Item]:
     """Return the items of one row's pack units."""
-    n = len(atoms)
+    n = len(units)
     return [
-        (atom, length(atom), source, epoch, at, row, i, 0 if i else before, (0 if i else before) + 1 / n)
-        for i, atom in enumerate(atoms)
+        (unit, length(unit), source, epoch, at, row, i, 0 if i else before, (0 if i else before) + 1 / n)
+        for i, unit in enumerate(units)
     ]
 
 
 def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int, at: tuple[int, int]) -> list[Item]:
     """Return the items of rows of a block, each of which has one unit of one sample without columns."""
     cuts, own = block.spans(first, end)
-    lengths = block.told[first:end, 1].tolist()
+    lengths = block.row_counts[first:end, 1].tolist()
     fields: list[Iterable[Any]] = [
         repeat(None),
         lengths,
@@ -70,11 +70,11 @@ def after_empty_rows(item: Item, before: int) -> Item:
     return (*item[:BEFORE], before, before + item[ROWS], *item[TOKENS:])
 
 
-def atoms_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
+def units_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
     """Return the pack units of rows of items."""
-    flat = [item for row in rows for item in row if item[ATOM] is None]
+    flat = [item for row in rows for item in row if item[UNIT] is None]
     if not flat:
-        return [[item[ATOM] for item in row] for row in rows]
+        return [[item[UNIT] for item in row] for row in rows]
     tokens, weights = _contents(flat)
     cuts = [*pairwise([0, *accumulate(map(length_of, flat))])]
     stored = samples_of(
@@ -84,17 +84,17 @@ def atoms_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
         [NO_COLUMNS] * len(flat),
     )
     if len(flat) == sum(map(len, rows)):
-        atoms = zip(stored)
-        return [[next(atoms) for _ in row] for row in rows]
+        units = zip(stored)
+        return [[next(units) for _ in row] for row in rows]
     samples = iter(stored)
-    return [[item[ATOM] or (next(samples),) for item in row] for row in rows]
+    return [[item[UNIT] or (next(samples),) for item in row] for row in rows]
 
 
 def documents_of(rows: Sequence[Sequence[Item]]) -> Documents:
     """Return the documents of rows of items."""
     flat = list(chain.from_iterable(rows))
-    if not flat or any([item[ATOM] for item in flat]):
-        return Documents.of(atoms_of(rows))
+    if not flat or any([item[UNIT] for item in flat]):
+        return Documents.of(units_of(rows))
     each, n, own = [*map(len, rows)], len(flat), [item[OF] for item in flat]
     return Documents(each, each, [1] * n, [*map(length_of, flat)], *_contents(flat), own, [0] * n, ())
 
@@ -117,7 +117,7 @@ def place_of(item: Item) -> tuple[int, ...]:
 
     By the checksum of its tokens it is recognised when it is read again.
     """
-    tokens = [_contents([item])[0]] if item[ATOM] is None else [sample.tokens for sample in item[ATOM]]
+    tokens = [_contents([item])[0]] if item[UNIT] is None else [sample.tokens for sample in item[UNIT]]
     crc = 0
     for ids in tokens:
         crc = zlib.crc32(np.ascontiguousarray(ids).data, crc)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from ptf.data.encode import COUNTS
 from ptf.data.encoded import Encoded
 from ptf.data.item_run import ItemRun
-from ptf.data.items import ROWS, SOURCE, Item, atoms_of, length_of
+from ptf.data.items import ROWS, SOURCE, Item, length_of, units_of
 from ptf.data.order import ORDER, refuse_other_order
 from ptf.data.packing import Packer
 from ptf.data.sample import PackUnit
@@ -39,10 +39,10 @@ class Lane:
         return self
 
     def __next__(self) -> list[PackUnit]:
-        return atoms_of([self.row()])[0]
+        return units_of([self.row()])[0]
 
     def row(self) -> list[Item]:
-        """Return the next row as items, from which `atoms_of` makes units, faster for many rows at once."""
+        """Return the next row as items, from which `units_of` makes units, faster for many rows at once."""
         row, passed = next(self._packer), self.passed
         for item in row:
             passed[item[SOURCE]] += item[ROWS]

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ptf.data.batch import Batch, Memory, lay_out
 from ptf.data.documents import Documents
 from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_rows
-from ptf.data.items import Item, atoms_of, documents_of, items_of
+from ptf.data.items import Item, documents_of, items_of, units_of
 from ptf.data.packing import idle
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream, settle
@@ -189,7 +189,7 @@ class Loader:
                     return
                 try:
                     number = step + len(made)
-                    made.append((atoms_of(self._items(number)), self._snapshot(self._lanes_of(number))))
+                    made.append((units_of(self._items(number)), self._snapshot(self._lanes_of(number))))
                 except BaseException as e:
                     # raised later: first the ranks that wait for this rank's rows get the steps made before the error
                     error = e
@@ -214,7 +214,7 @@ class Loader:
 
     def _template_unit(self, rows: list[list[Item]]) -> PackUnit:
         """Return a unit that has the columns of all samples, even if this rank has no rows left."""
-        template = self._template or next((atoms_of([row[:1]])[0][0] for row in rows if row), None)
+        template = self._template or next((units_of([row[:1]])[0][0] for row in rows if row), None)
         if template is None:
             # from any lane that has rows
             lanes = (row for lane in range(self._lanes) for row in itertools.islice(_remaining(self._factory(lane)), 1))

@@ -26,18 +26,18 @@ class Packer(Generic[T]):
 
     def __init__(
         self,
-        atoms: Stream[T] | Iterator[T],
+        units: Stream[T] | Iterator[T],
         seq_len: int,
         lookahead: int = 64,
         size: Callable[[T], int] = length,  # type: ignore[assignment]
         dump: Callable[[Sequence[T]], Any] = tuple,
         load: Callable[[Any], Sequence[T]] = tuple,
     ):
-        """Make a packer of `atoms`.
+        """Make a packer of `units`.
 
         `size` returns the tokens of one; `dump` and `load` convert the units of the look-ahead window for a state.
         """
-        self._atoms, self._seq_len, self._lookahead = atoms, seq_len, lookahead
+        self._units, self._seq_len, self._lookahead = units, seq_len, lookahead
         self._size, self._dump, self._load = size, dump, load
         self._clear()
 
@@ -48,23 +48,23 @@ class Packer(Generic[T]):
         self._bits = 0  # bit n: the window has a unit of n tokens
         self._mirror = 0  # bit seq_len - n: the same, mirrored
 
-    def _admit(self, atoms: Iterator[T] | Stream[T], most: int) -> None:
+    def _admit(self, units: Iterator[T] | Stream[T], most: int) -> None:
         """Fill the window up to `most` units. Raise UserError for one that is longer than a row."""
         while len(self._window) < most:
             try:
-                atom = next(atoms)
+                unit = next(units)
             except StopIteration:
                 return
-            n = self._length(atom)
-            self._window[self._arrivals] = atom
+            n = self._length(unit)
+            self._window[self._arrivals] = unit
             self._ages.setdefault(n, []).append(self._arrivals)
             self._bits |= 1 << n
             self._mirror |= 1 << (self._seq_len - n)
             self._arrivals += 1
 
-    def _length(self, atom: T) -> int:
+    def _length(self, unit: T) -> int:
         """Return the tokens of a unit. Raise UserError for one that is longer than a row."""
-        n = self._size(atom)
+        n = self._size(unit)
         if n > self._seq_len:
             raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {self._seq_len}")
         return n
@@ -73,12 +73,12 @@ class Packer(Generic[T]):
         return self
 
     def __next__(self) -> list[T]:
-        self._admit(self._atoms, self._lookahead)
+        self._admit(self._units, self._lookahead)
         if not self._window:
             raise StopIteration
-        window, ages, seq_len, size, atoms = self._window, self._ages, self._seq_len, self._size, self._atoms
+        window, ages, seq_len, size, units = self._window, self._ages, self._seq_len, self._size, self._units
         bits, mirror, arrivals = self._bits, self._mirror, self._arrivals
-        ready: list[T] = getattr(atoms, "ready", [])  # units that come next, which `__next__` would pop one by one
+        ready: list[T] = getattr(units, "ready", [])  # units that come next, which `__next__` would pop one by one
         n = size(next(iter(window.values())))
         row, room = [], seq_len
         while True:  # once for each unit, with nothing but local names: this is a fifth of the loader's work
@@ -92,8 +92,8 @@ class Packer(Generic[T]):
             if ready:
                 more = ready.pop()
             else:
-                more = next(atoms, None)
-                ready = getattr(atoms, "ready", ready)
+                more = next(units, None)
+                ready = getattr(units, "ready", ready)
             if more is not None:
                 n = size(more)
                 if n > seq_len:
@@ -124,13 +124,13 @@ class Packer(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last item; `settle` converts it to values."""
-        atoms = self._atoms.state_dict()  # type: ignore[union-attr]
-        return {"window": Deferred(tuple(self._window.values()), self._dump), "atoms": atoms}
+        units = self._units.state_dict()  # type: ignore[union-attr]
+        return {"window": Deferred(tuple(self._window.values()), self._dump), "atoms": units}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         self._clear()
-        self._atoms.load_state_dict(state["atoms"])  # type: ignore[union-attr]
+        self._units.load_state_dict(state["atoms"])  # type: ignore[union-attr]
         window = self._load(state["window"])
         self._admit(iter(window), len(window))
 
@@ -176,6 +176,6 @@ def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def pack_all(atoms: Iterable[PackUnit], seq_len: int, lookahead: int = 1024) -> list[list[PackUnit]]:
+def pack_all(units: Iterable[PackUnit], seq_len: int, lookahead: int = 1024) -> list[list[PackUnit]]:
     """Pack a finite number of units into rows, by the same packer."""
-    return list(Packer(iter(atoms), seq_len, lookahead))
+    return list(Packer(iter(units), seq_len, lookahead))

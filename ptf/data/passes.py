@@ -229,7 +229,7 @@ def estimated(lanes: Lanes, rows: int, steps: int | None) -> DataPlan:
     order = np.random.default_rng(0).permutation(len(flat))
     packed = pack_all((flat[i] for i in order), lanes.seq_len, lanes.lookahead)
     full = packed[: max(1, len(packed) - lanes.lookahead // 4)]
-    room = rows * max(1.0, sum(length(atom) for row in full for atom in row) / max(1, len(full)))  # tokens in a step
+    room = rows * max(1.0, sum(length(unit) for row in full for unit in row) / max(1, len(full)))  # tokens in a step
     shares, mixture = lanes.shares, lanes.mixture
     if mixture.weighted:  # in rows of the source
         unit = {name: 1.0 if mixture.by == "tokens" else per_sample[name] for name in shares}
@@ -268,7 +268,7 @@ def _sampled_lengths(lanes: Lanes, name: str) -> Iterator[list[int]]:
     """Yield the lengths of the samples of each of the first rows."""
     ordered, encoder = lanes.opened(name)[0], lanes.uncounted_encoder(name)
     for row in islice(rows_once(ordered.reader, ordered.limit), SAMPLED):
-        yield [length(atom) for atom in encoder(row)]
+        yield [length(unit) for unit in encoder(row)]
 
 
 def _mean(values: list[int]) -> tuple[float, float]:

@@ -44,27 +44,27 @@ def families(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
     length.
     """
     left = sorted(samples, key=len, reverse=True)
-    atoms: list[PackUnit] = []
+    units: list[PackUnit] = []
     while left:
         head, *others = left
-        atom, room, left = [head], seq_len - len(head), []
+        unit, room, left = [head], seq_len - len(head), []
         for sample in others:
             n = min(
                 _common_prefix(head.tokens, sample.tokens), len(untrained_prefix(sample)) // sample.tokens.itemsize - 1
             )
             if n > 0 and len(sample) - n <= room:
-                atom.append(without_prefix(sample, n))
+                unit.append(without_prefix(sample, n))
                 room -= len(sample) - n
             else:
                 left.append(sample)
-        atoms.append(tuple(atom))
-    return atoms
+        units.append(tuple(unit))
+    return units
 
 
-def separate(atom: PackUnit) -> list[Sample]:
+def separate(unit: PackUnit) -> list[Sample]:
     """Return the samples of a family, each with its prefix."""
-    head = atom[0]
-    return [head, *(with_prefix(head, sample) for sample in atom[1:])]
+    head = unit[0]
+    return [head, *(with_prefix(head, sample) for sample in unit[1:])]
 
 
 def with_prefix(head: Sample, sample: Sample) -> Sample:
@@ -84,28 +84,28 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def pack_shared(atoms: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]:
+def pack_shared(units: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]:
     """Pack units like `pack_all`, but let units of one sample in the same row share their prefixes.
 
     The largest families are placed first, the longest members of each first (first-fit decreasing): each member goes
     into the first row with room that already has its family, otherwise into the first row with room.
     """
     families: dict[bytes | int, list[PackUnit]] = {}
-    for i, atom in enumerate(atoms):
-        families.setdefault((len(atom) == 1 and untrained_prefix(atom[0])) or i, []).append(atom)
+    for i, unit in enumerate(units):
+        families.setdefault((len(unit) == 1 and untrained_prefix(unit[0])) or i, []).append(unit)
     members = sorted(families.items(), key=lambda family: -sum(map(length, family[1])))
     rows: list[list[PackUnit]] = []
-    room = np.zeros(max(1, len(atoms)), np.int64)
+    room = np.zeros(max(1, len(units)), np.int64)
     for key, family in members:
         shared = len(key) // family[0][0].tokens.itemsize - 1 if isinstance(key, bytes) else 0
         homes: dict[int, list[PackUnit]] = {}  # row → units of this family in it
-        for atom in sorted(family, key=length, reverse=True):
-            n = length(atom)
+        for unit in sorted(family, key=length, reverse=True):
+            n = length(unit)
             if n > seq_len:
                 raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {seq_len}")
             home = next((row for row in homes if room[row] >= n - shared), None) if shared else None
             if home is not None:
-                homes[home].append((without_prefix(atom[0], shared),))
+                homes[home].append((without_prefix(unit[0], shared),))
                 room[home] -= n - shared
                 continue
             home = int(np.argmax(room[: len(rows)] >= n)) if rows else 0
@@ -114,7 +114,7 @@ def pack_shared(atoms: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]
                 rows.append([])
                 room[home] = seq_len
             room[home] -= n
-            homes[home] = [atom]  # a new entry: a row with this family would have had room for the unit's rest
+            homes[home] = [unit]  # a new entry: a row with this family would have had room for the unit's rest
         for row, together in homes.items():
             rows[row] += together
     return rows

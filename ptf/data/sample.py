@@ -57,20 +57,20 @@ def samples_of(
 PackUnit = tuple[Sample, ...]
 
 
-def length(atom: PackUnit) -> int:
+def length(unit: PackUnit) -> int:
     """Return the number of tokens in all samples of a pack unit."""
-    if len(atom) == 1:
-        return len(atom[0].tokens)
-    return sum(len(s.tokens) for s in atom)
+    if len(unit) == 1:
+        return len(unit[0].tokens)
+    return sum(len(s.tokens) for s in unit)
 
 
-def dump_units(atoms: Sequence[PackUnit]) -> dict[str, Any]:
+def dump_units(units: Sequence[PackUnit]) -> dict[str, Any]:
     """Return pack units as columns that hold arrays, strings, lists and dicts only; `load_units` is the inverse."""
-    samples = [s for atom in atoms for s in atom]
+    samples = [s for unit in units for s in unit]
     names = sorted({name for s in samples for name in s.streams})
     owners = {name: [i for i, s in enumerate(samples) if name in s.streams] for name in names}
     return {
-        "atoms": np.array([len(atom) for atom in atoms], np.int32),  # samples in each pack unit
+        "atoms": np.array([len(unit) for unit in units], np.int32),  # samples in each pack unit
         "lengths": np.array([len(s) for s in samples], np.int32),
         "begins": np.array([s.begins for s in samples], np.int32),
         "tokens": np.concatenate([s.tokens for s in samples] or [np.zeros(0, np.int32)]),

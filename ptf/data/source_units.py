@@ -31,7 +31,7 @@ def encoder_of(
 ) -> Encoder:
     """Return the encoder that makes pack units of a source's rows."""
     if spec.kind == "tokenized":
-        return tokenized.Decoder(name, seq_len, too_long, share)
+        return tokenized.TokenizedEncoder(name, seq_len, too_long, share)
     return Encoder(
         encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside, share=share
     )

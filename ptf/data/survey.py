@@ -95,14 +95,14 @@ def survey(
     share: bool = False,
 ) -> Survey:
     """Read the first `limit` rows of each source and pack them; a step has `rows` packed rows."""
-    surveyed, atoms = [], {}
+    surveyed, units = [], {}
     for name, spec in sources.items():
-        one, atoms[name] = _survey_source(name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share)
+        one, units[name] = _survey_source(name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share)
         surveyed.append(one)
-    packed = pack_all(_mixed(atoms), seq_len, lookahead)
+    packed = pack_all(_mixed(units), seq_len, lookahead)
     # at the end the window runs empty, which does not happen in an endless stream
     full = packed[: max(1, len(packed) - lookahead // 4)]
-    used = sum(length(atom) for row in full for atom in row)
+    used = sum(length(unit) for row in full for unit in row)
     fill = used / (seq_len * len(full)) if packed else 0.0
     tokens = sum(source.tokens for source in surveyed)
     mixture = Mixture(sources, 0, temperature, "tokens" if by_tokens else "samples")
@@ -118,8 +118,8 @@ def survey(
         name: (samples[name] / (sum(samples.values()) or 1.0), counted[name] / (sum(counted.values()) or 1.0))
         for name in sources
     }
-    documents = sum(len(atom) for row in full for atom in row) / max(1, len(full))
-    shown = tuple(tuple((sample.source, len(sample)) for atom in row for sample in atom) for row in packed[:ROWS_SHOWN])
+    documents = sum(len(unit) for row in full for unit in row) / max(1, len(full))
+    shown = tuple(tuple((sample.source, len(sample)) for unit in row for sample in unit) for row in packed[:ROWS_SHOWN])
     return Survey(tuple(surveyed), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * rows), shown)
 
 
@@ -138,27 +138,27 @@ def _survey_source(
     bad: list[BadRow] = []
     reader, spec = opened(spec, tokenizer)
     encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share)
-    atoms: list[PackUnit] = []
+    units: list[PackUnit] = []
     shown: list[tuple[str, PackUnit]] = []
     longest: list[tuple[int, str]] = []
     read = empty = none_made = 0
     places = rows_once(reader, spec.limit)
     for place in islice(places, limit):
         before = encoder.counts["dropped"], len(bad)
-        units = encoder(place)
+        row_units = encoder(place)
         read += 1
-        empty += not units
-        none_made += not units and (encoder.counts["dropped"], len(bad)) == before
-        atoms += units
-        whole_ones = [(sample,) for atom in units for sample in separate(atom)] if share else units
-        shown += [(place.where, atom) for atom in whole_ones][: max(0, examples - len(shown))]
-        if units:
-            heapq.heappush(longest, (max(map(length, units)), place.where))
+        empty += not row_units
+        none_made += not row_units and (encoder.counts["dropped"], len(bad)) == before
+        units += row_units
+        whole_ones = [(sample,) for unit in row_units for sample in separate(unit)] if share else row_units
+        shown += [(place.where, unit) for unit in whole_ones][: max(0, examples - len(shown))]
+        if row_units:
+            heapq.heappush(longest, (max(map(length, row_units)), place.where))
             longest = heapq.nlargest(LONGEST, longest)
             heapq.heapify(longest)
     whole = next(places, None) is None
     rows = float(read) if whole else max(reader.rows, float(read))
-    lengths = np.array([length(atom) for atom in atoms], np.int64)
+    lengths = np.array([length(unit) for unit in units], np.int64)
     return SourceSurvey(
         name,
         spec.kind,
@@ -174,7 +174,7 @@ def _survey_source(
         tuple(shown),
         unread(spec, reader),
         reader.not_read,
-    ), atoms
+    ), units
 
 
 def left_out(bad: Sequence[BadRow], dropped: int, seq_len: int) -> dict[str, int]:
@@ -190,8 +190,8 @@ def left_out(bad: Sequence[BadRow], dropped: int, seq_len: int) -> dict[str, int
     return {reason: n for reason, n in (long | common | others).items() if n}
 
 
-def _mixed(atoms: Mapping[str, Sequence[PackUnit]]) -> list[PackUnit]:
+def _mixed(units: Mapping[str, Sequence[PackUnit]]) -> list[PackUnit]:
     """Return the units of all sources in a random order."""
-    flat = [atom for each in atoms.values() for atom in each]
+    flat = [unit for each in units.values() for unit in each]
     order = np.random.default_rng(0).permutation(len(flat))
     return [flat[i] for i in order]

@@ -35,15 +35,15 @@ COLUMNS = {
 STREAM = "stream/"
 
 
-def unit_columns(atoms: Sequence[PackUnit]) -> dict[str, Any]:
+def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
     """Return one row as columns; `streams` maps a name to the values of all samples, one after the other.
 
     Raises UserError where only some of the row's samples have the values of a name.
     """
-    assert not any(sample.begins for atom in atoms for sample in atom), (
+    assert not any(sample.begins for unit in units for sample in unit), (
         "samples share beginnings only after they are read; stored samples are complete"
     )
-    columns = dump_units(atoms)
+    columns = dump_units(units)
     for name, stream in columns["streams"].items():
         if len(stream["samples"]) != len(columns["lengths"]):
             raise UserError(
@@ -203,7 +203,7 @@ class TokenRows:
         """Read the columns of a row group."""
         self.lines = table.num_rows
         # The first pack unit of each row, then the end of the last row; and the number of samples of each pack unit.
-        self._first_atom, self._atoms = _list(table, "atoms")
+        self._first_unit, self._units = _list(table, "atoms")
         self._first_sample, lengths = _list(table, "lengths")
         self._ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # number of tokens before each sample
         tokens, runs = _values(table, "tokens", np.int32), _values(table, "weights", np.int32).reshape(-1, 2)
@@ -216,8 +216,8 @@ class TokenRows:
             name.removeprefix(STREAM): _stream(table, name) for name in table.column_names if name.startswith(STREAM)
         }
         self.nbytes = table.nbytes
-        self.told = self._count_rows(runs, ends)
-        self.longest = int(self.told[:, 3].max(initial=0))  # tokens of the longest pack unit
+        self.row_counts = self._count_rows(runs, ends)
+        self.longest = int(self.row_counts[:, 3].max(initial=0))  # tokens of the longest pack unit
         one = np.diff(self._first_sample) == 1 if not self._streams else np.zeros(self.lines, bool)
         # Number of rows before each row that are not one sample without per-token values.
         self._several = np.concatenate([[0], np.cumsum(~one)])
@@ -227,16 +227,16 @@ class TokenRows:
 
         They are its pack units, its tokens, its trained tokens, and the tokens of its longest pack unit.
         """
-        samples = np.concatenate([[0], np.cumsum(self._atoms, dtype=np.int64)])
-        of_rows, of_atoms = self._ends[self._first_sample], np.diff(self._ends[samples])
+        samples = np.concatenate([[0], np.cumsum(self._units, dtype=np.int64)])
+        of_rows, of_units = self._ends[self._first_sample], np.diff(self._ends[samples])
         trained = np.concatenate([[0], np.cumsum(runs[:, 0] * (runs[:, 1].view(np.float32) != 0), dtype=np.int64)])[
             np.searchsorted(run_ends, of_rows)  # the first run of each row, then the end of the last row
         ]
         longest = np.zeros(self.lines, np.int64)
-        nonempty = np.flatnonzero(np.diff(self._first_atom))
+        nonempty = np.flatnonzero(np.diff(self._first_unit))
         if len(nonempty):
-            longest[nonempty] = np.maximum.reduceat(of_atoms, self._first_atom[nonempty])
-        return np.stack([np.diff(self._first_atom), np.diff(of_rows), np.diff(trained), longest], 1)
+            longest[nonempty] = np.maximum.reduceat(of_units, self._first_unit[nonempty])
+        return np.stack([np.diff(self._first_unit), np.diff(of_rows), np.diff(trained), longest], 1)
 
     @property
     def columnar(self) -> bool:
@@ -252,9 +252,9 @@ class TokenRows:
 
     def row(self, i: int) -> Row:
         """Return row i."""
-        return {"atoms": self.atoms(i)}
+        return {"atoms": self.units(i)}
 
-    def atoms(self, i: int) -> list[PackUnit]:
+    def units(self, i: int) -> list[PackUnit]:
         """Return the pack units of row i."""
         start = int(self._first_sample[i])
         units: list[PackUnit] = []
@@ -263,7 +263,7 @@ class TokenRows:
         tokens, weights = unmarked(np.array(self.tokens[row]))
         if self.weights is not None:
             weights = self.weights[row]
-        for n in self._atoms[self._first_atom[i] : self._first_atom[i + 1]].tolist():
+        for n in self._units[self._first_unit[i] : self._first_unit[i + 1]].tolist():
             units.append(tuple([self._sample(k, tokens, weights, before) for k in range(start, start + n)]))
             start += n
         return units
@@ -304,15 +304,15 @@ class LengthRows(TokenRows):
     def __init__(self, table: pa.Table):
         """Read the lengths of a row group."""
         self.lines, self.nbytes = table.num_rows, table.nbytes
-        self._first_atom, atoms = _list(table, "atoms")
+        self._first_unit, units = _list(table, "atoms")
         ends = np.concatenate([[0], np.cumsum(_list(table, "lengths")[1], dtype=np.int64)])
-        samples = np.concatenate([[0], np.cumsum(atoms, dtype=np.int64)])
-        self._of_atoms = np.diff(ends[samples]).tolist()  # tokens of each pack unit
-        self.told = None
+        samples = np.concatenate([[0], np.cumsum(units, dtype=np.int64)])
+        self._of_units = np.diff(ends[samples]).tolist()  # tokens of each pack unit
+        self.row_counts = None
 
-    def atoms(self, i: int) -> list[PackUnit]:
+    def units(self, i: int) -> list[PackUnit]:
         """Return placeholders of the pack units of row i."""
-        return [placeholder_unit(n) for n in self._of_atoms[self._first_atom[i] : self._first_atom[i + 1]]]
+        return [placeholder_unit(n) for n in self._of_units[self._first_unit[i] : self._first_unit[i + 1]]]
 
 
 def _list(table: pa.Table, name: str) -> tuple[np.ndarray, Any]:

@@ -247,7 +247,7 @@ def decode(row: Row, name: str) -> list[PackUnit]:
     return row["atoms"]
 
 
-class Decoder(Encoder):
+class TokenizedEncoder(Encoder):
     """The encoder of tokenized rows.
 
     The counts of a row are computed for its whole block, so a row whose pack units fit costs little more than slicing
@@ -261,36 +261,36 @@ class Decoder(Encoder):
 
     def fits(self, block: Block) -> bool:
         """Return whether every pack unit of a block is kept unchanged."""
-        return isinstance(block, TokenRows) and block.told is not None and block.longest <= self._longest
+        return isinstance(block, TokenRows) and block.row_counts is not None and block.longest <= self._longest
 
-    def counted(self, told: np.ndarray) -> np.ndarray:
+    def counted(self, row_counts: np.ndarray) -> np.ndarray:
         """Return the counts before and after each of some rows of such blocks, [rows + 1, len(COUNTS)] int64.
 
-        `told` holds what each row counts (`TokenRows.told`).
+        `row_counts` holds what each row counts (`TokenRows.row_counts`).
         """
-        steps = np.zeros((len(told) + 1, len(COUNTS)), np.int64)
+        steps = np.zeros((len(row_counts) + 1, len(COUNTS)), np.int64)
         steps[0] = [self.counts[key] for key in COUNTS]
         steps[1:, :5] = 1
-        steps[1:, 1:5] = told
-        steps[1:, COUNTS.index("left_out")] = told[:, 0] == 0
+        steps[1:, 1:5] = row_counts
+        steps[1:, COUNTS.index("left_out")] = row_counts[:, 0] == 0
         return np.cumsum(steps, 0)
 
     def __call__(self, place: Place) -> list[PackUnit]:
         """Return the pack units of a row, and count it."""
         block = place.block
-        if not isinstance(block, TokenRows) or block.told is None:
+        if not isinstance(block, TokenRows) or block.row_counts is None:
             return super().__call__(place)
-        atoms, tokens, trained, longest = block.told[place.row].tolist()
+        units, tokens, trained, longest = block.row_counts[place.row].tolist()
         if longest > self._longest:
             return super().__call__(place)
         counts = self.counts
         counts["rows"] += 1
-        counts["samples"] += atoms
-        counts["left_out"] += not atoms
+        counts["samples"] += units
+        counts["left_out"] += not units
         counts["tokens"] += tokens
         counts["trained"] += trained
         counts["whole"] += longest
-        return block.atoms(place.row)
+        return block.units(place.row)
 
 
 def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) -> Reader:

@@ -171,13 +171,13 @@ def _left_out(survey: Survey) -> Iterator[str]:
 
 def _samples(report: Report) -> Iterator[str]:
     for source in report.survey.sources:
-        for place, atom in source.examples:
-            names = KINDS["preference"] if source.kind == "preference" else [""] * len(atom)
+        for place, unit in source.examples:
+            names = KINDS["preference"] if source.kind == "preference" else [""] * len(unit)
             documents = "".join(
-                f"{name}<pre>{_marked(sample, report)}</pre>" for name, sample in zip(names, atom, strict=True)
+                f"{name}<pre>{_marked(sample, report)}</pre>" for name, sample in zip(names, unit, strict=True)
             )
-            title = f"{escape(source.name)}, {escape(place)}: {sum(map(len, atom)):,} tokens"
-            yield f"<h3>{title}</h3>" + (f'<div class="pair">{documents}</div>' if len(atom) > 1 else documents)
+            title = f"{escape(source.name)}, {escape(place)}: {sum(map(len, unit)):,} tokens"
+            yield f"<h3>{title}</h3>" + (f'<div class="pair">{documents}</div>' if len(unit) > 1 else documents)
 
 
 def _marked(sample: Sample, report: Report) -> str:

@@ -158,9 +158,9 @@ def _samples(report: Report) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = []
     pairs = 0
     for source in report.survey.sources:
-        for place, atom in source.examples:
-            pairs += len(atom) > 1
-            for sample in atom:
+        for place, unit in source.examples:
+            pairs += len(unit) > 1
+            for sample in unit:
                 listed.append(
                     {
                         "source": source.name,
@@ -168,7 +168,7 @@ def _samples(report: Report) -> list[dict[str, Any]]:
                         "text": report.tokenizer.decode(sample.tokens),
                         "ids": sample.tokens.tolist(),
                         "weights": [round(w, 6) for w in sample.weights.tolist()],
-                        "pair": pairs - 1 if len(atom) > 1 else None,
+                        "pair": pairs - 1 if len(unit) > 1 else None,
                     }
                 )
     return listed

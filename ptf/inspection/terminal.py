@@ -26,12 +26,12 @@ def show(report: Report, console: Console) -> None:
         console.print(line, markup=False)
     for source in survey.sources:
         _left_out(source, console)
-        for place, atom in source.examples:
+        for place, unit in source.examples:
             mark = "green" if console.is_terminal else "in ⟦ ⟧"
             console.print(
-                f"\n{source.name}, {place}: {sum(map(len, atom))} tokens; trained is {mark}", style="bold", markup=False
+                f"\n{source.name}, {place}: {sum(map(len, unit))} tokens; trained is {mark}", style="bold", markup=False
             )
-            for sample in atom:
+            for sample in unit:
                 console.print(_marked(sample, report, console.is_terminal), soft_wrap=True)
 
 

@@ -82,7 +82,7 @@ def _run(module: nn.Module, call: Callable[[], Any]) -> tuple[float, float]:
     return saved_bytes / TOKENS, products.bytes / TOKENS
 
 
-def kept(
+def activation_bytes(
     c: DecoderConfig, layer: int, parts: Parts, dtype: torch.dtype, ranks: int, like: nn.Module
 ) -> ActivationBytes:
     """Return the bytes of activations a token that `layer` saves on one of `ranks` ranks of a tensor group.

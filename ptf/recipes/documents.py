@@ -11,7 +11,7 @@ def sums(values: Tensor, batch: Batch) -> Tensor:
     return batch.per_document(values, (batch.weights != 0).to(values.dtype))
 
 
-def weights(batch: Batch) -> Tensor:
+def document_weights(batch: Batch) -> Tensor:
     """Return how much each document counts, [documents]: its row's `weight`, or 0 where it trains nothing."""
     index, flat = batch.segments.reshape(-1) + 1, batch.weights.reshape(-1)
     return flat.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, flat, "amax")[1:]
@@ -26,5 +26,5 @@ def ends(batch: Batch) -> Tensor:
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the indices of the first and the second document of each pair, [pairs] each."""
-    first = (batch.atoms[1:] == batch.atoms[:-1]).nonzero().squeeze(1)
+    first = (batch.units[1:] == batch.units[:-1]).nonzero().squeeze(1)
     return first, first + 1

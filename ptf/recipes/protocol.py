@@ -1,6 +1,6 @@
 """The protocol of recipes: the parts of training in which algorithms differ, and nothing else.
 
-A loss is a *sum*; the step divides it once, by the number of units over which all workers together average.
+A loss is a *sum*; the step divides it once, by the denominator, a count that is summed over all workers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group
 from ptf.model.decoder import Decoder
 
-Metrics = dict[str, Tensor]  # each is a sum over the recipe's units
+Metrics = dict[str, Tensor]  # each is a sum, which the step divides by the denominator
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Recipe(Protocol):
         """Encode a row: no entry skips it, several split it."""
         ...
 
-    def units(self, batch: Batch) -> Tensor:
-        """Return how many units this batch averages over, a float64 scalar."""
+    def denominator(self, batch: Batch) -> Tensor:
+        """Return what this batch adds to the denominator (documents, pairs or tokens), a float64 scalar."""
         ...
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        """Return the loss summed over those units, and metrics that are sums over them too."""
+        """Return the loss and the metrics as sums, which the step divides by the denominator of all workers."""
         ...
 
 

@@ -34,7 +34,7 @@ RECIPES = {
 
 
 # Values of a job that recipes may request by a parameter's name; see `facts`.
-FACTS = ("train_on", "sources", "processing", "length")
+FACTS = ("train_on", "sources", "processing", "max_new_tokens")
 
 
 @cache
@@ -62,15 +62,21 @@ def build(job: "Job") -> "Recipe":
     parameters = inspect.signature(recipe).parameters
     bound = recipe.keywords if isinstance(job.recipe, Plug) else {}  # type: ignore[attr-defined]
     requested = {name: value for name, value in facts(job).items() if name in parameters and name not in bound}
-    return recipe(**(requested | knobs))
+    made = recipe(**(requested | knobs))
+    if not hasattr(made, "denominator"):
+        from ptf.errors import UserError
+
+        renamed = ": rename its method `units`" if hasattr(made, "units") else ""
+        raise UserError(f"the recipe {type(made).__name__} has no method `denominator(batch)`{renamed}")
+    return made
 
 
 def facts(job: "Job") -> dict[str, Any]:
     """Return the values of the job that a recipe may request by a parameter's name.
 
     They are `train_on` (which messages of a chat are trained) and `sources` (the names of the training data). Where
-    there are rollouts, they are also `processing` (the distribution that tokens are drawn from) and `length` (the
-    largest number of tokens of one answer).
+    there are rollouts, they are also `processing` (the distribution that tokens are drawn from) and
+    `max_new_tokens` (the largest number of tokens of one answer).
     """
     values: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}
     if job.rollout is not None:
@@ -78,6 +84,6 @@ def facts(job: "Job") -> dict[str, Any]:
 
         values |= {
             "processing": Processing(job.rollout.temperature, job.rollout.top_p),
-            "length": job.rollout.max_new_tokens,
+            "max_new_tokens": job.rollout.max_new_tokens,
         }
     return values

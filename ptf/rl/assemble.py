@@ -10,7 +10,7 @@ from typing import Any, cast
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
-from ptf.compute.shutdown import Requests
+from ptf.compute.shutdown import StopSignal
 from ptf.compute.world import CPU
 from ptf.config import Job, Plug
 from ptf.config.sections.model import ModelConfig
@@ -73,7 +73,7 @@ def fit_online(job: Job, run: Path, lease: Lease) -> None:
                 or (repeated and not isinstance(error, Lost))
             ):
                 raise
-            if Requests(run).made:
+            if StopSignal(run).is_set:
                 raise Retryable(f"the run failed after a request to stop: {error}") from error
             failed_at, last_error = step, str(error)
             print(

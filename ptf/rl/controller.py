@@ -15,7 +15,7 @@ import numpy as np
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
-from ptf.compute.shutdown import Requests, passing_on
+from ptf.compute.shutdown import StopSignal, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
 from ptf.config.sections.rollout import LOGPROB_BOUND
@@ -23,7 +23,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, samples_of
-from ptf.errors import Left, UserError
+from ptf.errors import Stopped, UserError
 from ptf.recipes.protocol import Online
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.rewards.functions import Rewards, score_groups
@@ -82,7 +82,7 @@ class Controller:
         self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)
-        self.leave = Requests(run)
+        self.stop_signal = StopSignal(run)
         # whether the trainer computes the log-probs of the sampled tokens before the update
         self.needs_old_logprobs = recipe.needs_old or self.warmup > 0
         self.canary: list[np.ndarray] = []
@@ -106,9 +106,9 @@ class Controller:
             self.cluster.table.clear()
             groups, metrics, reward_s = self.rollouts()
             groups, difference = self.logprobs_and_values(groups)
-            atoms = self.recipe.credit(groups)
-            self.samples.log(self.step + 1, groups, atoms)
-            metrics |= difference | self.update(atoms)
+            units = self.recipe.credit(groups)
+            self.samples.log(self.step + 1, groups, units)
+            metrics |= difference | self.update(units)
             self.step += 1
             metrics |= self.sync()
             if self.held_out and self.job.train.validate_every and self.step % self.job.train.validate_every == 0:
@@ -116,11 +116,11 @@ class Controller:
             self._log(metrics, time.perf_counter() - began, reward_s)
             if self.step == first:
                 print(f"step {first}, its phases:\n{phase_table(self.cluster.table)}", flush=True)
-            leaving = self.leave.made
+            leaving = self.stop_signal.is_set
             if self.saves.due(self.step) or leaving:
                 self.save()
             if leaving and self.step < self.steps:
-                raise Left(self.step, self.steps, self.saves.path(self.step))
+                raise Stopped(self.step, self.steps, self.saves.path(self.step))
 
     def rollouts(self) -> tuple[list[Group], dict[str, float], float]:
         """Sample answers and score them.
@@ -148,7 +148,7 @@ class Controller:
             )
             if len(usable) == knobs.prompts:
                 break
-        metrics = self.outcome_metrics(sampled) | {"asked_again": self.take_retries()}
+        metrics = self.outcome_metrics(sampled) | {"reward_retries": self.take_retries()}
         if not usable:
             self._report_equal_rewards(len(sampled), metrics["reward"])
         return usable or groups, metrics, reward_s
@@ -192,11 +192,11 @@ class Controller:
             **self.reward_by_source(answers),
             "staleness": float((self.step - versions).mean()),
             "no_result": len(reasons) / len(answers),
-            "length": float(np.mean([t.sampled for t in answers])),
+            "response_length": float(np.mean([t.sampled for t in answers])),
             "cut_off": float(np.mean([not t.complete for t in answers])),
             "generated": float(sum(t.sampled for t in answers)),
             **({"turns": float(np.mean([len(t.calls) for t in answers]))} if self.knobs.environment else {}),
-            "equal": 1 - sum(map(rewards_differ, groups)) / len(groups),
+            "zero_variance_groups": 1 - sum(map(rewards_differ, groups)) / len(groups),
         }
 
     def reward_source(self) -> str:
@@ -254,10 +254,10 @@ class Controller:
         difference = np.concatenate([np.abs(t.streams[name] - t.logprobs) for g in annotated for t in g])
         return annotated, difference
 
-    def update(self, atoms: Sequence[PackUnit]) -> dict[str, float]:
+    def update(self, units: Sequence[PackUnit]) -> dict[str, float]:
         """Train the critic, and after its warm-up the policy."""
         metrics: dict[str, float] = {}
-        minibatches = self.minibatches(atoms)
+        minibatches = self.minibatches(units)
         if self.critic:
             with self.cluster.phase(self.critic, "critic"):
                 results = self.critic.call("update", minibatches, self.step)
@@ -269,19 +269,19 @@ class Controller:
             metrics |= {name.removeprefix("max_"): value for name, value in results.items()}
         return metrics
 
-    def minibatches(self, atoms: Sequence[PackUnit]) -> list[list[PackUnit]]:
+    def minibatches(self, units: Sequence[PackUnit]) -> list[list[PackUnit]]:
         """Return the data of each optimizer step: `epochs` passes in `minibatches` parts, shuffled by (seed, step,
         epoch)."""
-        if not atoms:
+        if not units:
             raise UserError(
                 f"step {self.step}: no group has as many answers with a reward as the recipe needs; "
                 "there is nothing to train on"
             )
         out = []
         for epoch in range(self.recipe.epochs):
-            order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(atoms))
-            for part in np.array_split(order, min(self.recipe.minibatches, len(atoms))):
-                out.append([atoms[i] for i in part])
+            order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(units))
+            for part in np.array_split(order, min(self.recipe.minibatches, len(units))):
+                out.append([units[i] for i in part])
         return out
 
     def sync(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ptf.compute.gang import Gang, Rank, gpus, make_pool, part_of, release, share
+from ptf.compute.gang import Gang, Rank, gpus, make_pool, part_of, put, release
 from ptf.compute.heartbeat import beating
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
@@ -66,7 +66,7 @@ class VerlRoleGroup:
         """See RoleGroup.call."""
         workers, tensor = self.spec.workers, self.spec.tensor
         is_sharded = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast") == "sharded"
-        shared = [share(arg) for arg in args[is_sharded:]]  # stored once, however many workers read it
+        shared = [put(arg) for arg in args[is_sharded:]]  # stored once, however many workers read it
         if is_sharded:
             first = [[part] for part in split(args[0], workers // tensor) for _ in range(tensor)]
         else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
-from ptf.compute.gang import Gang, share
+from ptf.compute.gang import Gang, put
 from ptf.credentials import redacted
 from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.rl.cluster import RoleSpec
@@ -58,7 +58,7 @@ class Replicas:
         dispatch = getattr(function, "dispatch", "broadcast")
         if dispatch == "sharded":
             return self._call_sharded(method, args[0], args[1:], function.cost)
-        shared = tuple(share(arg) for arg in args)
+        shared = tuple(put(arg) for arg in args)
         unreplayable = dispatch == "unreplayable_broadcast"
         self.irreplaceable |= unreplayable
         results = self._each(
@@ -77,7 +77,7 @@ class Replicas:
         self, method: str, items: Sequence[Any], rest: Sequence[Any], cost: Callable[[Any], float]
     ) -> list[Any]:
         """Return the result of each item; the items are divided among all replicas."""
-        shared = [share(arg) for arg in rest]  # stored once, however many replicas read it
+        shared = [put(arg) for arg in rest]  # stored once, however many replicas read it
         shares = by_cost(items, self.count, cost)
         results: dict[int, Any] = {}
         for part in self._each(lambda i: self._part(i, method, items, shares[i], shared)):

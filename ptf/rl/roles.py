@@ -173,8 +173,8 @@ class Learner:
 
         self.world.seed(self.seed, step)
         results = []
-        for atoms in minibatches:
-            rows = packer_of(self.model)(atoms, self.width)
+        for units in minibatches:
+            rows = packer_of(self.model)(units, self.width)
             self.trainer.refuse_large(len(rows))
             if self.deterministic:
                 micro, numbers = shard_rows_singly(rows, self.world)
@@ -248,7 +248,7 @@ class Learner:
         """Return the transfer that the engines read while `send` runs, and its manifest."""
         if self.sender is None and (TRANSPORTS[transport].from_every_rank or self.world.leads):
             self.sender = Sender(transport, self.world.device, engines, timeout_s)
-        offers = tuple(offer for offer in self.world.gather(self.sender and self.sender.offer) if offer)
+        offers = tuple(offer for offer in self.world.all_gather_object(self.sender and self.sender.offer) if offer)
         names = bridge.hf_names(self.model, self.family)
         transfer = Transfer(transport, version, frozenset(names), offers, engines, timeout_s)
         return transfer, Manifest(version, dict.fromkeys(sorted(names), ""))

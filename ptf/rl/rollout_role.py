@@ -96,7 +96,7 @@ def _rollout_options(job: Job, trie: Trie | None) -> dict[str, object]:
         return {}
     options: dict[str, object] = {"top_p": knobs.top_p, "trie": trie}
     if knobs.environment:
-        limits = (knobs.max_turns, knobs.processes, knobs.reward_timeout_s, knobs.retries)
+        limits = (knobs.max_turns, knobs.reward_processes, knobs.reward_timeout_s, knobs.reward_retries)
         options["environment"] = EnvironmentSpec(knobs.environment, *limits)
     return options
 
@@ -160,4 +160,10 @@ def rewards_of(job: Job, reward: Plug | None) -> Rewards | None:
     knobs, within_s = job.rollout, job.compute.timeout_s
     if knobs is None:
         return Rewards(reward, within_s=within_s)
-    return Rewards(reward, knobs.reward_timeout_s, processes=knobs.processes, retries=knobs.retries, within_s=within_s)
+    return Rewards(
+        reward,
+        knobs.reward_timeout_s,
+        processes=knobs.reward_processes,
+        retries=knobs.reward_retries,
+        within_s=within_s,
+    )

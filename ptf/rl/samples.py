@@ -35,13 +35,13 @@ class Samples:
         self.every, self.prompts, self.tokenizer = knobs.samples_every, knobs.samples, tokenizer
         self.rows = Rows(run / "samples.jsonl", resumed, lease, state) if self.every else None
 
-    def log(self, step: int, groups: Sequence[Group], atoms: Sequence[PackUnit]) -> None:
+    def log(self, step: int, groups: Sequence[Group], units: Sequence[PackUnit]) -> None:
         """Write the answers of a step if it is the first one or due; `step` counts from 1."""
         if self.rows is None or not (step == 1 or step % self.every == 0):
             return
         credited: Mapping[bytes, list[np.ndarray]] = defaultdict(list)
-        for atom in atoms:
-            for sample in atom:
+        for unit in units:
+            for sample in unit:
                 if "advantages" in sample.streams:
                     credited[sample.tokens.tobytes()].append(sample.streams["advantages"][sample.weights != 0])
         for group in groups[: self.prompts]:

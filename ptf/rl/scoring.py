@@ -38,8 +38,8 @@ def passes(
     has its own sequence, so that the last bits of its results do not depend on other samples. In the sequences,
     `source` of a sample is its index.
     """
-    atoms: list[PackUnit] = [(replace(sample, source=str(number)),) for number, sample in enumerate(samples)]
-    rows = pack(atoms, width) if width else [[atom] for atom in atoms]
+    units: list[PackUnit] = [(replace(sample, source=str(number)),) for number, sample in enumerate(samples)]
+    rows = pack(units, width) if width else [[unit] for unit in units]
     each = micro_rows if width else 1
     batches = deal(rows, alone(world), micro_rows, width) if width else shard_rows_singly(rows, alone(world))[0]
     idle = deal([], alone(world), 1, width)[0]

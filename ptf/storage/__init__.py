@@ -21,8 +21,8 @@ from ptf.storage.listings import (
 )
 from ptf.storage.manifests import commit, finish, manifest_of, verify
 from ptf.storage.reading import READ_BYTES, Ranged, open_read, read_text
-from ptf.storage.records import parse_record, record, record_text, write_record
-from ptf.storage.store import Corrupt, Missing, is_local, local_path, patiently
+from ptf.storage.records import parse_record, read_record, record_text, write_record
+from ptf.storage.store import Corrupt, Missing, is_local, local_path, with_retries
 from ptf.storage.writing import create, move, remove, swap_text, write_text
 
 __all__ = [
@@ -47,9 +47,8 @@ __all__ = [
     "move",
     "open_read",
     "parse_record",
-    "patiently",
+    "read_record",
     "read_text",
-    "record",
     "record_text",
     "refuse_no_bucket",
     "remove",
@@ -59,6 +58,7 @@ __all__ = [
     "swap_text",
     "upload",
     "verify",
+    "with_retries",
     "write_record",
     "write_text",
 ]

@@ -31,7 +31,7 @@ def parse_record(text: str) -> dict[str, Any]:
     return stored
 
 
-def record(uri: str, mend: str, expected: Mapping[str, Any] = {}) -> dict[str, Any]:
+def read_record(uri: str, mend: str, expected: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Return what `write_record` wrote, which says `said`.
 
     Raise Corrupt with `mend` as the advice where it is missing, not as it was written, or another's.

@@ -63,7 +63,7 @@ def local_path(uri: str) -> Path:
     return Path(path)
 
 
-def patiently(uri: str, ask: Callable[[], T]) -> T:
+def with_retries(uri: str, ask: Callable[[], T]) -> T:
     """Return what `ask` gives, asked again as a remote store is; for stores that are not read through this package."""
     return retry(None, uri, ask)
 

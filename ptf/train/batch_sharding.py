@@ -20,7 +20,7 @@ def shard_rows_singly(rows: Sequence[Sequence[PackUnit]], world: World) -> tuple
     """
     padded = [*rows, *[[idle(rows)]] * (-len(rows) % world.size)]
     numbers = range(world.rank, len(padded), world.size)
-    return [Batch.of([padded[i]], sum(length(atom) for atom in padded[i])) for i in numbers], list(numbers)
+    return [Batch.of([padded[i]], sum(length(unit) for unit in padded[i])) for i in numbers], list(numbers)
 
 
 def deal(rows: Sequence[Sequence[PackUnit]], world: World, micro_rows: int, width: int) -> list[Batch]:
@@ -33,9 +33,9 @@ def deal(rows: Sequence[Sequence[PackUnit]], world: World, micro_rows: int, widt
     # On a GPU batches have one shape, so that attention is compiled once; a CPU gains from less padding.
     if world.device.type == "cuda":
         rows_per_rank = -(-rows_per_rank // micro_rows) * micro_rows
-    work = [sum(len(sample) * (len(sample) + 2 * sample.begins) for atom in row for sample in atom) for row in rows]
+    work = [sum(len(sample) * (len(sample) + 2 * sample.begins) for unit in row for sample in unit) for row in rows]
     own_rows = [rows[i] for i in balanced(work, world.data_size)[world.data_rank]]
     own_rows += [[idle(rows)]] * (rows_per_rank - len(own_rows))
     if world.device.type == "cpu":
-        width = max(sum(length(atom) for atom in row) for row in own_rows)
+        width = max(sum(length(unit) for unit in row) for row in own_rows)
     return [Batch.of(own_rows[i : i + micro_rows], width) for i in range(0, rows_per_rank, micro_rows)]

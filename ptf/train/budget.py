@@ -24,7 +24,7 @@ from ptf.compute.world import make_mesh
 from ptf.config import Job
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.activation_memory import ActivationBytes, kept
+from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import CHUNK_BYTES
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
@@ -191,7 +191,7 @@ def _companion(
     if companion.alike:
         return None, forward_flops(model)
     try:
-        other, _ = bridge.build(described(str(companion.path), companion.revision))
+        other, _ = bridge.build(config_directory(str(companion.path), companion.revision))
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
     flops = forward_flops(other)
@@ -216,7 +216,7 @@ def fake_mesh(gpus: int, replicate: int, tensor: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def described(path: str, revision: str | None) -> Path:
+def config_directory(path: str, revision: str | None) -> Path:
     """Return a directory with the config.json of a model; of a Hugging Face id, nothing else is downloaded.
 
     Raises UserError if there is none.
@@ -243,7 +243,7 @@ def _layers(model: Decoder, dtype: torch.dtype, tensor: int) -> list[ActivationB
     for i, block in enumerate(model.layers):
         kind = (c.kinds[i], tuple((n, p.requires_grad, p.shape) for n, p in block.named_parameters()))
         if kind not in by_kind:
-            by_kind[kind] = kept(c, i, model.parts, dtype, tensor, block)
+            by_kind[kind] = activation_bytes(c, i, model.parts, dtype, tensor, block)
         measured.append(by_kind[kind])
     return measured
 

@@ -47,12 +47,14 @@ def load_companions(
             loaded[role] = model
             continue
         if companion.path is None:
-            shared = world.share(start_directory(spec, directory, run, tokenizer, job.seed) if world.leads else None)
+            shared = world.broadcast_object(
+                start_directory(spec, directory, run, tokenizer, job.seed) if world.leads else None
+            )
             path = Path(str(shared))
         else:
             path = located(companion, role, job.verify_bytes)
             refuse_other_tokenizer(path, tokenizer, role, companion, directory)
-        section = exported(spec, path) if companion.alike else ModelConfig(path=str(path))
+        section = checkpoint_section(spec, path) if companion.alike else ModelConfig(path=str(path))
         loaded[role], _ = load_model(path, model_world, section, seed=job.seed, precision=job.train.precision)
         loaded[role].requires_grad_(False)
         if companion.alike:
@@ -103,7 +105,7 @@ def refuse_other_architecture(companion: Decoder, model: Decoder, path: Path, ro
         )
 
 
-def exported(spec: ModelConfig, path: Path) -> ModelConfig:
+def checkpoint_section(spec: ModelConfig, path: Path) -> ModelConfig:
     """Return the config section that loads another checkpoint of the model of `spec`: with its components, without
     adapters."""
     return without_adapters(spec).model_copy(update={"path": str(path), "init": "pretrained"})

@@ -129,7 +129,7 @@ def held_out_rows(
     for name, spec in specs(data.validation, None, job.verify_bytes).items():
         file = quarantine / f"validation-{name}.jsonl" if quarantine else None
         set_aside = Quarantine(file, data.max_bad).add if data.on_bad_row == "skip" else None
-        atoms = pack_units_once(
+        units = pack_units_once(
             {name: spec},
             tokenizer=tokenizer,
             encode=encode,
@@ -137,7 +137,7 @@ def held_out_rows(
             too_long=data.too_long,
             set_aside=set_aside,
         )
-        sets[name] = pack_all(atoms, data.seq_len)
+        sets[name] = pack_all(units, data.seq_len)
     return sets
 
 

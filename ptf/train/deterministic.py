@@ -52,27 +52,27 @@ class DeterministicTrainer(Trainer):
         assert all(len(batch.tokens) == 1 for batch in micro), "one row a batch"
         # for each row of the global step: its rank, and its index among that rank's rows
         owners: list[tuple[int, int]] = [(0, 0)] * (len(rows) * world.size)
-        for rank, numbers in enumerate(self.world.gather(list(rows))):
+        for rank, numbers in enumerate(self.world.all_gather_object(list(rows))):
             for k, number in enumerate(numbers):
                 owners[number] = rank, k
-        units_by_rank = self.world.gather([float(recipe.units(batch)) for batch in micro])
-        units = 0.0
+        denominators = self.world.all_gather_object([float(recipe.denominator(batch)) for batch in micro])
+        denominator = 0.0
         for rank, k in owners:
-            units += units_by_rank[rank][k]
-        if not units:
-            return {}, units
+            denominator += denominators[rank][k]
+        if not denominator:
+            return {}, denominator
         gradients: list[torch.Tensor] = []
         row_metrics: list[dict[str, float]] = []
         for batch in micro:
             loss, metrics = self.loss(batch, recipe)
-            (loss / units).backward()
+            (loss / denominator).backward()
             gradients.append(
                 torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
             )
             self.optimizer.zero_grad(set_to_none=True)
             row_metrics.append({name: float(value.detach().double()) for name, value in metrics.items()})
         total = torch.zeros_like(gradients[0])
-        values = self.world.gather(row_metrics)
+        values = self.world.all_gather_object(row_metrics)
         sums: dict[str, float] = {}
         largest: dict[str, float] = {}
         for rank, k in owners:
@@ -86,7 +86,7 @@ class DeterministicTrainer(Trainer):
         for p in parameters:
             p.grad = total[offset : offset + p.numel()].view_as(p).clone()
             offset += p.numel()
-        return {name: value / units for name, value in sums.items()} | largest, units
+        return {name: value / denominator for name, value in sums.items()} | largest, denominator
 
     def _broadcast(self, rank: int, value: torch.Tensor) -> torch.Tensor:
         if self.world.size > 1:

@@ -77,4 +77,4 @@ def refuse_damaged(run: Path, up_to: float) -> None:
 
 def probe_of(run: Path) -> dict[str, Any]:
     """Read the probe of the run's exported model. Raises Corrupt if it is damaged or of another run."""
-    return storage.record(str(run / PROBE), ADVICE, {"lineage": run.name})
+    return storage.read_record(str(run / PROBE), ADVICE, {"lineage": run.name})

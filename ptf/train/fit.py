@@ -13,7 +13,7 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
 from ptf.compute.meter import memory_gib, peak_flops
 from ptf.compute.saver import Saver
-from ptf.compute.shutdown import Requests, on_sigterm
+from ptf.compute.shutdown import StopSignal, on_sigterm
 from ptf.compute.tracking import Tracker
 from ptf.compute.world import World, alone
 from ptf.config import Job, dump
@@ -21,7 +21,7 @@ from ptf.data.batch import Batch
 from ptf.data.lanes import Lanes
 from ptf.data.passes import DataPlan
 from ptf.data.sources.rows import fingerprints, first_lines
-from ptf.errors import Left, UserError
+from ptf.errors import Stopped, UserError
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.recipes import registry
@@ -34,7 +34,7 @@ from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import Watch
 from ptf.train.export import MODEL, export
 from ptf.train.optim import Schedule
-from ptf.train.precompute import annotated
+from ptf.train.precompute import annotate_sources
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
@@ -44,14 +44,14 @@ from ptf.train.validate import held_out_loss
 def fit(job: Job, world: World, run: Path, lease: Lease) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one.
 
-    Writes `run/model`, a Hugging Face directory, and with LoRA `run/adapter`. Raises Left if the run was stopped on
+    Writes `run/model`, a Hugging Face directory, and with LoRA `run/adapter`. Raises Stopped if the run was stopped on
     request before its end, and LeaseLost if a different process has taken over the run.
     """
     try:
         with world.clock.phase("loading"):
             attempt = Fit(job, world, run, lease)
         try:
-            with on_sigterm(attempt.stop_requests.note):
+            with on_sigterm(attempt.stop_signal.set):
                 attempt.train()
         finally:
             attempt.close()
@@ -79,12 +79,13 @@ class Fit:
         self.saves = Checkpoints.of(job, run, lease)
         self.saver = Saver(self.saves, world, job.compute.timeout_s)
         self.early_stopping = early_stopping_of(job)
-        self.stop_requests = Requests(run)
+        self.stop_signal = StopSignal(run)
         if world.leads:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data = fingerprints(specs(job.data.sources)) if world.leads else {}
         self.made_with = cast(
-            "dict[str, Any]", world.share(provenance.made_with(world.device, data, self.tokenizer.fingerprint()))
+            "dict[str, Any]",
+            world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint())),
         )
         self.flops = [Flops.of(self.model), *map(forward_flops, self.companions.values())]
         self.peak = peak_flops(world.device, job.train.precision) * world.size
@@ -98,7 +99,7 @@ class Fit:
         self.tokenizer, self.tokenizer_path = starting.load_tokenizer(), starting.tokenizer_path
         if world.leads and (trap := self.tokenizer.class_mismatch()):
             print(f"train: {trap}", flush=True)
-        starting = cast("StartingModel", world.share(starting.adapter_base() if world.leads else None))
+        starting = cast("StartingModel", world.broadcast_object(starting.adapter_base() if world.leads else None))
         self.spec, self.directory = starting.section, starting.directory
         self.model_world = alone(world) if job.train.deterministic else world  # the ranks that share one model
         self.model, self.family = load_model(
@@ -120,7 +121,7 @@ class Fit:
         self.companions: dict[str, Decoder] = {}
         if getattr(self.recipe, "precomputed", False):
             recipe: Any = self.recipe
-            return annotated(
+            return annotate_sources(
                 self.job, recipe, self.tokenizer, self.world, self.model, self.directory, self.load_by_role
             )
         self.companions = self.load_by_role(self.recipe.companions)
@@ -165,7 +166,7 @@ class Fit:
             self.track.steps = ends
 
     def train(self) -> None:
-        """Run the loop: step, validate, log, checkpoint. Raises Left if the run stops on request before its end."""
+        """Run the loop: step, validate, log, checkpoint. Raises Stopped if the run stops on request before its end."""
         checkpoint_wait = 0.0
         validate_every = self.job.train.validate_every if self.job.data.validation else None
         self.clock.take()  # discard the seconds of loading
@@ -185,7 +186,7 @@ class Fit:
                     checkpoint_wait = self.save(metrics)
             if is_stopping and self.step < self.ends:
                 self.wait_for_checkpoint()
-                raise Left(self.step, self.ends, self.saves.path(self.step))
+                raise Stopped(self.step, self.ends, self.saves.path(self.step))
         self.wait_for_checkpoint()
 
     def wait_for_checkpoint(self) -> None:
@@ -233,7 +234,7 @@ class Fit:
         spent = time.perf_counter() - began
         metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
         # the maximum is over all ranks, including those of one tensor-parallel group
-        is_stopping = world.max(float(self.stop_requests.made)) > 0
+        is_stopping = world.max(float(self.stop_signal.is_set)) > 0
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, is_stopping
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
@@ -282,7 +283,7 @@ class Fit:
         checkpoint; None if there is no checkpoint.
         """
         world = self.world
-        newest = world.share(self.saves.latest() if world.leads else None)
+        newest = world.broadcast_object(self.saves.latest() if world.leads else None)
         if newest is None:
             return None
         step, path, manifest = cast("tuple[int, str, dict[str, Any]]", newest)
@@ -322,7 +323,7 @@ class Fit:
         """Export the final weights, or those of the best checkpoint if the job keeps one."""
         world, model = self.world, self.model
         self.lease.check()
-        best = world.share(self.saves.best_whole() if world.leads else None)
+        best = world.broadcast_object(self.saves.best_whole() if world.leads else None)
         if best is not None and best != self.ends:
             path = self.saves.path(cast("int", best))
             checkpoint.load_tensors(path, model, self.trainer.optimizer, world)

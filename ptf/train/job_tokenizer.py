@@ -70,7 +70,7 @@ def pinned_date(run: Path) -> str:
             part.write_text(storage.record_text({"lineage": run.name, "date": datetime.date.today().isoformat()}))
             with contextlib.suppress(FileExistsError):
                 os.link(part, file)  # fails if another process was first
-    record = storage.record(
+    record = storage.read_record(
         str(file),
         "set data.date to the day on which the run began, if it is known; else remove the file and start a new run",
         {"lineage": run.name},

@@ -49,7 +49,7 @@ GROUP_BYTES = 128 << 20  # about the largest size of a row group
 Load = Callable[[Mapping[str, Companion]], dict[str, Decoder]]
 
 
-def annotated(
+def annotate_sources(
     job: Job, recipe: AnnotatingRecipe, tokenizer: Tokenizer, world: World, model: Decoder, directory: Path, load: Load
 ) -> Job:
     """Return the job with its sources replaced by annotated ones, which are written where they do not exist yet.
@@ -57,14 +57,16 @@ def annotated(
     All ranks call it, before training. `model`, just loaded from `directory`, is itself the companion that training
     starts from; `load` loads the others.
     """
-    tokenized_data = cast("dict[str, str]", world.share(tokenize(job, tokenizer, 1) if world.leads else None))
+    tokenized_data = cast(
+        "dict[str, str]", world.broadcast_object(tokenize(job, tokenizer, 1) if world.leads else None)
+    )
     job = resolve(job, tokenized=tokenized_data)
     directories: dict[str, str] = {}
     missing: list[str] = []
     if world.leads:
         directories = _named(job, recipe, tokenizer, model, directory)
         missing = [name for name, path in directories.items() if not storage.exists(f"{path}/{storage.MANIFEST}")]
-    directories, missing = cast("tuple[dict[str, str], list[str]]", world.share((directories, missing)))
+    directories, missing = cast("tuple[dict[str, str], list[str]]", world.broadcast_object((directories, missing)))
     if missing:
         companions = load(
             {role: companion for role, companion in recipe.companions.items() if companion.path is not None}
@@ -152,7 +154,7 @@ class _Annotating:
                             file.write(side_by_side(group))
                             group = []
                     if report:
-                        report({"rows": len(rows), "tokens": sum(length(atom) for row in rows for atom in row)})
+                        report({"rows": len(rows), "tokens": sum(length(unit) for row in rows for unit in row)})
             if part:
                 made_by = tokenized.made_by(self.tokenizer)
                 storage.commit(part, {**made_by, "config": directory.rpartition("-")[2], "source": name})
@@ -182,7 +184,7 @@ class _Annotating:
     def annotate(self, rows: Sequence[Sequence[PackUnit]]) -> list[list[PackUnit]]:
         """Return the same rows, their samples with the companions' columns, on every rank."""
         number = itertools.count()
-        numbered = [tuple(replace(sample, source=str(next(number))) for sample in atom) for row in rows for atom in row]
+        numbered = [tuple(replace(sample, source=str(next(number))) for sample in unit) for row in rows for unit in row]
         own: dict[str, dict[str, np.ndarray]] = {}
         width = self.job.data.seq_len
         for batch in deal(pack_all(numbered, width), self.world, self.job.train.micro_sequences, width):
@@ -191,7 +193,7 @@ class _Annotating:
             for companion in self.companions.values():
                 forget_forwards(companion)
         columns: dict[str, dict[str, np.ndarray]] = {}
-        for part in self.world.gather(own):
+        for part in self.world.all_gather_object(own):
             columns |= part
         number = itertools.count()
 
@@ -199,7 +201,7 @@ class _Annotating:
             streams = {**sample.streams, **columns[str(next(number))]}
             return Sample(sample.tokens, sample.weights, sample.source, streams)
 
-        return [[tuple(with_columns(sample) for sample in atom) for atom in row] for row in rows]
+        return [[tuple(with_columns(sample) for sample in unit) for unit in row] for row in rows]
 
 
 def _nbytes(columns: Mapping[str, Any]) -> int:

@@ -44,7 +44,7 @@ class StartingModel:
         directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
         if world is None:
             return cls._written(job, run, directory)
-        return cast("StartingModel", world.share(cls._written(job, run, directory) if world.leads else None))
+        return cast("StartingModel", world.broadcast_object(cls._written(job, run, directory) if world.leads else None))
 
     @classmethod
     def _written(cls, job: Job, run: Path, located: Path) -> "StartingModel":

@@ -84,7 +84,7 @@ def forget_forwards(frozen: nn.Module) -> None:
 
 
 LARGEST = "max_"  # prefix of metrics that are the largest value of any rank, not means
-Means = tuple[dict[str, float], float]  # metrics as means over the units of all ranks, and the number of units
+Means = tuple[dict[str, float], float]  # metrics as means over all ranks, and the denominator
 
 
 class Trainer:
@@ -115,17 +115,17 @@ class Trainer:
         `step` sets the learning rate. `rows`: the numbers of the rows in the global step, for trainers that need them.
         `check` is called with the metrics before any weight changes; an exception that it raises ends the step.
 
-        Metrics are means over the recipe's units on all ranks (names that begin with `max_`: the largest value). If
-        there are no units, only `units` is returned and no weight changes. Raises FloatingPointError, before any weight
-        changes, if the loss or the gradient is not finite.
+        Metrics are means: sums over all ranks divided by the recipe's denominator (names that begin with `max_`: the
+        largest value). If the denominator is 0, only `units` (0) is returned and no weight changes. Raises
+        FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
-            means, units = self.passes([batch.to(self.world.device) for batch in micro], recipe, rows)
+            means, denominator = self.passes([batch.to(self.world.device) for batch in micro], recipe, rows)
             for companion in self.companions.values():
                 if companion is not self.model:
                     forget_forwards(companion)
-        if not units:  # all lanes have ended, so nothing is trained
+        if not denominator:  # all lanes have ended, so nothing is trained
             return {"units": 0.0}
         if check:
             try:
@@ -134,7 +134,7 @@ class Trainer:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise
         with phase("optimizer"):
-            return {**means, **self.update(means["loss"], step), "units": units}
+            return {**means, **self.update(means["loss"], step), "units": denominator}
 
     def update(self, loss: float, step: int) -> dict[str, float]:
         """Update the weights from the accumulated gradients; return the gradient norm and the learning rate."""
@@ -155,16 +155,18 @@ class Trainer:
     def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
         """Run forward and backward over the micro-batches; the gradient of the mean loss is left in the parameters."""
         world = self.world
-        units = float(world.sum(sum((recipe.units(b).cpu() for b in micro), torch.zeros((), dtype=torch.float64))))
-        if not units:
-            return {}, units
+        denominator = float(
+            world.sum(sum((recipe.denominator(b).cpu() for b in micro), torch.zeros((), dtype=torch.float64)))
+        )
+        if not denominator:
+            return {}, denominator
         totals: dict[str, torch.Tensor] = {}
         for i, batch in enumerate(micro):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(i == len(micro) - 1)
             loss, metrics = self.loss(batch, recipe)
-            # FSDP averages over the data-parallel ranks; the units are already summed over all
-            (loss * (world.data_size / units)).backward()
+            # FSDP averages over the data-parallel ranks; the denominator is already summed over all
+            (loss * (world.data_size / denominator)).backward()
             for name, value in metrics.items():
                 value = value.detach().double().cpu()
                 previous = totals.get(name, torch.zeros((), dtype=torch.float64))
@@ -177,12 +179,14 @@ class Trainer:
         means = {name: value for name, value in totals.items() if not name.startswith(LARGEST)}
         sums = world.sum(torch.stack(list(means.values())))
         largest = {name: world.max(float(value)) for name, value in totals.items() if name.startswith(LARGEST)}
-        return {name: float(value) / units for name, value in zip(means, sums, strict=True)} | largest, units
+        return {
+            name: float(value) / denominator for name, value in zip(means, sums, strict=True)
+        } | largest, denominator
 
     def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the recipe's loss summed over a batch and its metrics, with the load-balancing loss of experts."""
         loss, metrics = recipe.loss(self.model, batch, self.companions)
         if (balance := self.model.balance()) is not None and (moe := self.model.config.moe):
-            share = balance * recipe.units(batch)  # balance is a mean: weighted by the units of its batch
+            share = balance * recipe.denominator(batch)  # balance is a mean: weighted by the denominator of its batch
             return loss + moe.balance * share, {**metrics, "expert_balance": share.detach()}
         return loss, dict(metrics)

@@ -29,15 +29,15 @@ def held_out_loss(
     """
     results: dict[str, float] = {}
     for name, rows in sets.items():
-        units, totals = torch.zeros((), dtype=torch.float64), {}
+        denominator, totals = torch.zeros((), dtype=torch.float64), {}
         for batch in deal(rows, world, micro_rows, width):
             batch = batch.to(world.device)
             _, metrics = recipe.loss(model, batch, companions)
-            units += recipe.units(batch).cpu()
+            denominator += recipe.denominator(batch).cpu()
             for metric, value in metrics.items():
                 if "/" not in metric:  # metrics of one source: a held-out set is one source
                     totals[metric] = totals.get(metric, 0.0) + value.double().cpu()
-        count, *means = world.sum(torch.stack([units, *totals.values()])).tolist()
+        count, *means = world.sum(torch.stack([denominator, *totals.values()])).tolist()
         if not count:
             raise UserError(
                 f"data.validation.{name} has no token to measure a loss on; give it rows that are trained on"
@@ -63,14 +63,14 @@ def held_out_losses(
     The order depends on the rows and on the number of ranks.
     """
     if len(rows) < FEW_ROWS:
-        rows = [[atom] for row in rows for atom in row]
+        rows = [[unit] for row in rows for unit in row]
     own = []
     for batch in deal(rows, world, 1, width):
         batch = batch.to(world.device)
         _, metrics = recipe.loss(model, batch, companions)
         loss = metrics["divergence"] if "divergence" in metrics else metrics["loss"]
-        own.append([float(loss), float(recipe.units(batch))])
+        own.append([float(loss), float(recipe.denominator(batch))])
     # the ranks of a tensor group have the same rows: one of them counts
-    by_rank = [np.array(values) for rank, values in enumerate(world.gather(own)) if rank % world.tensor == 0]
+    by_rank = [np.array(values) for rank, values in enumerate(world.all_gather_object(own)) if rank % world.tensor == 0]
     rows_of_all = np.concatenate(by_rank)
     return rows_of_all[rows_of_all[:, 1] > 0]

@@ -17,7 +17,7 @@ from ptf.config.renames import FIRST_KEYS, FIRST_MODULES, KEYS, MODULES, outdate
 from ptf.config.tree import read
 from ptf.config.upgrade import upgraded
 from ptf.errors import UserError
-from ptf.run import record, recorded
+from ptf.run import read_job_file, write_job_file
 from ptf.train.resume import refuse_frozen_changes
 
 # job.yaml as `record` of ptf at c9bfe39 wrote it, in directories of these names, and the fingerprints that were taken
@@ -302,7 +302,7 @@ def upgraded_job(stored: Path) -> Job:
 
 
 def test_a_stored_job_is_the_job_of_today(stored):
-    text = recorded(stored)
+    text = read_job_file(stored)
     assert text is not None
     assert outdated(read(text, "job.yaml").root.plain())
     today = upgraded_job(stored)
@@ -312,15 +312,15 @@ def test_a_stored_job_is_the_job_of_today(stored):
 
 
 def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
-    text, today = recorded(stored), upgraded_job(stored)
+    text, today = read_job_file(stored), upgraded_job(stored)
     assert text is not None
     assert frozen_differences(loads(text), today) == []
     refuse_frozen_changes(text, today)
-    record(today, stored)
-    assert recorded(stored) == dump(today)
+    write_job_file(today, stored)
+    assert read_job_file(stored) == dump(today)
     other = today.model_copy(update={"train": today.train.model_copy(update={"sequences": 16})})
     with pytest.raises(UserError, match=r"train\.sequences: 4 → 16"):
-        record(other, stored)
+        write_job_file(other, stored)
 
 
 def test_its_fingerprints_are_those_that_were_taken(stored):

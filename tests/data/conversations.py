@@ -107,13 +107,13 @@ VALUES: tuple[Any, ...] = (
 def fuzzed(random: Random, markers: Sequence[str]) -> Conversation:
     """A short conversation, with all that may be context. `markers` are special tokens that the template writes: here
     they may stand in what somebody says. Where `random` gives its least numbers, the conversation is the plainest."""
-    atoms = [*PLAIN, *random.choice([(), SPACE, UNICODE, SPACE + UNICODE, SPACE + TAGS, (*SPACE, *TAGS, *markers)])]
+    units = [*PLAIN, *random.choice([(), SPACE, UNICODE, SPACE + UNICODE, SPACE + TAGS, (*SPACE, *TAGS, *markers)])]
     thoughts = random.choice([None, None, None, "reasoning_content", "thinking"])
     prefilled = random.choice(["", "", "", "", "<think>\n</think>"])  # the generation prompt of some that think
     calls = random.random() > 0.6
 
     def text(most: int = 5) -> str:
-        return "".join(random.choice(atoms) for _ in range(random.randint(0, most)))
+        return "".join(random.choice(units) for _ in range(random.randint(0, most)))
 
     def turn(calling: bool) -> Message:
         message: Message = {"role": "assistant", "content": prefilled + text()}

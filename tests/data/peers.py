@@ -19,10 +19,10 @@ class Threads:
         barrier, boxes = threading.Barrier(size, timeout=60), [[b""] * size for _ in range(size)]
         return [Threads(rank, size, barrier, boxes) for rank in range(size)]
 
-    def gather(self, value: bytes) -> list[bytes]:
+    def all_gather(self, value: bytes) -> list[bytes]:
         return self.scatter([value] * self.size)
 
-    def scatter(self, values: Sequence[bytes]) -> list[bytes]:
+    def all_to_all(self, values: Sequence[bytes]) -> list[bytes]:
         self._boxes[self.rank] = list(values)
         self.sent += sum(map(len, values))
         self._barrier.wait()

@@ -113,8 +113,8 @@ def not_read(form: Form, path: Path) -> tuple[str, ...]:
     return unread(spec, reader)
 
 
-def trained(atoms: list[PackUnit], tokenizer: Tokenizer) -> tuple[str, ...]:
+def trained(units: list[PackUnit], tokenizer: Tokenizer) -> tuple[str, ...]:
     """The text that is trained, of each sample."""
     return tuple(
-        tokenizer.decode(s.tokens[s.weights > 0]).replace("<|im_end|>", "<end>") for atom in atoms for s in atom
+        tokenizer.decode(s.tokens[s.weights > 0]).replace("<|im_end|>", "<end>") for unit in units for s in unit
     )

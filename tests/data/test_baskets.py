@@ -50,10 +50,10 @@ def test_events_stay_whole_and_in_their_baskets(characters: Tokenizer, entries: 
 
 
 def test_every_order_comes_and_a_key_names_one(characters: Tokenizer) -> None:
-    (atom,) = encode_events({"events": ["x", list("abc")]}, characters)
+    (unit,) = encode_events({"events": ["x", list("abc")]}, characters)
 
     def read(key):
-        return [characters.decode(reorder_baskets(atom, f"{key}/{i}")[0].tokens) for i in range(60)]
+        return [characters.decode(reorder_baskets(unit, f"{key}/{i}")[0].tokens) for i in range(60)]
 
     assert set(read("key")) == {"x" + a + b + c for a, b, c in ["abc", "acb", "bac", "bca", "cab", "cba"]}
     assert read("key") == read("key") != read("another")
@@ -61,7 +61,7 @@ def test_every_order_comes_and_a_key_names_one(characters: Tokenizer) -> None:
 
 @pytest.mark.parametrize(("most", "lengths"), [(4, [4, 3, 3]), (5, [4, 3, 3]), (7, [7, 3])])
 def test_pieces_do_not_cut_an_event_that_fits(characters: Tokenizer, most: int, lengths: list[int]) -> None:
-    (atom,) = encode_events({"events": ["x", ["abc", "def", "ghi"]]}, characters)
-    pieces = fit(atom, most, "split")
+    (unit,) = encode_events({"events": ["x", ["abc", "def", "ghi"]]}, characters)
+    pieces = fit(unit, most, "split")
     assert [len(sample) for (sample,) in pieces] == lengths
     assert all(sum(word in characters.decode(s.tokens) for (s,) in pieces) == 1 for word in ("abc", "def", "ghi"))

@@ -25,14 +25,14 @@ def plain(rows: list[list[PackUnit]]) -> dict[str, Any]:
         "score": np.zeros(shape, np.float32),
         "atoms": [],
     }
-    document = atom = -1
+    document = unit = -1
     for r, row in enumerate(rows):
         at = 0
         for members in row:
-            atom += 1
+            unit += 1
             for sample in members:
                 document += 1
-                made["atoms"].append(atom)
+                made["atoms"].append(unit)
                 for i, token in enumerate(sample.tokens):
                     made["tokens"][r, at], made["positions"][r, at], made["segments"][r, at] = (
                         token,
@@ -55,9 +55,9 @@ def packed(draw: Any) -> list[list[PackUnit]]:
     ):
         row: list[PackUnit] = []
         room = WIDTH
-        for atom in lengths:
-            if sum(atom) <= room:
-                room -= sum(atom)
+        for unit in lengths:
+            if sum(unit) <= room:
+                room -= sum(unit)
                 row.append(
                     tuple(
                         Sample(
@@ -67,7 +67,7 @@ def packed(draw: Any) -> list[list[PackUnit]]:
                             {"score": rng.normal(size=n).astype(np.float32)} if streams and n % 2 else {},
                             begins=int(i and rng.integers(0, 3)),
                         )
-                        for i, n in enumerate(atom)
+                        for i, n in enumerate(unit)
                     )
                 )
         rows.append(row)
@@ -83,10 +83,10 @@ def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(
     memory.block(36 * len(rows) * WIDTH + 4)[:] = 255  # whatever was there before
     parts = [rows[i : i + micro_rows] for i in range(0, len(rows), micro_rows)]
     for batch, part in zip(lay_out(Documents.of(rows), WIDTH, micro_rows, memory), parts, strict=True):
-        wanted, samples = plain(part), [sample for row in part for atom in row for sample in atom]
+        wanted, samples = plain(part), [sample for row in part for unit in row for sample in unit]
         for name in ("tokens", "targets", "positions", "segments", "weights"):
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name
-        assert batch.atoms.tolist() == wanted["atoms"]
+        assert batch.units.tolist() == wanted["atoms"]
         assert np.array_equal(
             batch.streams["score"].numpy() if batch.streams else np.zeros(batch.tokens.shape, np.float32),
             wanted["score"],

@@ -113,8 +113,8 @@ def test_the_arguments_of_a_row_are_its_own() -> None:
     chat = {"messages": ASKED}
 
     def trained(row: dict[str, Any]) -> str:
-        (atom,) = encode_document(row, tokenizer)
-        return tokenizer.decode(atom[0].tokens)
+        (unit,) = encode_document(row, tokenizer)
+        return tokenizer.decode(unit[0].tokens)
 
     with pytest.raises(
         UserError,

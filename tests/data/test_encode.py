@@ -15,7 +15,7 @@ from tests.data.templates import bytes_tokenizer
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 
 
-def test_a_chat_row_is_an_atom(characters: Tokenizer) -> None:
+def test_a_chat_row_is_a_unit(characters: Tokenizer) -> None:
     ((sample,),) = encode_document({"messages": [USER, ASSISTANT]}, characters, "sums")
     assert characters.decode(sample.tokens) == "<|im_start|><|user|>1+1=<|im_end|><|im_start|><|assistant|>2<|im_end|>"
     assert characters.decode(sample.tokens[sample.weights > 0]) == "2<|im_end|>"
@@ -51,15 +51,15 @@ def sample(n: int, trained: int) -> Sample:
 
 
 def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
-    atom = (sample(10, 6),)
-    assert fit(atom, 10, "error")[0] is atom
+    unit = (sample(10, 6),)
+    assert fit(unit, 10, "error")[0] is unit
     with pytest.raises(UserError, match=r"10 tokens do not fit data\.seq_len 8: raise it, or set data\.too_long"):
-        fit(atom, 8, "error")
-    assert fit(atom, 8, "drop") == []
-    (((cut,)),) = fit(atom, 8, "truncate")
+        fit(unit, 8, "error")
+    assert fit(unit, 8, "drop") == []
+    (((cut,)),) = fit(unit, 8, "truncate")
     assert cut.tokens.tolist() == cut.streams["advantages"].tolist() == list(range(8))
     assert cut.weights.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert fit(atom, 4, "truncate") == []  # nothing that is trained is left
+    assert fit(unit, 4, "truncate") == []  # nothing that is trained is left
     (pair,) = fit((sample(10, 8), sample(4, 3)), 8, "truncate")
     assert [len(s) for s in pair] == [4, 4]
     # of 3, 3, 3 and 1 tokens: the first two train nothing, nor can the last, which nothing precedes

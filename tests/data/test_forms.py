@@ -193,7 +193,7 @@ def test_nulls_that_parquet_made_are_not_trained(printable: Tokenizer, tmp_path:
     )
     for suffix in SUFFIXES:
         write([said, said], tmp_path / f"a.{suffix}")
-        atoms = list(
+        units = list(
             pack_units_once(
                 {"a": SourceSpec(str(tmp_path / f"a.{suffix}"))},
                 encode=lambda r, n: RECIPES["sft"].encode(r, printable, n),
@@ -201,8 +201,8 @@ def test_nulls_that_parquet_made_are_not_trained(printable: Tokenizer, tmp_path:
             )
         )
         wanted = stripped if (suffix, written) == ("parquet", "objects") else said
-        assert same(atoms[1], RECIPES["sft"].encode(shaped(wanted, {}), printable, "")[0]), suffix
-        assert ("null" in printable.decode(atoms[0][0].tokens)) == (wanted is said)
+        assert same(units[1], RECIPES["sft"].encode(shaped(wanted, {}), printable, "")[0]), suffix
+        assert ("null" in printable.decode(units[0][0].tokens)) == (wanted is said)
 
 
 def test_a_map_of_parquet_is_an_object(printable: Tokenizer) -> None:

@@ -62,9 +62,9 @@ def once(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
 
 
 def repeated(row: Any, name: str, tokenizer: Tokenizer) -> list[Any]:
-    """One to three atoms, as of conversations that had to be split."""
-    atoms = encode_document(row, tokenizer, name)
-    return atoms * (1 + len(row["messages"][1]["content"] if "messages" in row else row["events"][3]) % 3)
+    """One to three units, as of conversations that had to be split."""
+    units = encode_document(row, tokenizer, name)
+    return units * (1 + len(row["messages"][1]["content"] if "messages" in row else row["events"][3]) % 3)
 
 
 def make(
@@ -200,8 +200,8 @@ def test_shares_stay_where_their_rows_were_made() -> None:
     ]
     for some in (rows[:1], rows):
         again = rows_from_bytes(rows_to_bytes(some))
-        assert [[s.weights.tolist() for s in atom] for row in again for atom in row] == [
-            [s.weights.tolist() for s in atom] for row in some for atom in row
+        assert [[s.weights.tolist() for s in unit] for row in again for unit in row] == [
+            [s.weights.tolist() for s in unit] for row in some for unit in row
         ]
 
 
@@ -438,7 +438,7 @@ def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
         return encode_document(row, characters, name)
 
     lane = Lanes(finite, characters, encode, lanes=1, seed=0, shuffle=2, seq_len=SEQ_LEN, lookahead=6)(0)
-    order = [sample.source for row in lane for atom in row for sample in atom]
+    order = [sample.source for row in lane for unit in row for sample in unit]
     at = [i for i, name in enumerate(order) if name == "a"]
     assert len(order) == 510
     assert max(b - a for a, b in itertools.pairwise([0, *at, 509])) < 80  # 51 apart, but for what the packer moves

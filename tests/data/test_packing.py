@@ -13,19 +13,19 @@ from ptf.data.stream import settle
 from ptf.errors import UserError
 
 
-def atom(lengths: list[int], number: int) -> PackUnit:
+def unit(lengths: list[int], number: int) -> PackUnit:
     return tuple(Sample(np.full(n, number, np.int32), np.ones(n, np.float32), str(number)) for n in lengths)
 
 
 class Numbered:
-    """An endless stream of atoms with given lengths, each marked with its number."""
+    """An endless stream of units with given lengths, each marked with its number."""
 
     def __init__(self, lengths: np.ndarray):
         self.lengths, self.at = lengths, 0
 
     def __next__(self) -> PackUnit:
         self.at += 1
-        return atom([int(self.lengths[(self.at - 1) % len(self.lengths)])], self.at - 1)
+        return unit([int(self.lengths[(self.at - 1) % len(self.lengths)])], self.at - 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
@@ -42,16 +42,16 @@ def numbers(rows: list[list[PackUnit]]) -> list[list[int]]:
     st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), max_size=60), st.integers(36, 50), st.integers(1, 40)
 )
 def test_nothing_is_lost_repeated_or_split(lengths: list[list[int]], seq_len: int, lookahead: int) -> None:
-    atoms = [atom(sizes, i) for i, sizes in enumerate(lengths)]
-    rows = pack_all(atoms, seq_len, lookahead)
+    units = [unit(sizes, i) for i, sizes in enumerate(lengths)]
+    rows = pack_all(units, seq_len, lookahead)
     packed = [a for row in rows for a in row]
-    assert sorted(int(a[0].source) for a in packed) == list(range(len(atoms)))
-    assert all(a is atoms[int(a[0].source)] for a in packed)  # the very atom: no part of it is elsewhere
+    assert sorted(int(a[0].source) for a in packed) == list(range(len(units)))
+    assert all(a is units[int(a[0].source)] for a in packed)  # the very unit: no part of it is elsewhere
     assert all(0 < sum(map(length, row)) <= seq_len for row in rows)
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=50), st.integers(1, 32))
-def test_no_atom_waits_longer_than_the_lookahead(lengths: list[int], lookahead: int) -> None:
+def test_no_unit_waits_longer_than_the_lookahead(lengths: list[int], lookahead: int) -> None:
     packer = Packer(Numbered(np.array(lengths)), 64, lookahead)
     for r in range(80):
         for a in next(packer):
@@ -72,11 +72,11 @@ def test_resumes_in_mid_window(lookahead: int, steps: int, seed: int) -> None:
     assert numbers([next(one) for _ in range(20)]) == numbers([next(other) for _ in range(20)])
 
 
-def test_two_atoms_of_one_length_are_needed_for_a_pair() -> None:
-    atoms = [atom([n], i) for i, n in enumerate([6, 2, 3])]  # after 6 of 10 there is room for 2 + 2, but only one 2
-    assert numbers(pack_all(atoms, 10)) == [[0, 2], [1]]
-    atoms = [atom([n], i) for i, n in enumerate([6, 2, 3, 2])]
-    assert numbers(pack_all(atoms, 10)) == [[0, 1, 3], [2]]
+def test_two_units_of_one_length_are_needed_for_a_pair() -> None:
+    units = [unit([n], i) for i, n in enumerate([6, 2, 3])]  # after 6 of 10 there is room for 2 + 2, but only one 2
+    assert numbers(pack_all(units, 10)) == [[0, 2], [1]]
+    units = [unit([n], i) for i, n in enumerate([6, 2, 3, 2])]
+    assert numbers(pack_all(units, 10)) == [[0, 1, 3], [2]]
 
 
 def log_normal(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -101,12 +101,12 @@ def test_fill(lengths: Any) -> None:
     assert greedy / (1000 * 4096) < 0.97  # the bar tells packers apart
 
 
-def first_fit(atoms: Iterator[PackUnit]) -> Iterator[list[PackUnit]]:
-    """1,000 rows, each closed by the first atom that does not fit."""
+def first_fit(units: Iterator[PackUnit]) -> Iterator[list[PackUnit]]:
+    """1,000 rows, each closed by the first unit that does not fit."""
     row: list[PackUnit] = []
     for _ in range(1000):
         while True:
-            a = next(atoms)
+            a = next(units)
             if sum(map(length, row)) + length(a) > 4096:
                 break
             row.append(a)
@@ -114,9 +114,9 @@ def first_fit(atoms: Iterator[PackUnit]) -> Iterator[list[PackUnit]]:
         row = [a]
 
 
-def test_an_atom_longer_than_a_row_is_refused() -> None:
+def test_a_unit_longer_than_a_row_is_refused() -> None:
     with pytest.raises(UserError, match="65 tokens does not fit a row of seq_len 64"):
-        pack_all([atom([40, 25], 0)], 64)
+        pack_all([unit([40, 25], 0)], 64)
 
 
 @given(st.lists(st.floats(1, 1e6), max_size=40), st.integers(1, 9))
@@ -132,7 +132,7 @@ def test_dealing_keeps_all_in_equal_numbers(work: list[float], ranks: int) -> No
 def test_eight_ranks_of_eight_rows_differ_by_less_than_two_percent() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(180), 1.03, 20_000), 8, 4096).astype(int)
-    rows = pack_all([atom([int(n)], 0) for n in lengths], 4096, 64)
+    rows = pack_all([unit([int(n)], 0) for n in lengths], 4096, 64)
     work = [float(sum(length(one) ** 2 for one in row)) for row in rows]
     over = []
     for at in range(0, len(work) - 63, 64):

@@ -42,7 +42,7 @@ pairs = st.tuples(*[st.builds(answered, st.just([1, 2, 3]), st.lists(st.integers
 def whole(row: list[PackUnit]) -> list[tuple]:
     """Its samples, each with what it goes on from."""
     out, last = [], row[0][0]
-    for sample in (sample for atom in row for sample in atom):
+    for sample in (sample for unit in row for sample in unit):
         last = sample if sample.begins == 0 else last
         tokens = np.concatenate([last.tokens[: sample.begins], sample.tokens])
         streams = {name: np.concatenate([np.zeros(sample.begins, v.dtype), v]) for name, v in sample.streams.items()}
@@ -53,24 +53,24 @@ def whole(row: list[PackUnit]) -> list[tuple]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(answers.map(lambda s: (s,)), pairs), max_size=40))
-def test_every_sample_is_in_one_row_and_is_what_it_was(atoms: list[PackUnit]) -> None:
-    rows = pack_shared(atoms, WIDTH)
+def test_every_sample_is_in_one_row_and_is_what_it_was(units: list[PackUnit]) -> None:
+    rows = pack_shared(units, WIDTH)
     assert all(0 < sum(map(length, row)) <= WIDTH for row in rows)
-    assert Counter(one for row in rows for one in whole(row)) == Counter(one for atom in atoms for one in whole([atom]))
-    assert {tuple(map(id, atom)) for atom in atoms if len(atom) > 1} <= {
-        tuple(map(id, atom)) for row in rows for atom in row
+    assert Counter(one for row in rows for one in whole(row)) == Counter(one for unit in units for one in whole([unit]))
+    assert {tuple(map(id, unit)) for unit in units if len(unit) > 1} <= {
+        tuple(map(id, unit)) for row in rows for unit in row
     }, "pairs stay together"
-    assert sum(map(len, rows)) == len(atoms), "who shares a beginning is still an atom of its own"
+    assert sum(map(len, rows)) == len(units), "who shares a beginning is still an atom of its own"
     for row in rows:
-        first = [atom[0] for atom in row if len(atom) == 1 and atom[0].begins == 0 and atom[0].weights.any()]
+        first = [unit[0] for unit in row if len(unit) == 1 and unit[0].begins == 0 and unit[0].weights.any()]
         prompts = [tuple(sample.tokens[: np.flatnonzero(sample.weights)[0]]) for sample in first]
         shared = [prompt for prompt in prompts if len(prompt) > 1]
         assert len(shared) == len(set(shared)), "a beginning of two tokens and more is in a row once"
 
 
 def test_the_answers_to_a_prompt_read_it_once_but_for_its_last_token():
-    atoms = [(answered(list(range(10)), [n] * 5),) for n in range(4)]
-    (row,) = pack_shared(atoms, WIDTH)
+    units = [(answered(list(range(10)), [n] * 5),) for n in range(4)]
+    (row,) = pack_shared(units, WIDTH)
     first, *others = [sample for (sample,) in row]
     assert (len(first), first.begins) == (15, 0)
     assert [(len(s), s.begins, s.tokens[0]) for s in others] == [(6, 9, 9)] * 3
@@ -83,21 +83,21 @@ def test_the_answers_to_a_prompt_read_it_once_but_for_its_last_token():
 def test_rows_are_filled_with_what_is_left_of_other_families():
     """12 answers of 8 to each of 3 prompts of 101: 36 rows of 128 without sharing; with it three answers to a row,
     and what is left over together."""
-    atoms = [(answered([p] * 101, [n % 10] * 8),) for p in range(3) for n in range(12)]
-    assert len(pack_all(atoms, 128)) == 36
-    assert [sum(map(length, row)) for row in pack_shared(atoms, 128)] == [100 + 3 * 9] * 12
-    assert [sum(map(length, row)) for row in pack_shared(atoms, 512)] == [2 * (100 + 12 * 9), 100 + 12 * 9]
+    units = [(answered([p] * 101, [n % 10] * 8),) for p in range(3) for n in range(12)]
+    assert len(pack_all(units, 128)) == 36
+    assert [sum(map(length, row)) for row in pack_shared(units, 128)] == [100 + 3 * 9] * 12
+    assert [sum(map(length, row)) for row in pack_shared(units, 512)] == [2 * (100 + 12 * 9), 100 + 12 * 9]
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(answers, min_size=1, max_size=30))
 def test_sharing_never_takes_more_tokens(samples: list[Sample]) -> None:
-    atoms: list[PackUnit] = [(s,) for s in samples]
+    units: list[PackUnit] = [(s,) for s in samples]
 
     def tokens(rows):
-        return sum(length(atom) for row in rows for atom in row)
+        return sum(length(unit) for row in rows for unit in row)
 
-    assert tokens(pack_shared(atoms, WIDTH)) <= tokens(pack_all(atoms, WIDTH))
+    assert tokens(pack_shared(units, WIDTH)) <= tokens(pack_all(units, WIDTH))
 
 
 def test_a_sample_that_is_longer_than_a_row_is_refused():
@@ -138,25 +138,25 @@ def conversations(draw: st.DrawFn) -> list[Sample]:
 @settings(max_examples=200, deadline=None)
 @given(conversations())
 def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]) -> None:
-    atoms = families(samples, WIDTH)
-    assert Counter(one for atom in atoms for one in whole([atom])) == Counter(
+    units = families(samples, WIDTH)
+    assert Counter(one for unit in units for one in whole([unit])) == Counter(
         one for s in samples for one in whole([(s,)])
     )
-    assert sorted((tuple(s.tokens), tuple(s.weights)) for atom in atoms for s in separate(atom)) == sorted(
+    assert sorted((tuple(s.tokens), tuple(s.weights)) for unit in units for s in separate(unit)) == sorted(
         (tuple(s.tokens), tuple(s.weights)) for s in samples
     )
-    assert all(length(atom) <= WIDTH for atom in atoms)
-    assert sum(map(length, atoms)) <= sum(map(len, samples))
-    for atom in atoms:
-        assert [s.begins == 0 for s in atom] == [True] + [False] * (len(atom) - 1), "one is whole, and it comes first"
+    assert all(length(unit) <= WIDTH for unit in units)
+    assert sum(map(length, units)) <= sum(map(len, samples))
+    for unit in units:
+        assert [s.begins == 0 for s in unit] == [True] + [False] * (len(unit) - 1), "one is whole, and it comes first"
 
 
 def test_a_conversation_that_had_to_be_split_is_read_about_once() -> None:
     said = list(range(30))
     turns = [answered(said[:n], [90, 91]) for n in (5, 10, 20, 30)]
-    (atom,) = families(turns, 64)
-    assert [(len(s), s.begins) for s in atom] == [(32, 0), (3, 19), (3, 9), (3, 4)]
-    assert [len(atom) for atom in families(turns, 32)] == [1, 3], "no atom is longer than a row"
+    (unit,) = families(turns, 64)
+    assert [(len(s), s.begins) for s in unit] == [(32, 0), (3, 19), (3, 9), (3, 4)]
+    assert [len(unit) for unit in families(turns, 32)] == [1, 3], "no atom is longer than a row"
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(ch
     shared, plain = (Counter(one for row in rows[share] for one in whole(row)) for share in (True, False))
     assert shared == plain
     assert plain.total() == 40 * 2.5, "every turn is a sample of its own"
-    tokens = {share: sum(length(atom) for row in found for atom in row) for share, found in rows.items()}
+    tokens = {share: sum(length(unit) for row in found for unit in row) for share, found in rows.items()}
     assert tokens[True] < 0.7 * tokens[False]
     found = {share: planned(lanes(chats, share), 4, None) for share in (True, False)}
     assert {share: p.steps[0] for share, p in found.items()} == {
@@ -206,6 +206,6 @@ def test_what_is_shared_resumes_and_travels(chats: str) -> None:
         next(stream)
     again.load_state_dict(settle(stream.state_dict()))
     following = [next(stream) for _ in range(6)]
-    assert any(sample.begins for row in following for atom in row for sample in atom)
+    assert any(sample.begins for row in following for unit in row for sample in unit)
     assert [whole(row) for row in following] == [whole(next(again)) for _ in range(6)]
     assert [whole(row) for row in rows_from_bytes(rows_to_bytes(following))] == [whole(row) for row in following]

@@ -87,10 +87,10 @@ def test_what_is_a_rows_fault_is_named_and_set_aside(name: str, printable: Token
     with pytest.raises(UserError, match=rf"a\.jsonl:2 \(source set\): .*{reason}"):
         list(pack_units_once(source, encode=encode, seq_len=999))
     aside = Quarantine(tmp_path / "bad.jsonl", 0.1)
-    atoms = list(pack_units_once(source, encode=encode, seq_len=999, set_aside=aside.add))
-    assert len(atoms) == 3, "the others are read, and empty tools are none"
-    assert "<tool>" not in printable.decode(atoms[1][0].tokens)
-    assert "<tool>" in printable.decode(atoms[2][0].tokens)
+    units = list(pack_units_once(source, encode=encode, seq_len=999, set_aside=aside.add))
+    assert len(units) == 3, "the others are read, and empty tools are none"
+    assert "<tool>" not in printable.decode(units[1][0].tokens)
+    assert "<tool>" in printable.decode(units[2][0].tokens)
     (bad,) = rows_in(tmp_path / "bad.jsonl")
     assert bad.where.endswith("a.jsonl:2")
 
@@ -108,7 +108,7 @@ def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
         held_out_rows(loads(yaml.safe_dump(job)), SFT(), characters)
     job["data"] |= {"on_bad_row": "skip", "max_bad": 0.1}
     rows = held_out_rows(loads(yaml.safe_dump(job)), SFT(), characters, tmp_path / "quarantine")
-    assert len([atom for row in rows["held"] for atom in row]) == 2
+    assert len([unit for row in rows["held"] for unit in row]) == 2
     assert [bad.where[-9:] for bad in rows_in(tmp_path / "quarantine" / "validation-held.jsonl")] == ["a.jsonl:2"]
     assert unread_columns({"held": SourceSpec(str(tmp_path / "a.jsonl"))}) == [
         "source held: columns that nothing reads: note, other"
@@ -245,9 +245,9 @@ def changed(random: Random, value: Any) -> Any:
 
 @settings(max_examples=250)
 @given(seed=st.integers(0, 2**32))
-def test_any_row_becomes_atoms_or_is_bad_for_a_reason_of_ours(printable: Tokenizer, seed: int) -> None:
+def test_any_row_becomes_units_or_is_bad_for_a_reason_of_ours(printable: Tokenizer, seed: int) -> None:
     """Through the encoder that a run has; a reason that begins with the type of an error was not foreseen."""
-    random, aside, atoms = Random(seed), list[BadRow](), list[PackUnit]()
+    random, aside, units = Random(seed), list[BadRow](), list[PackUnit]()
     row, recipe, kind, columns = random.choice(BASES)
     row, columns = dict(row), {ours: there for ours, there in columns.items() if random.random() < 0.9}
     for _ in range(random.randint(0, 2)):
@@ -269,11 +269,11 @@ def test_any_row_becomes_atoms_or_is_bad_for_a_reason_of_ours(printable: Tokeniz
     encoder = Encoder(
         encode, "set", 999, "truncate", columns=columns, kind=kind, set_aside=lambda bad, counts: aside.append(bad)
     )
-    atoms = encoder(at(row, columnar=random.random() < 0.5))
-    assert bool(atoms) != bool(aside), "it is trained, or it is said why not"
+    units = encoder(at(row, columnar=random.random() < 0.5))
+    assert bool(units) != bool(aside), "it is trained, or it is said why not"
     for bad in aside:
         assert not re.match(r"\w+(Error|Exception|Panic)", bad.reason), bad.reason
         assert bad.reason.encode(), "it can be written"
-    for atom in atoms:
-        assert all(len(s) and np.isfinite(s.weights).all() and (s.weights[1:] > 0).any() for s in atom)
-    event(f"{recipe}: {'read' if atoms else 'bad'}")
+    for unit in units:
+        assert all(len(s) and np.isfinite(s.weights).all() and (s.weights[1:] > 0).any() for s in unit)
+    event(f"{recipe}: {'read' if units else 'bad'}")

@@ -27,7 +27,7 @@ def same(a: Sample, b: Sample) -> bool:
 
 
 @given(st.lists(st.lists(samples(), min_size=1, max_size=3).map(tuple), max_size=5))
-def test_atoms_survive_being_written_out(atoms: list[PackUnit]) -> None:
-    again = load_units(dump_units(atoms))
-    assert [len(a) for a in again] == [len(a) for a in atoms]
-    assert all(same(s, t) for a, b in zip(atoms, again, strict=True) for s, t in zip(a, b, strict=True))
+def test_units_survive_being_written_out(units: list[PackUnit]) -> None:
+    again = load_units(dump_units(units))
+    assert [len(a) for a in again] == [len(a) for a in units]
+    assert all(same(s, t) for a, b in zip(units, again, strict=True) for s, t in zip(a, b, strict=True))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ptf import storage
 from ptf.data import tokenized
 from ptf.data.encoded import Encoded
-from ptf.data.items import atoms_of, documents_of, stored_items
+from ptf.data.items import documents_of, stored_items, units_of
 from ptf.data.lanes import Lanes
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
@@ -49,8 +49,8 @@ def stored(rows: list[list[PackUnit]], path: Path, group: int) -> list[TokenRows
     return [TokenRows(table.read_row_group(i)) for i in range(table.num_row_groups)]
 
 
-def said(atoms: list[PackUnit]) -> Any:
-    """Everything of atoms; of floats, the bits."""
+def said(units: list[PackUnit]) -> Any:
+    """Everything of units; of floats, the bits."""
 
     def bits(streams):
         return [(name, v.dtype.name, v.shape, v.tobytes()) for name, v in sorted(streams.items())]
@@ -58,9 +58,9 @@ def said(atoms: list[PackUnit]) -> Any:
     return [
         [
             (s.tokens.tobytes(), s.weights.dtype.name, s.weights.tobytes(), s.source, bits(s.streams), s.begins)
-            for s in atom
+            for s in unit
         ]
-        for atom in atoms
+        for unit in units
     ]
 
 
@@ -78,30 +78,30 @@ def shapes(values: st.SearchStrategy[list[float]]) -> st.SearchStrategy[list[lis
 def test_every_row_comes_back_to_the_bit(
     tmp_path_factory: pytest.TempPathFactory, shape: Any, group: int, streams: bool
 ) -> None:
-    rows = [[tuple(sample(values, "ab"[len(values) % 2], streams) for values in atom) for atom in row] for row in shape]
+    rows = [[tuple(sample(values, "ab"[len(values) % 2], streams) for values in unit) for unit in row] for row in shape]
     blocks = stored(rows, tmp_path_factory.mktemp("rows") / "rows.parquet", group)
-    back = [block.atoms(i) for block in blocks for i in range(len(block))]
-    assert [said(atoms) for atoms in back] == [said(atoms) for atoms in rows]
-    counted = [told for block in blocks for told in block.told.tolist()]
-    lengths = [[sum(map(len, atom)) for atom in row] for row in rows]
+    back = [block.units(i) for block in blocks for i in range(len(block))]
+    assert [said(units) for units in back] == [said(units) for units in rows]
+    counted = [told for block in blocks for told in block.row_counts.tolist()]
+    lengths = [[sum(map(len, unit)) for unit in row] for row in rows]
     assert counted == [
-        [len(row), sum(each), sum(int((s.weights != 0).sum()) for atom in row for s in atom), max(each, default=0)]
+        [len(row), sum(each), sum(int((s.weights != 0).sum()) for unit in row for s in unit), max(each, default=0)]
         for row, each in zip(rows, lengths, strict=True)
     ]
     items = []
     for block in blocks:
         for i in range(len(block)):
-            simple = not streams and sum(map(len, block.atoms(i))) == 1
+            simple = not streams and sum(map(len, block.units(i))) == 1
             assert block.simple(i, i + 1) == simple
             if simple:
                 items += stored_items(block, i, i + 1, "a", 0, (0, 0))
-                ((atom,),) = atoms_of([items[-1:]])
-                assert said([atom]) == said(block.atoms(i))
-    atoms = [atom for (atom,) in atoms_of([[item] for item in items])]
-    assert said(atoms) == said([atom for row in rows if sum(map(len, row)) == 1 and not streams for atom in row])
+                ((unit,),) = units_of([items[-1:]])
+                assert said([unit]) == said(block.units(i))
+    units = [unit for (unit,) in units_of([[item] for item in items])]
+    assert said(units) == said([unit for row in rows if sum(map(len, row)) == 1 and not streams for unit in row])
     documents = documents_of([items])
-    assert documents.tokens.tobytes() == b"".join(s.tokens.tobytes() for (s,) in atoms)
-    assert documents.weights.tobytes() == b"".join(s.weights.tobytes() for (s,) in atoms)
+    assert documents.tokens.tobytes() == b"".join(s.tokens.tobytes() for (s,) in units)
+    assert documents.weights.tobytes() == b"".join(s.weights.tobytes() for (s,) in units)
 
 
 def test_weights_of_zeros_and_ones_are_marks_of_the_tokens() -> None:
@@ -136,8 +136,8 @@ def written(directory: Path, tokenizer: Tokenizer, **more: Any) -> SourceSpec:
         sizes = [n if isinstance(n, list) else [n] for n in sizes]
         made.append(
             [
-                tuple(Sample(np.full(n, i, np.int32), np.arange(n, dtype=np.float32) // 3, "s") for n in atom)
-                for atom in sizes
+                tuple(Sample(np.full(n, i, np.int32), np.arange(n, dtype=np.float32) // 3, "s") for n in unit)
+                for unit in sizes
             ]
         )
     directory.mkdir(exist_ok=True)
@@ -150,7 +150,7 @@ def written(directory: Path, tokenizer: Tokenizer, **more: Any) -> SourceSpec:
 def test_many_rows_at_once_are_the_rows_one_by_one(
     characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int, shuffle: int
 ) -> None:
-    """The same rows, counts and states behind each; also where some atoms do not fit,
+    """The same rows, counts and states behind each; also where some units do not fit,
     of which all has to be looked at one by one."""
     spec, together = written(tmp_path / "t", characters), []
     options: dict[str, Any] = {
@@ -220,7 +220,7 @@ def test_reading_does_not_import_pandas(tmp_path: Path) -> None:
         "import sys, pyarrow.parquet as pq\n"
         "from ptf.data.token_file import TokenRows\n"
         "rows = TokenRows(pq.ParquetFile(sys.argv[1]).read_row_group(0, use_threads=False))\n"
-        "assert rows.atoms(0)[0][0].tokens.tolist() == [0, 1, 2, 3, 4]\n"
+        "assert rows.units(0)[0][0].tokens.tolist() == [0, 1, 2, 3, 4]\n"
         "assert 'pandas' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "rows.parquet")], check=True, timeout=120)

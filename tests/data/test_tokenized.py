@@ -71,7 +71,7 @@ def test_training_sees_the_same_rows_as_on_the_fly(rows: str, characters: Tokeni
     assert rows_of(again, 30) == rows_of(whole, 30)
 
 
-def test_one_pass_sees_the_same_atoms(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+def test_one_pass_sees_the_same_units(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     manifest = write(rows, tmp_path / "t", characters)
     direct = list(
         pack_units_once(
@@ -141,8 +141,8 @@ def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path
 
 def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     def pairs(row: Any, name: str) -> list[PackUnit]:
-        (atom,) = encode_document(row, characters, name)
-        return [] if len(atom[0]) % 2 else [(atom[0], Sample(atom[0].tokens[:3], atom[0].weights[:3], "second"))] * 2
+        (unit,) = encode_document(row, characters, name)
+        return [] if len(unit[0]) % 2 else [(unit[0], Sample(unit[0].tokens[:3], unit[0].weights[:3], "second"))] * 2
 
     write(rows, tmp_path / "t", characters, pairs)
     direct = list(pack_units_once({"sums": SourceSpec(rows)}, encode=pairs, **LIMITS))

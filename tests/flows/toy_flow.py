@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows.base import PostTrainFlow
 from ptf.config import Job
-from ptf.errors import Left, UserError
+from ptf.errors import Stopped, UserError
 from steps.artifact import Artifact
 
 
@@ -24,7 +24,7 @@ def train(job: Job, artifact: Artifact) -> Artifact:
         print(json.dumps({"lineage": artifact.lineage, "lr": job.train.lr, "pid": os.getpid()}), file=file)
     if os.environ.get("TOY") == "preempt" and not Path("preempted").exists():
         Path("preempted").touch()
-        raise Left(2, 5, "a checkpoint")
+        raise Stopped(2, 5, "a checkpoint")
     if os.environ.get("TOY") == "refuse":
         raise UserError("no file matches data/*.jsonl")
     try:

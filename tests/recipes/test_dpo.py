@@ -15,7 +15,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import idle, pack_all
 from ptf.data.sample import PackUnit, Sample
 from ptf.model.decoder import Decoder
-from ptf.recipes.documents import ends, pairs, sums, weights
+from ptf.recipes.documents import document_weights, ends, pairs, sums
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.protocol import Recipe
 from ptf.train.trainer import load_model
@@ -33,13 +33,13 @@ FORMS = {
 }
 
 
-def atoms(count: int, seed: int = 0, weight: float = 1.0) -> list[PackUnit]:
+def units(count: int, seed: int = 0, weight: float = 1.0) -> list[PackUnit]:
     rng = np.random.default_rng(seed)
     made = [tuple(sample(int(rng.integers(4, 14)), 100 * seed + 2 * i + k) for k in range(2)) for i in range(count)]
     return (
         [
-            tuple(Sample(s.tokens, s.weights * np.float32(weight + i), s.source) for s in atom)
-            for i, atom in enumerate(made)
+            tuple(Sample(s.tokens, s.weights * np.float32(weight + i), s.source) for s in unit)
+            for i, unit in enumerate(made)
         ]
         if weight != 1
         else made
@@ -89,7 +89,7 @@ def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tens
 def ours(recipe: Recipe, policy: Decoder, companions: dict[str, Decoder], made: list[PackUnit]) -> float:
     """Leaves the gradient in the policy."""
     found = batches(made)
-    units, total = float(sum(recipe.units(b) for b in found)), 0.0
+    units, total = float(sum(recipe.denominator(b) for b in found)), 0.0
     for batch in found:
         loss, metrics = recipe.loss(policy, batch, companions)
         (loss / units).backward()
@@ -100,7 +100,7 @@ def ours(recipe: Recipe, policy: Decoder, companions: dict[str, Decoder], made: 
 @pytest.mark.parametrize("weight", [1.0, 0.5], ids=["equal", "weighted"])
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradient_are_those_of_the_equations(places, form, weight):
-    recipe, made = FORMS[form], atoms(7, weight=weight)
+    recipe, made = FORMS[form], units(7, weight=weight)
     policy, theirs = load(places[0]), dense.model(places[0])
     wanted = expected(recipe, theirs, dense.model(places[1]), made)
     wanted.backward()
@@ -111,10 +111,10 @@ def test_loss_and_gradient_are_those_of_the_equations(places, form, weight):
 
 def test_a_pair_the_wrong_way_round_is_another_loss(places):
     """Negative control."""
-    made = atoms(7)
+    made = units(7)
     policy, reference, recipe = load(places[0]), {"reference": load(places[1])}, FORMS["dpo"]
     assert (
-        abs(ours(recipe, policy, reference, made) - ours(recipe, policy, reference, [atom[::-1] for atom in made]))
+        abs(ours(recipe, policy, reference, made) - ours(recipe, policy, reference, [unit[::-1] for unit in made]))
         > 0.1
     )
 
@@ -122,7 +122,7 @@ def test_a_pair_the_wrong_way_round_is_another_loss(places):
 @pytest.mark.parametrize("form", ["dpo", "conservative", "means"])
 def test_the_first_loss_is_ln_2(places, form):
     policy = load(places[0])
-    assert ours(FORMS[form], policy, {"reference": load(places[0])}, atoms(9)) == pytest.approx(math.log(2), abs=1e-6)
+    assert ours(FORMS[form], policy, {"reference": load(places[0])}, units(9)) == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_a_model_without_its_adapters_is_its_own_reference(places):
@@ -131,7 +131,7 @@ def test_a_model_without_its_adapters_is_its_own_reference(places):
     one, other = load(places[0], **spec), load(places[0], **spec)
     for model in (one, other):
         stirred(model)
-    made, recipe = atoms(7), FORMS["dpo"]
+    made, recipe = units(7), FORMS["dpo"]
     losses = ours(recipe, one, {"reference": one}, made), ours(recipe, other, {"reference": load(places[0])}, made)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert abs(losses[0] - math.log(2)) > 1e-3, "the adapters change something"
@@ -153,7 +153,7 @@ def stirred(model: Decoder) -> Decoder:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
     """The reference is the model without them."""
-    recipe, made = FORMS[form], atoms(7)
+    recipe, made = FORMS[form], units(7)
     policy = stirred(load(places[0], lora=LoraConfig(rank=4)))
     theirs, leaves = dense.adapted(dense.model(places[0]), policy)
     wanted = expected(recipe, theirs, dense.model(places[0]), made)
@@ -168,7 +168,7 @@ def test_experts_are_balanced_beside_an_own_reference(tmp_path):
     place = moe_checkpoint("qwen3_moe", tmp_path / "moe")
     policy = load(place, lora=LoraConfig(rank=4))
     assert policy.config.moe
-    (batch, *_) = batches(atoms(3))
+    (batch, *_) = batches(units(3))
     FORMS["dpo"].loss(policy, batch, {"reference": policy})
     balance = policy.balance()
     assert balance is not None
@@ -182,7 +182,7 @@ def test_pairs_and_documents_are_found_however_they_are_packed(lengths, width):
     made = [(sample(a, 31 * i), sample(b, 31 * i + 1)) for i, (a, b) in enumerate(lengths)]
     for batch in batches(made, width):
         values = torch.rand(batch.tokens.shape, dtype=torch.float64)
-        total, last, counted = sums(values, batch), ends(batch), weights(batch)
+        total, last, counted = sums(values, batch), ends(batch), document_weights(batch)
         documents = [
             (r, d) for r in range(len(batch.segments)) for d in dict.fromkeys(batch.segments[r].tolist()) if d >= 0
         ]
@@ -193,6 +193,6 @@ def test_pairs_and_documents_are_found_however_they_are_packed(lengths, width):
             assert int(last[d]) == r * width + int(here.nonzero()[-1])
             assert float(counted[d]) == float(batch.weights[r][here].max())
         first, second = pairs(batch)
-        partners = [(d, d + 1) for d in range(len(batch.lengths) - 1) if batch.atoms[d] == batch.atoms[d + 1]]
+        partners = [(d, d + 1) for d in range(len(batch.lengths) - 1) if batch.units[d] == batch.units[d + 1]]
         assert list(zip(first.tolist(), second.tolist(), strict=True)) == partners
         assert len(partners) == batch.sources.count("a") // 2

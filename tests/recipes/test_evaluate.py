@@ -98,14 +98,14 @@ def test_transformers_reads_the_same_scores(tmp_path):
     raw = preferences(tmp_path, "rm")
     run = train(raw, "run", train__steps=4)
     tokenizer = Tokenizer.load(str(run / "model"))
-    atoms = encode_preference({"prompt": "3+4=", "chosen": "7", "rejected": "81"}, tokenizer)
+    units = encode_preference({"prompt": "3+4=", "chosen": "7", "rejected": "81"}, tokenizer)
     model, _ = load_model(
         run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar"
     )
-    ours = RM().scores(model, Batch.of([atoms], 64)).tolist()
+    ours = RM().scores(model, Batch.of([units], 64)).tolist()
     theirs = AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
     assert theirs.config.num_labels == 1
-    said = [float(theirs(torch.tensor(s.tokens[None].astype("int64"))).logits[0, 0]) for s in atoms[0]]
+    said = [float(theirs(torch.tensor(s.tokens[None].astype("int64"))).logits[0, 0]) for s in units[0]]
     assert said == pytest.approx(ours, abs=1e-5)
     assert ours[0] != pytest.approx(ours[1], abs=1e-4)
 

@@ -33,7 +33,7 @@ FORMS = {
 }
 
 
-def atoms(count: int, seed: int = 0) -> list[PackUnit]:
+def units(count: int, seed: int = 0) -> list[PackUnit]:
     rng = np.random.default_rng(seed)
     made = [sample(int(rng.integers(4, 14)), 100 * seed + i) for i in range(count)]
     return [(Sample(s.tokens, s.weights * np.float32(0.5 + i % 3), s.source),) for i, s in enumerate(made)]
@@ -85,7 +85,7 @@ def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tenso
 
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradient_are_those_of_the_equations(places, form):
-    recipe, made = FORMS[form], atoms(9)
+    recipe, made = FORMS[form], units(9)
     student, theirs = load(places["student"]), dense.model(places["student"])
     wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.teachers}, made)
     wanted.backward()
@@ -97,7 +97,7 @@ def test_loss_and_gradient_are_those_of_the_equations(places, form):
 
 def test_a_teacher_that_says_other_things_is_another_loss(places):
     """Negative control."""
-    student, made = load(places["student"]), atoms(9)
+    student, made = load(places["student"]), units(9)
     losses = [
         ours(replace(FORMS["forward"]), student, {"big": load(places[name])}, made)
         for name in ("big", "small", "student")
@@ -108,7 +108,7 @@ def test_a_teacher_that_says_other_things_is_another_loss(places):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
-    recipe, made = FORMS[form], atoms(9)
+    recipe, made = FORMS[form], units(9)
     student = stirred(load(places["student"], lora=LoraConfig(rank=4)))
     theirs, leaves = dense.adapted(dense.model(places["student"]), student)
     wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.teachers}, made)
@@ -120,7 +120,7 @@ def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
 
 @pytest.mark.parametrize("form", ["top", "top of two"])
 def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, form):
-    recipe, made = FORMS[form], atoms(9)
+    recipe, made = FORMS[form], units(9)
     student, teachers = load(places["student"]), {name: load(places[name]) for name in FORMS[form].teachers}
     wanted = ours(recipe, student, teachers, made)
     gradient = {name: p.grad.clone() for name, p in student.named_parameters()}
@@ -138,4 +138,4 @@ def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, f
 def test_vocabularies_of_unequal_length_are_compared_where_both_have_rows(places):
     assert shared_vocabulary(load(places["student"]), load(places["small"]), "small") == 97
     with pytest.raises(UserError, match=r"algo\.top_k \(97\) must be less than the vocabulary of 97"):
-        ours(replace(FORMS["top"], top_k=97), load(places["student"]), {"big": load(places["big"])}, atoms(1))
+        ours(replace(FORMS["top"], top_k=97), load(places["student"]), {"big": load(places["big"])}, units(1))

@@ -21,7 +21,7 @@ from ptf.model.decoder import Decoder
 from ptf.recipes.rm.recipe import RM
 from ptf.train.trainer import load_model
 from tests.recipes import dense
-from tests.recipes.test_dpo import atoms, ours, stirred
+from tests.recipes.test_dpo import ours, stirred, units
 from tests.tiny import SIZES
 
 FORMS = {
@@ -48,16 +48,16 @@ def load(place: Path, **spec: Any) -> Decoder:
 
 
 def data(recipe: RM, weight: float) -> list[PackUnit]:
-    made, rng = atoms(6, weight=weight), np.random.default_rng(0)
+    made, rng = units(6, weight=weight), np.random.default_rng(0)
     if recipe.loss_type == "pair":
         if not recipe.margin:
             return made
         return [
-            tuple(replace(s, streams={"margin": np.full(len(s), i / 4, np.float32)}) for s in atom)
-            for i, atom in enumerate(made)
+            tuple(replace(s, streams={"margin": np.full(len(s), i / 4, np.float32)}) for s in unit)
+            for i, unit in enumerate(made)
         ]
     found = []
-    for s in (s for atom in made for s in atom):  # the last token has a score, and up to two before it
+    for s in (s for unit in made for s in unit):  # the last token has a score, and up to two before it
         weights, scores = np.zeros((2, len(s)), np.float32)
         places = {len(s) - 1, *rng.integers(1, len(s), 2).tolist()}
         for place in places:
@@ -72,18 +72,18 @@ def data(recipe: RM, weight: float) -> list[PackUnit]:
 
 def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
     total, units = torch.zeros((), dtype=torch.float64), 0.0
-    for atom in made:
-        weight = float(atom[0].weights.max())
+    for unit in made:
+        weight = float(unit[0].weights.max())
         if recipe.loss_type == "pair":
-            scores = [dense.score(network, s) for s in atom]
-            margin = float(atom[0].streams["margin"][0]) if recipe.margin else 0.0
+            scores = [dense.score(network, s) for s in unit]
+            margin = float(unit[0].streams["margin"][0]) if recipe.margin else 0.0
             loss = (
                 -torch.log(torch.sigmoid(scores[0] - scores[1] - margin))
                 + recipe.centring * (scores[0] + scores[1]) ** 2
             )
             total, units = total + weight * loss, units + weight
             continue
-        (s,) = atom
+        (s,) = unit
         for end in np.flatnonzero(s.weights):  # each is read by itself, with nothing after it
             y, score = (
                 float(s.streams["score"][end]),
@@ -152,7 +152,7 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
     assert recipe.scores(model, replace(together, weights=together.weights.roll(-1))).tolist() != pytest.approx(
         scores.tolist(), abs=1e-3
     )
-    assert float(recipe.units(together)) == float(recipe.units(apart)) == 3.0
+    assert float(recipe.denominator(together)) == float(recipe.denominator(apart)) == 3.0
 
 
 def test_scores_at_every_token_as_they_once_were_are_refused(place):

@@ -31,8 +31,8 @@ RECIPES = {
 CASES = [(name, lora) for name in RECIPES for lora in (None, LoraConfig(rank=4))]
 
 
-def atoms(name: str) -> list[PackUnit]:
-    return test_kd.atoms(9) if "kd" in name else test_dpo.atoms(7)
+def units(name: str) -> list[PackUnit]:
+    return test_kd.units(9) if "kd" in name else test_dpo.units(7)
 
 
 def load(name: str, world: World, lora: LoraConfig | None) -> tuple[Decoder, dict[str, Decoder]]:
@@ -56,7 +56,7 @@ def on_rank() -> list[tuple[float, dict[str, Tensor]]]:
     for name, lora in CASES:
         model, beside = load(name, world, lora)
         means, _ = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), beside).passes(
-            deal(pack_all(atoms(name), 40), world, 1, 40), RECIPES[name], ()
+            deal(pack_all(units(name), 40), world, 1, 40), RECIPES[name], ()
         )
         found.append(
             (means["loss"], {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
@@ -69,12 +69,12 @@ def expected(name: str, lora: LoraConfig | None, root: Path) -> tuple[float, dic
     network = dense.model(root / recipe.head, scalar=recipe.head == "scalar")
     theirs, leaves = dense.adapted(network, load(name, World(), lora)[0]) if lora else (network, {})
     if name == "dpo":
-        loss = test_dpo.expected(recipe, theirs, dense.model(root / ("lm" if lora else "reference")), atoms(name))
+        loss = test_dpo.expected(recipe, theirs, dense.model(root / ("lm" if lora else "reference")), units(name))
     elif name == "rm":
-        loss = test_rm.expected(recipe, theirs, atoms(name))
+        loss = test_rm.expected(recipe, theirs, units(name))
     else:
         loss = test_kd.expected(
-            recipe, theirs, {teacher: dense.model(root / teacher) for teacher in recipe.teachers}, atoms(name)
+            recipe, theirs, {teacher: dense.model(root / teacher) for teacher in recipe.teachers}, units(name)
         )
     loss.backward()
     return float(loss.detach()), {n: leaf.grad for n, leaf in leaves.items()} if lora else dense.gradients(network)

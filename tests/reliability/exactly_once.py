@@ -47,7 +47,7 @@ def keep(ledger: Path, attempt: int) -> None:
             )
         if method == "update" and self.spec.name == "policy":
             note(
-                "trained", args[1], answers=[known_by(sample) for atoms in args[0] for atom in atoms for sample in atom]
+                "trained", args[1], answers=[known_by(sample) for units in args[0] for unit in units for sample in unit]
             )
         return done
 

@@ -159,10 +159,10 @@ def grpo_checkpoints(made: Made) -> Scene:
 def rows_of(place: str, tokenizer: Tokenizer) -> list[Any]:
     found = []
     for block, *_ in blocks_once(tokenized.reader(place, tokenizer)):
-        atoms = (atom for i in range(len(block)) for atom in tokenized.decode(block.row(i), ""))
+        units = (unit for i in range(len(block)) for unit in tokenized.decode(block.row(i), ""))
         found += [
-            [(s.tokens.tolist(), s.weights.tolist(), {k: v.tolist() for k, v in s.streams.items()}) for s in atom]
-            for atom in atoms
+            [(s.tokens.tolist(), s.weights.tolist(), {k: v.tolist() for k, v in s.streams.items()}) for s in unit]
+            for unit in units
         ]
     return found
 

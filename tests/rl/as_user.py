@@ -26,7 +26,7 @@ def works(mode: str) -> bool:
         mode != "uid" and not os.getuid() and find_mode() != "uid+namespaces"
     ):
         return False
-    tried = f"from ptf.rl.rewards.sandbox.judge import tried\nassert tried({mode!r}).value == 1.0"
+    tried = f"from ptf.rl.rewards.sandbox.judge import try_mode\nassert try_mode({mode!r}).value == 1.0"
     return subprocess.run(in_mode(mode, "-c", tried), capture_output=True, check=False).returncode == 0
 
 

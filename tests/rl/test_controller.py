@@ -92,7 +92,7 @@ def test_it_runs_and_agrees_with_its_engine(raw):
         "seconds/sync",
         "entropy",
         "clip_share",
-        "length",
+        "response_length",
         "cut_off",
         "no_result",
     } <= rows[0].keys()
@@ -119,7 +119,7 @@ def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monke
             )
             rollout = raw["rollout"] | {"reward": {"use": "tests.rl.plugs:of_odd_sums"}, "zero_variance_groups": equal}
             rows = read_metrics(train({**raw, "rollout": rollout}, equal) / "metrics.jsonl")
-        assert 0.2 < sum(row["equal"] for row in rows) / len(rows) < 0.8
+        assert 0.2 < sum(row["zero_variance_groups"] for row in rows) / len(rows) < 0.8
     assert trained["replace"] == [8] * 6
     assert max(trained["keep"]) < 8
 
@@ -137,8 +137,8 @@ def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
     raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:settles"}, "zero_variance_groups": "replace", "max_rounds": 2}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert "in each of 16 groups all answers have the same reward, in 2 rounds" in capsys.readouterr().out
-    assert rows[0]["equal"] < 1
-    assert [row["equal"] for row in rows[3:]] == [1.0] * 3
+    assert rows[0]["zero_variance_groups"] < 1
+    assert [row["zero_variance_groups"] for row in rows[3:]] == [1.0] * 3
 
 
 def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
@@ -268,7 +268,7 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     raw["model"]["path"] = str(tmp_path / "task" / "model")
     raw["data"]["sources"] = {"sums": {"path": str(tmp_path / "task" / "train.jsonl"), "kind": "prompt"}}
     raw["evaluate"]["sources"] = {"test": {"path": str(tmp_path / "task" / "test.jsonl"), "kind": "prompt"}}
-    raw["rollout"] = {"engine": "native", "prompts": 8, "group_size": 4, "max_new_tokens": 4, "processes": 2}
+    raw["rollout"] = {"engine": "native", "prompts": 8, "group_size": 4, "max_new_tokens": 4, "reward_processes": 2}
     raw["rollout"]["environment"] = {"use": "tests.rl.obliging:Obliging"}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert all(r["turns"] == 2 and r["logprob_diff"] <= 1e-5 and r["no_result"] == 0 for r in rows)

@@ -25,7 +25,7 @@ LONGEST = 12
 FORMS = {
     "tokens": GRPO(clip_high=0.3),
     "answers": GRPO(mean_over="answers"),
-    "length": GRPO(mean_over="length", scale_by_std=False, length=LONGEST),
+    "length": GRPO(mean_over="length", scale_by_std=False, max_new_tokens=LONGEST),
     "gspo": GRPO(ratio="answer", mean_over="answers", clip_low=0.02, clip_high=0.03),
     "gspo of tokens": GRPO(ratio="answer", clip_low=0.02, clip_high=0.03),
     "trusted": GRPO(max_importance=1.1),
@@ -62,7 +62,7 @@ def test_loss_and_gradient_are_verls(form):
     g = torch.Generator().manual_seed(1)
     logprobs = (batch.streams["old_logprobs"] + 0.2 * torch.randn(batch.weights.shape, generator=g)).requires_grad_()
     loss, _ = recipe.loss(Given(logprobs), batch, {})  # type: ignore[arg-type]
-    (ours,) = torch.autograd.grad(loss / recipe.units(batch), logprobs)
+    (ours,) = torch.autograd.grad(loss / recipe.denominator(batch), logprobs)
 
     config: Any = ActorConfig(
         strategy="fsdp",
@@ -86,7 +86,7 @@ def test_loss_and_gradient_are_verls(form):
     theirs = core_algos.get_policy_loss_fn("gspo" if recipe.ratio == "answer" else "vanilla")
     wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.mean_over], config, weights)
     (gradient,) = torch.autograd.grad(wanted, logprobs)
-    assert float(loss.detach() / recipe.units(batch)) == pytest.approx(float(wanted.detach()), abs=1e-6)
+    assert float(loss.detach() / recipe.denominator(batch)) == pytest.approx(float(wanted.detach()), abs=1e-6)
     assert float((ours - gradient).abs().max()) <= 1e-6
     assert gradient.abs().max() > 1e-3
 
@@ -149,7 +149,7 @@ def test_kl_may_be_taken_from_the_reward():
     recipe = GRPO(kl=0.5, kl_in="reward", kl_estimator="k1", scale_by_std=False)
     one, other = trajectory(0, Reward(1.0)), trajectory(1, Reward(1.0))
     costs = [0.5 * float((t.streams["old_logprobs"] - t.streams["reference_logprobs"]).sum()) for t in (one, other)]
-    found = [float(atom[0].streams["advantages"][-1]) for atom in recipe.credit([(one, other)])]
+    found = [float(unit[0].streams["advantages"][-1]) for unit in recipe.credit([(one, other)])]
     assert found == pytest.approx([(costs[1] - costs[0]) / 2, (costs[0] - costs[1]) / 2], abs=1e-6)
 
 
@@ -205,8 +205,23 @@ def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
     )
     plugged = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO"}')))
     assert plugged == build(loads(text.replace("RECIPE", "grpo")))
-    assert plugged.length == 17
+    assert plugged.max_new_tokens == 17
     assert plugged.processing == Processing(0.5, 1.0)
     assert set(facts(loads(text.replace("RECIPE", "grpo")))) == set(FACTS)  # what `ptf check` takes for given
-    mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {length: 3}}')))
-    assert mine.length == 3  # what the config says comes first
+    mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {max_new_tokens: 3}}')))
+    assert mine.max_new_tokens == 3  # what the config says comes first
+
+
+class OfAnEarlierVersion:
+    """A recipe whose method has the name of an earlier version."""
+
+    def units(self, batch: Batch) -> None: ...
+
+
+def test_a_plugged_recipe_with_the_old_name_of_its_denominator_is_told_the_new_one() -> None:
+    text = (
+        "{recipe: {use: 'tests.rl.test_family:OfAnEarlierVersion'}, model: {path: m}, "
+        "data: {sources: {a: {path: a}}}, train: {steps: 1, lr: 1e-4}}"
+    )
+    with pytest.raises(UserError, match=r"no method `denominator\(batch\)`: rename its method `units`"):
+        build(loads(text))

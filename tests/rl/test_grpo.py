@@ -47,7 +47,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     batch = Batch.of(rows, 40)
     assert len(rows) > 1
     loss, _ = recipe.loss(model, batch, {})
-    ours = torch.autograd.grad(loss / recipe.units(batch), list(model.parameters()))
+    ours = torch.autograd.grad(loss / recipe.denominator(batch), list(model.parameters()))
 
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for group in scored:
@@ -70,7 +70,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
             k3 = (ref - logp).exp() - (ref - logp) - 1
             total = total + (-surrogate + recipe.kl * k3).sum()
             tokens += len(call.sampled)
-    assert float(recipe.units(batch)) == tokens
+    assert float(recipe.denominator(batch)) == tokens
     assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
     for a, b in zip(ours, torch.autograd.grad(total / tokens, list(model.parameters())), strict=True):
         assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max()) + 1e-9
@@ -80,7 +80,11 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
 
 @pytest.mark.parametrize(
     "recipe",
-    [GRPO(), GRPO(processing=Processing(0.8), mean_over="length", length=7), GRPO(ratio="answer", mean_over="answers")],
+    [
+        GRPO(),
+        GRPO(processing=Processing(0.8), mean_over="length", max_new_tokens=7),
+        GRPO(ratio="answer", mean_over="answers"),
+    ],
 )
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
     """Where π_old is the policy, what is known beforehand gives the same as what is found on the way."""
@@ -123,17 +127,17 @@ class NotForeseen(GRPO):
 def test_answers_without_a_result_enter_no_advantage():
     ok = [trajectory(i, Reward(float(i % 2))) for i in range(4)]
     failed = trajectory(9, NoResult("the reward crashed"))
-    atoms = GRPO().credit([(*ok[:2], failed, *ok[2:])])
-    assert len(atoms) == 4
+    units = GRPO().credit([(*ok[:2], failed, *ok[2:])])
+    assert len(units) == 4
     expected = group_relative(np.array([0.0, 1.0, 0.0, 1.0]), True)
-    assert [float(a[0].streams["advantages"][-1]) for a in atoms] == pytest.approx(expected.tolist())
+    assert [float(a[0].streams["advantages"][-1]) for a in units] == pytest.approx(expected.tolist())
     as_zero = group_relative(np.array([0.0, 1.0, 0.0, 0.0, 1.0]), True)  # what it would be if a crash were a 0
     assert not np.allclose(expected, as_zero[[0, 1, 3, 4]])
     assert GRPO().credit([(ok[0], failed)]) == []
 
 
 @pytest.mark.parametrize(
-    "recipe", [GRPO(), GRPO(mean_over="length", length=7, kl=0.1), GRPO(ratio="answer", mean_over="answers")]
+    "recipe", [GRPO(), GRPO(mean_over="length", max_new_tokens=7, kl=0.1), GRPO(ratio="answer", mean_over="answers")]
 )
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
     """As if its group were there so often."""
@@ -145,7 +149,7 @@ def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
     found = []
     for these in ([first, weighed, third], [first, second, second, second, third], [first, second, third]):
         batch = Batch.of(pack_all(recipe.credit(these), 40), 40)
-        found.append((float(recipe.loss(model, batch, {})[0]), float(recipe.units(batch))))
+        found.append((float(recipe.loss(model, batch, {})[0]), float(recipe.denominator(batch))))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[0] != pytest.approx(found[2], rel=1e-3)
 

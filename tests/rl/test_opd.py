@@ -23,8 +23,8 @@ def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the
         type(t)(t.prompt, t.calls, "", t.outcome, {**t.streams, "teacher_logprobs": t.streams["reference_logprobs"]})
         for t in made
     ]
-    atoms = TEACHER.credit([tuple(made)])
-    for (sample,), t in zip(atoms, made, strict=True):
+    units = TEACHER.credit([tuple(made)])
+    for (sample,), t in zip(units, made, strict=True):
         said = sample.weights != 0
         np.testing.assert_array_equal(
             sample.streams["advantages"][said], t.streams["teacher_logprobs"] - t.streams["old_logprobs"]
@@ -49,7 +49,7 @@ def distilled(raw, tmp_path):
 
 def test_it_comes_nearer_to_its_teacher(distilled):
     rows = read_metrics(run(loads(yaml.safe_dump(distilled)), "a") / "metrics.jsonl")
-    apart = [r["teacher_apart"] for r in rows]
+    apart = [r["kl_teacher"] for r in rows]
     assert np.mean(apart[-5:]) < 0.3 * np.mean(apart[:3])
     assert all(r["logprob_diff"] <= 1e-5 for r in rows)
     assert "seconds/teacher" in rows[0]

@@ -90,18 +90,18 @@ def test_the_critics_loss_and_gradient_are_verls():
 def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_none():
     (group,) = scored()
     failed = trajectory(9, NoResult("crashed"), values=np.zeros(9, np.float32))
-    atoms = PPO(whiten=False, gamma=0.9).credit([(*group, failed)])
-    assert len(atoms) == len(group)
-    for (sample,), t in zip(atoms, group, strict=True):
+    units = PPO(whiten=False, gamma=0.9).credit([(*group, failed)])
+    assert len(units) == len(group)
+    for (sample,), t in zip(units, group, strict=True):
         rewards = np.zeros(len(t.calls[0].sampled))
         rewards[-1] = t.outcome.value
         wanted = generalised_advantages(rewards, t.streams["values"], 0.9, 0.95)
         assert sample.streams["advantages"][-len(wanted) :] == pytest.approx(wanted, abs=1e-6)
         assert sample.streams["returns"][-len(wanted) :] == pytest.approx(wanted + t.streams["values"], abs=1e-6)
-    whitened = np.concatenate([atom[0].streams["advantages"][atom[0].weights != 0] for atom in PPO().credit([group])])
+    whitened = np.concatenate([unit[0].streams["advantages"][unit[0].weights != 0] for unit in PPO().credit([group])])
     assert (float(whitened.mean()), float(whitened.std())) == pytest.approx((0, 1), abs=1e-5)
     assert PPO().credit([(failed,)]) == []
-    loss, _ = PPO(whiten=False).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(atoms[:1], 40)[0]], 40), {})
+    loss, _ = PPO(whiten=False).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(units[:1], 40)[0]], 40), {})
     assert torch.isfinite(loss)
 
 

@@ -138,8 +138,8 @@ def test_a_distributed_role_is_one_process_group(team):
 def test_what_all_workers_get_is_stored_once(echo, team, monkeypatch):
     stored = []
     for module, group in ((replicas, echo), (ray_cluster, team)):
-        share = module.share
-        monkeypatch.setattr(module, "share", lambda value, share=share: stored.append(value) or share(value))
+        put = module.put
+        monkeypatch.setattr(module, "put", lambda value, put=put: stored.append(value) or put(value))
         weights = [("big", torch.from_numpy(np.full(1 << 20, 0.5, np.float32)))]
         assert group.call("total", weights) == 1 << 19
     assert len(stored) == 2

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from ptf.config import loads
-from ptf.errors import Left, Lost, Retryable, UserError, passing
+from ptf.errors import Lost, Retryable, Stopped, UserError, is_transient
 from ptf.evaluation import TRIES
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
@@ -94,16 +94,19 @@ def test_what_passes_and_what_does_not() -> None:
         "name: EADDRINUSE"
     )
     assert all(
-        map(passing, [distributed, Lost("rank 1 died"), Retryable("Ray did not start"), ConnectionResetError("gone")])
+        map(
+            is_transient,
+            [distributed, Lost("rank 1 died"), Retryable("Ray did not start"), ConnectionResetError("gone")],
+        )
     )
     assert not any(
         map(
-            passing,
+            is_transient,
             [
                 UserError("no such file"),
                 ValueError("x"),
                 RuntimeError("shapes differ"),
-                Left(1, 2, "there"),
+                Stopped(1, 2, "there"),
                 FileNotFoundError("x"),
             ],
         )

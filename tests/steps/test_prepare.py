@@ -8,7 +8,7 @@ import yaml
 
 from ptf import storage
 from ptf.config import Job, load, loads
-from ptf.run import record
+from ptf.run import write_job_file
 from steps import prepare as module
 from steps.artifact import Artifact
 from tests.tiny import arithmetic
@@ -60,7 +60,7 @@ def test_an_attempt_keeps_the_teachers_that_it_began_with(raw, tmp_path):
         publish(load(str(tmp_path / f"{name}.yaml")), "v1")
     job = loads(yaml.safe_dump(raw))
     begun = module.prepare(job, Artifact(lineage="kd-1")).resolve(job)
-    record(begun, Path(job.output) / "kd-1")
+    write_job_file(begun, Path(job.output) / "kd-1")
     for name in ("first", "second"):
         publish(load(str(tmp_path / f"{name}.yaml")), "v2")
     assert module.prepare(job, Artifact(lineage="kd-1")).resolve(job) == begun

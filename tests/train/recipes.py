@@ -31,7 +31,7 @@ class Value:
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         return encode_document(row, tokenizer, source, "assistant")
 
-    def units(self, batch: Batch) -> Tensor:
+    def denominator(self, batch: Batch) -> Tensor:
         return batch.weights.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:

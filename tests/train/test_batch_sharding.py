@@ -15,18 +15,18 @@ from tests.rl.test_grpo import groups
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows", [0, 1, 5, 17])
 def test_every_rank_gets_equally_many_batches_and_nothing_is_lost(workers, rows):
-    packed = [[atom] for atom in GRPO().credit(groups(6, 4))][:rows]
+    packed = [[unit] for unit in GRPO().credit(groups(6, 4))][:rows]
     shares = [deal(packed, World(rank, workers), 4, 40) for rank in range(workers)]
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) >= 1
     batches = [batch for share in shares for batch in share]
-    assert sum(float(GRPO().units(b)) for b in batches) == sum(s.weights.sum() for row in packed for (s,) in row)
+    assert sum(float(GRPO().denominator(b)) for b in batches) == sum(s.weights.sum() for row in packed for (s,) in row)
     for batch in batches if rows else []:
         assert {"advantages", "old_logprobs", "reference_logprobs"} <= batch.streams.keys()
 
 
 def test_a_batch_of_filling_alone_has_a_loss_of_zero_and_gradients():
-    packed = [[atom] for atom in GRPO().credit(groups(1, 4))][:1]
+    packed = [[unit] for unit in GRPO().credit(groups(1, 4))][:1]
     (batch,) = deal(packed, World(1, 2), 4, 40)
     assert isinstance(batch, Batch)
     weight = torch.zeros((), requires_grad=True)

@@ -11,7 +11,7 @@ import yaml
 from ptf.cli import main
 from ptf.config import loads
 from ptf.errors import UserError
-from ptf.model.activation_memory import _attend, kept
+from ptf.model.activation_memory import _attend, activation_bytes
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.layers import Parts
@@ -79,7 +79,7 @@ def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -
     model = Decoder(config, parts)
     for name, p in model.named_parameters():
         p.requires_grad_(not adapted or name in adapter_names(model))
-    expected = kept(config, 0, parts, dtype, 1, model.layers[0]).everything
+    expected = activation_bytes(config, 0, parts, dtype, 1, model.layers[0]).everything
     block, tokens = model.layers[0].to(dtype), 256
     x = torch.randn(1, tokens, config.dim).to(dtype).requires_grad_()
     own, saved = {p.untyped_storage()._cdata for p in block.parameters()}, {}

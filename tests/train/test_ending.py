@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ptf.compute import provenance, saver
 from ptf.compute.tracking import Tracker, read_metrics
-from ptf.errors import Left, UserError
+from ptf.errors import Stopped, UserError
 from ptf.recipes.sft.recipe import SFT
 from ptf.train import fit as fitting
 from tests.reliability.kills import tensors
@@ -42,7 +42,7 @@ def test_sigterm_saves_and_ends_and_the_run_goes_on(raw: dict[str, Any], monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "log", preempted)
-        with pytest.raises(Left, match="stopped after step 8 of 12"):
+        with pytest.raises(Stopped, match="stopped after step 8 of 12"):
             train(raw, "a")
     directory = Path(raw["output"]) / "a"
     assert (directory / "checkpoints" / "step_00000008" / "manifest.json").exists()
@@ -64,7 +64,7 @@ def test_a_file_named_stop_ends_a_run_once(raw: dict[str, Any], monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "log", asked)
-        with pytest.raises(Left, match="stopped after step 4 of 12"):
+        with pytest.raises(Stopped, match="stopped after step 4 of 12"):
             train(raw, "a")
     assert steps(train(raw, "a"))[-1] == 12
 

@@ -14,7 +14,7 @@ from ptf.compute.tracking import Tracker, is_clock, read_metrics
 from ptf.config import loads
 from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
-from ptf.run import begun, resolved, run
+from ptf.run import recorded_models, resolved, run
 from ptf.train.optim import Schedule
 from tests.tiny import arithmetic, write_jsonl
 
@@ -167,7 +167,7 @@ def test_a_run_keeps_the_version_that_it_started_from(raw, tmp_path):
     run(pinned, "third")
     (versions / "latest.json").write_text('{"version": "v2"}')
     assert resolved(job).model.path == str(versions / "v2")
-    assert resolved(job, begun(job, "third")).model.path == str(versions / "v1")
+    assert resolved(job, recorded_models(job, "third")).model.path == str(versions / "v1")
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])

@@ -174,9 +174,9 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     )
     scorer = Scorer(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_rows=2)
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
-    atoms = [(s,) for s in samples]
-    learner.update([atoms], 0)
-    learner.update([atoms], 1)
+    units = [(s,) for s in samples]
+    learner.update([units], 0)
+    learner.update([units], 1)
 
     def worst(a, b):
         return max(float(abs(x - y).max()) for x, y in zip(a, b, strict=True))

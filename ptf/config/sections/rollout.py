@@ -47,11 +47,11 @@ class RolloutConfig(Section):
     max_turns: Positive = 8
     """Most turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn, `data.seq_len` the
     whole episode with the messages of the environment."""
-    processes: Positive = free(1)
+    reward_processes: Positive = free(1)
     """Processes that compute rewards; for environments, the number of processes beside each engine replica."""
     reward_timeout_s: PositiveFloat = free(10.0)
     """Deadline of one reward, or of one reply of an environment; a process that misses it is killed."""
-    retries: Count = free(1)
+    reward_retries: Count = free(1)
     """How often a reward or an environment that failed is called again before its answer counts as having no result."""
     engine: Literal["vllm", "native"] | Plug = "vllm"
     """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`

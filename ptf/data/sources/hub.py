@@ -120,7 +120,7 @@ def tree(id: str, commit: str) -> dict[str, Entry]:
     cached = _cache_directory(id, commit) / "files.json"
     if cached.is_file():
         try:
-            listing = storage.record(str(cached), "", {"id": id, "commit": commit})["files"]
+            listing = storage.read_record(str(cached), "", {"id": id, "commit": commit})["files"]
             return {name: Entry(size, oid) for name, (size, oid) in listing.items()}
         except storage.Corrupt:
             cached.unlink()  # it is requested again
@@ -250,7 +250,7 @@ def _with_retries(what: str, request: Callable[[], T]) -> T:
                 ) from None
             raise
 
-    return storage.patiently(what, once)
+    return storage.with_retries(what, once)
 
 
 def _cache_directory(id: str, commit: str) -> Path:

@@ -27,7 +27,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
-from ptf.recipes.documents import pairs, sums, weights
+from ptf.recipes.documents import document_weights, pairs, sums
 from ptf.recipes.protocol import Companion, Metrics
 
 
@@ -59,9 +59,9 @@ class DPO:
         """Encode a row as a pair of samples."""
         return encode_preference(row, tokenizer, source)
 
-    def units(self, batch: Batch) -> Tensor:
+    def denominator(self, batch: Batch) -> Tensor:
         """Count the pairs, by their weights."""
-        return weights(batch)[pairs(batch)[0]].sum(dtype=torch.float64)
+        return document_weights(batch)[pairs(batch)[0]].sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs, with accuracy, margins, rewards and log-probs."""
@@ -79,7 +79,7 @@ class DPO:
             losses = -(1 - self.label_smoothing) * logsigmoid(self.beta * gap) - self.label_smoothing * logsigmoid(
                 -self.beta * gap
             )
-        counts = weights(batch)[chosen]
+        counts = document_weights(batch)[chosen]
         loss = (losses * counts).sum()
         metrics = {
             "loss": loss,

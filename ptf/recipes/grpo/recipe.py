@@ -34,7 +34,7 @@ from ptf.model.chunked import TokenLogprobs, surrogate, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.sampling import NO_PROCESSING, Processing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
-from ptf.recipes.documents import sums, weights
+from ptf.recipes.documents import document_weights, sums
 from ptf.recipes.protocol import Companion, Critic, Metrics
 
 
@@ -57,7 +57,7 @@ class GRPO:
     epochs: int = 1
     minibatches: int = 1
     processing: Processing = NO_PROCESSING  # the distribution that answers were drawn from
-    length: int = 1  # the largest number of tokens of an answer
+    max_new_tokens: int = 1  # the largest number of tokens of an answer
     online: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
@@ -81,7 +81,7 @@ class GRPO:
         Answers without a result enter no baseline and are not trained on; a group with fewer than two results is left
         out.
         """
-        atoms: list[PackUnit] = []
+        units: list[PackUnit] = []
         for group in groups:
             scored = [t for t in group if isinstance(t.outcome, Reward)]
             if len(scored) < 2:
@@ -92,13 +92,13 @@ class GRPO:
                 if self.baseline == "leave_one_out"
                 else group_relative(rewards, self.scale_by_std)
             )
-            atoms += [(sample,) for t, a in zip(scored, advantages, strict=True) for sample in samples_of(t, a)]
-        return atoms
+            units += [(sample,) for t, a in zip(scored, advantages, strict=True) for sample in samples_of(t, a)]
+        return units
 
     def reward(self, trajectory: Trajectory) -> float:
         """Return the reward, less the penalties for the answer's length and its distance from the reference."""
         assert isinstance(trajectory.outcome, Reward)
-        value = trajectory.outcome.value + overlong_penalty(trajectory.sampled, self.length, self.overlong)
+        value = trajectory.outcome.value + overlong_penalty(trajectory.sampled, self.max_new_tokens, self.overlong)
         if self.kl and self.kl_in == "reward":
             streams = {
                 name: torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs")
@@ -108,9 +108,9 @@ class GRPO:
             )
         return value
 
-    def units(self, batch: Batch) -> Tensor:
+    def denominator(self, batch: Batch) -> Tensor:
         """Count what the loss is a mean over: tokens, or answers."""
-        return (batch.weights if self.mean_over == "tokens" else weights(batch)).sum(dtype=torch.float64)
+        return (batch.weights if self.mean_over == "tokens" else document_weights(batch)).sum(dtype=torch.float64)
 
     def has_known_gradient(self, batch: Batch) -> bool:
         """Return whether the gradient of the loss to every log-prob is known before the forward pass.
@@ -127,7 +127,7 @@ class GRPO:
 
     def on_policy_loss(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return what `loss` returns, for a batch with `has_known_gradient`."""
-        counts = self.counts(batch)
+        counts = self.token_coefficients(batch)
         reduce = partial(surrogate, **self.sampling_arguments(batch), coefficients=batch.streams["advantages"] * counts)
         loss, outputs = model(batch.tokens, batch.positions, batch.segments, reduce)
         metrics = {
@@ -176,7 +176,7 @@ class GRPO:
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-        counts = self.counts(batch)
+        counts = self.token_coefficients(batch)
         metrics = {
             "entropy": (entropy * counts).sum(),
             "clip_share": ((clipped * advantages < ratio * advantages) * counts).sum(),
@@ -206,12 +206,12 @@ class GRPO:
         """
         return self.epochs * self.minibatches > 1 or bool(self.kl and self.kl_in == "reward")
 
-    def counts(self, batch: Batch) -> Tensor:
-        """Return how much each token counts in the sum that the step divides by `units`: [B, T]."""
+    def token_coefficients(self, batch: Batch) -> Tensor:
+        """Return how much each token counts in the sum that the step divides by `denominator`: [B, T]."""
         if self.mean_over == "tokens":
             return batch.weights
         if self.mean_over == "length":
-            return batch.weights / self.length
+            return batch.weights / self.max_new_tokens
         tokens = sums(torch.ones_like(batch.weights), batch).clamp(min=1)
         return batch.weights / broadcast_to_tokens(tokens, batch)
 

@@ -68,7 +68,7 @@ class KD:
         """Encode a row as SFT does."""
         return encode_document(row, tokenizer, source, self.train_on)
 
-    def units(self, batch: Batch) -> Tensor:
+    def denominator(self, batch: Batch) -> Tensor:
         """Count the trained tokens, by their weights."""
         return batch.weights.sum(dtype=torch.float64)
 

@@ -39,9 +39,9 @@ class OPD(GRPO):
         return True
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        """Return GRPO's loss; the metric `teacher_apart` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
+        """Return GRPO's loss; the metric `kl_teacher` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
         loss, metrics = super().loss(model, batch, companions)
-        return loss, {**metrics, "teacher_apart": -(batch.streams["advantages"] * batch.weights).sum()}
+        return loss, {**metrics, "kl_teacher": -(batch.streams["advantages"] * batch.weights).sum()}
 
     def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return every answer with its advantages, whether it has a reward or not."""

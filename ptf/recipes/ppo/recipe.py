@@ -45,7 +45,7 @@ class Critic:
         """Raise NotImplementedError: a critic trains on rollouts."""
         raise NotImplementedError("a critic trains on what the policy sampled")
 
-    def units(self, batch: Batch) -> Tensor:
+    def denominator(self, batch: Batch) -> Tensor:
         """Count the trained tokens, by their weights."""
         return batch.weights.sum(dtype=torch.float64)
 
@@ -114,5 +114,7 @@ class PPO(GRPO):
                 torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs")
             )
             rewards -= self.kl * estimate_kl(self.kl_estimator, old, reference).numpy()
-        rewards[-1] += trajectory.outcome.value + overlong_penalty(trajectory.sampled, self.length, self.overlong)
+        rewards[-1] += trajectory.outcome.value + overlong_penalty(
+            trajectory.sampled, self.max_new_tokens, self.overlong
+        )
         return rewards

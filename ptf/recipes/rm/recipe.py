@@ -27,7 +27,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
-from ptf.recipes.documents import ends, pairs, weights
+from ptf.recipes.documents import document_weights, ends, pairs
 from ptf.recipes.protocol import Companion, Metrics
 
 
@@ -50,25 +50,25 @@ class RM:
         """Encode a row as a pair of samples, or as a scored conversation. Raises UserError for a row without the
         numbers that the loss needs."""
         if self.loss_type != "pair":
-            atoms = encode_scored(row, tokenizer, source)
-            for (sample,) in atoms if self.loss_type == "binary" else ():
+            units = encode_scored(row, tokenizer, source)
+            for (sample,) in units if self.loss_type == "binary" else ():
                 invalid = [reward for reward in sample.streams["score"].tolist() if not 0 <= reward <= 1]
                 if invalid:
                     raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {invalid[0]}")
-            return atoms
-        atoms = encode_preference(row, tokenizer, source)
+            return units
+        units = encode_preference(row, tokenizer, source)
         if not self.margin:
-            return atoms
+            return units
         margin = row.get("margin")
         if not isinstance(margin, int | float) or not np.isfinite(margin):
             raise UserError(f"algo.margin: a row needs a number `margin`, not {margin!r}")
         return [
-            tuple(replace(s, streams={"margin": np.full(len(s), margin, np.float32)}) for s in atom) for atom in atoms
+            tuple(replace(s, streams={"margin": np.full(len(s), margin, np.float32)}) for s in unit) for unit in units
         ]
 
-    def units(self, batch: Batch) -> Tensor:
+    def denominator(self, batch: Batch) -> Tensor:
         """Count the pairs or scored answers, by their weights."""
-        counts = weights(batch)[pairs(batch)[0]] if self.loss_type == "pair" else batch.weights
+        counts = document_weights(batch)[pairs(batch)[0]] if self.loss_type == "pair" else batch.weights
         return counts.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
@@ -76,7 +76,7 @@ class RM:
         scores = self.scores(model, batch)
         if self.loss_type == "pair":
             chosen, rejected = pairs(batch)
-            gap, counts = scores[chosen] - scores[rejected], weights(batch)[chosen]
+            gap, counts = scores[chosen] - scores[rejected], document_weights(batch)[chosen]
             margin = batch.streams["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
             losses = -logsigmoid(gap - margin) + self.centring * (scores[chosen] + scores[rejected]) ** 2
             correct, score = gap > 0, (scores[chosen] + scores[rejected]) / 2

@@ -39,7 +39,7 @@ class SFT:
         """Encode a row as a document."""
         return encode_document(row, tokenizer, source, self.train_on)
 
-    def units(self, batch: Batch) -> Tensor:
+    def denominator(self, batch: Batch) -> Tensor:
         """Count the trained tokens, by their weights."""
         return batch.weights.sum(dtype=torch.float64)
 
@@ -49,13 +49,13 @@ class SFT:
         return loss, {"loss": loss.detach(), **self.by_source(batch, documents)}
 
     def by_source(self, batch: Batch, losses: Tensor | None) -> Metrics:
-        """Return the loss and the units of each source's documents; `losses` is [documents], or None for heads that
+        """Return the loss and the share of each source's documents; `losses` is [documents], or None for heads that
         give no loss per document."""
         if len(self.sources) < 2 or losses is None:
             return {}
-        units = batch.per_document(torch.ones_like(batch.weights))
+        denominator = batch.per_document(torch.ones_like(batch.weights))
         metrics: Metrics = {}
         for name in self.sources:
             of_source = torch.tensor([source == name for source in batch.sources], device=losses.device)
-            metrics |= {f"loss/{name}": losses[of_source].sum(), f"share/{name}": units[of_source].sum()}
+            metrics |= {f"loss/{name}": losses[of_source].sum(), f"share/{name}": denominator[of_source].sum()}
         return metrics

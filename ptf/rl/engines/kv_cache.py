@@ -40,7 +40,7 @@ class Cache:
 
         return attend
 
-    def share(self, which: Tensor) -> None:
+    def map_contexts(self, which: Tensor) -> None:
         """Begin n answers to the contexts with these indices, [n]."""
         self.answers = self.answers.new_zeros(*self.answers.shape[:2], len(which), *self.answers.shape[3:])
         self._arrange(which)

@@ -91,7 +91,7 @@ class NativeEngine:
         )
         logits = self._prefill(list(contexts.values()), cache)  # [contexts, V]
         which = torch.tensor([index[r.context.tobytes()] for r in requests], device=self.device)
-        cache.share(which)
+        cache.map_contexts(which)
         logits = logits[which]
 
         n = len(requests)
@@ -147,7 +147,7 @@ class NativeEngine:
         cache = Cache(self.model.config, list(map(len, contexts)), max(trie.longest - 1, 1), self.device, torch.float32)
         logits = self._prefill(contexts, cache).float()
         owner, states, scores = np.arange(len(contexts)), np.zeros(len(contexts), np.int64), np.zeros(len(contexts))
-        cache.share(torch.from_numpy(owner).to(self.device))
+        cache.map_contexts(torch.from_numpy(owner).to(self.device))
         lengths = np.array(list(map(len, contexts)))
         edges = edges_of(trie).to(self.device)
         for turn in range(trie.longest - 1):  # the last token ends the answer

@@ -20,7 +20,7 @@ from ptf.data.sources import hub
 from ptf.data.sources.blocks import Location, Reader
 from ptf.data.sources.rows import fingerprint, rows_once
 from ptf.errors import UserError
-from ptf.run import dataset_commits, record, resolved
+from ptf.run import dataset_commits, resolved, write_job_file
 from tests.data.hub_stub import HubStub, running
 
 README = b"""---
@@ -205,13 +205,13 @@ def test_a_job_is_resolved_to_commits_once_and_keeps_them(stub: HubStub, tmp_pat
     begun = resolved(job)
     assert begun.data.sources["a"].revision == begun.data.validation["v"].revision == old
     assert begun.data.sources["b"].revision is None
-    record(begun, tmp_path / "runs" / "one")
+    write_job_file(begun, tmp_path / "runs" / "one")
     new = stub.push("open/gsm", gsm(first=7))
     assert dataset_commits(job) == {"data.sources.a": new, "data.validation.v": new}
     # the second asks for a branch, which has moved
     assert dataset_commits(job, "one") == {"data.sources.a": old, "data.validation.v": new}
     with pytest.raises(UserError, match=rf'data\.validation\.v\.revision: "{old}" → "{new}"'):
-        record(resolved(job, lineage="one"), tmp_path / "runs" / "one")
+        write_job_file(resolved(job, lineage="one"), tmp_path / "runs" / "one")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def furthest(model: Decoder, swapped: bool = False, dtype: torch.dtype = torch.f
     model(
         batch.tokens, batch.positions, batch.segments, lambda x, head: x, cache.prefill(batch.segments, batch.positions)
     )
-    cache.share(torch.from_numpy(which))
+    cache.map_contexts(torch.from_numpy(which))
     live, apart = np.arange(len(which)), 0.0
     for turn in range(NEW):
         if not (going := ends[live] > turn).all():
@@ -94,7 +94,7 @@ def test_however_answers_are_spread_little_more_is_computed(counts: list[int], r
     random.shuffle(which)
     cache = Cache(model_of("qwen3").config, [2] * len(counts), 1, torch.device("cpu"), torch.float32)
     cache.context += torch.arange(len(counts))[:, None, None, None]  # each is known by its number
-    cache.share(torch.tensor(which))
+    cache.map_contexts(torch.tensor(which))
     if len(set(counts)) == 1:
         assert len(cache.lengths) == len(counts), "groups of one size need no copy"
         assert len(cache.lengths) * cache.width == len(which)

@@ -146,7 +146,7 @@ def find_mode() -> str:
     faults = []
     for mode in candidates():
         try:
-            verdict = tried(mode)
+            verdict = try_mode(mode)
             if verdict.value == 1.0:
                 return mode
             faults.append(f"{mode}: {verdict.why}")
@@ -160,7 +160,7 @@ def find_mode() -> str:
     )
 
 
-def tried(mode: str) -> Verdict:
+def try_mode(mode: str) -> Verdict:
     """Judge an answer for the first time in a mode. Raise SandboxFault where the mode does not work."""
     job = json.dumps(
         {"answer": "def f(x):\n    return x + 1", "tests": "assert f(1) == 2", "setup": None, "entry": None}
