@@ -66,7 +66,7 @@ class Flipped(GRPO):
     def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
         return [
             tuple(
-                Sample(s.tokens, s.weights, s.source, {**s.streams, "advantages": -s.streams["advantages"]})
+                Sample(s.tokens, s.weights, s.source, {**s.token_columns, "advantages": -s.token_columns["advantages"]})
                 for s in unit
             )
             for unit in super().credit(groups)
@@ -78,7 +78,7 @@ def shifted(samples: Callable[..., list[Sample]]) -> Callable[..., list[Sample]]
 
     def made(*args: Any) -> list[Sample]:
         return [
-            Sample(s.tokens, np.roll(s.weights, -1), s.source, {k: np.roll(v, -1) for k, v in s.streams.items()})
+            Sample(s.tokens, np.roll(s.weights, -1), s.source, {k: np.roll(v, -1) for k, v in s.token_columns.items()})
             for s in samples(*args)
         ]
 

@@ -241,30 +241,36 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
 
     The greedy answers are written to `run/answers/` and `run/answers/start/`.
     """
-    knobs = job.evaluate
-    rewards = rewards_of(job, knobs.reward or (job.rollout.reward if job.rollout else None))
-    if not knobs.sources or not (rewards or (job.rollout and job.rollout.environment)):
+    evaluate_config = job.evaluate
+    rewards = rewards_of(job, evaluate_config.reward or (job.rollout.reward if job.rollout else None))
+    if not evaluate_config.sources or not (rewards or (job.rollout and job.rollout.environment)):
         return {}
     starting = StartingModel.of(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
-    prompts, trie = held_out_prompts(job.evaluate.sources, tokenizer, knobs.limit), trie_of(job.rollout, tokenizer)
-    models = {"": run / "model"} | ({"start/": starting.with_weights()} if knobs.start else {})
+    prompts, trie = (
+        held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.limit),
+        trie_of(job.rollout, tokenizer),
+    )
+    models = {"": run / "model"} | ({"start/": starting.with_weights()} if evaluate_config.start else {})
     metrics: dict[str, float] = {}
-    length = max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts) + knobs.max_new_tokens
+    length = (
+        max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
+        + evaluate_config.max_new_tokens
+    )
     if job.rollout and job.rollout.environment:
         length = max(length, job.data.seq_len)
     max_no_result = job.rollout.max_no_result if job.rollout else 0.1
     try:
         pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
         # the native engine runs in this process
-        with job_cluster(job, run, [pool], local=knobs.engine == "native") as cluster:
+        with job_cluster(job, run, [pool], local=evaluate_config.engine == "native") as cluster:
             for prefix, directory in models.items():
                 spec = sampler_spec(
                     job,
                     directory,
                     tokenizer_path,
                     run,
-                    engine=knobs.engine,
+                    engine=evaluate_config.engine,
                     version=0,
                     workers=1,
                     length=length,
@@ -279,15 +285,16 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
                             source_prompts,
                             0,
                             f"evaluate {name}",
-                            samples=knobs.samples,
-                            temperature=knobs.temperature,
-                            max_new_tokens=knobs.max_new_tokens,
+                            samples=evaluate_config.samples,
+                            temperature=evaluate_config.temperature,
+                            max_new_tokens=evaluate_config.max_new_tokens,
                             max_no_result=max_no_result,
                         )
                         text = "".join(json.dumps(a, default=str) + "\n" for a in answers)
                         storage.write_text(str(run / "answers" / f"{prefix}{name}.jsonl"), text)
                         rates |= {
-                            metric: compute_own_metric(metric, plug, answers) for metric, plug in knobs.metrics.items()
+                            metric: compute_own_metric(metric, plug, answers)
+                            for metric, plug in evaluate_config.metrics.items()
                         }
                         metrics |= {f"{prefix}{name}/{key}": value for key, value in rates.items()}
     finally:
@@ -302,14 +309,14 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
 
     The metrics of each user are written to `run/ranked/` and `run/ranked/start/`.
     """
-    knobs = job.evaluate.ranking
-    assert knobs is not None
+    evaluate_config = job.evaluate.ranking
+    assert evaluate_config is not None
     starting = StartingModel.of(job, run)
     tokenizer = starting.load_tokenizer()
     models = {"": run / "model"}
     if job.evaluate.start and job.model.init == "pretrained":
         models["start/"] = starting.with_weights()
-    prompts = held_out_prompts(knobs.sources, tokenizer, sys.maxsize)
+    prompts = held_out_prompts(evaluate_config.sources, tokenizer, sys.maxsize)
     metrics: dict[str, float] = {}
     with joined(job.compute.device, job.compute.timeout_s, threads=job.compute.threads or default_threads(1)) as world:
         for prefix, directory in models.items():
@@ -318,9 +325,9 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
                     directory,
                     tokenizer=tokenizer,
                     prompts=source_prompts,
-                    catalogue=knobs.catalogue,
-                    k=knobs.k,
-                    beam=knobs.beam,
+                    catalogue=evaluate_config.catalogue,
+                    k=evaluate_config.k,
+                    beam=evaluate_config.beam,
                     device=world.device,
                     parts=parts_of(without_adapters(starting.section)),
                     answers=run / "ranked" / f"{prefix}{name}.jsonl",
@@ -350,11 +357,11 @@ def check_evaluation(job: Job) -> None:
 
     Raises ConfigError otherwise.
     """
-    knobs = job.evaluate
+    evaluate_config = job.evaluate
     plugs = {
-        "reward": knobs.reward,
-        "engine": knobs.engine,
-        **{f"metrics.{name}": plug for name, plug in knobs.metrics.items()},
+        "reward": evaluate_config.reward,
+        "engine": evaluate_config.engine,
+        **{f"metrics.{name}": plug for name, plug in evaluate_config.metrics.items()},
     }
     for name, plug in plugs.items():
         if isinstance(plug, Plug):
@@ -365,12 +372,12 @@ def check_evaluation(job: Job) -> None:
     metric = job.publish.metric
     if metric is None or metric.startswith("train/"):
         return
-    rates = ["pass@1", f"pass@{knobs.samples}", "reward", "no_result", *knobs.metrics]
-    names = [f"{source}/{rate}" for source in knobs.sources for rate in rates]
-    if knobs.ranking:
+    rates = ["pass@1", f"pass@{evaluate_config.samples}", "reward", "no_result", *evaluate_config.metrics]
+    names = [f"{source}/{rate}" for source in evaluate_config.sources for rate in rates]
+    if evaluate_config.ranking:
         names += [
-            f"{source}/{task}/{measure}@{knobs.ranking.k}"
-            for source in knobs.ranking.sources
+            f"{source}/{task}/{measure}@{evaluate_config.ranking.k}"
+            for source in evaluate_config.ranking.sources
             for task in TASKS
             for measure in MEASURES
         ]

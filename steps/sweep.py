@@ -11,14 +11,14 @@ from ptf.errors import UserError
 
 def measured_by(job: Job) -> dict[str, Any]:
     """Return, by key, the settings that must be the same in all trials: those of measurement and publication."""
-    knobs, rollout = job.evaluate.model_dump(), job.rollout
+    values, rollout = job.evaluate.model_dump(), job.rollout
     reward = job.evaluate.reward or (rollout.reward if rollout else None)
     return {
         "recipe": job.recipe,
         "output": job.output,
         "publish": job.publish,
         "flow": job.flow,
-        "evaluate": knobs,
+        "evaluate": values,
         "data.validation": job.data.validation,
         "data.prepare": job.data.prepare,
         "data.seq_len": job.data.seq_len,

@@ -175,16 +175,16 @@ class Checkpoints:
     @classmethod
     def of(cls, job: Job, run: Path, lease: Lease = UNSHARED) -> "Checkpoints":
         """Build the checkpoints of the run in this directory; `lease` is checked whenever one is begun or committed."""
-        knobs = job.checkpoint
-        best = (knobs.best.metric, knobs.best.mode) if knobs.best else None
-        root = f"{knobs.to.rstrip('/')}/{run.name}" if knobs.to else str(run / "checkpoints")
+        checkpoint_config = job.checkpoint
+        best = (checkpoint_config.best.metric, checkpoint_config.best.mode) if checkpoint_config.best else None
+        root = f"{checkpoint_config.to.rstrip('/')}/{run.name}" if checkpoint_config.to else str(run / "checkpoints")
         return cls(
             root,
-            every=knobs.every,
-            keep=knobs.keep,
+            every=checkpoint_config.every,
+            keep=checkpoint_config.keep,
             steps=job.train.steps or 0,
             best=best,
-            whole_up_to=knobs.verify_gib * 2**30,
+            whole_up_to=checkpoint_config.verify_gib * 2**30,
             lease=lease,
         )
 

@@ -200,8 +200,8 @@ class Monitor:
             if self.silent_seconds(rank) > SILENT_S:
                 if state != "silent":
                     messages.append(
-                        f"{self.name} rank {rank} has not answered for {self.silent_seconds(rank):.0f} s (stopped, "
-                        f"or its machine is){self.describe(rank)}"
+                        f"{self.name} rank {rank} has not answered for {self.silent_seconds(rank):.0f} s: the process "
+                        f"is suspended or its machine is down{self.describe(rank)}"
                     )
                     self._state[rank] = "silent"
             elif (
@@ -217,7 +217,8 @@ class Monitor:
                 del self._state[rank]
         if stuck:
             messages.append(
-                f"{self.name}: not moving, longer than ever before (a rank that waits for another hangs with it)"
+                f"{self.name}: not moving, in one phase for longer than ever before "
+                "(a rank that waits for a stuck one is listed, too)"
             )
             messages += [f"  rank {rank}{self.describe(rank)}" for rank in stuck[:8]]
         return messages

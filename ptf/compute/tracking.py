@@ -160,7 +160,7 @@ class Tracker:
     def __init__(
         self,
         directory: Path,
-        knobs: TrackConfig,
+        track_config: TrackConfig,
         *,
         resumed: int,
         steps: int,
@@ -170,11 +170,11 @@ class Tracker:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         self.rows = Rows(self.path, resumed, lease, expected)
-        self.steps, self.print_every = steps, knobs.print_every
+        self.steps, self.print_every = steps, track_config.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
-        self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if knobs.tensorboard else []
-        if knobs.wandb:
-            self.sinks.append(WandB(directory, knobs.wandb))
+        self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
+        if track_config.wandb:
+            self.sinks.append(WandB(directory, track_config.wandb))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an optimizer step; `step` counts from 1."""
@@ -192,7 +192,7 @@ class Tracker:
         shown = " ".join(
             f"{name} {value:<9.4g}"
             for name, value in metrics.items()
-            if not name.startswith(("seconds/", "mem/", "units"))
+            if not name.startswith(("seconds/", "mem/", "denominator"))
         )
         return f"step {step:>{width}}/{self.steps} {shown} left {left // 60}:{left % 60:02}"
 

@@ -15,6 +15,7 @@ KEYS = {
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
     "data.lanes": "data.partitions",
     "data.share_beginnings": "data.share_prefixes",
+    "model.trainable": "model.trainable",
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
@@ -23,6 +24,7 @@ KEYS = {
     "train.checkpointing": "train.activation_checkpointing",
     "train.decay_at": "train.decay_at_loss",
     "train.micro_rows": "train.micro_sequences",
+    "train.min_lr": "train.min_lr_ratio",
     "train.rows": "train.sequences",
     "train.stop": "train.early_stopping",
 }

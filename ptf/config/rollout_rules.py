@@ -5,37 +5,37 @@ from ptf.config.schema import Job
 
 def rollouts(job: Job) -> list[str]:
     """Return the problems of `rollout` and of what does not go with it."""
-    knobs = job.rollout
-    if knobs is None:
+    rollout_config = job.rollout
+    if rollout_config is None:
         return []
     faults = rewarded(job)
-    if knobs.environment and job.evaluate.reward:
+    if rollout_config.environment and job.evaluate.reward:
         faults.append("evaluate.reward: rollout.environment plays held-out episodes too, and gives their rewards")
     if job.data.validation:
         faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
     if job.data.too_long in ("truncate", "split"):
         faults.append("data.too_long: a prompt cannot be cut; use error or drop")
-    if knobs.top_p < 1 and job.compute.mesh.tensor > 1:
+    if rollout_config.top_p < 1 and job.compute.mesh.tensor > 1:
         faults.append(
             "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, "
             "where no process has the whole distribution"
         )
-    if knobs.allowed and knobs.allowed.distinct and knobs.allowed.repeat == 1:
+    if rollout_config.allowed and rollout_config.allowed.distinct and rollout_config.allowed.repeat == 1:
         faults.append("rollout.allowed.distinct: with repeat 1 there is nothing that could be there twice; give repeat")
-    if knobs.lora == "adapter" and job.model.lora is None:
+    if rollout_config.lora == "adapter" and job.model.lora is None:
         faults.append("rollout.lora: adapter needs model.lora")
-    if knobs.lora == "adapter" and knobs.engine not in ("native", "vllm"):
+    if rollout_config.lora == "adapter" and rollout_config.engine not in ("native", "vllm"):
         faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
-    if knobs.tensor > 1 and (knobs.engine != "vllm" or job.compute.launcher != "ray"):
+    if rollout_config.tensor > 1 and (rollout_config.engine != "vllm" or job.compute.launcher != "ray"):
         faults.append("rollout.tensor: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
     faults += transport(job)
-    if job.compute.launcher == "local" and knobs.workers > 1:
+    if job.compute.launcher == "local" and rollout_config.workers > 1:
         faults.append("rollout.workers: compute.launcher: local has one process")
     if job.compute.launcher == "torchrun":
         faults.append("compute.launcher: torchrun has no rollouts; use ray, or local with rollout.engine: native")
-    if knobs.max_new_tokens >= job.data.seq_len:
+    if rollout_config.max_new_tokens >= job.data.seq_len:
         faults.append(
-            f"rollout.max_new_tokens ({knobs.max_new_tokens}) leaves no room for a prompt in data.seq_len "
+            f"rollout.max_new_tokens ({rollout_config.max_new_tokens}) leaves no room for a prompt in data.seq_len "
             f"({job.data.seq_len})"
         )
     return faults
@@ -43,14 +43,14 @@ def rollouts(job: Job) -> list[str]:
 
 def rewarded(job: Job) -> list[str]:
     """Something must say how good an answer is."""
-    knobs = job.rollout
-    assert knobs is not None
-    of_answers = [f"rollout.{name}" for name in ("reward", "reward_model") if getattr(knobs, name) is not None]
-    if not of_answers and not knobs.environment:
+    rollout_config = job.rollout
+    assert rollout_config is not None
+    of_answers = [f"rollout.{name}" for name in ("reward", "reward_model") if getattr(rollout_config, name) is not None]
+    if not of_answers and not rollout_config.environment:
         return ["rollout.reward: it, or reward_model or environment, must say how good an answer is"]
-    if of_answers and knobs.environment:
+    if of_answers and rollout_config.environment:
         return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
-    if knobs.reward_model and not knobs.reward and job.evaluate.sources and not job.evaluate.reward:
+    if rollout_config.reward_model and not rollout_config.reward and job.evaluate.sources and not job.evaluate.reward:
         return [
             (
                 "evaluate.sources needs evaluate.reward: held-out answers are not scored by rollout.reward_model, "

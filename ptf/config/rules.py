@@ -34,7 +34,7 @@ def names(job: Job) -> list[str]:
 
 
 def secrets(job: Job) -> list[str]:
-    """None is written into a config, which is stored, shown and published."""
+    """Return a problem for each secret that is written into the config: configs are stored, shown and published."""
     rule = (
         "is a secret, and a config is stored, shown and published; write env:NAME, "
         "the variable that holds it where it is needed"
@@ -157,7 +157,9 @@ def places(job: Job) -> list[str]:
     ):
         chosen = [name for name in ("config", "split", "revision") if getattr(source, name) is not None]
         if source.kind == "tokenized" and chosen:
-            faults.append(f"{key}.{chosen[0]} is of data that are not tokenized yet; remove it")
+            faults.append(
+                f"{key}.{chosen[0]} cannot be used with kind: tokenized, which is read as it was stored; remove it"
+            )
         elsewhere = "://" in source.path and not source.path.startswith("hf://")
         if source.revision is not None and (elsewhere or source.path.startswith(("/", ".", "~", "prepare:"))):
             faults.append(

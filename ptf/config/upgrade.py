@@ -96,7 +96,7 @@ def _composed(text: str) -> yaml.Node | None:
 
 
 def _edit(text: str, root: yaml.Node | None, rename: Rename) -> tuple[int, int, str] | None:
-    """Where the old name stands in a text, and what replaces it there; None where it does not stand there as it is."""
+    """Return (start, end, replacement) of an old name in a text; None if the text does not contain it literally."""
     node, key = root, None
     for step in rename.path:
         if isinstance(node, yaml.SequenceNode) and isinstance(step, int):

@@ -18,7 +18,7 @@ STREAM = "baskets"
 
 def reorder_baskets(unit: PackUnit, key: str) -> PackUnit:
     """Return the pack unit with the events of every basket in an order that `key` names; unchanged without baskets."""
-    if not any(STREAM in sample.streams for sample in unit):
+    if not any(STREAM in sample.token_columns for sample in unit):
         return unit
     rng = np.random.default_rng(randint(key, 0, 1 << 62))
     return tuple(permute_events(sample, rng) for sample in unit)
@@ -30,7 +30,7 @@ def permute_events(sample: Sample, rng: np.random.Generator) -> Sample:
     Loss weights stay with the position: the first event of a basket, whichever it is, has the weight that the first one
     had.
     """
-    where = sample.streams.get(STREAM)
+    where = sample.token_columns.get(STREAM)
     if where is None or len(sample) == 0:
         return sample
     begins = np.flatnonzero(np.r_[True, (where[1:] != where[:-1]).any(1)])  # the first token of every event
@@ -43,6 +43,6 @@ def permute_events(sample: Sample, rng: np.random.Generator) -> Sample:
     take = np.repeat(begins[order], sizes) + np.arange(len(sample)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     weights = np.repeat(np.maximum.reduceat(sample.weights, begins), sizes)
     weights[0] = 0.0
-    streams = {name: values[take] for name, values in sample.streams.items()}
-    streams[STREAM] = np.stack([where[take, 0], np.repeat(where[begins, 1], sizes)], 1)
-    return replace(sample, tokens=sample.tokens[take], weights=weights, streams=streams)
+    token_columns = {name: values[take] for name, values in sample.token_columns.items()}
+    token_columns[STREAM] = np.stack([where[take, 0], np.repeat(where[begins, 1], sizes)], 1)
+    return replace(sample, tokens=sample.tokens[take], weights=weights, token_columns=token_columns)

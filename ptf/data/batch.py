@@ -32,7 +32,7 @@ class Batch:
     lengths: tuple[int, ...]  # per document, on the host
     begins: tuple[int, ...]  # per document, the position of its first token
     sources: tuple[str, ...]  # per document
-    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
+    token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
 
     @staticmethod
     def of(rows: Sequence[Sequence[PackUnit]], width: int) -> "Batch":
@@ -57,7 +57,7 @@ class Batch:
             self.lengths,
             self.begins,
             self.sources,
-            {k: move(v) for k, v in self.streams.items()},
+            {k: move(v) for k, v in self.token_columns.items()},
         )
 
     def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -113,7 +113,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     arrays = _arrays(rows, width, memory or Memory())
     _fill_tokens(arrays, documents, pads, ends[behind].tolist(), starts + lengths - 1)
 
-    streams = _streams(documents.streams, starts.tolist(), (rows, width)) if documents.streams else {}
+    token_columns = _streams(documents.token_columns, starts.tolist(), (rows, width)) if documents.token_columns else {}
     units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
     firsts = range(0, max(1, rows), micro_rows)  # the first row of each batch
     in_batches = np.diff(behind[[*firsts, rows]])  # documents in each batch
@@ -138,7 +138,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
                 lengths=tuple(counts[start:stop]),
                 begins=tuple(documents.begins[start:stop]),
                 sources=tuple(documents.sources[start:stop]),
-                streams={name: torch.from_numpy(values[first:end]) for name, values in streams.items()},
+                token_columns={name: torch.from_numpy(values[first:end]) for name, values in token_columns.items()},
             )
         )
     return batches
@@ -231,8 +231,8 @@ def _streams(
 ) -> dict[str, np.ndarray]:
     """Return each column for all rows, with zeros for documents that do not carry it."""
     result: dict[str, np.ndarray] = {}
-    for at, streams in zip(starts, carried, strict=True):
-        for name, values in streams.items():
+    for at, token_columns in zip(starts, carried, strict=True):
+        for name, values in token_columns.items():
             if name not in result:
                 result[name] = np.zeros((shape[0] * shape[1], *values.shape[1:]), values.dtype)
             result[name][at : at + len(values) - 1] = values[1:]

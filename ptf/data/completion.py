@@ -48,8 +48,8 @@ def complete_answer(
     opened = OPENED.search(prompt)
     if thought and CLOSED.search(prompt):
         raise fail(
-            f"the generation prompt ends the thinking before it begins, yet the turn thinks {thought[:60]!r}; "
-            "model.template_args can open it"
+            f"the generation prompt already closes the thinking block, but this turn has thinking {thought[:60]!r}; "
+            "switch thinking on in model.template_args (Qwen3: enable_thinking: true)"
         )
     if thought and not opened and "<think>" not in str(tokenizer.hf.chat_template):
         raise fail(

@@ -21,13 +21,13 @@ class Documents:
     weights: np.ndarray  # [tokens of all documents] float32
     sources: Sequence[str]
     begins: Sequence[int]
-    streams: Sequence[Mapping[str, np.ndarray]]  # per-token values; empty where no document has any
+    token_columns: Sequence[Mapping[str, np.ndarray]]  # per-token values; empty where no document has any
 
     @staticmethod
     def of(rows: Sequence[Sequence[PackUnit]]) -> "Documents":
         """Return the columns of sequences that are given as pack units."""
         samples: list[Sample] = list(chain.from_iterable(chain.from_iterable(rows)))
-        streams = [sample.streams for sample in samples]
+        token_columns = [sample.token_columns for sample in samples]
         return Documents(
             [sum(map(len, row)) for row in rows],
             [*map(len, rows)],
@@ -37,5 +37,5 @@ class Documents:
             np.concatenate([sample.weights for sample in samples] or [np.zeros(0, np.float32)]),
             [sample.source for sample in samples],
             [sample.begins for sample in samples],
-            streams if any(streams) else (),
+            token_columns if any(token_columns) else (),
         )

@@ -124,12 +124,12 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
     weights[0] = 0.0
     if not any(weights):
         raise UserError("a sequence of one token has nothing to train")
-    streams = {"baskets": np.array(baskets, np.int32)} if basket else {}
-    streams |= {
+    token_columns = {"baskets": np.array(baskets, np.int32)} if basket else {}
+    token_columns |= {
         VALUE + name: np.repeat(np.array([(x or 0.0, x is not None) for x in v], np.float32), sizes, 0)
         for name, v in values.items()
     }
-    return [(Sample(np.array(tokens, np.int32), np.array(weights, np.float32), source, streams),)]
+    return [(Sample(np.array(tokens, np.int32), np.array(weights, np.float32), source, token_columns),)]
 
 
 def _is_number_or_none(x: Any) -> bool:
@@ -348,7 +348,7 @@ def _scored_within(unit: PackUnit, seq_len: int) -> PackUnit | None:
     """Return a scored conversation up to the last judged answer that fits; None for anything else."""
     first, *others = unit
     judged = np.flatnonzero(first.weights[:seq_len])
-    if others or "answer_length" not in first.streams or not len(judged):
+    if others or "answer_length" not in first.token_columns or not len(judged):
         return None
     return (_cut(first, 0, int(judged[-1]) + 1),)
 
@@ -358,7 +358,7 @@ def _ends(s: Sample, most: int) -> Iterator[tuple[int, int]]:
 
     An event of a basket that fits a piece is not cut.
     """
-    baskets, start = s.streams.get("baskets"), 0
+    baskets, start = s.token_columns.get("baskets"), 0
     while start < len(s):
         end = min(start + most, len(s))
         if baskets is not None and end < len(s):
@@ -371,7 +371,9 @@ def _ends(s: Sample, most: int) -> Iterator[tuple[int, int]]:
 
 def _cut(s: Sample, start: int, end: int) -> Sample:
     """Return the tokens of a sample from `start` to before `end`."""
-    return Sample(s.tokens[start:end], s.weights[start:end], s.source, {k: v[start:end] for k, v in s.streams.items()})
+    return Sample(
+        s.tokens[start:end], s.weights[start:end], s.source, {k: v[start:end] for k, v in s.token_columns.items()}
+    )
 
 
 def apply_row_weight(unit: PackUnit, row: Row) -> PackUnit:
@@ -379,7 +381,7 @@ def apply_row_weight(unit: PackUnit, row: Row) -> PackUnit:
     weight = row_weight(row)
     if weight == 1:
         return unit
-    weighted = tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.streams) for s in unit)
+    weighted = tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.token_columns) for s in unit)
     if not all(np.isfinite(s.weights).all() for s in weighted):
         raise UserError(f"the row's `weight` {weight:g} is too large for those of its messages")
     return weighted

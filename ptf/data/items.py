@@ -1,4 +1,5 @@
-"""Items: what the streams of a lane pass on: a pack unit, or where its tokens lie, and the place that it was read from.
+"""Items: what the streams of a lane pass on: a pack unit, or where its tokens lie, and the place that it was read
+from.
 
 An item is a plain tuple, and the item of a tokenized row holds arrays, numbers and strings only. Such
 tuples are made many at a time, and the garbage collector stops tracking them; thousands of objects of a class in the

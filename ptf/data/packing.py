@@ -137,9 +137,9 @@ class Packer(Generic[T]):
 
 def idle(rows: Sequence[Sequence[PackUnit]]) -> PackUnit:
     """Return a unit of one token that trains nothing, with the columns that the other samples have."""
-    like = rows[0][0][0].streams if rows and rows[0] else {}
-    streams = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
-    return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", streams),)
+    like = rows[0][0][0].token_columns if rows and rows[0] else {}
+    token_columns = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
+    return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", token_columns),)
 
 
 def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:

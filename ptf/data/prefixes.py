@@ -19,7 +19,7 @@ from ptf.errors import UserError
 def untrained_prefix(sample: Sample) -> bytes:
     """Return the tokens before the first one with a weight or a non-zero column, as bytes; b"" if fewer than two."""
     used = sample.weights != 0
-    for values in sample.streams.values():
+    for values in sample.token_columns.values():
         used = used | (values != 0).reshape(len(values), -1).any(1)
     first = np.flatnonzero(used)
     return sample.tokens[: first[0]].tobytes() if len(first) and first[0] > 1 else b""
@@ -31,7 +31,7 @@ def without_prefix(sample: Sample, n: int) -> Sample:
         sample,
         tokens=sample.tokens[n:],
         weights=sample.weights[n:],
-        streams={name: v[n:] for name, v in sample.streams.items()},
+        token_columns={name: v[n:] for name, v in sample.token_columns.items()},
         begins=n,
     )
 
@@ -70,10 +70,16 @@ def separate(unit: PackUnit) -> list[Sample]:
 def with_prefix(head: Sample, sample: Sample) -> Sample:
     """Return a sample with the prefix that it shares with `head`; the prefix has no weight and zeros in the columns."""
     n = sample.begins
-    streams = {name: np.concatenate([np.zeros((n, *v.shape[1:]), v.dtype), v]) for name, v in sample.streams.items()}
+    token_columns = {
+        name: np.concatenate([np.zeros((n, *v.shape[1:]), v.dtype), v]) for name, v in sample.token_columns.items()
+    }
     weights = np.concatenate([np.zeros(n, np.float32), sample.weights])
     return replace(
-        sample, tokens=np.concatenate([head.tokens[:n], sample.tokens]), weights=weights, streams=streams, begins=0
+        sample,
+        tokens=np.concatenate([head.tokens[:n], sample.tokens]),
+        weights=weights,
+        token_columns=token_columns,
+        begins=0,
     )
 
 

@@ -22,7 +22,7 @@ class Sample:
     weights: np.ndarray  # [n] float32; 0 is context
     source: str = ""
     # Per-token values, [n] or [n, k]: advantages, old_logprobs, …
-    streams: Mapping[str, np.ndarray] = field(default_factory=dict)
+    token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     # Number of leading tokens that are omitted because they are shared: they are the first `begins` tokens of the
     # nearest sample before this one in the same sequence that has `begins` 0 (ptf/data/prefixes.py).
     begins: int = 0
@@ -35,7 +35,7 @@ def samples_of(
     tokens: Sequence[np.ndarray],
     weights: Sequence[np.ndarray],
     sources: Sequence[str],
-    streams: Sequence[Mapping[str, np.ndarray]],
+    token_columns: Sequence[Mapping[str, np.ndarray]],
 ) -> list[Sample]:
     """Build many samples at once.
 
@@ -47,7 +47,7 @@ def samples_of(
         "tokens": tokens,
         "weights": weights,
         "source": sources,
-        "streams": streams,
+        "streams": token_columns,
         "begins": repeat(0),
     }.items():
         deque(map(getattr(Sample, name).__set__, samples, values), 0)
@@ -67,8 +67,8 @@ def length(unit: PackUnit) -> int:
 def dump_units(units: Sequence[PackUnit]) -> dict[str, Any]:
     """Return pack units as columns that hold arrays, strings, lists and dicts only; `load_units` is the inverse."""
     samples = [s for unit in units for s in unit]
-    names = sorted({name for s in samples for name in s.streams})
-    owners = {name: [i for i, s in enumerate(samples) if name in s.streams] for name in names}
+    names = sorted({name for s in samples for name in s.token_columns})
+    owners = {name: [i for i, s in enumerate(samples) if name in s.token_columns] for name in names}
     return {
         "atoms": np.array([len(unit) for unit in units], np.int32),  # samples in each pack unit
         "lengths": np.array([len(s) for s in samples], np.int32),
@@ -79,7 +79,7 @@ def dump_units(units: Sequence[PackUnit]) -> dict[str, Any]:
         "streams": {
             name: {
                 "samples": np.array(owners[name], np.int32),
-                "values": np.concatenate([samples[i].streams[name] for i in owners[name]]),
+                "values": np.concatenate([samples[i].token_columns[name] for i in owners[name]]),
             }
             for name in names
         },
@@ -90,14 +90,14 @@ def load_units(state: Mapping[str, Any]) -> list[PackUnit]:
     """Return the pack units that `dump_units` wrote."""
     lengths = np.asarray(state["lengths"])
     # All samples without per-token values share one dict, since many dicts slow down the garbage collector.
-    streams: list[Mapping[str, np.ndarray]] = [{}] * len(lengths)
+    token_columns: list[Mapping[str, np.ndarray]] = [{}] * len(lengths)
     for name, column in state["streams"].items():
         owners = np.asarray(column["samples"])
         for i, values in zip(owners.tolist(), _pieces(column["values"], lengths[owners]), strict=True):
-            streams[i] = {**streams[i], name: values}
+            token_columns[i] = {**token_columns[i], name: values}
     begins = np.asarray(state["begins"])
     samples = samples_of(
-        _pieces(state["tokens"], lengths), _pieces(state["weights"], lengths), state["sources"], streams
+        _pieces(state["tokens"], lengths), _pieces(state["weights"], lengths), state["sources"], token_columns
     )
     if begins.any():
         samples = [

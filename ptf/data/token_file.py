@@ -36,7 +36,7 @@ STREAM = "stream/"
 
 
 def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
-    """Return one row as columns; `streams` maps a name to the values of all samples, one after the other.
+    """Return one row as columns; `token_columns` maps a name to the values of all samples, one after the other.
 
     Raises UserError where only some of the row's samples have the values of a name.
     """
@@ -120,16 +120,18 @@ class RowFile:
         self._pending.append(columns)
         if self._file is None and any(map(len, columns["lengths"])):
             first = next(
-                streams for streams, lengths in zip(columns["streams"], columns["lengths"], strict=True) if len(lengths)
+                token_columns
+                for token_columns, lengths in zip(columns["streams"], columns["lengths"], strict=True)
+                if len(lengths)
             )
             self._open({name: _kind(values) for name, values in first.items()})
         if self._file is not None:
             self._flush()
 
-    def _open(self, streams: dict[str, tuple[np.dtype, int]]) -> None:
+    def _open(self, token_columns: dict[str, tuple[np.dtype, int]]) -> None:
         """Open the file with the columns of these per-token values."""
-        self._streams = streams
-        metadata = {name: {"kind": kind.name, "k": str(k)} for name, (kind, k) in streams.items()}
+        self._streams = token_columns
+        metadata = {name: {"kind": kind.name, "k": str(k)} for name, (kind, k) in token_columns.items()}
         fields = [pa.field(name, kind) for name, kind in COLUMNS.items()] + [
             pa.field(f"{STREAM}{name}", CELL, metadata=each) for name, each in metadata.items()
         ]
@@ -148,10 +150,15 @@ class RowFile:
         assert self._file is not None
         for columns in self._pending:
             with_samples = (
-                streams for streams, lengths in zip(columns["streams"], columns["lengths"], strict=True) if len(lengths)
+                token_columns
+                for token_columns, lengths in zip(columns["streams"], columns["lengths"], strict=True)
+                if len(lengths)
             )
             if (
-                other := next((streams for streams in with_samples if streams.keys() != self._streams.keys()), None)
+                other := next(
+                    (token_columns for token_columns in with_samples if token_columns.keys() != self._streams.keys()),
+                    None,
+                )
             ) is not None:
                 raise UserError(
                     f"samples have other per-token values than the first: {sorted(other)}, not {sorted(self._streams)}"
@@ -161,7 +168,9 @@ class RowFile:
                 for name, kind in COLUMNS.items()
             ]
             for name, (kind, _) in self._streams.items():
-                arrays.append(_cells([streams.get(name, np.zeros(0, kind)) for streams in columns["streams"]], kind))
+                arrays.append(
+                    _cells([token_columns.get(name, np.zeros(0, kind)) for token_columns in columns["streams"]], kind)
+                )
             self._file.write_table(pa.Table.from_arrays(arrays, schema=self._file.schema), ROWS_IN_GROUP)
         self._pending.clear()
 
@@ -272,9 +281,11 @@ class TokenRows:
         """Return sample k; `tokens` and `weights` are the row's, and `before` is the number of tokens before the
         row."""
         start, end = self._ends[k], self._ends[k + 1]
-        streams = {name: values[start:end] for name, values in self._streams.items()} if self._streams else NO_COLUMNS
+        token_columns = (
+            {name: values[start:end] for name, values in self._streams.items()} if self._streams else NO_COLUMNS
+        )
         own = slice(start - before, end - before)
-        return Sample(tokens[own], weights[own], self._sources[k], streams)
+        return Sample(tokens[own], weights[own], self._sources[k], token_columns)
 
     def simple(self, first: int, end: int) -> bool:
         """Return whether each of the rows `first` to before `end` is one sample without per-token values."""

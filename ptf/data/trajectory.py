@@ -67,7 +67,7 @@ class Trajectory:
     text: str  # the answer, or the text of both sides, decoded for the reward and the log
     outcome: Reward | NoResult | None = None  # None: not scored yet
     # Per-token values, [n, …] each, aligned with the sampled tokens of all calls.
-    streams: Mapping[str, np.ndarray] = field(default_factory=dict)
+    token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     complete: bool = True  # it ended by itself, not at a limit of tokens or turns
 
     @property
@@ -107,10 +107,10 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
     the `weight` of the prompt's row. All other tokens are context.
     """
     n = trajectory.sampled
-    streams_of_all = {
+    columns_of_all = {
         "advantages": np.broadcast_to(advantage, n),
         "rollout_logprobs": trajectory.logprobs,
-        **trajectory.streams,
+        **trajectory.token_columns,
     }
     samples, start = [], 0
     for run in merged(trajectory.calls):
@@ -119,16 +119,16 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
             [np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run]
         )
         part = slice(start, start + len(positions))
-        streams = {
+        token_columns = {
             name: scatter(values[part], positions, len(tokens), np.int32 if name == "states" else np.float32)
-            for name, values in streams_of_all.items()
+            for name, values in columns_of_all.items()
         }
         samples.append(
             Sample(
                 tokens,
                 scatter(np.full(len(positions), trajectory.prompt.weight), positions, len(tokens)),
                 trajectory.prompt.source,
-                streams,
+                token_columns,
             )
         )
         start += len(positions)

@@ -136,13 +136,13 @@ class NextItem(nn.Module):
         predicted = self.numbers(x[starts]).float()
         total = 0.0 * predicted.sum()  # so that every rank has a gradient, even if its rows have no values
         # Rows of some sources may have no values.
-        known = [stream.removeprefix(VALUE) for stream in batch.streams if stream.startswith(VALUE)]
+        known = [stream.removeprefix(VALUE) for stream in batch.token_columns if stream.startswith(VALUE)]
         for i, (name, counts) in enumerate(self.values.items() if known else ()):
             if name not in known:
                 raise UserError(
                     f"model.head: rows have no value {name!r} for their baskets; they have {', '.join(sorted(known))}"
                 )
-            target, present = batch.streams[VALUE + name][starts].unbind(-1)
+            target, present = batch.token_columns[VALUE + name][starts].unbind(-1)
             present = present != 0
             error = predicted[present, i] - target[present].clamp(min=0).log1p()
             total = total + counts / 2 * (error.square() * batch.weights[starts][present]).sum()
@@ -151,10 +151,10 @@ class NextItem(nn.Module):
 
 def basket_starts(batch: Any) -> Tensor:
     """Return whether the next token is the first of a basket, [B, T]."""
-    if STREAM not in batch.streams:
+    if STREAM not in batch.token_columns:
         return torch.zeros_like(batch.tokens, dtype=torch.bool)
-    basket = batch.streams[STREAM][..., 0]  # number of the next token's basket
-    first = batch.streams[STREAM][..., 1] == 0  # a basket's first event; false where a cut row continues a basket
+    basket = batch.token_columns[STREAM][..., 0]  # number of the next token's basket
+    first = batch.token_columns[STREAM][..., 1] == 0  # a basket's first event; false where a cut row continues a basket
     return (basket > 0) & first & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
 
 
@@ -164,13 +164,13 @@ def mean_over_rest(rows: Tensor, batch: Any) -> Tensor:
     `rows` has the vector of the next token at each position. The mean is over the next token and the tokens after it in
     the same basket.
     """
-    if STREAM not in batch.streams:
+    if STREAM not in batch.token_columns:
         if not batch.weights.any():
             return rows
         raise UserError(
             "model.head: set_wise needs baskets (lists inside `events`), but these rows have none; turn it off"
         )
-    basket = batch.streams[STREAM][..., 0].long()
+    basket = batch.token_columns[STREAM][..., 0].long()
     b, t = basket.shape
     key = torch.where(basket > 0, basket, 0) + (batch.segments + 1) * (int(basket.max()) + 1)
     begins = torch.ones_like(key, dtype=torch.bool)

@@ -71,8 +71,8 @@ def local_directory(
 ) -> Path:
     """Return the local directory of a model or an adapter: a directory (of versions: the one named by the pointer), a
     URI (copied into `cache`), or a Hugging Face id, through its cache. A published version and a copy are verified
-    first (ptf.verified), up to so many bytes; with None they are not, for who reads no weights. Raises UserError if
-    there is none."""
+    first (ptf.verified), up to `verify_up_to` bytes; None is for callers that read no weights, and verifies nothing.
+    Raises UserError if there is no such model."""
     path = published.latest(path) or path
     if "://" in path:
         into = cache or os.path.join("runs", "models")

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ptf.model.head import Head
 from ptf.model.projection import Projection, summed
-from ptf.model.sampling import NO_PROCESSING, Processing
+from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
 CHUNK_BYTES = 64 << 20
 
@@ -111,7 +111,7 @@ class _Surrogate(Function):
         bias: Tensor | None,
         head: Head,
         targets: Tensor,
-        processing: Processing,
+        processing: LogitsProcessing,
         states: Tensor | None,
         coefficients: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -147,7 +147,7 @@ class _TokenLogprobs(Function):
         bias: Tensor | None,
         head: Head,
         targets: Tensor,
-        processing: Processing,
+        processing: LogitsProcessing,
         states: Tensor | None,
     ) -> tuple[Tensor, ...]:
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
@@ -256,7 +256,7 @@ def surrogate(
     targets: Tensor,
     weights: Tensor,
     coefficients: Tensor,
-    processing: Processing = NO_PROCESSING,
+    processing: LogitsProcessing = NO_LOGITS_PROCESSING,
     states: Tensor | None = None,
 ) -> tuple[Tensor, TokenLogprobs]:
     """Return a loss whose gradient is that of −Σ coefficients · log-prob, and the values of `token_logprobs`.
@@ -277,7 +277,7 @@ def token_logprobs(
     head: Head,
     targets: Tensor,
     weights: Tensor,
-    processing: Processing = NO_PROCESSING,
+    processing: LogitsProcessing = NO_LOGITS_PROCESSING,
     states: Tensor | None = None,
 ) -> TokenLogprobs:
     """Return the log-prob of each target whose weight is not 0, under the distribution that it was sampled from.

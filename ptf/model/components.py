@@ -24,7 +24,7 @@ from ptf.model.ops import Slices
 
 # prefix of unified names → the file of an export that holds them
 FILES = {"head.": "head.safetensors", "layers.": "components.safetensors"}
-# prefix of their names where they travel among Hugging Face's (exports, weight syncs), of which some look like ours
+# prefix of custom components' tensors in exports and weight syncs, so that no name equals one of Hugging Face's
 OWN = "own:"
 
 

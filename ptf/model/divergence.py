@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from ptf.model.chunked import chunks_of, differentiable_once, function_inputs, scaled, trained_positions
 from ptf.model.head import Head
 from ptf.model.projection import FLOOR, Projection, summed
-from ptf.model.sampling import Processing
+from ptf.model.sampling import LogitsProcessing
 
 Form = Literal["forward", "reverse", "js"]
 
@@ -56,7 +56,7 @@ class _Whole:
     """A teacher's distribution over the whole vocabulary."""
 
     def __init__(self, x: Tensor, head: Head, chunks: list[slice], temperature: float) -> None:
-        self.projection = Projection(x, head, chunks, Processing(temperature))
+        self.projection = Projection(x, head, chunks, LogitsProcessing(temperature))
         self.s, self.t = torch.empty_like(self.projection.wide), torch.empty_like(self.projection.wide)
 
     def compare(self, chunk: slice, log_s: Tensor, student: Projection, form: Form, beta: float) -> Tensor:
@@ -127,7 +127,7 @@ class _Divergence(Function):
         form: Form,
         beta: float,
     ) -> Tensor:
-        student = Projection(x, head, chunks, Processing(temperature), needs=ctx.needs_input_grad[:3])
+        student = Projection(x, head, chunks, LogitsProcessing(temperature), needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for chunk in chunks:
             log_s = student.logprobs(chunk)
@@ -235,7 +235,7 @@ def top_logprobs(x: Tensor, head: Head, k: int, weights: Tensor, temperature: fl
         )
     selected = trained_positions(weights)
     chunks = chunks_of(len(selected), head)
-    projection = Projection(x.flatten(0, -2).index_select(0, selected), head, chunks, Processing(temperature))
+    projection = Projection(x.flatten(0, -2).index_select(0, selected), head, chunks, LogitsProcessing(temperature))
     ids = torch.zeros(weights.numel(), k, dtype=torch.int32, device=x.device)
     top = torch.zeros(weights.numel(), k + 1, device=x.device)
     for chunk in chunks:

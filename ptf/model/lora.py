@@ -40,8 +40,8 @@ class Lora:
     def adapts(self, path: str) -> bool:
         """Return whether the projection at this path gets an adapter.
 
-        The head never does, because the losses use its weight directly, in chunks: it trains whole (`model.train`) or
-        not at all.
+        The head never does, because the losses use its weight directly, in chunks: it trains whole
+        (`model.trainable`) or not at all.
         """
         return path != "head" and any(fnmatchcase(path, pattern) for pattern in self.targets)
 
@@ -155,7 +155,7 @@ def refuse_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Modul
         )
         raise UserError(
             f"model.lora.targets: {', '.join(unused)} matches nothing; there is {', '.join(kinds)} (the head has no "
-            "adapter: to train it whole, name it in model.train)"
+            "adapter: to train it whole, name it in model.trainable)"
         )
 
 

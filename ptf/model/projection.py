@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head
-from ptf.model.sampling import NEVER, NO_PROCESSING, ROUNDING, Processing, nucleus, restrict
+from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
 
 BLOCK_BYTES = 1 << 20
 # rows of a bf16 head's gradient that are multiplied and added at a time: with it 151,936 rows of 256 columns take
@@ -50,7 +50,7 @@ class Projection:
         x: Tensor,
         head: Head,
         chunks: list[slice],
-        processing: Processing = NO_PROCESSING,
+        processing: LogitsProcessing = NO_LOGITS_PROCESSING,
         targets: Tensor | None = None,
         states: Tensor | None = None,
         needs: tuple[bool, ...] = (False, False, False),

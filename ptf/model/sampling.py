@@ -31,7 +31,7 @@ class Edges:
 
 
 @dataclass(frozen=True)
-class Processing:
+class LogitsProcessing:
     """Operations on the logits before a token is drawn."""
 
     temperature: float = 1.0
@@ -39,7 +39,7 @@ class Processing:
     edges: Edges | None = None  # None: every token is allowed
 
 
-NO_PROCESSING = Processing()
+NO_LOGITS_PROCESSING = LogitsProcessing()
 
 
 def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Tensor:

@@ -66,7 +66,7 @@ class AnnotatingRecipe(Recipe, Protocol):
         ...
 
     def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Mapping[str, Tensor]:
-        """Return columns aligned with the targets, [B, T] or [B, T, k]; the loss reads them from `Batch.streams`."""
+        """Return columns aligned with the targets, [B, T] or [B, T, k]; losses read them from `Batch.token_columns`."""
         ...
 
 

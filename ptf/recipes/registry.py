@@ -1,5 +1,5 @@
-"""The algorithms by the name that a config gives them, and the recipe of a job. Adding one adds a package and a line
-here."""
+"""The recipes by the name that a config gives them, and the recipe of a job. Adding one adds a package, a line
+here, and flows/NAME_flow.py."""
 
 import importlib
 import inspect
@@ -80,10 +80,10 @@ def facts(job: "Job") -> dict[str, Any]:
     """
     values: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}
     if job.rollout is not None:
-        from ptf.model.sampling import Processing
+        from ptf.model.sampling import LogitsProcessing
 
         values |= {
-            "processing": Processing(job.rollout.temperature, job.rollout.top_p),
+            "processing": LogitsProcessing(job.rollout.temperature, job.rollout.top_p),
             "max_new_tokens": job.rollout.max_new_tokens,
         }
     return values

@@ -22,7 +22,7 @@ from ptf.data.trie import Trie
 from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.events.catalogue import Catalogue
 from ptf.model import bridge
-from ptf.model.sampling import Processing
+from ptf.model.sampling import LogitsProcessing
 from ptf.recipes import registry
 from ptf.recipes.protocol import Companion, Online, Recipe
 from ptf.rl.cluster import RoleGroup, RoleSpec
@@ -31,7 +31,7 @@ from ptf.rl.job_cluster import job_cluster, pools_of, with_offload_path
 from ptf.rl.prompts import held_out_prompts, training_prompts
 from ptf.rl.rewards.model import RewardModel, RewardModelClient, refuse_without_score
 from ptf.rl.roles import Learner, Scorer
-from ptf.rl.rollout_role import refuse_cut_answers, rewards_of, sampler_spec, trie_of, with_sampling
+from ptf.rl.rollout_role import refuse_cut_answers, rewards_of, sampler_spec, trie_of, with_logits_processing
 from ptf.rl.weights.verification import SyncError
 from ptf.train.companions import located, refuse_other_tokenizer
 from ptf.train.components import without_adapters
@@ -85,8 +85,8 @@ def fit_online(job: Job, run: Path, lease: Lease) -> None:
 
 def attempt(job: Job, run: Path, lease: Lease) -> None:
     """Make one attempt of `fit_online`; a failure is raised."""
-    knobs = job.rollout
-    if knobs is None:
+    rollout_config = job.rollout
+    if rollout_config is None:
         raise UserError("an online recipe needs the section rollout; add it to the config")
     recipe = registry.build(job)
     starting = StartingModel.of(job, run)
@@ -94,11 +94,11 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     prompts = training_prompts(job, tokenizer)
     if job.evaluate.ranking is not None:  # rewards read the catalogue too
         Catalogue.load(job.evaluate.ranking.catalogue).refuse_other(tokenizer, "the model's")
-    trie = trie_of(knobs, tokenizer)
-    recipe, sampling = with_sampling(recipe, knobs, trie)
+    trie = trie_of(rollout_config, tokenizer)
+    recipe, processing = with_logits_processing(recipe, rollout_config, trie)
     held_out = _held_out(job, tokenizer, trie)
     start = Start(starting.section, starting.with_weights(), starting.tokenizer_path)
-    plans = role_specs(job, run, recipe, start, sampling, trie)
+    plans = role_specs(job, run, recipe, start, processing, trie)
     pools = pools_of(job.compute.pools, plans)
     made_with = _made_with(job, tokenizer, trie)
     with job_cluster(job, run, pools) as cluster:
@@ -106,8 +106,8 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         for role, spec in plans.items():
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
         policy, rollout = groups["policy"], groups["rollout"]
-        engine = knobs.engine.use if isinstance(knobs.engine, Plug) else knobs.engine
-        print(f"rollout: engine={engine} workers={knobs.workers} {', '.join(rollout.where())}", flush=True)
+        engine = rollout_config.engine.use if isinstance(rollout_config.engine, Plug) else rollout_config.engine
+        print(f"rollout: engine={engine} workers={rollout_config.workers} {', '.join(rollout.where())}", flush=True)
         controller = Controller(
             job,
             cast("Online", recipe),
@@ -118,7 +118,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             rollout=rollout,
             scorers={role: groups.get(role, policy) for role in recipe.companions},
             critic=groups.get("critic"),
-            rewards=rewards_of(job, knobs.reward),
+            rewards=rewards_of(job, rollout_config.reward),
             reward_model=_reward_model_client(job, run, plans, groups),
             validation_rewards=rewards_of(job, job.evaluate.reward),
             made_with=made_with,
@@ -161,18 +161,18 @@ def _made_with(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, A
 
 
 def role_specs(
-    job: Job, run: Path, recipe: Recipe, start: Start, sampling: Processing, trie: Trie | None
+    job: Job, run: Path, recipe: Recipe, start: Start, processing: LogitsProcessing, trie: Trie | None
 ) -> dict[str, RoleSpec]:
     """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward and rollout."""
-    knobs, workers = job.rollout, job.compute.workers
-    assert knobs is not None
+    rollout_config, workers = job.rollout, job.compute.workers
+    assert rollout_config is not None
     mesh: dict[str, Any] = {"replicate": job.compute.mesh.replicate, "tensor": job.compute.mesh.tensor}
     common: dict[str, Any] = {
         "directory": str(start.directory),
         "spec": start.model.model_copy(update={"init": "pretrained"}),
         "seed": job.seed,
         "width": job.data.seq_len,
-        "sampling": sampling,
+        "processing": processing,
     }
     learner = {**common, "tokenizer": start.tokenizer_path}
     plans: dict[str, RoleSpec] = {}
@@ -192,20 +192,20 @@ def role_specs(
     if (critic := cast("Online", recipe).critic) is not None:
         train = job.train.model_copy(update={"lr": critic.lr or job.train.lr})
         plans["critic"] = RoleSpec("critic", Learner, {**learner, "train": train, "recipe": critic}, workers, **mesh)
-    if knobs.reward_model:
+    if rollout_config.reward_model:
         plans["reward"] = RoleSpec("reward", RewardModel, _reward_model(job), workers, **mesh)
     plans["rollout"] = sampler_spec(
         job,
         start.directory,
         start.tokenizer_path,
         run,
-        engine=knobs.engine,
+        engine=rollout_config.engine,
         version=-1,
-        workers=knobs.workers,
+        workers=rollout_config.workers,
         length=job.data.seq_len,
         trie=trie,
-        adapter=knobs.lora == "adapter",
-        tensor=knobs.tensor,
+        adapter=rollout_config.lora == "adapter",
+        tensor=rollout_config.tensor,
     )
     return plans
 
@@ -224,9 +224,11 @@ def _companion_model(job: Job, companion: Companion, role: str, start: Start) ->
 
 def _reward_model(job: Job) -> dict[str, Any]:
     """Return the arguments of the reward model's role. Raises UserError if it has no scalar head."""
-    knobs = job.rollout and job.rollout.reward_model
-    assert knobs is not None
-    directory = located(Companion(knobs.path, knobs.revision), "rollout.reward_model.path", job.verify_bytes)
+    reward_model = job.rollout and job.rollout.reward_model
+    assert reward_model is not None
+    directory = located(
+        Companion(reward_model.path, reward_model.revision), "rollout.reward_model.path", job.verify_bytes
+    )
     refuse_without_score(directory)
     return {
         "directory": str(directory),
@@ -248,9 +250,9 @@ def _reward_model_client(
     job: Job, run: Path, plans: dict[str, RoleSpec], groups: dict[str, RoleGroup]
 ) -> RewardModelClient | None:
     """Return the client that converts answers to the reward model's samples; None without a reward model."""
-    knobs = job.rollout and job.rollout.reward_model
-    if not knobs:
+    reward_model = job.rollout and job.rollout.reward_model
+    if not reward_model:
         return None
     directory = Path(plans["reward"].kwargs["directory"])
     tokenizer = with_run_rendering(job, Tokenizer.load(str(directory)), run)
-    return RewardModelClient(groups["reward"], tokenizer, _reward_model_length(job, directory), knobs.weight)
+    return RewardModelClient(groups["reward"], tokenizer, _reward_model_length(job, directory), reward_model.weight)

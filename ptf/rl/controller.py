@@ -70,7 +70,7 @@ class Controller:
     ) -> None:
         assert job.rollout is not None
         assert job.train.steps is not None, "online jobs have no train.epochs"
-        self.job, self.knobs, self.recipe = job, job.rollout, recipe
+        self.job, self.rollout_config, self.recipe = job, job.rollout, recipe
         self.steps = job.train.steps
         self.prompts, self.held_out, self.tokenizer = prompts, held_out, tokenizer
         self.cluster, self.policy, self.rollout = cluster, policy, rollout
@@ -79,7 +79,7 @@ class Controller:
         self.validation_rewards = validation_rewards or rewards
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
-        self.bound = self.knobs.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
+        self.bound = self.rollout_config.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)
         self.stop_signal = StopSignal(run)
@@ -129,11 +129,11 @@ class Controller:
         With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO), prompts are drawn until
         `rollout.prompts` groups have different rewards, at most `rollout.max_rounds` times.
         """
-        knobs, reward_s = self.knobs, 0.0
+        rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
-        for _ in range(knobs.max_rounds if knobs.zero_variance_groups == "replace" else 1):
-            prompts = [next(self.prompts) for _ in range(knobs.prompts - len(usable))]
-            limits = (knobs.group_size, knobs.max_new_tokens, knobs.temperature)
+        for _ in range(rollout_config.max_rounds if rollout_config.zero_variance_groups == "replace" else 1):
+            prompts = [next(self.prompts) for _ in range(rollout_config.prompts - len(usable))]
+            limits = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
             with self.cluster.phase(self.rollout, "rollout"):
                 groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", *limits)
             began = time.perf_counter()
@@ -144,9 +144,11 @@ class Controller:
                     groups = self.reward_model.score(groups)
             sampled += groups
             usable += (
-                groups if knobs.zero_variance_groups == "keep" else [group for group in groups if rewards_differ(group)]
+                groups
+                if rollout_config.zero_variance_groups == "keep"
+                else [group for group in groups if rewards_differ(group)]
             )
-            if len(usable) == knobs.prompts:
+            if len(usable) == rollout_config.prompts:
                 break
         metrics = self.outcome_metrics(sampled) | {"reward_retries": self.take_retries()}
         if not usable:
@@ -157,7 +159,7 @@ class Controller:
         """Print that no group has different rewards. Raises UserError in the first step."""
         message = (
             f"step {self.step}: in each of {groups} groups all answers have the same reward, "
-            f"in {self.knobs.max_rounds} rounds (rollout.max_rounds): "
+            f"in {self.rollout_config.max_rounds} rounds (rollout.max_rounds): "
             f"there is nothing to learn from. The mean reward is {reward:.3g}"
         )
         if self.step == 0:
@@ -166,7 +168,7 @@ class Controller:
 
     def take_retries(self) -> float:
         """Return the number of rewards (for environments: turns, on the first worker) retried since the last call."""
-        if self.knobs.environment:
+        if self.rollout_config.environment:
             return float(self.rollout.call("take_retries"))
         return 0.0 if self.rewards is None else float(self.rewards.take_retries())
 
@@ -180,10 +182,10 @@ class Controller:
             print(
                 f"step {self.step}: {len(reasons)} of {len(answers)} answers have no result; {first_reason}", flush=True
             )
-        if len(reasons) > self.knobs.max_no_result * len(answers) or not len(values):
+        if len(reasons) > self.rollout_config.max_no_result * len(answers) or not len(values):
             raise UserError(
                 f"step {self.step}: {len(reasons)} of {len(answers)} answers have no reward (rollout.max_no_result is "
-                f"{self.knobs.max_no_result:g}); {first_reason}"
+                f"{self.rollout_config.max_no_result:g}); {first_reason}"
             )
         versions = np.concatenate([call.versions for t in answers for call in t.calls])
         return {
@@ -195,7 +197,7 @@ class Controller:
             "response_length": float(np.mean([t.sampled for t in answers])),
             "cut_off": float(np.mean([not t.complete for t in answers])),
             "generated": float(sum(t.sampled for t in answers)),
-            **({"turns": float(np.mean([len(t.calls) for t in answers]))} if self.knobs.environment else {}),
+            **({"turns": float(np.mean([len(t.calls) for t in answers]))} if self.rollout_config.environment else {}),
             "zero_variance_groups": 1 - sum(map(rewards_differ, groups)) / len(groups),
         }
 
@@ -205,7 +207,7 @@ class Controller:
             return f"the reward {self.rewards.reward.use}"
         if self.reward_model:
             return "the reward model"
-        return f"the environment {self.knobs.environment and self.knobs.environment.use}"
+        return f"the environment {self.rollout_config.environment and self.rollout_config.environment.use}"
 
     def reward_by_source(self, answers: Sequence[Trajectory]) -> dict[str, float]:
         """Return the mean reward of each data source; empty if there is only one source."""
@@ -245,13 +247,13 @@ class Controller:
         """Add a role's values per sampled token as the stream `name`; also return |role − engine| of each token."""
         samples = [samples_of(t) for g in groups for t in g]
         values = iter(role.call(method, [sample for of in samples for sample in of]))
-        streams = []  # one per trajectory: [n], a value for each sampled token
+        token_columns = []  # one per trajectory: [n], a value for each sampled token
         for of in samples:
             parts = [next(values)[sample.weights != 0] for sample in of]
-            streams.append(np.concatenate([np.zeros(0, np.float32), *parts]))
-        rest = iter(streams)
-        annotated = [tuple(replace(t, streams={**t.streams, name: next(rest)}) for t in g) for g in groups]
-        difference = np.concatenate([np.abs(t.streams[name] - t.logprobs) for g in annotated for t in g])
+            token_columns.append(np.concatenate([np.zeros(0, np.float32), *parts]))
+        rest = iter(token_columns)
+        annotated = [tuple(replace(t, token_columns={**t.token_columns, name: next(rest)}) for t in g) for g in groups]
+        difference = np.concatenate([np.abs(t.token_columns[name] - t.logprobs) for g in annotated for t in g])
         return annotated, difference
 
     def update(self, units: Sequence[PackUnit]) -> dict[str, float]:
@@ -290,16 +292,20 @@ class Controller:
         The digests of the received tensors, the version, and the engine's log-probs of fixed prompts are verified.
         Raises SyncError if one of them is wrong.
         """
-        transport, directory = TRANSPORTS[self.knobs.transport], str(self.directory / SYNC)
+        transport, directory = TRANSPORTS[self.rollout_config.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("score", self.canary)
             if transport.streams:
-                engines = self.knobs.workers * self.knobs.tensor
-                arguments = (self.knobs.transport, self.step, engines, self.job.compute.timeout_s)
+                engines = self.rollout_config.workers * self.rollout_config.tensor
+                arguments = (self.rollout_config.transport, self.step, engines, self.job.compute.timeout_s)
                 weights, manifest = self.policy.call("open_transfer", *arguments)
             else:
-                arguments = (self.step, directory if transport.in_files else None, self.knobs.lora == "adapter")
+                arguments = (
+                    self.step,
+                    directory if transport.in_files else None,
+                    self.rollout_config.lora == "adapter",
+                )
                 weights, manifest = self.policy.call("collect_weights", *arguments)
         if transport.streams:
             with self.cluster.together(self.policy, self.rollout, "sync"):
@@ -338,7 +344,7 @@ class Controller:
                     samples=0,
                     temperature=1.0,
                     max_new_tokens=min(self.job.evaluate.max_new_tokens, room),
-                    max_no_result=self.knobs.max_no_result,
+                    max_no_result=self.rollout_config.max_no_result,
                 )
                 metrics |= {f"{key}/{name}": value for key, value in rates.items()}
         return metrics

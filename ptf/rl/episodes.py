@@ -152,7 +152,7 @@ class Episode:
         if self.environments is None:
             (call,) = self.calls
             text = self._answer_text(call)
-            return Trajectory(self.prompt, (call,), text, streams=self._streams(), complete=self.complete)
+            return Trajectory(self.prompt, (call,), text, token_columns=self._streams(), complete=self.complete)
         outcome = NoResult(self.failure) if self.failure is not None else Reward(self.reward)
         return Trajectory(self.prompt, tuple(self.calls), self._transcript(), outcome, self._streams(), self.complete)
 

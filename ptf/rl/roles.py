@@ -24,7 +24,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import adapters_off
 from ptf.model.peft_format import PeftFormat
-from ptf.model.sampling import NO_PROCESSING, Processing
+from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, sharded
 from ptf.rl.scoring import packer_of, per_token, sample_logprobs
@@ -105,16 +105,16 @@ class FrozenModel:
 class Scorer(FrozenModel):
     """A frozen model that computes log-probs: the reference, or a teacher."""
 
-    def __init__(self, world: World, *, sampling: Processing, **kwargs: Any) -> None:
+    def __init__(self, world: World, *, processing: LogitsProcessing, **kwargs: Any) -> None:
         super().__init__(world, **kwargs)
-        self.sampling = sampling
+        self.processing = processing
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the log-probs of each sample's trained tokens under the sampling distribution: [n] each, 0 for tokens
         that are not trained."""
         values = sample_logprobs(
-            self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, sampling=self.sampling
+            self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, processing=self.processing
         )
         forget_forwards(self.model)
         return values
@@ -136,12 +136,12 @@ class Learner:
         train: TrainConfig,
         recipe: Recipe,
         width: int,
-        sampling: Processing,
+        processing: LogitsProcessing,
         offload_path: str | None = None,
     ) -> None:
         self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.world, self.source, self.recipe, self.seed = world, Path(directory), recipe, seed
-        self.width, self.sampling = width, sampling
+        self.width, self.processing = width, processing
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
         self.micro_rows, self.deterministic = train.micro_sequences, train.deterministic
         self.scoring_width = 0 if train.deterministic else width  # length of packed sequences that are only scored
@@ -181,16 +181,16 @@ class Learner:
             else:
                 micro, numbers = deal(rows, self.world, self.micro_rows, self.width), []
             results.append(self.trainer.step(micro, self.recipe, step, numbers, None if bound is None else check))
-        units = [r["units"] for r in results]
+        units = [r["denominator"] for r in results]
         return {
-            name: float(np.average([r[name] for r in results], weights=None if name == "units" else units))
+            name: float(np.average([r[name] for r in results], weights=None if name == "denominator" else units))
             for name in results[0]
         }
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the same as Scorer.logprobs, for the current weights."""
-        return self._logprobs(samples, self.sampling)
+        return self._logprobs(samples, self.processing)
 
     @sharded
     def values(self, samples: list[Sample]) -> list[np.ndarray]:
@@ -214,11 +214,11 @@ class Learner:
     def score(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probs of tokens 1…n-1 of each sequence at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
-        return [values[1:] for values in self._logprobs(samples, NO_PROCESSING)]
+        return [values[1:] for values in self._logprobs(samples, NO_LOGITS_PROCESSING)]
 
-    def _logprobs(self, samples: list[Sample], sampling: Processing) -> list[np.ndarray]:
+    def _logprobs(self, samples: list[Sample], processing: LogitsProcessing) -> list[np.ndarray]:
         return sample_logprobs(
-            self.model, samples, self.world, width=self.scoring_width, micro_rows=self.micro_rows, sampling=sampling
+            self.model, samples, self.world, width=self.scoring_width, micro_rows=self.micro_rows, processing=processing
         )
 
     @broadcast

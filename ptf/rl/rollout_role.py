@@ -11,7 +11,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.sampling import NO_PROCESSING, Processing
+from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.protocol import Online, Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.engines.protocol import edges_of
@@ -91,28 +91,36 @@ def _engine_options(job: Job, engine: str | Plug, trie: Trie | None, adapter: bo
 
 def _rollout_options(job: Job, trie: Trie | None) -> dict[str, object]:
     """Return what `rollout` says of how answers are sampled, and the environment that they are given to."""
-    knobs = job.rollout
-    if knobs is None:
+    rollout_config = job.rollout
+    if rollout_config is None:
         return {}
-    options: dict[str, object] = {"top_p": knobs.top_p, "trie": trie}
-    if knobs.environment:
-        limits = (knobs.max_turns, knobs.reward_processes, knobs.reward_timeout_s, knobs.reward_retries)
-        options["environment"] = EnvironmentSpec(knobs.environment, *limits)
+    options: dict[str, object] = {"top_p": rollout_config.top_p, "trie": trie}
+    if rollout_config.environment:
+        limits = (
+            rollout_config.max_turns,
+            rollout_config.reward_processes,
+            rollout_config.reward_timeout_s,
+            rollout_config.reward_retries,
+        )
+        options["environment"] = EnvironmentSpec(rollout_config.environment, *limits)
     return options
 
 
-def trie_of(knobs: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
+def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
     """Return the trie of the allowed answers (`rollout.allowed`); None if any answer is allowed."""
-    if knobs is None or knobs.allowed is None:
+    if rollout_config is None or rollout_config.allowed is None:
         return None
-    text = storage.read_text(knobs.allowed.path).replace("\r\n", "\n").removesuffix("\n")
+    text = storage.read_text(rollout_config.allowed.path).replace("\r\n", "\n").removesuffix("\n")
     lines = text.split("\n") if text else []
     try:
         return Trie.of(
-            (tokenizer.encode(line) for line in lines), tokenizer.stop_ids, knobs.allowed.repeat, knobs.allowed.distinct
+            (tokenizer.encode(line) for line in lines),
+            tokenizer.stop_ids,
+            rollout_config.allowed.repeat,
+            rollout_config.allowed.distinct,
         )
     except UserError as error:
-        raise UserError(f"rollout.allowed.path: {knobs.allowed.path}: {error}") from error
+        raise UserError(f"rollout.allowed.path: {rollout_config.allowed.path}: {error}") from error
 
 
 def refuse_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
@@ -131,39 +139,43 @@ def refuse_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
             )
 
 
-def with_sampling(recipe: Recipe, knobs: RolloutConfig, trie: Trie | None) -> tuple[Recipe, Processing]:
+def with_logits_processing(
+    recipe: Recipe, rollout_config: RolloutConfig, trie: Trie | None
+) -> tuple[Recipe, LogitsProcessing]:
     """Return the recipe, with the distribution of the sampled answers in its field `processing`, and that distribution.
 
     Raises UserError if the distribution is not the model's own and the recipe has no such field.
     """
-    sampling = Processing(knobs.temperature, knobs.top_p, None if trie is None else edges_of(trie))
-    if sampling.top_p < 1 and cast("Online", recipe).needs_old:
+    processing = LogitsProcessing(
+        rollout_config.temperature, rollout_config.top_p, None if trie is None else edges_of(trie)
+    )
+    if processing.top_p < 1 and cast("Online", recipe).needs_old:
         raise UserError(
             "rollout.top_p must be 1: the recipe needs the old policy's log-probs, "
             "and the nucleus of one policy is not that of another"
         )
     if is_dataclass(recipe) and any(field.name == "processing" and field.init for field in fields(recipe)):
-        return replace(cast("Any", recipe), processing=sampling), sampling
-    if sampling != NO_PROCESSING:
+        return replace(cast("Any", recipe), processing=processing), processing
+    if processing != NO_LOGITS_PROCESSING:
         raise UserError(
             "rollout.temperature, rollout.top_p and rollout.allowed: the recipe is no dataclass with a field "
-            "`processing` (of type ptf.model.sampling.Processing), so its loss cannot use the distribution that "
+            "`processing` (of type ptf.model.sampling.LogitsProcessing), so its loss cannot use the distribution that "
             "answers are sampled from. Add the field, or leave the three keys at 1, 1 and null"
         )
-    return recipe, sampling
+    return recipe, processing
 
 
 def rewards_of(job: Job, reward: Plug | None) -> Rewards | None:
     """Return the processes that score answers with this reward; None if there is none."""
     if reward is None:
         return None
-    knobs, within_s = job.rollout, job.compute.timeout_s
-    if knobs is None:
+    rollout_config, within_s = job.rollout, job.compute.timeout_s
+    if rollout_config is None:
         return Rewards(reward, within_s=within_s)
     return Rewards(
         reward,
-        knobs.reward_timeout_s,
-        processes=knobs.reward_processes,
-        retries=knobs.reward_retries,
+        rollout_config.reward_timeout_s,
+        processes=rollout_config.reward_processes,
+        retries=rollout_config.reward_retries,
         within_s=within_s,
     )

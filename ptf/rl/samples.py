@@ -26,13 +26,13 @@ class Samples:
     def __init__(
         self,
         run: Path,
-        knobs: TrackConfig,
+        track_config: TrackConfig,
         tokenizer: Tokenizer,
         resumed: int,
         lease: Lease = UNSHARED,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.every, self.prompts, self.tokenizer = knobs.samples_every, knobs.samples, tokenizer
+        self.every, self.prompts, self.tokenizer = track_config.samples_every, track_config.samples, tokenizer
         self.rows = Rows(run / "samples.jsonl", resumed, lease, state) if self.every else None
 
     def log(self, step: int, groups: Sequence[Group], units: Sequence[PackUnit]) -> None:
@@ -42,8 +42,8 @@ class Samples:
         credited: Mapping[bytes, list[np.ndarray]] = defaultdict(list)
         for unit in units:
             for sample in unit:
-                if "advantages" in sample.streams:
-                    credited[sample.tokens.tobytes()].append(sample.streams["advantages"][sample.weights != 0])
+                if "advantages" in sample.token_columns:
+                    credited[sample.tokens.tobytes()].append(sample.token_columns["advantages"][sample.weights != 0])
         for group in groups[: self.prompts]:
             # answers with a reward first, because of several equal answers only these were trained
             scored_first = sorted(range(len(group)), key=lambda i: not isinstance(group[i].outcome, Reward))

@@ -20,7 +20,7 @@ from ptf.data.prefixes import pack_shared
 from ptf.data.sample import PackUnit, Sample
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
-from ptf.model.sampling import Processing
+from ptf.model.sampling import LogitsProcessing
 from ptf.train.batch_sharding import deal, shard_rows_singly
 
 
@@ -103,7 +103,13 @@ def per_document(
 
 
 def sample_logprobs(
-    model: Decoder, samples: Sequence[Sample], world: World, *, width: int, micro_rows: int, sampling: Processing
+    model: Decoder,
+    samples: Sequence[Sample],
+    world: World,
+    *,
+    width: int,
+    micro_rows: int,
+    processing: LogitsProcessing,
 ) -> list[np.ndarray]:
     """Return the log-probs of each sample's trained tokens under the distribution that they were sampled from.
 
@@ -111,6 +117,8 @@ def sample_logprobs(
     """
 
     def logprobs(x, head, batch):
-        return token_logprobs(x, head, batch.targets, batch.weights, sampling, batch.streams.get("states")).logprobs
+        return token_logprobs(
+            x, head, batch.targets, batch.weights, processing, batch.token_columns.get("states")
+        ).logprobs
 
     return per_token(model, samples, world, logprobs, width=width, micro_rows=micro_rows)

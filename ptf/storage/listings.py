@@ -1,4 +1,4 @@
-"""Listings: what is below a URI, how large it is, and the stamps by which a change of a file is noticed."""
+"""Listings: the files below a URI, their sizes, and stamps that change when a file does."""
 
 import os
 import re
@@ -18,19 +18,21 @@ def exists(uri: str) -> bool:
 
 
 def size(uri: str) -> int:
-    """Bytes of a file. Raises Missing."""
+    """Return the bytes of a file. Raises Missing."""
     files, path = store_of(uri)
     return int(retry(files, uri, lambda: files.size(path)))
 
 
 def listing(uri: str) -> list[str]:
-    """Files behind a single file, a directory (and all below it) or a glob, sorted.
-    Raises Missing if there is no such place."""
+    """Return the files that a URI names, sorted: a single file, all files below a directory, or the matches of a glob.
+
+    Raises Missing if there are none.
+    """
     return list(stamps(uri))
 
 
 def children(uri: str) -> list[str]:
-    """Names of the files and directories that lie directly in a directory; none where nothing is."""
+    """Return the names of the files and directories directly in a directory; none if it does not exist."""
     files, path = store_of(uri)
     names = retry(files, uri, lambda: files.ls(path, detail=False) if files.isdir(path) else [])
     return sorted({name.rstrip("/").rpartition("/")[2] for name in names})
@@ -41,8 +43,10 @@ STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_mo
 
 
 def stamps(uri: str) -> dict[str, str]:
-    """Of those files, sorted by name, what changes when one does: its size, and its time or, in an object store,
-    its entity tag."""
+    """Return a stamp for each file that `listing` returns, sorted by name.
+
+    A stamp changes when its file does: it is the size with the modification time or, in an object store, the ETag.
+    """
     files, path = store_of(uri)
 
     def find() -> dict[str, dict[str, Any]]:
@@ -70,8 +74,10 @@ def stamps(uri: str) -> dict[str, str]:
 
 
 def marks(directory: str) -> dict[str, tuple[int, str]]:
-    """Of every file below a directory or URI, by its name there: its size, and a text that is another once it has been
-    written to; nothing where the store has none."""
+    """Return the size and a version tag of each file below a directory or URI, by its relative name.
+
+    The tag differs after any write to the file; it is empty if the store provides none.
+    """
     files, path = store_of(directory)
     if on_disk(files):
         held = {name: os.stat(os.path.join(path, name)) for name in names_below(path)}  # of what a link leads to
@@ -91,7 +97,10 @@ def marks(directory: str) -> dict[str, tuple[int, str]]:
 
 
 def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
-    """`stamps`, and the directory that a directory is, a file is in, or all matches of a glob are below."""
+    """Return the base directory of a URI and its `stamps`.
+
+    The base is the directory itself, the parent of a file, or the directory that all matches of a glob are below.
+    """
     files, path = store_of(uri)
     stamped = stamps(uri)
     if retry(files, uri, lambda: files.isdir(path)):

@@ -32,9 +32,9 @@ def parse_record(text: str) -> dict[str, Any]:
 
 
 def read_record(uri: str, mend: str, expected: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return what `write_record` wrote, which says `said`.
+    """Return the record that `write_record` wrote to `uri`.
 
-    Raise Corrupt with `mend` as the advice where it is missing, not as it was written, or another's.
+    Raise Corrupt, with `mend` as the advice, if the file is missing or damaged, or if a value differs from `expected`.
     """
     try:
         stored = parse_record(read_text(uri))

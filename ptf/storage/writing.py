@@ -16,7 +16,7 @@ from ptf.storage.store import Missing, on_disk, retry, store_of
 
 
 def write_text(uri: str, text: str) -> None:
-    """Write a whole file at once: whoever reads meanwhile, or after a crash, sees the old text or the new one."""
+    """Write a whole file atomically: a reader, also after a crash, sees the old text or the new one."""
     files, path = store_of(uri)
     if on_disk(files):
         with replacing(Path(path)) as part:
@@ -26,9 +26,11 @@ def write_text(uri: str, text: str) -> None:
 
 
 def swap_text(uri: str, text: str, expected: str | None) -> bool:
-    """As `write_text`, if the file still holds `expected` (None: if there is none); False where another was first. A
-    local file is locked meanwhile, S3 is given the condition; other stores have none,
-    and are looked at right before."""
+    """Compare-and-swap: write `text` only if the file holds `expected` (None: if there is no file).
+
+    Return whether it was written. Local files are locked meanwhile and S3 gets a conditional PUT; other stores are only
+    read just before the write, so two writers can both succeed there.
+    """
     files, path = store_of(uri)
     if on_disk(files):
         with _locked(Path(path)):
@@ -45,7 +47,7 @@ def swap_text(uri: str, text: str, expected: str | None) -> bool:
 
 
 def _put_if(files: Any, path: str, uri: str, text: str, condition: dict[str, str]) -> bool:
-    """Whether it was put; not where the store says that the condition does not hold."""
+    """Put a text under a condition, and return whether the store found that it holds."""
     try:
         retry(files, uri, lambda: files.pipe_file(path, text.encode(), **(condition if "s3" in files.protocol else {})))
     except OSError as error:

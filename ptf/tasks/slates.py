@@ -55,12 +55,12 @@ def worth(
     }
 
 
-def revenue(row: Mapping[str, Any], text: str, **knobs: Any) -> float:
+def revenue(row: Mapping[str, Any], text: str, **settings: Any) -> float:
     """Return the reward (for `rollout.reward`) of the answer, scored against the first basket of the row's `future`.
 
-    `knobs` are `catalogue` and the other keyword arguments of `worth`.
+    `settings` are `catalogue` and the other keyword arguments of `worth`.
     """
-    return worth(text, row["future"][0], **knobs)["reward"]
+    return worth(text, row["future"][0], **settings)["reward"]
 
 
 class Future:
@@ -71,12 +71,12 @@ class Future:
     baskets, not the recommended slates.
     """
 
-    def __init__(self, row: Mapping[str, Any], seed: int, *, catalogue: str, turns: int = 3, **knobs: Any) -> None:
-        self.row, self.left, self.catalogue, self.knobs = (
+    def __init__(self, row: Mapping[str, Any], seed: int, *, catalogue: str, turns: int = 3, **settings: Any) -> None:
+        self.row, self.left, self.catalogue, self.settings = (
             row,
             list(zip(row["future"], row["told"], strict=True))[:turns],
             catalogue,
-            knobs,
+            settings,
         )
 
     def begin(self) -> Sequence[Mapping[str, Any]]:
@@ -86,17 +86,17 @@ class Future:
     def act(self, text: str) -> Turn:
         """Return the slate's reward and a message with the next basket; the last basket ends the episode."""
         basket, told = self.left.pop(0)
-        reward = worth(text, basket, catalogue=self.catalogue, **self.knobs)["reward"]
+        reward = worth(text, basket, catalogue=self.catalogue, **self.settings)["reward"]
         return Turn([{"role": "user", "content": told}], reward) if self.left else Turn(reward=reward, done=True)
 
 
-def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **knobs: Any) -> float:
+def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **settings: Any) -> float:
     """Return the mean of one component of `worth` over greedy answers, for `evaluate.metrics`.
 
     `of` is `revenue`, `diversity`, `novelty`, `distinct` or `reward`.
     """
     return float(
-        np.mean([worth(a["answer"], a["prompt"]["future"][0], catalogue=catalogue, **knobs)[of] for a in answers])
+        np.mean([worth(a["answer"], a["prompt"]["future"][0], catalogue=catalogue, **settings)[of] for a in answers])
     )
 
 

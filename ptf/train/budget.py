@@ -153,7 +153,7 @@ def budget(
         recipe = registry.build(job)
         model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
         refuse_mesh(model.config, mesh)
-        freeze(model, family, job.model.train)
+        freeze(model, family, job.model.trainable)
         parameters = list(model.parameters())
         counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
         flops = Flops.of(model)

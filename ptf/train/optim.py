@@ -33,7 +33,7 @@ class Schedule:
         """Build the schedule of a run of that many steps. `train.warmup` and `train.decay` below 1 are shares of it, at
         least one step."""
         decay = None if config.decay is None else steps_of_share(config.decay, steps)
-        return cls(config.lr, steps, config.schedule, steps_of_share(config.warmup, steps), decay, config.min_lr)
+        return cls(config.lr, steps, config.schedule, steps_of_share(config.warmup, steps), decay, config.min_lr_ratio)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of the step with this number, from 0."""

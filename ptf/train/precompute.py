@@ -198,8 +198,8 @@ class _Annotating:
         number = itertools.count()
 
         def with_columns(sample: Sample) -> Sample:
-            streams = {**sample.streams, **columns[str(next(number))]}
-            return Sample(sample.tokens, sample.weights, sample.source, streams)
+            token_columns = {**sample.token_columns, **columns[str(next(number))]}
+            return Sample(sample.tokens, sample.weights, sample.source, token_columns)
 
         return [[tuple(with_columns(sample) for sample in unit) for unit in row] for row in rows]
 
@@ -209,13 +209,13 @@ def _nbytes(columns: Mapping[str, Any]) -> int:
     return sum(array.nbytes for array in (columns["tokens"], columns["weights"], *columns["streams"].values()))
 
 
-def of_samples(batch: Batch, streams: Mapping[str, Tensor]) -> dict[str, dict[str, np.ndarray]]:
+def of_samples(batch: Batch, token_columns: Mapping[str, Tensor]) -> dict[str, dict[str, np.ndarray]]:
     """Split columns that are aligned with targets, [B, T] or [B, T, k], into those of the batch's samples, by `source`.
 
     Samples with an empty `source` are left out.
     """
     starts = ((batch.positions == 0) & (batch.segments >= 0)).reshape(-1).nonzero().squeeze(1).tolist()
-    flat = {name: values.flatten(0, 1).cpu().numpy() for name, values in streams.items()}
+    flat = {name: values.flatten(0, 1).cpu().numpy() for name, values in token_columns.items()}
     by_sample: dict[str, dict[str, np.ndarray]] = {}
     for start, n, source in zip(starts, batch.lengths, batch.sources, strict=True):
         if source:

@@ -119,8 +119,8 @@ def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple
         old_rows, new_rows = (rows(bridge.read_config(d)) for d in (base, part))
         frozen = (
             ""
-            if model.lora is None or model.train
-            else "; under model.lora their rows keep their initial values: model.train: [embed, head] trains them"
+            if model.lora is None or model.trainable
+            else "; under model.lora their rows keep their initial values: model.trainable: [embed, head] trains them"
         )
         print(
             f"model: {len(new.ids)} tokens added ({tokens.init}), vocabulary {old_rows} → {new_rows}{frozen}",
@@ -165,4 +165,4 @@ def adapted_from(model: ModelConfig, directory: Path, run: Path, tokenizer: str,
 def is_own_reference(model: ModelConfig) -> bool:
     """Return whether the policy without its adapters is the model that training started from, because only adapters
     train."""
-    return model.lora is not None and not model.train and not model.replace
+    return model.lora is not None and not model.trainable and not model.replace

@@ -38,7 +38,7 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
     """
     names = [name for name, _ in model.named_parameters()]
     adapters = adapter_names(model)
-    refuse_unmatched("model.train", patterns or (), [name for name in names if name not in adapters])
+    refuse_unmatched("model.trainable", patterns or (), [name for name in names if name not in adapters])
     if patterns is None and not adapters:
         return
     free = set(adapters)

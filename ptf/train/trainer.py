@@ -46,7 +46,7 @@ def load_model(
     if spec.backend == "hf":
         return _load_foreign(directory, world, spec, seed=seed, precision=precision, head=head, recomputed=recomputed)
     model, family = bridge.build(directory, head=head, parts=parts_of(spec, adapted=True))
-    freeze(model, family, spec.train)
+    freeze(model, family, spec.trainable)
     parallelize(model, world.mesh, precision, recomputed=recomputed, compiled=compiled)
     bridge.materialize(model, world.device)
     if spec.init == "random":
@@ -67,7 +67,7 @@ def _load_foreign(
         raise UserError("model.backend: hf has no scalar heads (reward models, critics); use the default backend")
     foreign, family = hf_backend.build(directory)
     model = cast("Decoder", foreign)  # it has Decoder's interface
-    freeze(model, family, spec.train)
+    freeze(model, family, spec.trainable)
     parallelize(model, world.mesh, precision, recomputed=recomputed)
     hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
     return model, family
@@ -116,7 +116,7 @@ class Trainer:
         `check` is called with the metrics before any weight changes; an exception that it raises ends the step.
 
         Metrics are means: sums over all ranks divided by the recipe's denominator (names that begin with `max_`: the
-        largest value). If the denominator is 0, only `units` (0) is returned and no weight changes. Raises
+        largest value). If the denominator is 0, only `denominator` (0) is returned and no weight changes. Raises
         FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
@@ -126,7 +126,7 @@ class Trainer:
                 if companion is not self.model:
                     forget_forwards(companion)
         if not denominator:  # all lanes have ended, so nothing is trained
-            return {"units": 0.0}
+            return {"denominator": 0.0}
         if check:
             try:
                 check(means)
@@ -134,7 +134,7 @@ class Trainer:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise
         with phase("optimizer"):
-            return {**means, **self.update(means["loss"], step), "units": denominator}
+            return {**means, **self.update(means["loss"], step), "denominator": denominator}
 
     def update(self, loss: float, step: int) -> dict[str, float]:
         """Update the weights from the accumulated gradients; return the gradient norm and the learning rate."""

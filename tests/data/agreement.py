@@ -20,7 +20,7 @@ MESSAGES: dict[Reason, str] = {
     "never served": "the generation prompt ends in",
     "left out": "the template leaves out",
     "unseen context": "it does not show",
-    "thinking closed": "ends the thinking before it begins",
+    "thinking closed": "already closes the thinking block",
     "no tags": "it has no tags for thinking",
     "call not served": "what it writes before a tool call is never served",
     "nothing before": "nothing comes before the answer",

@@ -41,14 +41,16 @@ def plain(rows: list[list[PackUnit]]) -> dict[str, Any]:
                     )
                     if i + 1 < len(sample):
                         made["targets"][r, at], made["weights"][r, at] = sample.tokens[i + 1], sample.weights[i + 1]
-                        made["score"][r, at] = sample.streams["score"][i + 1] if "score" in sample.streams else 0
+                        made["score"][r, at] = (
+                            sample.token_columns["score"][i + 1] if "score" in sample.token_columns else 0
+                        )
                     at += 1
     return made
 
 
 @st.composite
 def packed(draw: Any) -> list[list[PackUnit]]:
-    rng, streams = np.random.default_rng(draw(st.integers(0, 1000))), draw(st.booleans())
+    rng, token_columns = np.random.default_rng(draw(st.integers(0, 1000))), draw(st.booleans())
     rows = []
     for lengths in draw(
         st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=4), min_size=1, max_size=7)
@@ -64,7 +66,7 @@ def packed(draw: Any) -> list[list[PackUnit]]:
                             rng.integers(1, 99, n).astype(np.int32),
                             rng.normal(size=n).astype(np.float32),
                             str(n),
-                            {"score": rng.normal(size=n).astype(np.float32)} if streams and n % 2 else {},
+                            {"score": rng.normal(size=n).astype(np.float32)} if token_columns and n % 2 else {},
                             begins=int(i and rng.integers(0, 3)),
                         )
                         for i, n in enumerate(unit)
@@ -88,7 +90,7 @@ def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name
         assert batch.units.tolist() == wanted["atoms"]
         assert np.array_equal(
-            batch.streams["score"].numpy() if batch.streams else np.zeros(batch.tokens.shape, np.float32),
+            batch.token_columns["score"].numpy() if batch.token_columns else np.zeros(batch.tokens.shape, np.float32),
             wanted["score"],
         )
         told = zip(batch.lengths, batch.begins, batch.sources, strict=True)

@@ -57,7 +57,7 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
         fit(unit, 8, "error")
     assert fit(unit, 8, "drop") == []
     (((cut,)),) = fit(unit, 8, "truncate")
-    assert cut.tokens.tolist() == cut.streams["advantages"].tolist() == list(range(8))
+    assert cut.tokens.tolist() == cut.token_columns["advantages"].tolist() == list(range(8))
     assert cut.weights.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert fit(unit, 4, "truncate") == []  # nothing that is trained is left
     (pair,) = fit((sample(10, 8), sample(4, 3)), 8, "truncate")
@@ -142,8 +142,8 @@ def test_a_preference_is_a_pair(characters: Tokenizer) -> None:
 def test_a_scored_answer_carries_its_score_at_its_end(characters: Tokenizer) -> None:
     ((sample,),) = encode_scored({"prompt": "1+1=", "completion": "2", "reward": 0.5}, characters)
     assert said(characters, sample) == (HEAD + ANSWER, "<|im_end|>")
-    assert sample.streams["score"].tolist() == [0.0] * (len(sample) - 1) + [0.5]
-    assert sample.streams["answer_length"][-1] == len(characters.encode(ANSWER))
+    assert sample.token_columns["score"].tolist() == [0.0] * (len(sample) - 1) + [0.5]
+    assert sample.token_columns["answer_length"][-1] == len(characters.encode(ANSWER))
     messages = [USER, ASSISTANT | {"reward": 0.5}]
     assert encode_scored({"messages": messages}, characters)[0][0].tokens.tolist() == sample.tokens.tolist()
     unrated = [USER, ASSISTANT, USER, ASSISTANT | {"reward": 0.0}, USER, ASSISTANT | {"reward": None}]
@@ -158,7 +158,7 @@ def test_of_a_long_conversation_what_fits_is_scored(characters: Tokenizer) -> No
     (whole,) = encode_scored({"messages": messages}, characters)
     assert fit(whole, len(whole[0]), "drop") == [whole]
     ((five,),) = fit(whole, len(whole[0]) - 1, "drop")
-    assert five.streams["score"][five.weights != 0].tolist() == pytest.approx([i / 10 for i in range(5)])
+    assert five.token_columns["score"][five.weights != 0].tolist() == pytest.approx([i / 10 for i in range(5)])
     assert said(characters, five)[0].endswith(ANSWER)
     assert fit(whole, 3, "drop") == []
     with pytest.raises(UserError, match="do not fit data"):

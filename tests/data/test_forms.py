@@ -27,14 +27,14 @@ def printable(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def same(ours: Any, others: Any) -> bool:
-    """Ids, weights and streams."""
+    """Ids, weights and token_columns."""
     if isinstance(ours, Prompt):
         return np.array_equal(ours.tokens, others.tokens) and ours.weight == others.weight
     return len(ours) == len(others) and all(
         np.array_equal(a.tokens, b.tokens)
         and np.array_equal(a.weights, b.weights)
-        and a.streams.keys() == b.streams.keys()
-        and all(np.array_equal(a.streams[k], b.streams[k]) for k in a.streams)
+        and a.token_columns.keys() == b.token_columns.keys()
+        and all(np.array_equal(a.token_columns[k], b.token_columns[k]) for k in a.token_columns)
         for a, b in zip(ours, others, strict=True)
     )
 

@@ -1,4 +1,4 @@
-"""What is said of a run before it begins is what it then does; where it is an interval, that is in it."""
+"""The passes and steps that are predicted before a run are those of the run; a predicted interval contains them."""
 
 import gzip
 import json

@@ -45,9 +45,11 @@ def whole(row: list[PackUnit]) -> list[tuple]:
     for sample in (sample for unit in row for sample in unit):
         last = sample if sample.begins == 0 else last
         tokens = np.concatenate([last.tokens[: sample.begins], sample.tokens])
-        streams = {name: np.concatenate([np.zeros(sample.begins, v.dtype), v]) for name, v in sample.streams.items()}
+        token_columns = {
+            name: np.concatenate([np.zeros(sample.begins, v.dtype), v]) for name, v in sample.token_columns.items()
+        }
         weights = np.concatenate([np.zeros(sample.begins, np.float32), sample.weights])
-        out.append((tuple(tokens), tuple(weights), sample.source, *(tuple(v) for v in streams.values())))
+        out.append((tuple(tokens), tuple(weights), sample.source, *(tuple(v) for v in token_columns.values())))
     return out
 
 
@@ -109,9 +111,9 @@ def test_what_has_something_in_a_stream_is_not_shared():
     """A recipe of one's own may train on more than its weights say."""
     made = [answered([1, 2, 3, 4, 5], [n]) for n in range(3)]
     felt = np.array([0, 0, 0, 1, 0, 0], np.float32)
-    (row,) = pack_shared([(replace(s, streams={"felt": felt, "pairs": np.zeros((6, 2))}),) for s in made], WIDTH)
+    (row,) = pack_shared([(replace(s, token_columns={"felt": felt, "pairs": np.zeros((6, 2))}),) for s in made], WIDTH)
     assert [s.begins for (s,) in row] == [0, 2, 2]
-    assert [s.streams["felt"].sum() for (s,) in row] == [1, 1, 1]
+    assert [s.token_columns["felt"].sum() for (s,) in row] == [1, 1, 1]
 
 
 def test_what_is_written_down_is_whole():

@@ -8,20 +8,24 @@ from ptf.data.sample import PackUnit, Sample, dump_units, load_units
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     n = draw(st.integers(1, 6))
-    streams = {}
+    token_columns = {}
     if draw(st.booleans()):
-        streams["advantages"] = np.arange(n, dtype=np.float32)
+        token_columns["advantages"] = np.arange(n, dtype=np.float32)
     if draw(st.booleans()):
-        streams["teacher"] = np.arange(2 * n, dtype=np.int64).reshape(n, 2)
+        token_columns["teacher"] = np.arange(2 * n, dtype=np.int64).reshape(n, 2)
     tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=n, max_size=n)), np.int32)
-    return Sample(tokens, np.linspace(0, 1, n, dtype=np.float32), draw(st.sampled_from(["a", "b", ""])), streams)
+    return Sample(tokens, np.linspace(0, 1, n, dtype=np.float32), draw(st.sampled_from(["a", "b", ""])), token_columns)
 
 
 def same(a: Sample, b: Sample) -> bool:
-    arrays = [(a.tokens, b.tokens), (a.weights, b.weights), *((a.streams[k], b.streams[k]) for k in a.streams)]
+    arrays = [
+        (a.tokens, b.tokens),
+        (a.weights, b.weights),
+        *((a.token_columns[k], b.token_columns[k]) for k in a.token_columns),
+    ]
     return (
         a.source == b.source
-        and a.streams.keys() == b.streams.keys()
+        and a.token_columns.keys() == b.token_columns.keys()
         and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in arrays)
     )
 

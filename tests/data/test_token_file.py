@@ -29,12 +29,12 @@ zeros_and_ones = st.lists(st.sampled_from([0.0, 1.0]), max_size=9)
 weights = st.lists(st.sampled_from([0.0, 1.0, -0.0, 0.3, float("nan"), float("inf")]) | st.floats(width=32), max_size=9)
 
 
-def sample(values: list[float], source: str, streams: bool) -> Sample:
+def sample(values: list[float], source: str, token_columns: bool) -> Sample:
     n = len(values)
     tokens = (np.arange(n) * 7919 + ((1 << 31) - 7919 * n) * (n % 2)).astype(np.int32)
     carried = (
         {"score": np.array(values, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
-        if streams
+        if token_columns
         else {}
     )
     return Sample(tokens, np.array(values, np.float32), source, carried)
@@ -52,12 +52,12 @@ def stored(rows: list[list[PackUnit]], path: Path, group: int) -> list[TokenRows
 def said(units: list[PackUnit]) -> Any:
     """Everything of units; of floats, the bits."""
 
-    def bits(streams):
-        return [(name, v.dtype.name, v.shape, v.tobytes()) for name, v in sorted(streams.items())]
+    def bits(token_columns):
+        return [(name, v.dtype.name, v.shape, v.tobytes()) for name, v in sorted(token_columns.items())]
 
     return [
         [
-            (s.tokens.tobytes(), s.weights.dtype.name, s.weights.tobytes(), s.source, bits(s.streams), s.begins)
+            (s.tokens.tobytes(), s.weights.dtype.name, s.weights.tobytes(), s.source, bits(s.token_columns), s.begins)
             for s in unit
         ]
         for unit in units
@@ -73,12 +73,15 @@ def shapes(values: st.SearchStrategy[list[float]]) -> st.SearchStrategy[list[lis
 @given(
     shape=shapes(weights) | shapes(zeros_and_ones) | shapes(weights | zeros_and_ones),
     group=st.integers(1, 5),
-    streams=st.booleans(),
+    token_columns=st.booleans(),
 )
 def test_every_row_comes_back_to_the_bit(
-    tmp_path_factory: pytest.TempPathFactory, shape: Any, group: int, streams: bool
+    tmp_path_factory: pytest.TempPathFactory, shape: Any, group: int, token_columns: bool
 ) -> None:
-    rows = [[tuple(sample(values, "ab"[len(values) % 2], streams) for values in unit) for unit in row] for row in shape]
+    rows = [
+        [tuple(sample(values, "ab"[len(values) % 2], token_columns) for values in unit) for unit in row]
+        for row in shape
+    ]
     blocks = stored(rows, tmp_path_factory.mktemp("rows") / "rows.parquet", group)
     back = [block.units(i) for block in blocks for i in range(len(block))]
     assert [said(units) for units in back] == [said(units) for units in rows]
@@ -91,14 +94,14 @@ def test_every_row_comes_back_to_the_bit(
     items = []
     for block in blocks:
         for i in range(len(block)):
-            simple = not streams and sum(map(len, block.units(i))) == 1
+            simple = not token_columns and sum(map(len, block.units(i))) == 1
             assert block.simple(i, i + 1) == simple
             if simple:
                 items += stored_items(block, i, i + 1, "a", 0, (0, 0))
                 ((unit,),) = units_of([items[-1:]])
                 assert said([unit]) == said(block.units(i))
     units = [unit for (unit,) in units_of([[item] for item in items])]
-    assert said(units) == said([unit for row in rows if sum(map(len, row)) == 1 and not streams for unit in row])
+    assert said(units) == said([unit for row in rows if sum(map(len, row)) == 1 and not token_columns for unit in row])
     documents = documents_of([items])
     assert documents.tokens.tobytes() == b"".join(s.tokens.tobytes() for (s,) in units)
     assert documents.weights.tobytes() == b"".join(s.weights.tobytes() for (s,) in units)

@@ -167,9 +167,11 @@ def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_pa
             return []
         ((s,),) = encode_document(row, characters, name)
         n = len(s)
-        streams = {"score": np.full(n, 0.5, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
-        one = Sample(s.tokens, s.weights, name, streams)
-        return [(one, Sample(s.tokens[::-1], s.weights, name, {key: values + 1 for key, values in streams.items()}))]
+        token_columns = {"score": np.full(n, 0.5, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
+        one = Sample(s.tokens, s.weights, name, token_columns)
+        return [
+            (one, Sample(s.tokens[::-1], s.weights, name, {key: values + 1 for key, values in token_columns.items()}))
+        ]
 
     write(rows, tmp_path / "t", characters, encode)
     direct = list(pack_units_once({"sums": SourceSpec(rows)}, encode=encode, **LIMITS))
@@ -181,9 +183,9 @@ def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_pa
     assert len(direct) > 100
     for a, b in zip(direct, ahead, strict=True):
         for one, other in zip(a, b, strict=True):
-            assert one.streams.keys() == other.streams.keys()
-            assert all(values.dtype == other.streams[name].dtype for name, values in one.streams.items())
-            assert all(np.array_equal(values, other.streams[name]) for name, values in one.streams.items())
+            assert one.token_columns.keys() == other.token_columns.keys()
+            assert all(values.dtype == other.token_columns[name].dtype for name, values in one.token_columns.items())
+            assert all(np.array_equal(values, other.token_columns[name]) for name, values in one.token_columns.items())
 
 
 @pytest.mark.parametrize("within", [True, False])

@@ -98,7 +98,7 @@ def test_own_credit_pushes_only_what_is_above_the_median(tutorial: Path) -> None
 
 
 def advantages(sample: Any) -> np.ndarray:
-    return sample.streams["advantages"]
+    return sample.token_columns["advantages"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

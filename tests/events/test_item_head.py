@@ -46,8 +46,8 @@ def history(rng: np.random.Generator, baskets: int) -> Sample:
         where += [*((basket, n) for n in range(size)), (0, 0)]
         days += [float(rng.integers(0, 50)) if basket != 3 else np.nan] * size + [np.nan]
     known = np.stack([np.nan_to_num(days), ~np.isnan(days)], 1).astype(np.float32)
-    streams = {"baskets": np.array(where, np.int32), VALUE + "days": known}
-    return Sample(np.array(tokens, np.int32), np.array(weights, np.float32), "h", streams)
+    token_columns = {"baskets": np.array(where, np.int32), VALUE + "days": known}
+    return Sample(np.array(tokens, np.int32), np.array(weights, np.float32), "h", token_columns)
 
 
 def packed(seed: int = 0) -> Batch:
@@ -58,7 +58,7 @@ def packed(seed: int = 0) -> Batch:
 def dense(weight: Tensor, x: Tensor, batch: Batch, set_wise: bool) -> Tensor:
     """Place by place."""
     total = torch.zeros((), dtype=torch.float64)
-    baskets = batch.streams["baskets"]
+    baskets = batch.token_columns["baskets"]
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
             if not batch.weights[b, t]:
@@ -124,7 +124,7 @@ def test_values_are_said_where_a_basket_begins(tmp_path: Path) -> None:
     batch, x = packed(), torch.randn(2, 48, D, generator=torch.Generator().manual_seed(1))
     said, expected = both.numbers(x)[..., 0], 0.0  # type: ignore[misc]
     for b, t in torch.nonzero(batch.weights == 3.0).tolist():
-        days, there = batch.streams[VALUE + "days"][b, t].tolist()
+        days, there = batch.token_columns[VALUE + "days"][b, t].tolist()
         if there:
             expected += 0.5 / 2 * 3.0 * (float(said[b, t]) - math.log1p(days)) ** 2
     assert expected > 1
@@ -132,9 +132,9 @@ def test_values_are_said_where_a_basket_begins(tmp_path: Path) -> None:
     assert both(x).shape == (2, 48, ITEMS + 2)
     torch.testing.assert_close(both(x)[..., : ITEMS + 1].exp().sum(-1), torch.ones(2, 48))
     assert torch.equal(both.logits(x)[..., IDS], both.items(x)[..., :-1])
-    others = {name: stream for name, stream in batch.streams.items() if name == "baskets"}
+    others = {name: stream for name, stream in batch.token_columns.items() if name == "baskets"}
     # rows of another source
-    assert both.loss(x, Batch(**{**vars_of(batch), "streams": others})).item() == pytest.approx(
+    assert both.loss(x, Batch(**{**vars_of(batch), "token_columns": others})).item() == pytest.approx(
         plain.loss(x, batch).item()
     )
     with pytest.raises(UserError, match=r"rows have no value 'spend' for their baskets; they have days$"):
@@ -149,7 +149,7 @@ def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path) -> None:
     assert all(g is not None for g in torch.autograd.grad(loss, [x, *made.parameters()]))
     batch, x = packed(), torch.randn(2, 48, D, requires_grad=True)
     # of a source that says no values
-    without = Batch(**{**vars_of(batch), "streams": {"baskets": batch.streams["baskets"]}})
+    without = Batch(**{**vars_of(batch), "token_columns": {"baskets": batch.token_columns["baskets"]}})
     assert all(g is not None for g in torch.autograd.grad(made.loss(x, without), [x, *made.parameters()]))
 
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, knobs: dict[str, Any]) -> Non
     ):
         NextItem(config(), Parts(), "head", items=str(tmp_path / "wide.safetensors"))
     batch = packed()
-    without = Batch(**{**vars_of(batch), "streams": {}})
+    without = Batch(**{**vars_of(batch), "token_columns": {}})
     with pytest.raises(UserError, match="set_wise needs baskets"):
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
     with pytest.raises(UserError, match=r"nowhere.* has no `ids` and `rows`"):

@@ -110,7 +110,8 @@ def model_of(mixer: Mixer) -> Any:
 
 
 def lengths(rng: np.random.Generator, rows: int) -> list[list[int]]:
-    """Of documents, by row: of one to nine, of one token to the whole row; some rows end in padding."""
+    """Return random lengths of the documents of each row: one to nine documents of at least one token; some rows end in
+    padding."""
     found = []
     for _ in range(rows):
         room = WIDTH if rng.random() < 0.6 else int(rng.integers(1, WIDTH + 1))

@@ -22,7 +22,7 @@ from ptf.model import chunked, projection
 from ptf.model.chunked import cross_entropy, surrogate, token_logprobs
 from ptf.model.divergence import divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
-from ptf.model.sampling import Processing
+from ptf.model.sampling import LogitsProcessing
 from tests.bounds import ROUNDINGS, excess, traced
 from tests.model.ranks import two_ranks
 
@@ -61,7 +61,7 @@ class Problem:
         self.targets = torch.randint(0, vocab, shape, generator=g)
         self.weights = (0.1 + torch.rand(shape, generator=g)) * (torch.rand(shape, generator=g) < share)
         self.upstream = normal(*shape).float().abs()  # of one sign, so that a sum is as large as its terms
-        self.temperature, self.how, self.k = temperature, Processing(temperature), min(3, vocab - 1)
+        self.temperature, self.how, self.k = temperature, LogitsProcessing(temperature), min(3, vocab - 1)
 
     def leaves(self) -> list[Tensor]:
         """What the losses are differentiated by."""
@@ -247,7 +247,7 @@ def scaled(problem: Problem, mistake: str) -> Problem:
         return (t.detach().double() * SCALE).to(t.dtype)
 
     if mistake == "temperature":
-        problem.temperature, problem.how = problem.temperature * SCALE, Processing(problem.temperature * SCALE)
+        problem.temperature, problem.how = problem.temperature * SCALE, LogitsProcessing(problem.temperature * SCALE)
     elif mistake == "x":
         problem.x = by(problem.x)
     elif mistake == "weights":

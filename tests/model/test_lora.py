@@ -291,7 +291,7 @@ def test_what_the_adapter_format_cannot_hold_is_named(tmp_path):
     found = {}
     for name, spec in {
         "router": {"lora": {"targets": ["*.router"]}},
-        "norm": {"lora": {}, "train": ["norm"]},
+        "norm": {"lora": {}, "trainable": ["norm"]},
         "nothing": {"lora": {}},
     }.items():
         model, family = load_model(

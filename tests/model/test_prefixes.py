@@ -1,5 +1,5 @@
-"""A document that goes on from another's beginning is, in every family, what it is with that beginning before it:
-logits, log-probs and gradients."""
+"""In every family, a document packed behind a shared prefix gives the same logits, log-probs and gradients as one that
+repeats the prefix."""
 
 import numpy as np
 import pytest

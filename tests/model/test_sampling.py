@@ -13,7 +13,7 @@ from transformers import TopPLogitsWarper
 
 from ptf.model.chunked import surrogate, token_logprobs
 from ptf.model.projection import Projection
-from ptf.model.sampling import NEVER, ROUNDING, Edges, Processing, nucleus, restrict
+from ptf.model.sampling import NEVER, ROUNDING, Edges, LogitsProcessing, nucleus, restrict
 from tests.bounds import ROUNDINGS, Traced, excess
 from tests.model.ranks import two_ranks
 from tests.model.test_chunked import Problem, gap
@@ -43,7 +43,7 @@ def drawn(problem: Problem, seed: int = 0) -> torch.Tensor:
     ).view(*states.shape, 3)
 
 
-def dense(problem: Problem, how: Processing, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def dense(problem: Problem, how: LogitsProcessing, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of targets and entropies [B, T], float64, written out."""
     head = problem.head
     logits = problem.x.double() @ head.weight.double().t()[:, : head.vocab] + head.bias.double()[: head.vocab]
@@ -138,10 +138,10 @@ def test_what_is_taken_out_is_not_drawn():
 
 
 HOWS = {
-    "allowed": Processing(edges=EDGES),
-    "allowed, cold": Processing(0.7, edges=EDGES),
-    "nucleus": Processing(0.8, 0.9),
-    "both": Processing(1.3, 0.8, EDGES),
+    "allowed": LogitsProcessing(edges=EDGES),
+    "allowed, cold": LogitsProcessing(0.7, edges=EDGES),
+    "nucleus": LogitsProcessing(0.8, 0.9),
+    "both": LogitsProcessing(1.3, 0.8, EDGES),
 }
 
 
@@ -171,7 +171,7 @@ def test_losses_and_gradients_are_those_of_the_distribution_sampled_from(name, d
     assert excess(mine, expected) <= ROUNDINGS
     assert excess([g * (1 + 1e-4) for g in mine], expected) > ROUNDINGS
     # the control: without what was done to the logits, they are others
-    plain = token_logprobs(problem.x, problem.head, problem.targets, problem.weights, Processing(how.temperature))
+    plain = token_logprobs(problem.x, problem.head, problem.targets, problem.weights, LogitsProcessing(how.temperature))
     assert (plain.logprobs - said.logprobs).abs().max() > 1e-2
 
 

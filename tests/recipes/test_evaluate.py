@@ -45,7 +45,7 @@ def test_calibration_error_of_what_is_calibrated_and_what_is_not():
 def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     raw = preferences(tmp_path, name)
     if lora:
-        raw["model"] |= {"lora": {"rank": 4}, "train": ["head"] if "dpo" not in name else None}
+        raw["model"] |= {"lora": {"rank": 4}, "trainable": ["head"] if "dpo" not in name else None}
     run = train(raw, "run")
     found, last = measure_run(loads(yaml.safe_dump(raw)), run), facts(run)[-1]
     seen = {key: value for key, value in last.items() if key.endswith("/held_out")}

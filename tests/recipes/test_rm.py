@@ -53,7 +53,7 @@ def data(recipe: RM, weight: float) -> list[PackUnit]:
         if not recipe.margin:
             return made
         return [
-            tuple(replace(s, streams={"margin": np.full(len(s), i / 4, np.float32)}) for s in unit)
+            tuple(replace(s, token_columns={"margin": np.full(len(s), i / 4, np.float32)}) for s in unit)
             for i, unit in enumerate(made)
         ]
     found = []
@@ -65,7 +65,7 @@ def data(recipe: RM, weight: float) -> list[PackUnit]:
                 s.weights.max(),
                 {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.loss_type](),
             )
-        found.append((replace(s, weights=weights, streams={"score": scores, "answer_length": scores}),))
+        found.append((replace(s, weights=weights, token_columns={"score": scores, "answer_length": scores}),))
     assert any((sample.weights != 0).sum() > 1 for (sample,) in found)
     return found
 
@@ -76,7 +76,7 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
         weight = float(unit[0].weights.max())
         if recipe.loss_type == "pair":
             scores = [dense.score(network, s) for s in unit]
-            margin = float(unit[0].streams["margin"][0]) if recipe.margin else 0.0
+            margin = float(unit[0].token_columns["margin"][0]) if recipe.margin else 0.0
             loss = (
                 -torch.log(torch.sigmoid(scores[0] - scores[1] - margin))
                 + recipe.centring * (scores[0] + scores[1]) ** 2
@@ -86,8 +86,10 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
         (s,) = unit
         for end in np.flatnonzero(s.weights):  # each is read by itself, with nothing after it
             y, score = (
-                float(s.streams["score"][end]),
-                dense.score(network, replace(s, tokens=s.tokens[: end + 1], weights=s.weights[: end + 1], streams={})),
+                float(s.token_columns["score"][end]),
+                dense.score(
+                    network, replace(s, tokens=s.tokens[: end + 1], weights=s.weights[: end + 1], token_columns={})
+                ),
             )
             loss = (
                 (score - y) ** 2
@@ -161,13 +163,17 @@ def test_scores_at_every_token_as_they_once_were_are_refused(place):
     sample = data(recipe, 1.0)[0][0]
     with pytest.raises(UserError, match="tokenize it again"):
         recipe.loss(
-            model, Batch.of([[(replace(sample, streams={"score": sample.streams["score"]}),)]], len(sample)), {}
+            model,
+            Batch.of([[(replace(sample, token_columns={"score": sample.token_columns["score"]}),)]], len(sample)),
+            {},
         )
     assert (
         float(
             recipe.loss(
                 model,
-                Batch.of([[(replace(sample, weights=np.zeros(len(sample), np.float32), streams={}),)]], len(sample)),
+                Batch.of(
+                    [[(replace(sample, weights=np.zeros(len(sample), np.float32), token_columns={}),)]], len(sample)
+                ),
                 {},
             )[0]
         )

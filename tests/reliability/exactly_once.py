@@ -19,7 +19,7 @@ from ptf.data.trajectory import Group, Reward
 
 
 def known_by(sample: Sample) -> str:
-    return hashlib.sha256(sample.tokens.tobytes() + sample.streams["rollout_logprobs"].tobytes()).hexdigest()[:24]
+    return hashlib.sha256(sample.tokens.tobytes() + sample.token_columns["rollout_logprobs"].tobytes()).hexdigest()[:24]
 
 
 def keep(ledger: Path, attempt: int) -> None:

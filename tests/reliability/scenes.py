@@ -161,7 +161,7 @@ def rows_of(place: str, tokenizer: Tokenizer) -> list[Any]:
     for block, *_ in blocks_once(tokenized.reader(place, tokenizer)):
         units = (unit for i in range(len(block)) for unit in tokenized.decode(block.row(i), ""))
         found += [
-            [(s.tokens.tolist(), s.weights.tolist(), {k: v.tolist() for k, v in s.streams.items()}) for s in unit]
+            [(s.tokens.tolist(), s.weights.tolist(), {k: v.tolist() for k, v in s.token_columns.items()}) for s in unit]
             for unit in units
         ]
     return found

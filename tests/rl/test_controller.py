@@ -347,7 +347,7 @@ def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
     # three prompts of four answers
     assert [row["step"] for row in rows] == [step for step in (1, 2, 4, 6) for _ in range(12)]
     for row, (sample,) in zip(rows[:12], credited[0], strict=False):
-        trained = sample.streams["advantages"][sample.weights != 0]
+        trained = sample.token_columns["advantages"][sample.weights != 0]
         assert [token[2] for token in row["tokens"]] == trained.tolist()
         assert "".join(token[0] for token in row["tokens"]).removesuffix("<|im_end|>") == row["answer"]
         assert {"prompt", "reward", "complete", "turns"} <= row.keys()

@@ -188,10 +188,10 @@ def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
     first, second = samples_of(t, np.arange(5) + 20)
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert first.weights.tolist() == [0, 0, 1, 1, 0, 1]
-    assert first.streams["advantages"].tolist() == [0, 0, 20, 21, 0, 22]
-    assert first.streams["rollout_logprobs"].tolist() == [0, 0, 0, 1, 0, 2]
+    assert first.token_columns["advantages"].tolist() == [0, 0, 20, 21, 0, 22]
+    assert first.token_columns["rollout_logprobs"].tolist() == [0, 0, 0, 1, 0, 2]
     assert second.tokens.tolist() == [1, 9, 7, 8]
-    assert second.streams["old_logprobs"].tolist() == [0, 0, 13, 14]
+    assert second.token_columns["old_logprobs"].tolist() == [0, 0, 13, 14]
     other = Trajectory(t.prompt, calls[:1], "", Reward(0.0), {"old_logprobs": np.zeros(2, np.float32)})
     assert len(GRPO().credit([(t, other)])) == 3
 

@@ -15,7 +15,7 @@ from ptf.data.packing import pack_all
 from ptf.data.trajectory import Call, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model.chunked import TokenLogprobs
-from ptf.model.sampling import Processing
+from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
 from ptf.recipes.grpo.recipe import GRPO, estimate_kl
 from ptf.recipes.registry import FACTS, build, facts
@@ -60,7 +60,9 @@ def test_loss_and_gradient_are_verls(form):
     made = [tuple(with_rollout(t, seed=7 * g + i) for i, t in enumerate(group)) for g, group in enumerate(groups(4, 5))]
     batch = Batch.of(pack_all(recipe.credit(made), 40), 40)
     g = torch.Generator().manual_seed(1)
-    logprobs = (batch.streams["old_logprobs"] + 0.2 * torch.randn(batch.weights.shape, generator=g)).requires_grad_()
+    logprobs = (
+        batch.token_columns["old_logprobs"] + 0.2 * torch.randn(batch.weights.shape, generator=g)
+    ).requires_grad_()
     loss, _ = recipe.loss(Given(logprobs), batch, {})  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(loss / recipe.denominator(batch), logprobs)
 
@@ -75,10 +77,15 @@ def test_loss_and_gradient_are_verls(form):
     )
     old, new, advantages, mask = (
         padded(v, batch)
-        for v in (batch.streams["old_logprobs"], logprobs, batch.streams["advantages"], torch.ones_like(logprobs))
+        for v in (
+            batch.token_columns["old_logprobs"],
+            logprobs,
+            batch.token_columns["advantages"],
+            torch.ones_like(logprobs),
+        )
     )
     weights = (
-        (old - padded(batch.streams["rollout_logprobs"], batch)).exp().clamp(max=recipe.max_importance)
+        (old - padded(batch.token_columns["rollout_logprobs"], batch)).exp().clamp(max=recipe.max_importance)
         if recipe.max_importance
         else None
     )
@@ -94,11 +101,11 @@ def test_loss_and_gradient_are_verls(form):
 def with_rollout(t: Trajectory, seed: int) -> Trajectory:
     """Whose engine is a little off the trainer."""
     (call,) = t.calls
-    off = (t.streams["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(call.sampled))).astype(
+    off = (t.token_columns["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(call.sampled))).astype(
         np.float32
     )
     return Trajectory(
-        t.prompt, (Call(call.context, call.sampled, off, call.versions, True),), t.text, t.outcome, t.streams
+        t.prompt, (Call(call.context, call.sampled, off, call.versions, True),), t.text, t.outcome, t.token_columns
     )
 
 
@@ -148,8 +155,11 @@ def test_estimators_of_the_kl_are_verls_and_have_its_mean(kind):
 def test_kl_may_be_taken_from_the_reward():
     recipe = GRPO(kl=0.5, kl_in="reward", kl_estimator="k1", scale_by_std=False)
     one, other = trajectory(0, Reward(1.0)), trajectory(1, Reward(1.0))
-    costs = [0.5 * float((t.streams["old_logprobs"] - t.streams["reference_logprobs"]).sum()) for t in (one, other)]
-    found = [float(unit[0].streams["advantages"][-1]) for unit in recipe.credit([(one, other)])]
+    costs = [
+        0.5 * float((t.token_columns["old_logprobs"] - t.token_columns["reference_logprobs"]).sum())
+        for t in (one, other)
+    ]
+    found = [float(unit[0].token_columns["advantages"][-1]) for unit in recipe.credit([(one, other)])]
     assert found == pytest.approx([(costs[1] - costs[0]) / 2, (costs[0] - costs[1]) / 2], abs=1e-6)
 
 
@@ -192,7 +202,7 @@ def test_the_ratio_of_an_answer_is_the_geometric_mean_of_its_tokens():
         Prompt(call.context, {}, "a", 0), (call,), "", Reward(1.0), {"old_logprobs": np.array([-1.0, -2.0], np.float32)}
     )
     recipe = GRPO(ratio="answer", mean_over="answers", clip_low=9e9, clip_high=9e9, scale_by_std=False)
-    batch = Batch.of([[recipe.credit([(t, Trajectory(t.prompt, (call,), "", Reward(0.0), t.streams))])[0]]], 4)
+    batch = Batch.of([[recipe.credit([(t, Trajectory(t.prompt, (call,), "", Reward(0.0), t.token_columns))])[0]]], 4)
     loss, _ = recipe.loss(Given(torch.tensor([[-0.5, -1.0, 0.0, 0.0]])), batch, {})  # type: ignore[arg-type]
     assert float(loss) == pytest.approx(-0.5 * math.exp((0.5 + 1.0) / 2))
 
@@ -206,7 +216,7 @@ def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
     plugged = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO"}')))
     assert plugged == build(loads(text.replace("RECIPE", "grpo")))
     assert plugged.max_new_tokens == 17
-    assert plugged.processing == Processing(0.5, 1.0)
+    assert plugged.processing == LogitsProcessing(0.5, 1.0)
     assert set(facts(loads(text.replace("RECIPE", "grpo")))) == set(FACTS)  # what `ptf check` takes for given
     mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {max_new_tokens: 3}}')))
     assert mine.max_new_tokens == 3  # what the config says comes first

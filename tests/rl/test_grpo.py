@@ -10,13 +10,13 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
 from ptf.model import bridge
-from ptf.model.sampling import Processing
+from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.advantages import group_relative
 from ptf.recipes.grpo.recipe import GRPO
 from tests.tiny import checkpoint
 
 
-def trajectory(seed: int, outcome, **streams) -> Trajectory:
+def trajectory(seed: int, outcome, **token_columns) -> Trajectory:
     rng = np.random.default_rng(seed)
     context, sampled = (
         rng.integers(0, 97, 5 + seed % 3).astype(np.int32),
@@ -25,7 +25,7 @@ def trajectory(seed: int, outcome, **streams) -> Trajectory:
     n = len(sampled)
     call = Call(context, sampled, np.full(n, -1, np.float32), np.zeros(n, np.int32), True)
     drawn = {name: (-rng.random(n) * 3).astype(np.float32) for name in ("old_logprobs", "reference_logprobs")}
-    return Trajectory(Prompt(context, {}, "a", seed), (call,), "", outcome, {**drawn, **streams})
+    return Trajectory(Prompt(context, {}, "a", seed), (call,), "", outcome, {**drawn, **token_columns})
 
 
 def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
@@ -34,7 +34,11 @@ def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
 
 @pytest.mark.parametrize(
     "recipe",
-    [GRPO(), GRPO(kl=0.1), GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, processing=Processing(0.8))],
+    [
+        GRPO(),
+        GRPO(kl=0.1),
+        GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, processing=LogitsProcessing(0.8)),
+    ],
 )
 def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     directory = checkpoint(tmp_path / "m")
@@ -64,7 +68,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
                 .gather(1, ids[0, len(call.context) :, None])
                 .squeeze(1)
             )
-            old, ref = (torch.tensor(t.streams[s]).double() for s in ("old_logprobs", "reference_logprobs"))
+            old, ref = (torch.tensor(t.token_columns[s]).double() for s in ("old_logprobs", "reference_logprobs"))
             rho = (logp - old).exp()
             surrogate = torch.minimum(rho * a, rho.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * a)
             k3 = (ref - logp).exp() - (ref - logp) - 1
@@ -82,7 +86,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     "recipe",
     [
         GRPO(),
-        GRPO(processing=Processing(0.8), mean_over="length", max_new_tokens=7),
+        GRPO(processing=LogitsProcessing(0.8), mean_over="length", max_new_tokens=7),
         GRPO(ratio="answer", mean_over="answers"),
     ],
 )
@@ -93,7 +97,7 @@ def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, re
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, directory, family)
     batch = Batch.of(
-        pack_all(recipe.credit([tuple(dataclasses.replace(t, streams={}) for t in g) for g in groups()]), 40), 40
+        pack_all(recipe.credit([tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]), 40), 40
     )
     assert recipe.has_known_gradient(batch)
     found = []
@@ -130,7 +134,7 @@ def test_answers_without_a_result_enter_no_advantage():
     units = GRPO().credit([(*ok[:2], failed, *ok[2:])])
     assert len(units) == 4
     expected = group_relative(np.array([0.0, 1.0, 0.0, 1.0]), True)
-    assert [float(a[0].streams["advantages"][-1]) for a in units] == pytest.approx(expected.tolist())
+    assert [float(a[0].token_columns["advantages"][-1]) for a in units] == pytest.approx(expected.tolist())
     as_zero = group_relative(np.array([0.0, 1.0, 0.0, 0.0, 1.0]), True)  # what it would be if a crash were a 0
     assert not np.allclose(expected, as_zero[[0, 1, 3, 4]])
     assert GRPO().credit([(ok[0], failed)]) == []
@@ -159,5 +163,5 @@ def test_context_is_never_trained():
         c = len(t.prompt.tokens)
         assert not sample.weights[:c].any()
         assert sample.weights[c:].all()
-        assert not sample.streams["advantages"][:c].any()
-        assert sample.streams["old_logprobs"][c:].tolist() == t.streams["old_logprobs"].tolist()
+        assert not sample.token_columns["advantages"][:c].any()
+        assert sample.token_columns["old_logprobs"][c:].tolist() == t.token_columns["old_logprobs"].tolist()

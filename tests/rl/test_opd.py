@@ -20,16 +20,23 @@ TEACHER = OPD(teacher="t")
 def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the_reward():
     made = [trajectory(i, outcome) for i, outcome in enumerate((Reward(1.0), Reward(0.0), NoResult("away")))]
     made = [
-        type(t)(t.prompt, t.calls, "", t.outcome, {**t.streams, "teacher_logprobs": t.streams["reference_logprobs"]})
+        type(t)(
+            t.prompt,
+            t.calls,
+            "",
+            t.outcome,
+            {**t.token_columns, "teacher_logprobs": t.token_columns["reference_logprobs"]},
+        )
         for t in made
     ]
     units = TEACHER.credit([tuple(made)])
     for (sample,), t in zip(units, made, strict=True):
         said = sample.weights != 0
         np.testing.assert_array_equal(
-            sample.streams["advantages"][said], t.streams["teacher_logprobs"] - t.streams["old_logprobs"]
+            sample.token_columns["advantages"][said],
+            t.token_columns["teacher_logprobs"] - t.token_columns["old_logprobs"],
         )
-        assert not sample.streams["advantages"][~said].any()
+        assert not sample.token_columns["advantages"][~said].any()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ptf.config import loads
 from ptf.config.load import ConfigError
 from ptf.data.sample import Sample
 from ptf.errors import UserError
-from ptf.model.sampling import NO_PROCESSING
+from ptf.model.sampling import NO_LOGITS_PROCESSING
 from ptf.recipes import registry
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, phase_table
 from ptf.rl.roles import Learner
@@ -298,7 +298,7 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
             train=job.train,
             recipe=registry.build(job),
             width=64,
-            sampling=NO_PROCESSING,
+            processing=NO_LOGITS_PROCESSING,
             offload_path=str(tmp_path / "offloaded"),
         )
         row = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
@@ -332,7 +332,7 @@ def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
             spec=job.model,
             seed=0,
             width=64,
-            sampling=NO_PROCESSING,
+            processing=NO_LOGITS_PROCESSING,
             recipe=registry.build(job),
             train=job.train.model_copy(update={"precision": "bf16"}),
             offload_path=str(tmp_path / "offloaded"),

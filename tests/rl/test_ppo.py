@@ -68,7 +68,7 @@ def test_the_critics_loss_and_gradient_are_verls():
 
     batch = Batch.of(pack_all(PPO(whiten=False).credit(scored()), 40), 40)
     g = torch.Generator().manual_seed(0)
-    values = (batch.streams["values"] + 0.4 * torch.randn(batch.weights.shape, generator=g)).requires_grad_()
+    values = (batch.token_columns["values"] + 0.4 * torch.randn(batch.weights.shape, generator=g)).requires_grad_()
 
     class Says:
         def __call__(self, *given: object) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_the_critics_loss_and_gradient_are_verls():
     loss, metrics = critic.loss(Says(), batch, {})  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(loss / critic.units(batch), values)
     new, returns, old, weights = (
-        padded(v, batch) for v in (values, batch.streams["returns"], batch.streams["values"], batch.weights)
+        padded(v, batch) for v in (values, batch.token_columns["returns"], batch.token_columns["values"], batch.weights)
     )
     wanted, clipped = core_algos.compute_value_loss(new, returns, old, weights, 0.2)
     (gradient,) = torch.autograd.grad(wanted, values)
@@ -95,10 +95,14 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
     for (sample,), t in zip(units, group, strict=True):
         rewards = np.zeros(len(t.calls[0].sampled))
         rewards[-1] = t.outcome.value
-        wanted = generalised_advantages(rewards, t.streams["values"], 0.9, 0.95)
-        assert sample.streams["advantages"][-len(wanted) :] == pytest.approx(wanted, abs=1e-6)
-        assert sample.streams["returns"][-len(wanted) :] == pytest.approx(wanted + t.streams["values"], abs=1e-6)
-    whitened = np.concatenate([unit[0].streams["advantages"][unit[0].weights != 0] for unit in PPO().credit([group])])
+        wanted = generalised_advantages(rewards, t.token_columns["values"], 0.9, 0.95)
+        assert sample.token_columns["advantages"][-len(wanted) :] == pytest.approx(wanted, abs=1e-6)
+        assert sample.token_columns["returns"][-len(wanted) :] == pytest.approx(
+            wanted + t.token_columns["values"], abs=1e-6
+        )
+    whitened = np.concatenate(
+        [unit[0].token_columns["advantages"][unit[0].weights != 0] for unit in PPO().credit([group])]
+    )
     assert (float(whitened.mean()), float(whitened.std())) == pytest.approx((0, 1), abs=1e-5)
     assert PPO().credit([(failed,)]) == []
     loss, _ = PPO(whiten=False).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(units[:1], 40)[0]], 40), {})
@@ -108,7 +112,7 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
 def test_kl_is_taken_from_every_tokens_reward():
     t = trajectory(4, Reward(1.0), values=np.zeros(6, np.float32))
     found = PPO(kl=0.5, kl_estimator="k1").rewards(t)
-    cost = 0.5 * (t.streams["old_logprobs"] - t.streams["reference_logprobs"])
+    cost = 0.5 * (t.token_columns["old_logprobs"] - t.token_columns["reference_logprobs"])
     wanted = -cost
     wanted[-1] += 1
     assert found == pytest.approx(wanted, abs=1e-6)

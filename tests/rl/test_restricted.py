@@ -18,7 +18,7 @@ from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.model.chunked import token_logprobs
 from ptf.model.head import Head
-from ptf.model.sampling import Processing
+from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.protocol import edges_of
 from ptf.train.batch_sharding import deal
@@ -92,12 +92,12 @@ def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
     from ptf.rl import assemble
     from ptf.rl.weights.verification import SyncError
 
-    with_sampling = assemble.with_sampling
+    with_logits_processing = assemble.with_logits_processing
 
     def unaware(recipe, knobs, trie):
-        return recipe, with_sampling(recipe, knobs, None)[1]
+        return recipe, with_logits_processing(recipe, knobs, None)[1]
 
-    monkeypatch.setattr(assemble, "with_sampling", unaware)
+    monkeypatch.setattr(assemble, "with_logits_processing", unaware)
     with pytest.raises(SyncError, match=r"rollout\.max_logprob_diff\)\. Either the engine computes otherwise"):
         train(allowed(raw, tmp_path))
 
@@ -165,5 +165,5 @@ def test_a_rank_without_rows_of_its_own_has_no_states():
     edges = edges_of(Trie.of([[3, 4]], (1,)))
     x, head = torch.randn(1, 16, 8), Head(torch.randn(20, 8), 20)
     assert not token_logprobs(
-        x, head, idle.targets, idle.weights, Processing(edges=edges), idle.streams.get("states")
+        x, head, idle.targets, idle.weights, LogitsProcessing(edges=edges), idle.token_columns.get("states")
     ).logprobs.any()

@@ -22,7 +22,7 @@ def test_every_rank_gets_equally_many_batches_and_nothing_is_lost(workers, rows)
     batches = [batch for share in shares for batch in share]
     assert sum(float(GRPO().denominator(b)) for b in batches) == sum(s.weights.sum() for row in packed for (s,) in row)
     for batch in batches if rows else []:
-        assert {"advantages", "old_logprobs", "reference_logprobs"} <= batch.streams.keys()
+        assert {"advantages", "old_logprobs", "reference_logprobs"} <= batch.token_columns.keys()
 
 
 def test_a_batch_of_filling_alone_has_a_loss_of_zero_and_gradients():

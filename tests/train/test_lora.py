@@ -16,7 +16,7 @@ from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import adapter_names
-from ptf.model.sampling import Processing
+from ptf.model.sampling import LogitsProcessing
 from ptf.model.verify import export_difference
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.engines.native import NativeEngine
@@ -163,7 +163,7 @@ def test_learning_rates_go_by_group(tmp_path):
 def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     directory = tiny.checkpoint(tmp_path / "m")
     spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
-    common = {"directory": str(directory), "seed": 0, "width": 64, "sampling": Processing(0.7)}
+    common = {"directory": str(directory), "seed": 0, "width": 64, "processing": LogitsProcessing(0.7)}
     learner = Learner(
         World(),
         **common,
@@ -230,7 +230,7 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
         "directory": str(directory),
         "seed": 0,
         "width": 64,
-        "sampling": Processing(),
+        "processing": LogitsProcessing(),
         "tokenizer": "",
         "recipe": SFT("assistant"),
     }

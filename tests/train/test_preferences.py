@@ -86,7 +86,12 @@ def test_two_workers_train_what_one_does(tmp_path, name, mesh):
     alone = train(raw, "alone")
     shutil.rmtree(tmp_path / "runs" / "annotated", ignore_errors=True)  # two find for themselves
     both = train({**raw, "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": mesh}}, "both")
-    for key in ("loss", "grad_norm", "units", *(("divergence",) if raw["recipe"] == "kd" else ("accuracy", "margin"))):
+    for key in (
+        "loss",
+        "grad_norm",
+        "denominator",
+        *(("divergence",) if raw["recipe"] == "kd" else ("accuracy", "margin")),
+    ):
         expected = [row[key] for row in facts(alone)]
         # A margin is a difference of scores that nearly cancels at first: rounding is a share of what it grows to.
         allowed = 1e-4 * max(map(abs, expected)) if key == "margin" else 1e-6
@@ -198,7 +203,7 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
     few = {"path": made["sums"], "kind": "tokenized", "limit": 3, "epochs": 1}
     raw["data"] |= {"sources": {"sums": few}, "validation": {}, "partitions": 1}
     rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__sequences=1, train__validate_every=0))
-    assert sum(row["units"] for row in rows) == 3
+    assert sum(row["denominator"] for row in rows) == 3
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -213,8 +218,8 @@ def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
     if workers == 2:
         raw["compute"] = {**raw["compute"], "launcher": "torchrun", "workers": 2}
     rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__sequences=2, train__validate_every=0))
-    assert sum(row["units"] for row in rows) == 9
-    assert [row["units"] for row in rows] == [2, 2, 2, 2, 1]
+    assert sum(row["denominator"] for row in rows) == 9
+    assert [row["denominator"] for row in rows] == [2, 2, 2, 2, 1]
 
 
 def test_the_reference_that_was_found_ahead_is_where_training_began(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ class TokensConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: the model's own weights stay as they are, unless `model.train` says otherwise."""
+    """Low-rank adapters: the model's own weights stay as they are, unless `model.trainable` says otherwise."""
 
     rank: Positive = 16
     """Inner width of each adapter."""
@@ -68,6 +68,6 @@ class ModelConfig(Section):
     its tensors are exported to `head.safetensors`."""
     lora: LoraConfig | None = None
     """Train adapters (LoRA). The run writes them to `adapter` (PEFT), and the merged model to `model`."""
-    train: Patterns | None = None
+    trainable: Patterns | None = None
     """Patterns of unified names of what trains (`embed`, `layers.*.attn`). Default: everything. With `lora` the
     adapters always train, and these patterns add to them."""

@@ -47,7 +47,7 @@ class TrainConfig(Section):
     decay_at_loss: PositiveFloat | None = None
     """Held-out loss (of the first of `data.validation`) at which the decay begins early. The run then ends `decay`
     steps later, and never after `steps`."""
-    min_lr: Fraction = 0.0
+    min_lr_ratio: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of `lr`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""

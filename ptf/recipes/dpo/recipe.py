@@ -107,8 +107,8 @@ class DPO:
         """Return the reference's log-prob of each answer, [documents]; None without a reference."""
         if self.loss_type == "simpo":
             return None
-        streams = batch.streams if self.precomputed else self.annotations(model, batch, companions)
-        return self.of_answers(streams["reference_logprobs"], batch)
+        token_columns = batch.token_columns if self.precomputed else self.annotations(model, batch, companions)
+        return self.of_answers(token_columns["reference_logprobs"], batch)
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:
         """Return the log-probs of the answers' tokens, 0 elsewhere: [B, T]."""

@@ -32,7 +32,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.model.chunked import TokenLogprobs, surrogate, token_logprobs
 from ptf.model.decoder import Decoder
-from ptf.model.sampling import NO_PROCESSING, Processing
+from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
 from ptf.recipes.documents import document_weights, sums
 from ptf.recipes.protocol import Companion, Critic, Metrics
@@ -56,7 +56,7 @@ class GRPO:
     overlong: int = 0
     epochs: int = 1
     minibatches: int = 1
-    processing: Processing = NO_PROCESSING  # the distribution that answers were drawn from
+    processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that answers were drawn from
     max_new_tokens: int = 1  # the largest number of tokens of an answer
     online: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
@@ -100,11 +100,12 @@ class GRPO:
         assert isinstance(trajectory.outcome, Reward)
         value = trajectory.outcome.value + overlong_penalty(trajectory.sampled, self.max_new_tokens, self.overlong)
         if self.kl and self.kl_in == "reward":
-            streams = {
-                name: torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs")
+            token_columns = {
+                name: torch.from_numpy(trajectory.token_columns[name])
+                for name in ("old_logprobs", "reference_logprobs")
             }
             value -= self.kl * float(
-                estimate_kl(self.kl_estimator, streams["old_logprobs"], streams["reference_logprobs"]).sum()
+                estimate_kl(self.kl_estimator, token_columns["old_logprobs"], token_columns["reference_logprobs"]).sum()
             )
         return value
 
@@ -119,7 +120,7 @@ class GRPO:
         than the clipped objective.
         """
         return not (
-            "old_logprobs" in batch.streams
+            "old_logprobs" in batch.token_columns
             or self.max_importance is not None
             or self.entropy
             or (self.kl and self.kl_in == "loss")
@@ -128,7 +129,9 @@ class GRPO:
     def on_policy_loss(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return what `loss` returns, for a batch with `has_known_gradient`."""
         counts = self.token_coefficients(batch)
-        reduce = partial(surrogate, **self.sampling_arguments(batch), coefficients=batch.streams["advantages"] * counts)
+        reduce = partial(
+            surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * counts
+        )
         loss, outputs = model(batch.tokens, batch.positions, batch.segments, reduce)
         metrics = {
             "loss": loss.detach(),
@@ -145,7 +148,7 @@ class GRPO:
             "targets": batch.targets,
             "weights": batch.weights,
             "processing": self.processing,
-            "states": batch.streams.get("states"),
+            "states": batch.token_columns.get("states"),
         }
 
     def logprob_differences(self, outputs: TokenLogprobs, batch: Batch, counts: Tensor) -> Metrics:
@@ -153,9 +156,9 @@ class GRPO:
 
         A difference that rounding at the edge of a nucleus explains (`TokenLogprobs.slack`) is subtracted.
         """
-        difference = ((outputs.logprobs.detach() - batch.streams["rollout_logprobs"]).abs() - outputs.slack).clamp(
-            min=0
-        ) * (batch.weights != 0)
+        difference = (
+            (outputs.logprobs.detach() - batch.token_columns["rollout_logprobs"]).abs() - outputs.slack
+        ).clamp(min=0) * (batch.weights != 0)
         return {"logprob_diff_mean": (difference * counts).sum(), "max_logprob_diff": difference.max()}
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
@@ -166,9 +169,9 @@ class GRPO:
             batch.tokens, batch.positions, batch.segments, partial(token_logprobs, **self.sampling_arguments(batch))
         )
         logprobs, entropy = outputs.logprobs, outputs.entropy  # [B, T]
-        advantages, rollout = batch.streams["advantages"], batch.streams["rollout_logprobs"]
+        advantages, rollout = batch.token_columns["advantages"], batch.token_columns["rollout_logprobs"]
         # Without old_logprobs this is the only step from these rollouts, so π_old is the policy.
-        old = batch.streams.get("old_logprobs", logprobs.detach())
+        old = batch.token_columns.get("old_logprobs", logprobs.detach())
         log_ratio = logprobs - old
         if self.ratio == "answer":
             # its value is the mean over the answer, its gradient that of each token
@@ -182,7 +185,7 @@ class GRPO:
             "clip_share": ((clipped * advantages < ratio * advantages) * counts).sum(),
             "kl_old": ((ratio - 1 - log_ratio) * counts).sum(),
         }
-        if "old_logprobs" not in batch.streams:
+        if "old_logprobs" not in batch.token_columns:
             metrics |= self.logprob_differences(outputs, batch, counts)
         if self.max_importance is not None:
             importance = (old - rollout).exp()
@@ -191,7 +194,7 @@ class GRPO:
         if self.entropy:
             per_token = per_token - self.entropy * entropy
         if self.kl:
-            kl = estimate_kl(self.kl_estimator, logprobs, batch.streams["reference_logprobs"])
+            kl = estimate_kl(self.kl_estimator, logprobs, batch.token_columns["reference_logprobs"])
             metrics["kl_reference"] = (kl * counts).sum()
             if self.kl_in == "loss":
                 per_token = per_token + self.kl * kl

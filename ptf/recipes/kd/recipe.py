@@ -76,9 +76,12 @@ class KD:
         """Return the mean divergence from the teachers, summed over tokens, and its metrics."""
         if self.top_k is None:
             return self._nested_passes(list(self.teachers), model, batch, companions, torch.is_grad_enabled())
-        streams = batch.streams if self.precomputed else self.annotations(model, batch, companions)
+        token_columns = batch.token_columns if self.precomputed else self.annotations(model, batch, companions)
         return model(
-            batch.tokens, batch.positions, batch.segments, partial(self._loss_of_top, batch=batch, streams=streams)
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            partial(self._loss_of_top, batch=batch, token_columns=token_columns),
         )
 
     @property
@@ -156,11 +159,11 @@ class KD:
         return self._mixed_loss(x, head, batch, divergences)
 
     def _loss_of_top(
-        self, x: Tensor, head: Head, batch: Batch, streams: Mapping[str, Tensor]
+        self, x: Tensor, head: Head, batch: Batch, token_columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
         divergences = {}
         for name in self.teachers:
-            ids, logprobs = streams[f"{name}_ids"], streams[f"{name}_logprobs"]
+            ids, logprobs = token_columns[f"{name}_ids"], token_columns[f"{name}_logprobs"]
             divergences[name] = divergence_of_top(
                 x, head, ids, logprobs, batch.weights, form=self.loss_type, beta=self.beta, temperature=self.temperature
             )

@@ -41,7 +41,7 @@ class OPD(GRPO):
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return GRPO's loss; the metric `kl_teacher` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
         loss, metrics = super().loss(model, batch, companions)
-        return loss, {**metrics, "kl_teacher": -(batch.streams["advantages"] * batch.weights).sum()}
+        return loss, {**metrics, "kl_teacher": -(batch.token_columns["advantages"] * batch.weights).sum()}
 
     def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return every answer with its advantages, whether it has a reward or not."""
@@ -49,5 +49,5 @@ class OPD(GRPO):
             (sample,)
             for group in groups
             for t in group
-            for sample in samples_of(t, t.streams["teacher_logprobs"] - t.streams["old_logprobs"])
+            for sample in samples_of(t, t.token_columns["teacher_logprobs"] - t.token_columns["old_logprobs"])
         ]

@@ -52,7 +52,7 @@ class Critic:
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped squared error of the values, summed over tokens."""
         values = model(batch.tokens, batch.positions, batch.segments, values_of)  # [B, T]
-        old, returns = batch.streams["values"], batch.streams["returns"]
+        old, returns = batch.token_columns["values"], batch.token_columns["returns"]
         clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)
         clipped_error, error = (clipped - returns) ** 2, (values - returns) ** 2
         loss = (torch.maximum(clipped_error, error) * batch.weights).sum() / 2
@@ -91,7 +91,7 @@ class PPO(GRPO):
         """Return the answers that have a result, with generalised advantages and returns."""
         scored = [t for group in groups for t in group if isinstance(t.outcome, Reward)]
         advantages = [
-            generalised_advantages(self.rewards(t), t.streams["values"], self.gamma, self.lam) for t in scored
+            generalised_advantages(self.rewards(t), t.token_columns["values"], self.gamma, self.lam) for t in scored
         ]
         if not advantages:
             return []
@@ -101,7 +101,8 @@ class PPO(GRPO):
             (sample,)
             for t, a in zip(scored, advantages, strict=True)
             for sample in samples_of(
-                replace(t, streams={**t.streams, "returns": a + t.streams["values"]}), (a - mean) / std
+                replace(t, token_columns={**t.token_columns, "returns": a + t.token_columns["values"]}),
+                (a - mean) / std,
             )
         ]
 
@@ -111,7 +112,7 @@ class PPO(GRPO):
         rewards = np.zeros(trajectory.sampled)
         if self.kl and self.kl_in == "reward":
             old, reference = (
-                torch.from_numpy(trajectory.streams[name]) for name in ("old_logprobs", "reference_logprobs")
+                torch.from_numpy(trajectory.token_columns[name]) for name in ("old_logprobs", "reference_logprobs")
             )
             rewards -= self.kl * estimate_kl(self.kl_estimator, old, reference).numpy()
         rewards[-1] += trajectory.outcome.value + overlong_penalty(

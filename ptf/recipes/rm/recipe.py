@@ -52,7 +52,7 @@ class RM:
         if self.loss_type != "pair":
             units = encode_scored(row, tokenizer, source)
             for (sample,) in units if self.loss_type == "binary" else ():
-                invalid = [reward for reward in sample.streams["score"].tolist() if not 0 <= reward <= 1]
+                invalid = [reward for reward in sample.token_columns["score"].tolist() if not 0 <= reward <= 1]
                 if invalid:
                     raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {invalid[0]}")
             return units
@@ -63,7 +63,8 @@ class RM:
         if not isinstance(margin, int | float) or not np.isfinite(margin):
             raise UserError(f"algo.margin: a row needs a number `margin`, not {margin!r}")
         return [
-            tuple(replace(s, streams={"margin": np.full(len(s), margin, np.float32)}) for s in unit) for unit in units
+            tuple(replace(s, token_columns={"margin": np.full(len(s), margin, np.float32)}) for s in unit)
+            for unit in units
         ]
 
     def denominator(self, batch: Batch) -> Tensor:
@@ -77,7 +78,7 @@ class RM:
         if self.loss_type == "pair":
             chosen, rejected = pairs(batch)
             gap, counts = scores[chosen] - scores[rejected], document_weights(batch)[chosen]
-            margin = batch.streams["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
+            margin = batch.token_columns["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
             losses = -logsigmoid(gap - margin) + self.centring * (scores[chosen] + scores[rejected]) ** 2
             correct, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
             metrics = {"margin": (gap * counts).sum()}
@@ -108,12 +109,12 @@ class RM:
     def judged(self, batch: Batch, name: str) -> Tensor:
         """Return the value of a column (`score`, `answer_length`) for each scored answer: [answers]."""
         scored = batch.weights != 0
-        if scored.any() and "answer_length" not in batch.streams:
+        if scored.any() and "answer_length" not in batch.token_columns:
             raise UserError(
                 "this data was tokenized by an earlier version of ptf, with a score at every token of an answer: "
                 "tokenize it again"
             )
-        return batch.streams.get(name, batch.weights)[scored]
+        return batch.token_columns.get(name, batch.weights)[scored]
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
         """Return the scores in fp32: of each document of pairs, [documents], otherwise of each scored answer,

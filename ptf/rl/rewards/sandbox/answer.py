@@ -128,7 +128,7 @@ class Answer:
             return ["value", None]
         if kind == "names":
             found = {name: self.module.__dict__[name] for name in rest[0] if name in self.module.__dict__}
-            # the tests import what they judge with: a module of the answer's is none of theirs
+            # modules that the answer imported are not given out: the tests import their own
             return [
                 "value",
                 [

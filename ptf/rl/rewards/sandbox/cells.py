@@ -92,7 +92,7 @@ def start(cell: Cell, serve: Callable[..., None], sockets: Sequence[socket.socke
         if os.getppid() != parent:
             os._exit(1)
         kept = [s.fileno() for s in sockets]
-        keep_only([*kept, trouble])  # another's end, held here, would hide that the other is gone
+        keep_only([*kept, trouble])  # a copy of another cell's socket would keep it open after that cell has ended
         if cell.mode == "bubblewrap":
             _bubblewrap(cell, [*kept, trouble], serve)
         if cell.mounts:
