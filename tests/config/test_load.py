@@ -277,7 +277,8 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
     for source, what in {
         "{path: ./a, revision: main}": f"chat.revision  {of_hub} ./a is not; remove it",
         "{path: 's3://b/a', revision: main}": f"chat.revision  {of_hub} s3://b/a is not; remove it",
-        "{path: a, kind: tokenized, split: train}": "chat.split  cannot be used with kind: tokenized, which is read as it was stored; remove it",
+        "{path: a, kind: tokenized, split: train}": "chat.split  cannot be used with kind: tokenized, "
+        "which is read as it was stored; remove it",
     }.items():
         (problem,) = problems("a.yaml", overrides=(f"data.sources.chat={source}",))
         assert problem.endswith(f"data.sources.{what}")

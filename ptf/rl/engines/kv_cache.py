@@ -15,7 +15,7 @@ from ptf.model.config import DecoderConfig
 
 
 class Cache:
-    """Keys and values of contexts with these lengths, and of `new` tokens of each answer that `map_contexts` assigns."""
+    """Keys and values of contexts with these lengths, and of `new` tokens of each answer (`map_contexts`)."""
 
     def __init__(
         self, c: DecoderConfig, lengths: Sequence[int], new: int, device: torch.device, dtype: torch.dtype

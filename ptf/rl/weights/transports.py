@@ -3,8 +3,8 @@
 Adding one adds an entry here, its name to the `Literal` of `RolloutConfig.transport`, and its code. A stored transport
 (engines load buckets that exist as a whole) is a branch in `stored.collect` and in what `Controller.sync` and
 `Learner.collect_weights` hand to it. A streaming one (engines read while the policy sends) is a branch on its name
-where `Sender`, `Transfer` and `Receiver` of streamed.py make and read buffers, and in their type `Literal["ipc", "nccl"]`,
-which `Learner.open_transfer` has too. `make reference` then writes the key's documentation.
+where `Sender`, `Transfer` and `Receiver` of streamed.py make and read buffers, and in their type
+`Literal["ipc", "nccl"]`, which `Learner.open_transfer` has too. `make reference` then writes the key's documentation.
 
 The configuration's rules read this table too, so it imports no torch.
 """
