@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ptf import entry  # first: it notes who started this process
 
@@ -18,7 +19,6 @@ from ptf import entry  # first: it notes who started this process
 from ptf import disk, published, scratch, storage
 from ptf.compute import launch, shutdown
 from ptf.compute.lease import Lease, hold_lease
-from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
 from ptf.config.renames import SEAL
 from ptf.config.schema import Source
@@ -29,6 +29,9 @@ from ptf.data.sources.files import Location, repo_of
 from ptf.errors import Retryable, UserError
 from ptf.recipes import registry
 from ptf.train.resume import refuse_frozen_changes
+
+if TYPE_CHECKING:
+    from ptf.compute.world import World
 
 
 def mint(prefix: str) -> str:
@@ -264,6 +267,8 @@ def work(text: str, directory: str, lease: str) -> None:
 
 def world_of(job: Job):
     """Return the context in which this process is one of the job's ranks."""
+    from ptf.compute.world import joined
+
     compute = job.compute
     threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor)
@@ -319,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def together(world: World, act: Callable[[], object]) -> object:
+def together(world: "World", act: Callable[[], object]) -> object:
     """Return on every rank what rank 0's `act` returns; its UserError is raised on every rank."""
     try:
         result = act()

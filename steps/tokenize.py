@@ -11,16 +11,18 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     """Tokenize what is not tokenized yet; what was made from the same files with the same tokenizer and settings is
     reused. Online recipes render prompts as they go, and so does `data.pretokenize: false`; then there is nothing to
     do."""
-    from ptf.data.added import tokenizer_of
-    from ptf.model.bridge import locate
     from ptf.recipes import registry
-    from ptf.train.job_tokenizer import rendered
-    from ptf.train.tokenize import SETTINGS
-    from ptf.train.tokenize import tokenize as tokenized
 
     if registry.build(job).online or not job.data.pretokenize:
         print("tokenize: on the fly, nothing to do ahead", flush=True)
         return artifact
+
+    from ptf.data.added import tokenizer_of
+    from ptf.model.bridge import locate
+    from ptf.train.job_tokenizer import rendered
+    from ptf.train.tokenize import SETTINGS
+    from ptf.train.tokenize import tokenize as tokenized
+
     resolved = artifact.resolve(job)
     model = resolved.model
     tokenizer = tokenizer_of(
