@@ -44,7 +44,7 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     if faults := [*problems(root), *(missing(root) if paths else ())]:
         raise Problems(faults)
     if job.publish.metric is not None:
-        from ptf.measurement import check_evaluation
+        from ptf.evaluation_check import check_evaluation
 
         check_evaluation(job)
     if dry_run:

@@ -12,7 +12,8 @@ from ptf.compute.lease import hold_lease
 from ptf.config import Job
 from ptf.credentials import redacted
 from ptf.errors import Retryable, UserError, full_text, is_transient
-from ptf.measurement import check_evaluation, measure_model, measure_run
+from ptf.evaluation_check import check_evaluation
+from ptf.measurement import measure_model, measure_run
 from ptf.model import bridge
 from ptf.training_run import record_evaluation
 

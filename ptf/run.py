@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ptf import entry  # imported first: it records the parent process
 
@@ -20,7 +21,6 @@ from ptf import entry  # imported first: it records the parent process
 from ptf import disk, published, scratch, storage
 from ptf.compute import launch, shutdown
 from ptf.compute.lease import Lease, hold_lease
-from ptf.compute.world import World, joined
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
 from ptf.config.renames import SEAL
 from ptf.config.sections.data import Source
@@ -31,6 +31,9 @@ from ptf.data.sources.files import Location, repo_of
 from ptf.errors import Retryable, UserError
 from ptf.recipes import registry
 from ptf.train.resume import refuse_frozen_changes
+
+if TYPE_CHECKING:
+    from ptf.compute.world import World
 
 
 def mint(job: Job) -> str:
@@ -289,6 +292,8 @@ def work(text: str, directory: str, lease: str) -> None:
 
 def world_of(job: Job):
     """Return a context manager that makes this process one of the job's ranks."""
+    from ptf.compute.world import joined
+
     compute = job.compute
     threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor)
@@ -348,7 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def together(world: World, act: Callable[[], object]) -> object:
+def together(world: "World", act: Callable[[], object]) -> object:
     """Call `act` on every rank; return rank 0's result on all of them, or raise rank 0's UserError on all of them."""
     try:
         result = act()

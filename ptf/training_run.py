@@ -12,8 +12,8 @@ from ptf.config import Job, dump, loads
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.run import JOB, mint, read_job_file, recorded_models, refuse_lineage, resolved, run
-from ptf.train.dataloading import specs
 from ptf.train.resume import refuse_frozen_changes
+from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
 

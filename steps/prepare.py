@@ -11,7 +11,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     and published first."""
     from ptf import published, storage
     from ptf.data.sources.rows import stamps
-    from ptf.measurement import check_evaluation
+    from ptf.evaluation_check import check_evaluation
     from ptf.run import (
         dataset_commits,
         prepared_directory,
@@ -21,7 +21,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         remove_leftovers,
         unpublished,
     )
-    from ptf.train.dataloading import specs
+    from ptf.train.source_specs import specs
 
     refuse_lineage(artifact.lineage)
     check_evaluation(job)  # checks for the last stages, before the first one runs

@@ -13,16 +13,18 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
 
     Does nothing for online recipes, which render prompts during training, and with `data.pretokenize: false`.
     """
-    from ptf.data.added import tokenizer_of
-    from ptf.model.bridge import locate
     from ptf.recipes import registry
-    from ptf.train.job_tokenizer import rendered
-    from ptf.train.tokenize import SETTINGS
-    from ptf.train.tokenize import tokenize as tokenized
 
     if registry.build(job).online or not job.data.pretokenize:
         print("tokenize: nothing to do, because tokenization happens during training", flush=True)
         return artifact
+
+    from ptf.data.added import tokenizer_of
+    from ptf.model.bridge import locate
+    from ptf.train.job_tokenizer import rendered
+    from ptf.train.tokenize import SETTINGS
+    from ptf.train.tokenize import tokenize as tokenized
+
     resolved = artifact.resolve(job)
     model = resolved.model
     tokenizer = tokenizer_of(

@@ -37,11 +37,12 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "recipes": DATA,
     "train": TRAIN,
     "rl": TRAIN | {"train", "events"},
+    "evaluation_check": BASE | {"config", "events", "recipes"},  # torch-free
     "measurement": TRAIN | {"train", "rl", "gate", "events"},
     "run": TRAIN | {"train", "rl", "measurement", "published"},
     "dry_run": TRAIN | {"train", "run"},
     "training_run": TRAIN | {"train", "artifact", "run"},
-    "evaluation": TRAIN | {"published", "gate", "measurement", "training_run"},
+    "evaluation": TRAIN | {"published", "gate", "evaluation_check", "measurement", "training_run"},
     "load_check": TRAIN | {"train"},
     "model_card": TRAIN | {"artifact"},
     "publishing": TRAIN | {"published", "gate", "measurement", "train", "artifact", "load_check", "model_card"},
@@ -49,7 +50,16 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "doctor": set(),
     "inspection": DATA | {"recipes", "train", "run"},
     "api": BASE
-    | {"config", "measurement", "dry_run", "inspection", "training_run", "evaluation", "publishing", "conversation"},
+    | {
+        "config",
+        "evaluation_check",
+        "dry_run",
+        "inspection",
+        "training_run",
+        "evaluation",
+        "publishing",
+        "conversation",
+    },
     "cli": TRAIN | {"", "api", "train", "rl", "run", "doctor", "published", "inspection", "dry_run"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}

@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import cache
 
 import torch
 
@@ -16,15 +17,22 @@ PEAKS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Return the device's FLOP/s: from the table for a known GPU, else measured by a matrix product (best of 5)."""
+    """Return the device's FLOP/s: from the table for a known GPU, else measured by a matrix product (best of 5),
+    once a process."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for key, (bf16, fp32) in PEAKS.items():
             if key in name:
                 return (bf16 if precision == "bf16" else fp32) * 1e12
+    return _measured_flops(device, dtype, torch.get_num_threads())
+
+
+@cache
+def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """`threads`: those of torch, on which the speed of a CPU depends."""
     n = 8192 if device.type == "cuda" else 768
-    a = torch.randn(n, n, device=device, dtype=dtype)
+    a = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()

@@ -18,10 +18,8 @@ from ptf.data.trajectory import Prompt
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, load_item_vectors
-from ptf.events.ranking_metrics import coverage, diversity, measures
+from ptf.events.ranking_metrics import TASKS, coverage, diversity, measures
 from ptf.rl.engines.native import NativeEngine
-
-TASKS = ("all", "new")  # rank all items, or only items that are not in the user's history
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+TASKS = ("all", "new")  # all items, and those that the user has not had
 MEASURES = ("hr", "recall", "ndcg", "mrr", "revenue_recall", "diversity", "coverage")
 
 

@@ -23,8 +23,8 @@ def glance(job: Job) -> str:
     from ptf.data.sources.blocks import Location, resolve_files
     from ptf.recipes import registry
     from ptf.train.data_plan import preview_data
-    from ptf.train.dataloading import specs
     from ptf.train.job_tokenizer import rendered
+    from ptf.train.source_specs import specs
 
     if sum(sum(resolve_files(Location.of(spec)).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
         return f"the sources have more than {MOST_BYTES >> 20} MiB; {HOW}"

@@ -35,8 +35,8 @@ from ptf.rl.rollout_role import refuse_cut_answers, rewards_of, sampler_spec, tr
 from ptf.rl.weights.verification import SyncError
 from ptf.train.companions import located, refuse_other_tokenizer
 from ptf.train.components import without_adapters
-from ptf.train.dataloading import specs
 from ptf.train.job_tokenizer import with_run_rendering
+from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel, is_own_reference
 
 

@@ -11,7 +11,7 @@ from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
-from ptf.train.dataloading import specs
+from ptf.train.source_specs import specs
 
 CHECKED = 10_000  # prompts of each source whose length is checked before training starts
 

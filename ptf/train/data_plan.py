@@ -8,7 +8,8 @@ from ptf.data.passes import DataPlan, describe_order, is_cheap, plan_prompts, pl
 from ptf.data.prompts import prompts_stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes.protocol import Recipe
-from ptf.train.dataloading import make_lanes, specs
+from ptf.train.dataloading import make_lanes
+from ptf.train.source_specs import specs
 
 
 def preview_data(

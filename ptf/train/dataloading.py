@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ptf.compute.peers import peers
 from ptf.compute.world import World
@@ -21,26 +20,7 @@ from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.recipes.protocol import Recipe
-
-
-def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("inf")) -> dict[str, SourceSpec]:
-    """Return the config's sources as plain values; `epochs` applies to those that have none of their own."""
-    return {
-        name: SourceSpec(
-            s.path,
-            s.weight,
-            s.kind,
-            s.columns,
-            s.limit,
-            s.epochs or epochs,
-            s.rows,
-            s.config,
-            s.split,
-            s.revision,
-            verify_up_to=verify_up_to,
-        )
-        for name, s in sources.items()
-    }
+from ptf.train.source_specs import specs
 
 
 def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None = None) -> Lanes:

@@ -29,13 +29,14 @@ from ptf.recipes.protocol import Companion
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
 from ptf.train.companions import forward_flops, load_companions
-from ptf.train.dataloading import held_out_rows, make_lanes, make_loader, planned_steps, specs
+from ptf.train.dataloading import held_out_rows, make_lanes, make_loader, planned_steps
 from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import Watch
 from ptf.train.export import MODEL, export
 from ptf.train.optim import Schedule
 from ptf.train.precompute import annotate_sources
 from ptf.train.resume import refuse_frozen_changes
+from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_loss

@@ -11,7 +11,8 @@ from ptf.data.sources.files import described
 from ptf.data.token_file import FORM as STORED
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes import registry
-from ptf.train.dataloading import specs, unread_columns
+from ptf.train.dataloading import unread_columns
+from ptf.train.source_specs import specs
 
 SETTINGS = ("recipe", "algo", "data.seq_len", "data.too_long", "data.train_on", "data.on_bad_row", "data.max_bad")
 

@@ -179,20 +179,13 @@ def test_a_spin_keeps_out_of_the_runs_checkpoints(story):
     assert last["lineage"] == first["lineage"] + "-spin"
 
 
-def test_a_run_may_go_on_with_a_lineage(tmp_path):
+def test_a_run_may_go_on_with_a_lineage_and_what_was_preempted_is_retried(tmp_path):
     toy = Toy(tmp_path)
-    done = toy("run", "--continue", "a-lineage", "--set", "train.lr=0.25")
-    assert done.returncode == 0, done.stderr
-    assert toy.trained() == [{"lineage": "a-lineage", "lr": 0.25, "pid": ANY}]
-
-
-def test_what_was_preempted_is_retried(tmp_path):
-    toy = Toy(tmp_path)
-    done = toy("run", "--with", "retry:times=1,minutes_between_retries=0", act="preempt")
+    words = ["--continue", "a-lineage", "--set", "train.lr=0.25", "--with", "retry:times=1,minutes_between_retries=0"]
+    done = toy("run", *words, act="preempt")
     assert done.returncode == 0, done.stderr
     assert "stopped after step 2 of 5, as requested" in done.stdout + done.stderr
-    first, second = toy.trained()
-    assert first["lineage"] == second["lineage"]
+    assert toy.trained() == [{"lineage": "a-lineage", "lr": 0.25, "pid": ANY}] * 2
 
 
 def test_the_schedule_and_the_cards_are_there(story):

@@ -37,25 +37,37 @@ def home(model, tmp_path) -> Path:
     return tmp_path / "hf"
 
 
-def located(home: Path, path: str, revision: str | None = None, **environment: str) -> tuple[str, str]:
-    """What `hub.fetch` gives in a process of its own, for the client reads its environment once: (directory,
-    what it printed or its message)."""
-    code = (
-        "import sys; from ptf.model import hub; from ptf.errors import UserError\n"
-        "try: print(hub.fetch(sys.argv[1], sys.argv[2] or None))\n"
-        "except UserError as error: print(error, file=sys.stderr)"
-    )
+CODE = """
+import contextlib, io, json, sys
+from ptf.errors import UserError
+from ptf.model import hub
+found = []
+for path, revision in json.loads(sys.argv[1]):
+    out, directory = io.StringIO(), ""
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            directory = str(hub.fetch(path, revision))
+        except UserError as error:
+            print(error)
+    found.append([directory, out.getvalue().strip()])
+print(json.dumps(found))
+"""
+
+
+def located(home: Path, asked: list[tuple[str, str | None]], **environment: str) -> list[list[str]]:
+    """What `hub.fetch` gives for each path and revision in a process of its own, for the client reads its environment
+    once: directory, and what it printed or its message."""
     run = subprocess.run(
-        [sys.executable, "-c", code, path, revision or ""],
+        [sys.executable, "-c", CODE, json.dumps(asked)],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=Path(__file__).parents[2],
         env={"PATH": "/usr/bin:/bin", "HF_HOME": str(home), "OMP_NUM_THREADS": "1", **environment},
     )
-    assert "Traceback" not in run.stderr
-    lines = run.stdout.strip().splitlines()
-    return (lines[-1] if lines else ""), "\n".join(lines[:-1]) + run.stderr.strip()
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    return json.loads(run.stdout)
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -64,20 +76,22 @@ NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody listens there
 
 @pytest.mark.parametrize("environment", [OFFLINE, NO_NETWORK], ids=["offline", "no network"])
 def test_a_cached_model_needs_no_network_and_its_revision_is_honoured(home, environment):
-    for revision, commit in ((None, OTHER), ("v1", COMMIT), (COMMIT, COMMIT)):
-        directory, said = located(home, "me/tiny", revision, **environment)
+    commits = {None: OTHER, "v1": COMMIT, COMMIT: COMMIT}
+    found = located(home, [("me/tiny", revision) for revision in commits], **environment)
+    for (revision, commit), (directory, said) in zip(commits.items(), found, strict=True):
         assert directory.endswith(f"models--me--tiny/snapshots/{commit}")
         # which one it is, where it might not be the newest
         assert (commit in said) or (revision == COMMIT and environment is NO_NETWORK)
 
 
 def test_what_is_not_in_the_cache_is_said_with_what_to_do(home):
+    commands = {
+        ("me/other", None): "hf download me/other`",
+        ("me/tiny", "v2"): "hf download me/tiny --revision v2`",
+    }
     for environment, why in ((OFFLINE, "HF_HUB_OFFLINE"), (NO_NETWORK, "cannot be reached")):
-        for path, revision, command in (
-            ("me/other", None, "hf download me/other`"),
-            ("me/tiny", "v2", "hf download me/tiny --revision v2`"),
-        ):
-            directory, said = located(home, path, revision, **environment)
+        found = located(home, list(commands), **environment)
+        for command, (directory, said) in zip(commands.values(), found, strict=True):
             assert directory == ""
             assert why in said
             assert command in said
@@ -87,7 +101,7 @@ def test_what_is_not_in_the_cache_is_said_with_what_to_do(home):
 def test_a_half_fetched_model_counts_as_absent(home):
     snapshot = home / "hub" / "models--me--tiny" / "snapshots" / OTHER
     (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
-    directory, said = located(home, "me/tiny", **OFFLINE)
+    ((directory, said),) = located(home, [("me/tiny", None)], **OFFLINE)
     assert directory == ""
     assert "does not have all of me/tiny" in said
 

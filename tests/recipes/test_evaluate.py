@@ -15,7 +15,8 @@ from ptf.config import ConfigError, loads
 from ptf.config.section import Plug
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.measurement import auc, calibration_error, check_evaluation, compute_own_metric, measure_run, refuse_regression
+from ptf.evaluation_check import check_evaluation
+from ptf.measurement import auc, calibration_error, compute_own_metric, measure_run, refuse_regression
 from tests.tiny import arithmetic
 from tests.train.test_fit import facts, train
 from tests.train.test_preferences import RECIPES, preferences
