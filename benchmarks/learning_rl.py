@@ -112,7 +112,7 @@ class Check:
     task: str
     recipe: str | dict = "grpo"
     algo: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = 250
+    steps: int = 300
     lr: float = 1e-3
     schedule: str = "constant"
     rollout: Mapping[str, Any] = field(default_factory=dict)
@@ -132,7 +132,6 @@ CHECKS = {
     "DAPO": Check(
         "count",
         algo=EXPLORING | {"clip_high": 0.28, "overlong": 2, "entropy": 0.1},
-        steps=300,
         rollout={"zero_variance_groups": "replace", "max_rounds": 3, "max_new_tokens": 8},
     ),
     "GSPO": Check(
@@ -146,10 +145,11 @@ CHECKS = {
         lr=2e-3,
         steps=60,
         schedule="cosine",
+        imitated=80,
         bar="pass@1 ≥ 0.99",
     ),
     # with 0.95 a seed of five settled on wrong answers
-    "PPO": Check("count", "ppo", EXPLORING | {"value_clip": 10.0, "critic_lr": 3e-3, "lam": 1.0}),
+    "PPO": Check("count", "ppo", EXPLORING | {"value_clip": 10.0, "critic_lr": 3e-3, "lam": 1.0}, steps=400),
     "SFT, then GRPO": Check(
         "reverse", algo=TWICE, steps=60, lr=3e-4, schedule="cosine", imitated=80, bar="pass@1 ≥ 0.99"
     ),
@@ -360,7 +360,15 @@ def settings(name: str) -> dict[str, Any]:
 def kept() -> list[dict[str, Any]]:
     """What was found with the settings that the checks have now."""
     rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    return [row for row in rows if row["check"] in CHECKS and row["settings"] == settings(row["check"])]
+    return [row for row in rows if row["check"] in CHECKS and holds(row)]
+
+
+def holds(row: Mapping[str, Any]) -> bool:
+    """Whether what was found holds for the settings of today: they are the same, or they have more steps of a constant
+    learning rate, and the bar was reached in fewer."""
+    now, then = settings(row["check"]), row["settings"]
+    more = now["schedule"] == "constant" and row["reached"] is not None and then["steps"] <= now["steps"]
+    return then == now or (more and {**then, "steps": now["steps"]} == now)
 
 
 def keep(found: Sequence[Mapping[str, Any]]) -> None:
@@ -427,7 +435,7 @@ def write() -> int:
         "* `count`: from random weights, the next four digits after one; "
         "the reward is the share of them that is right.\n"
         "* `reverse`: six digits turned round, from a model that SFT was stopped on after "
-        f"{STOPPED['reverse']} steps (80 before `SFT, then …`); the reward is 1 for the right answer. "
+        f"{STOPPED['reverse']} steps (80 before `SFT, then …` and LoRA); the reward is 1 for the right answer. "
         "200 held-out numbers.\n"
         "* `calculate`: an agent that has to ask a calculator and to say what it answered, "
         f"from SFT that was stopped after {STOPPED['calculate']} steps.\n\n"
