@@ -132,7 +132,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (ptf.train.fit, "held_out_loss"),
         (ptf.train.fit, "export"),
         (ptf.train.fit.Fit, "restore"),
-        (ptf.run, "record"),
+        (ptf.run, "write_job_file"),
         (ptf.run, "remove_leftovers"),
         (ptf.rl.roles, "export"),
         (ptf.compute.saver, "copied"),
