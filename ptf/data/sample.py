@@ -47,7 +47,7 @@ def samples_of(
         "tokens": tokens,
         "weights": weights,
         "source": sources,
-        "streams": token_columns,
+        "token_columns": token_columns,
         "begins": repeat(0),
     }.items():
         deque(map(getattr(Sample, name).__set__, samples, values), 0)

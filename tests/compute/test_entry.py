@@ -151,12 +151,17 @@ def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(fami
         "STALL_UNTIL": str(family.go),
         "PTF_PARENT": str(os.getpid()),
     }
-    rank = subprocess.run(
-        [sys.executable, "-m", "ptf.entry", "ptf.run", "missing.yaml"], env=environment, capture_output=True, text=True
-    )
-    # the control: with a parent it begins, and says what is wrong
-    assert (rank.returncode, (family.place / "go.torch").exists()) == (2, True)
+
+    def with_a_parent(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ptf.entry", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    # the controls: with a parent it begins and says what is wrong, and a module that needs torch imports it
+    rank = with_a_parent("ptf.run", "missing.yaml")
+    assert rank.returncode == 2
     assert "missing.yaml" in rank.stderr
+    assert with_a_parent("ptf.train.fit").returncode == 0
+    assert (family.place / "go.torch").exists()
 
 
 def test_processes_that_tokenize_die_with_who_started_them(family):

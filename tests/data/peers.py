@@ -20,7 +20,7 @@ class Threads:
         return [Threads(rank, size, barrier, boxes) for rank in range(size)]
 
     def all_gather(self, value: bytes) -> list[bytes]:
-        return self.scatter([value] * self.size)
+        return self.all_to_all([value] * self.size)
 
     def all_to_all(self, values: Sequence[bytes]) -> list[bytes]:
         self._boxes[self.rank] = list(values)

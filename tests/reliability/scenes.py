@@ -297,7 +297,7 @@ def job_file(made: Made) -> Scene:
     root, counterpart = made.of_run("job", made.a, made.b, running.JOB)
 
     def read() -> Any:
-        running.record(made.job, root)
+        running.write_job_file(made.job, root)
         return (root / running.JOB).read_text()
 
     return Scene(root, read, counterpart)
