@@ -15,7 +15,7 @@ KEYS = {
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
     "data.lanes": "data.partitions",
     "data.share_beginnings": "data.share_prefixes",
-    "model.trainable": "model.trainable",
+    "model.train": "model.trainable",
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
