@@ -197,10 +197,10 @@ def test_gradients_go_where_something_trains_and_nowhere_else(tmp_path, model_ty
 
     adapted = start(lora=LoraConfig(rank=2))
     assert gradients(adapted) == adapter_names(adapted) != set()
-    both = start(lora=LoraConfig(rank=2), train=["norm", "layers.1.attn.q_proj"])
+    both = start(lora=LoraConfig(rank=2), trainable=["norm", "layers.1.attn.q_proj"])
     q_proj = {n for n, _ in both.named_parameters() if n.startswith("layers.1.attn.q_proj.")}
     assert gradients(both) == adapter_names(both) | {"norm.weight"} | q_proj
-    some = start(train=["layers.0", "embed"])
+    some = start(trainable=["layers.0", "embed"])
     assert gradients(some) == {
         n for n, _ in some.named_parameters() if n.startswith("layers.0.") or n == "embed.weight"
     }
@@ -208,10 +208,10 @@ def test_gradients_go_where_something_trains_and_nowhere_else(tmp_path, model_ty
     assert gradients(every) == {n for n, _ in every.named_parameters()}
     with pytest.raises(
         UserError,
-        match=r"model\.train: layers\.\*\.query matches nothing; there is embed\.weight, "
+        match=r"model\.trainable: layers\.\*\.query matches nothing; there is embed\.weight, "
         r"layers\.\*\.attn_norm\.weight, ",
     ):
-        start(train=["layers.*.query", "norm"])
+        start(trainable=["layers.*.query", "norm"])
 
 
 def test_what_no_checkpoint_has_trains_beside_the_adapters(tmp_path):
@@ -321,7 +321,7 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
     size = 1 if mesh is None else mesh[0] * mesh[1] * mesh[2]
     rank = 0 if mesh is None else torch.distributed.get_rank()
     world = World(rank, size, mesh=None if mesh is None else make_mesh("cpu", size, mesh[0], mesh[2]))
-    spec = ModelConfig(path=str(directory), lora=LoraConfig(rank=4, alpha=8), train=["norm", "layers.1.attn"])
+    spec = ModelConfig(path=str(directory), lora=LoraConfig(rank=4, alpha=8), trainable=["norm", "layers.1.attn"])
     model, family = load_model(directory, world, spec, seed=0, precision="fp32")
     # AdamW would make much of a gradient's rounding
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)

@@ -123,7 +123,7 @@ def test_patterns_that_match_nothing_stop_the_run_before_it_trains(raw):
             {"targets": ["layers.*.query"]},
             r"model\.lora\.targets: layers\.\*\.query matches nothing; there is layers\.\*\.attn\.q_proj",
         ),
-        ("model", "train", ["heads"], r"model\.train: heads matches nothing; there is embed\.weight"),
+        ("model", "trainable", ["heads"], r"model\.trainable: heads matches nothing; there is embed\.weight"),
         (
             "train",
             "lr_groups",
@@ -138,7 +138,11 @@ def test_patterns_that_match_nothing_stop_the_run_before_it_trains(raw):
 def test_learning_rates_go_by_group(tmp_path):
     directory = tiny.checkpoint(tmp_path / "m", tied=False)
     model, _ = load_model(
-        directory, World(), ModelConfig(path=str(directory), train=["embed", "head", "norm"]), seed=0, precision="fp32"
+        directory,
+        World(),
+        ModelConfig(path=str(directory), trainable=["embed", "head", "norm"]),
+        seed=0,
+        precision="fp32",
     )
     config = TrainConfig(
         steps=10, lr=1e-3, schedule="constant", weight_decay=0.5, lr_groups={"embed": 10.0, "*e*": 2.0}
