@@ -65,7 +65,7 @@ def test_answers_are_right_and_encodable(task: Path) -> None:
 
 def test_without_data_it_says_where_to_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTF_DATA", str(tmp_path))
-    with pytest.raises(UserError, match="point PTF_DATA"):
+    with pytest.raises(UserError, match="set PTF_DATA"):
         prepare(str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
