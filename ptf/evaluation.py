@@ -47,7 +47,7 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
     """
     section = job.model.model_copy(
         update={"path": model, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None}
-        | {"lora": None, "train": None}
+        | {"lora": None, "trainable": None}
     )
     job = job.model_copy(update={"model": section, "evaluate": job.evaluate.model_copy(update={"start": False})})
     check_evaluation(job)

@@ -32,7 +32,7 @@ def lora_of(spec: ModelConfig) -> Lora | None:
 
 def without_adapters(spec: ModelConfig) -> ModelConfig:
     """Return the section without adapters and without patterns of what trains."""
-    return spec.model_copy(update={"lora": None, "train": None})
+    return spec.model_copy(update={"lora": None, "trainable": None})
 
 
 def without_head(spec: ModelConfig) -> ModelConfig:

@@ -250,7 +250,7 @@ def test_a_reward_that_always_crashes_stops_the_run_and_says_why(raw):
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_or_dropped(raw, tmp_path):
     raw["data"]["seq_len"] = 16
-    with pytest.raises(UserError, match=r"data\.seq_len leaves 10"):
+    with pytest.raises(UserError, match=r"less rollout\.max_new_tokens leaves 10"):
         train(raw)
     raw["data"]["too_long"] = "drop"
     raw["train"]["steps"] = 1

@@ -76,15 +76,15 @@ def test_the_critics_loss_and_gradient_are_verls():
 
     critic = Critic(0.2)
     loss, metrics = critic.loss(Says(), batch, {})  # type: ignore[arg-type]
-    (ours,) = torch.autograd.grad(loss / critic.units(batch), values)
+    (ours,) = torch.autograd.grad(loss / critic.denominator(batch), values)
     new, returns, old, weights = (
         padded(v, batch) for v in (values, batch.token_columns["returns"], batch.token_columns["values"], batch.weights)
     )
     wanted, clipped = core_algos.compute_value_loss(new, returns, old, weights, 0.2)
     (gradient,) = torch.autograd.grad(wanted, values)
-    assert float(loss.detach() / critic.units(batch)) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert float(loss.detach() / critic.denominator(batch)) == pytest.approx(float(wanted.detach()), rel=1e-6)
     assert float((ours - gradient).abs().max()) <= 1e-6
-    assert float(metrics["clip_share"] / critic.units(batch)) == pytest.approx(float(clipped))
+    assert float(metrics["clip_share"] / critic.denominator(batch)) == pytest.approx(float(clipped))
 
 
 def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_none():
