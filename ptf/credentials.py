@@ -28,8 +28,10 @@ HIDDEN = "***"
 
 
 def is_secret(value: object, key: str, *, variable: bool = False) -> bool:
-    """Whether this text, found under this key (or as this environment variable),
-    is a secret and not the name of one, or a file that holds one."""
+    """Return whether a value, found under this key (or as this environment variable), is a secret itself.
+
+    The name of an environment variable (`env:NAME`) and the path of a file with a secret are not secrets.
+    """
     if not isinstance(value, str) or value in ("", HIDDEN) or REFERENCE.fullmatch(value):
         return False
     named = (VARIABLE if variable else KEY).fullmatch(key) is not None and not value.startswith(("/", "~"))

@@ -18,8 +18,10 @@ PR_SET_PDEATHSIG, SIGKILL = 1, 9  # linux/prctl.h; the module signal is not need
 
 def end_with_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process when the *thread* that started it ends, so it must be started by one that lasts.
-    With `parent`, the process id that the starter had: end now if it is gone already. Where there is no such call of
-    the kernel (not Linux), a thread looks twice a second."""
+
+    If `parent`, a process id, is given and is no longer this process's parent, exit at once. Outside Linux, which lacks
+    PR_SET_PDEATHSIG, a thread checks the parent twice a second.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
     if parent is not None and os.getppid() != parent:

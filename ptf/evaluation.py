@@ -85,6 +85,8 @@ def retry(act: Callable[[], dict[str, float]]) -> dict[str, float]:
             if not is_transient(error):
                 raise
             if attempt == TRIES:
-                raise Retryable(f"the evaluation failed {TRIES} times, at last so: {redacted(str(error))}") from error
+                raise Retryable(
+                    f"the evaluation failed {TRIES} times; the last error was: {redacted(str(error))}"
+                ) from error
             message = str(error) if isinstance(error, Retryable) else full_text(error)
             print(f"{redacted(message)}\nthe evaluation is tried again ({attempt} of {TRIES - 1})", flush=True)

@@ -119,7 +119,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to write a run; without places, of a directory that no other process knows.
+    """The exclusive right to write a run. Without `tokens` it is for a directory that no other process knows.
 
     Any process of the run that has its text may check it; the holder renews it.
     """

@@ -150,7 +150,7 @@ def _not_here(name: str, path: Sequence[str | int]) -> str:
 
 
 def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
-    """Not a key here: the nearest that is, or else where in the job a key of this very name is."""
+    """Return the message for an unknown key: where else the job has a key of this name, or the nearest key here."""
     section = section_at(job, path)
     names = list(section.model_fields) if section else []
     elsewhere = [key for key, _ in keys(job) if key.rpartition(".")[2] == name]

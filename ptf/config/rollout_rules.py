@@ -21,7 +21,9 @@ def rollouts(job: Job) -> list[str]:
             "where no process has the whole distribution"
         )
     if rollout_config.allowed and rollout_config.allowed.distinct and rollout_config.allowed.repeat == 1:
-        faults.append("rollout.allowed.distinct: with repeat 1 there is nothing that could be there twice; give repeat")
+        faults.append(
+            "rollout.allowed.distinct has no effect with repeat: 1, one line an answer; set repeat or remove distinct"
+        )
     if rollout_config.lora == "adapter" and job.model.lora is None:
         faults.append("rollout.lora: adapter needs model.lora")
     if rollout_config.lora == "adapter" and rollout_config.engine not in ("native", "vllm"):

@@ -54,7 +54,7 @@ def _secrets(value: Any, key: str) -> Iterator[str]:
 
 
 def shares(job: Job) -> list[str]:
-    """Return the problems of what is dealt to the ranks, which must be a multiple of their number."""
+    """Return a problem for each number that must be a multiple of the number of data-parallel ranks and is not."""
     workers, mesh = job.compute.workers, job.compute.mesh
     data_ranks, of = (
         (workers // mesh.tensor or 1),

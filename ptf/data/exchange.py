@@ -1,10 +1,10 @@
 """Exchange of packed rows among ranks, so that the ranks of a group have nearly equal work of attention in a step
 although each made its own rows.
 
-Only the work of every row is sent to all; a row itself travels, as bytes, only if another rank trains it. Groups are
-small and messages are for several steps together, of which each rank assigns some, so that what a rank does in a step
-hardly grows with the number of ranks: a message costs as much as making a step (0.3 to 0.7 ms of CPU among 8 to 16
-processes), whatever it contains.
+Only the work of every row is sent to all; a row itself travels, as bytes, only if another rank trains it. A
+message has a fixed cost (0.3 to 0.7 ms of CPU with 8 to 16 processes), about that of making a step. So groups have at
+most 16 ranks, one message covers up to 16 steps, and the ranks divide among themselves the steps whose rows they
+assign: the cost per rank is almost independent of the number of ranks.
 """
 
 import pickle

@@ -49,8 +49,8 @@ def refuse_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any], w
     for text, ids in identity.get("probes", ()):
         if text in probes and probes[text] != ids:
             raise UserError(
-                f"{what} was made with another tokenizer than the model's: of {text!r} that one made {ids}, "
-                f"this one {probes[text]}"
+                f"{what} was made with another tokenizer than the model's: for {text!r} it has the ids {ids}, "
+                f"but the model's tokenizer gives {probes[text]}"
             )
     then, today = ((facts.get("rendering") or {}).get("date") for facts in (identity, now))
     if then != today:

@@ -1,7 +1,7 @@
 """Rows of widely used forms, converted to ptf's column names.
 
-A form that has one interpretation is recognised (ShareGPT, Alpaca, calls of functions). For any other form the advice
-names the config key that makes it one that is.
+Forms that have one interpretation are converted (ShareGPT, Alpaca, function calls). For others the error message names
+the config key that says how to read them.
 """
 
 from collections.abc import Mapping
@@ -116,7 +116,8 @@ def _adopt(row: dict[str, Any], ours: str, theirs: str) -> None:
         return
     if row.get(ours) is not None and normalize_messages(row[ours], ours) != normalize_messages(value, theirs):
         raise UserError(
-            f"`{ours}` and `{theirs}` differ; {COLUMNS}: {{{ours}: {theirs}}} or {{{theirs}: null}} decides"
+            f"`{ours}` and `{theirs}` differ; {COLUMNS}: {{{ours}: {theirs}}} takes `{theirs}`, "
+            f"{{{theirs}: null}} ignores it"
         )
     row[ours] = row.pop(theirs)
 

@@ -1,4 +1,4 @@
-"""Probes: texts and conversations by which it is found out what a tokenizer and its chat template do.
+"""Probe texts and conversations, which show how a tokenizer and its chat template behave.
 
 They tell how the template closes a turn, in which form it takes the arguments of tool calls, and at which tokens a text
 splits.

@@ -70,7 +70,8 @@ class _Share(Function):
 def gather(x: Tensor, group: ProcessGroup, same: bool = False) -> Tensor:
     """Gather [B, t, D] to [B, t · ranks, D].
 
-    The gradient of every rank is its part of a sum, or, if `same`, already the whole.
+    In the backward pass the gradient is summed over the ranks and cut (reduce-scatter), because each has a part of it.
+    With `same` each rank has the whole gradient already, which is only cut.
     """
     return cast("Tensor", _Gather.apply(x, group, same))
 

@@ -6,7 +6,7 @@ from typing import IO, Any
 
 
 class Hashing:
-    """A file that is written from its beginning to its end, and what it will be found to hold."""
+    """A stream for writing that computes the SHA-256 and the size of the bytes written to it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._digest, self._size = stream, hashlib.sha256(), 0

@@ -136,5 +136,5 @@ def _last(names: Iterator[str]) -> list[str]:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a relative name leads to a place below where it is relative to."""
+    """Return whether a relative path stays inside its base directory: it has no leading `/` and no `..`."""
     return not name.startswith("/") and ".." not in name.split("/")

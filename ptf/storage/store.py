@@ -57,7 +57,7 @@ def is_local(uri: str) -> bool:
 
 
 def local_path(uri: str) -> Path:
-    """Of what lies on this machine's file system."""
+    """Return the local path of a URI on this machine's file system."""
     files, path = store_of(uri)
     assert on_disk(files), uri
     return Path(path)

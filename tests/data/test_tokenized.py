@@ -131,7 +131,8 @@ def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path
     write(rows, tmp_path / "t", characters)
     other = character_tokenizer("x0123456789.", tmp_path / "other")
     with pytest.raises(
-        UserError, match=r"made with another tokenizer than the model's: of .* that one made \[.*\], this one \["
+        UserError,
+        match=r"another tokenizer than the model's: for .* the ids \[.*\], but the model's tokenizer gives \[",
     ):
         lane(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, other)
     (tmp_path / "t/manifest.json").unlink()

@@ -116,7 +116,7 @@ APART = {"a": {"roles": ["policy", "reference"]}, "b": {"roles": ["rollout"]}}
         (
             "nccl",
             {"compute": {"pools": APART}, "model": {"backend": "hf"}},
-            "nccl: model.backend: hf has no names to announce",
+            "nccl: model.backend: hf does not know the names",
         ),
         ("ipc", {"rollout": {"lora": "adapter"}, "model": {"lora": {"rank": 4}}}, "ipc: an adapter alone is small"),
     ],

@@ -77,7 +77,9 @@ def test_a_port_that_was_taken_is_tried_again(stage: Any, capfd: pytest.CaptureF
     assert "Address already in use" in out
     for _ in range(TRIES):
         take()
-    with pytest.raises(Retryable, match=f"the evaluation failed {TRIES} times, at last so: .*Address already in use"):
+    with pytest.raises(
+        Retryable, match=f"the evaluation failed {TRIES} times; the last error was: .*Address already in use"
+    ):
         stage()
 
 

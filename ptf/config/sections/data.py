@@ -49,7 +49,7 @@ class MixConfig(Section):
     """How several sources make one stream."""
 
     by: Literal["samples", "tokens"] = "samples"
-    """The unit in which the weights of sources are shares."""
+    """Whether the weights of sources are shares of the samples or of the tokens."""
     temperature: PositiveFloat = 1.0
     """Shares are proportional to weight^(1 / temperature), without weights to rows^(1 / temperature); a temperature
     above 1 makes them more equal."""

@@ -17,9 +17,9 @@ class PublishConfig(Section):
     or `both`, the merged model with the adapter in `adapter/` beside it."""
     gate: Literal["start", "off"] = free("start")
     """`start`: refuse to publish a model that is worse than the one that training started from. It is worse if the
-    whole 95 % interval of the difference on the same held-out rows lies below 0 (below -`max_drop`). Compared is
-    `metric` or, without it, the first that the job has of greedy answers, rankings and held-out losses. `off`: publish
-    without this comparison."""
+    whole 95 % interval of the difference on the same held-out rows lies below 0 (below -`max_drop`). The
+    comparison uses `metric` if it is set; otherwise greedy answers, rankings or held-out losses, whichever the job has
+    first in this order. `off`: publish without this comparison."""
     metric: str | None = free(None)
     """A metric of the evaluate stage that may not be worse than the published version's by more than `max_drop`."""
     mode: Literal["min", "max"] = free("max")

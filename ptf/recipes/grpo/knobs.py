@@ -20,8 +20,8 @@ class GRPOKnobs(RewardedKnobs):
     ratio: Literal["token", "answer"] = "token"
     """What is clipped: each token's ratio to the old policy, or the geometric mean over its answer's tokens."""
     mean_over: Literal["tokens", "answers", "length"] = "tokens"
-    """The loss is a mean over all tokens of a step; over answers, of the means over their tokens; or over answers, of
-    sums over their tokens divided by `rollout.max_new_tokens`."""
+    """What the loss is a mean over. `tokens`: all tokens of a step. `answers`: the answers, of each answer's mean over
+    its tokens. `length`: the answers, of each answer's sum over its tokens divided by `rollout.max_new_tokens`."""
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

@@ -43,7 +43,7 @@ def streaming_faults(job: "Job") -> Iterator[str]:
     if job.rollout.lora == "adapter":
         yield "an adapter alone is small; give object_store or path"
     if job.model.backend == "hf":
-        yield "model.backend: hf has no names to announce; give object_store or path"
+        yield "model.backend: hf does not know the names of its tensors in advance; give object_store or path"
 
 
 def ipc_faults(job: "Job") -> Iterator[str]:

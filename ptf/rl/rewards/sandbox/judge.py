@@ -91,7 +91,9 @@ async def judge(
 ) -> Verdict:
     """Return what the tests say of the answer's code.
 
-    `seconds` are of the processor's time for each side, twice that by the clock for both. Raise SandboxFault.
+    `seconds` is the CPU time limit of each process; the two together have 2 × `seconds` of wall time.
+
+    Raise SandboxFault.
     """
     job = json.dumps(
         {"answer": answer, "tests": tests, "setup": setup, "entry": entry},
