@@ -145,7 +145,6 @@ CHECKS = {
         lr=2e-3,
         steps=60,
         schedule="cosine",
-        imitated=80,
         bar="pass@1 ≥ 0.99",
     ),
     # with 0.95 a seed of five settled on wrong answers
@@ -435,7 +434,7 @@ def write() -> int:
         "* `count`: from random weights, the next four digits after one; "
         "the reward is the share of them that is right.\n"
         "* `reverse`: six digits turned round, from a model that SFT was stopped on after "
-        f"{STOPPED['reverse']} steps (80 before `SFT, then …` and LoRA); the reward is 1 for the right answer. "
+        f"{STOPPED['reverse']} steps (80 before `SFT, then …`); the reward is 1 for the right answer. "
         "200 held-out numbers.\n"
         "* `calculate`: an agent that has to ask a calculator and to say what it answered, "
         f"from SFT that was stopped after {STOPPED['calculate']} steps.\n\n"
