@@ -363,8 +363,8 @@ def kept() -> list[dict[str, Any]]:
 
 
 def holds(row: Mapping[str, Any]) -> bool:
-    """Whether what was found holds for the settings of today: they are the same, or they have more steps of a constant
-    learning rate, and the bar was reached in fewer."""
+    """Whether what was found holds for the settings of today: they are the same, or they differ in that they have more
+    steps, and the bar was reached in a run of fewer."""
     now, then = settings(row["check"]), row["settings"]
     more = now["schedule"] == "constant" and row["reached"] is not None and then["steps"] <= now["steps"]
     return then == now or (more and {**then, "steps": now["steps"]} == now)
@@ -440,7 +440,7 @@ def write() -> int:
         f"from SFT that was stopped after {STOPPED['calculate']} steps.\n\n"
         "`at step` is the first at which the mean reward of ten steps is 0.95; "
         "a reward by itself is the mean of the last ten steps; pass@1 is greedy, on\n"
-        "held-out prompts, at the end. `shuffled`: every prompt has another's targets. "
+        "held-out prompts, at the end. A bar that was reached in a run of 250 steps was not tried again with more. `shuffled`: every prompt has another's targets. "
         "Controls must fail as their bar says.\n\n" + "\n".join(lines) + "\n\n" + origins(rows) + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
