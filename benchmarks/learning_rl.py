@@ -440,7 +440,8 @@ def write() -> int:
         f"from SFT that was stopped after {STOPPED['calculate']} steps.\n\n"
         "`at step` is the first at which the mean reward of ten steps is 0.95; "
         "a reward by itself is the mean of the last ten steps; pass@1 is greedy, on\n"
-        "held-out prompts, at the end. A bar that was reached in a run of 250 steps was not tried again with more. `shuffled`: every prompt has another's targets. "
+        "held-out prompts, at the end. A bar that was reached in a run of 250 steps was not tried again with more.\n"
+        "`shuffled`: every prompt has another's targets. "
         "Controls must fail as their bar says.\n\n" + "\n".join(lines) + "\n\n" + origins(rows) + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
