@@ -28,7 +28,7 @@ import numpy as np
 from flow_runs import ROOT, cpu
 
 from ptf import storage
-from ptf.data import loader, order, pipeline, stream, token_file, tokenized
+from ptf.data import encoded, loader, order, stream, token_file, tokenized
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
@@ -101,7 +101,7 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
 STAGES = {
     "parquet: read and decompress a row group": [(columnar.Parquet, "block")],
     "its columns as arrays": [(token_file.TokenRows, "__init__")],
-    "order of the rows, items, counts": [(order.Ranges, "run"), (pipeline.Encoded, "run")],
+    "order of the rows, items, counts": [(order.Ranges, "run"), (encoded.Encoded, "run")],
     "shuffle": [(stream.Shuffle, "_draw_many")],
     "packing, and an item at a time through mixer and shuffle": [(Loader, "_items")],
     "states of the lanes": [(Loader, "_snapshot")],

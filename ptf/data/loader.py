@@ -129,7 +129,7 @@ class Loader:
 
         A step reads few lanes of a rank that serves many.
         """
-        for lane in lanes:
+        for lane in dict.fromkeys(lanes):  # a step may take several rows of a lane
             self._lane_states[lane] = self._served[lane].state_dict()
             self._lane_counts[lane] = self._served[lane].counts()
         each = self._lane_counts.values()
