@@ -1,0 +1,45 @@
+"""Counts the operations for which a program waits for its GPU."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+# their results, or the shapes of their results, are values that the host must know
+VALUES = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+SHAPES = {aten.nonzero.default, aten.bincount.default, aten._unique2.default, aten.unique_dim.default}
+SHAPES |= {aten.masked_select.default, aten.repeat_interleave.Tensor}
+
+
+class HostSyncs(TorchDispatchMode):
+    """Counts host syncs by the name of the operation, and gives a result to those that fake tensors have none for.
+
+    Use it inside a FakeTensorMode. A scalar that the host reads is 1; `nonzero` finds every element.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        from_gpu = any(isinstance(leaf, Tensor) and leaf.device.type == "cuda" for leaf in tree_leaves((args, kwargs)))
+        if not from_gpu:
+            return function(*args, **kwargs)
+        if function in VALUES:
+            self.counts[function.overloadpacket.__name__] += 1
+            return 1.0 if args[0].is_floating_point() else 1
+        if function in SHAPES:
+            self.counts[function.overloadpacket.__name__] += 1
+            if function is aten.nonzero.default:
+                return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+            if function is aten.bincount.default:
+                return args[0].new_empty(kwargs.get("minlength", 1), dtype=torch.int64)
+        result = function(*args, **kwargs)
+        if function in (aten._to_copy.default, aten.copy_.default) and result.device.type == "cpu":
+            self.counts["copy to the CPU"] += 1
+        return result
