@@ -57,24 +57,38 @@ class World:
     def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
         """Sum over the data-parallel ranks, as float64 on the CPU; a scalar or a vector.
 
-        Ranks of one tensor group pass the same value.
+        Ranks of one tensor group pass the same value. Values of the host are summed without the GPU, so that nothing
+        waits for it.
         """
-        total = (
-            torch.as_tensor(value, dtype=torch.float64)
-            .detach()
-            .to(self.device if self.device.type == "cuda" else "cpu")
-        )
-        if self.mesh is not None and self.size > 1:
-            total = total.clone()
-            dist.all_reduce(total, group=None if self.tensor == 1 else data_ranks(self.mesh).get_group())
-        return total.cpu()
+        return self._sum(torch.as_tensor(value, dtype=torch.float64)).cpu()
 
     def max(self, value: float) -> float:
-        """Return the largest value over all ranks."""
-        largest = torch.tensor(float(value), dtype=torch.float64, device=self.device)
-        if self.mesh is not None and self.size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return float(largest)
+        """Return the largest value over all ranks, of values of the host."""
+        return float(self._max(torch.tensor(float(value), dtype=torch.float64)))
+
+    def sum_and_max(self, sums: torch.Tensor, largest: torch.Tensor) -> tuple[list[float], list[float]]:
+        """Return the sums of one vector over the data-parallel ranks, and the maxima of another over all ranks.
+
+        Both are on this rank's device, which is waited for once.
+        """
+        values = torch.cat([self._sum(sums.double()), self._max(largest.double())]).tolist()
+        return values[: len(sums)], values[len(sums) :]
+
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over the data-parallel ranks, on the device where the value is."""
+        if self.mesh is None or self.size == 1:
+            return value.detach()
+        total = value.detach().clone()
+        dist.all_reduce(total, group=None if self.tensor == 1 else data_ranks(self.mesh).get_group())
+        return total
+
+    def _max(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the maxima over all ranks, on the device where the value is."""
+        if self.mesh is None or self.size == 1:
+            return value.detach()
+        largest = value.detach().clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest
 
     def barrier(self) -> None:
         """Wait until all ranks have arrived."""

@@ -32,6 +32,9 @@ class Batch:
     lengths: tuple[int, ...]  # per document, on the host
     begins: tuple[int, ...]  # per document, the position of its first token
     sources: tuple[str, ...]  # per document
+    # what the host knows, so that a GPU need not be waited for:
+    trained: Tensor  # [trained] int64, indices of the positions of [B · T] whose weight is not 0
+    pairs: Tensor  # [pairs] int64, the documents whose next document belongs to the same pack unit
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
 
     @staticmethod
@@ -57,8 +60,15 @@ class Batch:
             self.lengths,
             self.begins,
             self.sources,
+            move(self.trained),
+            move(self.pairs),
             {k: move(v) for k, v in self.token_columns.items()},
         )
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of the batch."""
+        own = [self.tokens, self.targets, self.positions, self.segments, self.weights, self.units]
+        return [*own, self.trained, self.pairs, *self.token_columns.values()]
 
     def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums over documents, weighted by `weights` (default: the batch's): [B, T] → [documents]."""
@@ -131,13 +141,16 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
         end = min(first + micro_rows, rows)
         start, stop = cuts[first], cuts[end]
         part = {name: torch.from_numpy(values[first:end]) for name, values in arrays.items() if name != "own"}
+        units = owners[start:stop] - units_before[first]
         batches.append(
             Batch(
                 **part,
-                units=torch.from_numpy(owners[start:stop] - units_before[first]),
+                units=torch.from_numpy(units),
                 lengths=tuple(counts[start:stop]),
                 begins=tuple(documents.begins[start:stop]),
                 sources=tuple(documents.sources[start:stop]),
+                trained=torch.from_numpy(np.flatnonzero(arrays["weights"][first:end])),
+                pairs=torch.from_numpy(np.flatnonzero(units[1:] == units[:-1])),
                 token_columns={name: torch.from_numpy(values[first:end]) for name, values in token_columns.items()},
             )
         )

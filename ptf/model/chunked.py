@@ -204,22 +204,22 @@ def function_inputs(x: Tensor, selected: Tensor, head: Head) -> list[Tensor | No
     return tensors if torch.is_grad_enabled() else [t if t is None else t.detach() for t in tensors]
 
 
-def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor) -> Tensor:
+def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selected: Tensor | None = None) -> Tensor:
     """Return Σ weights · (−log p(target)), an fp32 scalar that can be differentiated once.
 
-    `x` is [B, T, D]; `targets` and `weights` are [B, T].
+    `x` is [B, T, D]; `targets` and `weights` are [B, T]. `selected` [N] are the flat indices of the positions whose
+    weight is not 0; without it they are searched for, and a GPU is waited for.
     """
-    return _losses(x, head, targets, weights, trained_positions(weights))[0]
+    return _losses(x, head, targets, weights, trained_positions(weights) if selected is None else selected)[0]
 
 
 def cross_entropy_by(
-    x: Tensor, head: Head, targets: Tensor, weights: Tensor, groups: Tensor, count: int
+    x: Tensor, head: Head, targets: Tensor, weights: Tensor, groups: Tensor, count: int, selected: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return `cross_entropy`, and each group's part of it [count], which has no gradient.
 
     `groups` [B, T] is the number of each position's group, from 0 to `count` - 1.
     """
-    selected = trained_positions(weights)
     loss, losses = _losses(x, head, targets, weights, selected)
     return loss, torch.zeros(count, device=x.device).index_add(0, groups.reshape(-1)[selected], losses)
 
@@ -258,13 +258,15 @@ def surrogate(
     coefficients: Tensor,
     processing: LogitsProcessing = NO_LOGITS_PROCESSING,
     states: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> tuple[Tensor, TokenLogprobs]:
     """Return a loss whose gradient is that of −Σ coefficients · log-prob, and the values of `token_logprobs`.
 
     The loss is −Σ coefficients · exp(logp − logp.detach()), an fp32 scalar that can be differentiated once. The other
     values have no gradient. `targets`, `weights` and `coefficients` are [B, T]; positions of weight 0 are ignored.
+    `selected` is as in `cross_entropy`.
     """
-    selected = trained_positions(weights)
+    selected = trained_positions(weights) if selected is None else selected
     sampled = targets.reshape(-1)[selected], processing, select(states, selected)
     loss, *values = _Surrogate.apply(
         *function_inputs(x, selected, head), head, *sampled, coefficients.reshape(-1)[selected]
@@ -279,11 +281,13 @@ def token_logprobs(
     weights: Tensor,
     processing: LogitsProcessing = NO_LOGITS_PROCESSING,
     states: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> TokenLogprobs:
     """Return the log-prob of each target whose weight is not 0, under the distribution that it was sampled from.
 
-    `states` [B, T, 1 + k] are states of the trie `processing.edges` (see `restrict`).
+    `states` [B, T, 1 + k] are states of the trie `processing.edges` (see `restrict`); `selected` is as in
+    `cross_entropy`.
     """
-    selected = trained_positions(weights)
+    selected = trained_positions(weights) if selected is None else selected
     sampled = targets.reshape(-1)[selected], processing, select(states, selected)
     return scatter(selected, weights, _TokenLogprobs.apply(*function_inputs(x, selected, head), head, *sampled))

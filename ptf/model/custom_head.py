@@ -47,4 +47,4 @@ def next_token_loss(x: Tensor, head: Head | CustomHead, batch: Any) -> tuple[Ten
     """
     if not isinstance(head, Head):
         return head.loss(x, batch), None
-    return cross_entropy_by(x, head, batch.targets, batch.weights, batch.segments, len(batch.lengths))
+    return cross_entropy_by(x, head, batch.targets, batch.weights, batch.segments, len(batch.lengths), batch.trained)

@@ -178,6 +178,7 @@ def divergence(
     form: Form = "forward",
     beta: float = 0.5,
     temperature: float = 1.0,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Return Σ weights · D(student, teacher) over the full distributions at `temperature`, an fp32 scalar.
 
@@ -191,7 +192,7 @@ def divergence(
             "student and teacher must hold the same rows of one vocabulary; (vocab, first, rows, group) "
             f"are {rows[0]} and {rows[1]}"
         )
-    selected = trained_positions(weights)
+    selected = trained_positions(weights) if selected is None else selected
     chunks = chunks_of(len(selected), head, head_teacher)
     with torch.no_grad():
         teacher = _Whole(x_teacher.flatten(0, -2).index_select(0, selected), head_teacher, chunks, temperature)
@@ -208,12 +209,13 @@ def divergence_of_top(
     form: Form = "forward",
     beta: float = 0.5,
     temperature: float = 1.0,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Return the divergence from what `top_logprobs` gave for a teacher at the same temperature.
 
     `ids` is [B, T, k], `logprobs` [B, T, k + 1]; the rest is as in `divergence`.
     """
-    selected = trained_positions(weights)
+    selected = trained_positions(weights) if selected is None else selected
     chunks = chunks_of(len(selected), head)
     teacher = _Top(
         ids.flatten(0, -2).index_select(0, selected), logprobs.flatten(0, -2).index_select(0, selected), head
@@ -222,7 +224,9 @@ def divergence_of_top(
 
 
 @torch.no_grad()
-def top_logprobs(x: Tensor, head: Head, k: int, weights: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def top_logprobs(
+    x: Tensor, head: Head, k: int, weights: Tensor, temperature: float = 1.0, selected: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the k likeliest tokens and their log-probs at `temperature`.
 
     The ids are [B, T, k] int32, the likeliest first; the log-probs are [B, T, k + 1] fp32, the last being that of all
@@ -233,7 +237,7 @@ def top_logprobs(x: Tensor, head: Head, k: int, weights: Tensor, temperature: fl
         raise ValueError(
             f"the {k} likeliest of {head.vocab} tokens were asked for; k must be smaller than the vocabulary"
         )
-    selected = trained_positions(weights)
+    selected = trained_positions(weights) if selected is None else selected
     chunks = chunks_of(len(selected), head)
     projection = Projection(x.flatten(0, -2).index_select(0, selected), head, chunks, LogitsProcessing(temperature))
     ids = torch.zeros(weights.numel(), k, dtype=torch.int32, device=x.device)

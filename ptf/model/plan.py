@@ -6,11 +6,12 @@ because it shards every parameter alike.
 
 from collections.abc import Mapping
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ptf.model.config import DecoderConfig
@@ -96,6 +97,8 @@ def parallelize(
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     for module in (*model.layers, model):
         fully_shard(module, mesh=over, mp_policy=policy, shard_placement_fn=partial(_evenly, mesh["shard"].size()))
+    # a rank that has not used a parameter would otherwise leave out a collective for which the others wait
+    cast("FSDPModule", model).set_reduce_scatter_unused_params(True)
     return model
 
 

@@ -118,7 +118,7 @@ def sample_logprobs(
 
     def logprobs(x, head, batch):
         return token_logprobs(
-            x, head, batch.targets, batch.weights, processing, batch.token_columns.get("states")
+            x, head, batch.targets, batch.weights, processing, batch.token_columns.get("states"), batch.trained
         ).logprobs
 
     return per_token(model, samples, world, logprobs, width=width, micro_rows=micro_rows)

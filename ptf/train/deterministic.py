@@ -19,7 +19,7 @@ from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe
-from ptf.train.trainer import LARGEST, Means, Trainer
+from ptf.train.trainer import LARGEST, Means, Trainer, discard_gradients
 
 MAX_GRADIENT_BYTES = 4 << 30  # of all rows of a rank
 
@@ -55,6 +55,7 @@ class DeterministicTrainer(Trainer):
         for rank, numbers in enumerate(self.world.all_gather_object(list(rows))):
             for k, number in enumerate(numbers):
                 owners[number] = rank, k
+        micro = [batch.to(world.device) for batch in micro]
         denominators = self.world.all_gather_object([float(recipe.denominator(batch)) for batch in micro])
         denominator = 0.0
         for rank, k in owners:
@@ -69,7 +70,7 @@ class DeterministicTrainer(Trainer):
             gradients.append(
                 torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
             )
-            self.optimizer.zero_grad(set_to_none=True)
+            discard_gradients(self.model)
             row_metrics.append({name: float(value.detach().double()) for name, value in metrics.items()})
         total = torch.zeros_like(gradients[0])
         values = self.world.all_gather_object(row_metrics)

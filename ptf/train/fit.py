@@ -216,7 +216,7 @@ class Fit:
         job, world = self.job, self.world
         lengths = [n for batch in micro for n in batch.lengths]
         begins = [n for batch in micro for n in batch.begins]
-        targets = sum(int((batch.weights != 0).sum()) for batch in micro)
+        targets = sum(len(batch.trained) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)
         tokens, work, slots = world.sum(
             [sum(lengths), sum(flops.step(lengths, targets, begins) for flops in self.flops), slots]

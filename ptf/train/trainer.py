@@ -23,6 +23,7 @@ from ptf.model.plan import parallelize
 from ptf.model.recompute import Recompute
 from ptf.recipes.protocol import Recipe
 from ptf.train.components import parts_of, report
+from ptf.train.device_batches import on_device
 from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.trainable import freeze
 
@@ -83,6 +84,27 @@ def forget_forwards(frozen: nn.Module) -> None:
         frozen.reset_iter_state()
 
 
+def discard_gradients(model: nn.Module) -> None:
+    """Discard all that backward passes left: gradients, and what the replicas of HSDP have not added up yet."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._partial_reduce_output = None
+
+
+def fill_missing_gradients(model: nn.Module) -> None:
+    """Give a gradient of zeros to what trains and has none.
+
+    FSDP does so for what a rank has not used, for other ranks may have used it (`parallelize`); one process does the
+    same, so that weight decay does not depend on the number of ranks.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 LARGEST = "max_"  # prefix of metrics that are the largest value of any rank, not means
 Means = tuple[dict[str, float], float]  # metrics as means over all ranks, and the denominator
 
@@ -121,7 +143,11 @@ class Trainer:
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
-            means, denominator = self.passes([batch.to(self.world.device) for batch in micro], recipe, rows)
+            try:
+                means, denominator = self.passes(micro, recipe, rows)
+            except BaseException:
+                discard_gradients(self.model)
+                raise
             for companion in self.companions.values():
                 if companion is not self.model:
                     forget_forwards(companion)
@@ -131,7 +157,7 @@ class Trainer:
             try:
                 check(means)
             except BaseException:
-                self.optimizer.zero_grad(set_to_none=True)
+                discard_gradients(self.model)
                 raise
         with phase("optimizer"):
             return {**means, **self.update(means["loss"], step), "denominator": denominator}
@@ -141,7 +167,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self.optimizer.zero_grad(set_to_none=True)
+            discard_gradients(self.model)
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}; the weights are as before this step"
             )
@@ -153,35 +179,39 @@ class Trainer:
         return {"grad_norm": grad_norm, "lr": lr}
 
     def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
-        """Run forward and backward over the micro-batches; the gradient of the mean loss is left in the parameters."""
+        """Run forward and backward over the micro-batches, which lie on the host; the gradient of the mean loss is left
+        in the parameters.
+
+        Each pass reduces its gradients to the shards of the ranks, or every rank would hold a whole gradient, in fp32,
+        until the last pass. Only the replicas of HSDP add theirs up once, after the last.
+        """
         world = self.world
         denominator = float(
-            world.sum(sum((recipe.denominator(b).cpu() for b in micro), torch.zeros((), dtype=torch.float64)))
+            world.sum(sum((recipe.denominator(b) for b in micro), torch.zeros((), dtype=torch.float64)))
         )
         if not denominator:
             return {}, denominator
         totals: dict[str, torch.Tensor] = {}
-        for i, batch in enumerate(micro):
+        for i, batch in enumerate(on_device(micro, world.device)):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(i == len(micro) - 1)
+                self.model.set_requires_all_reduce(i == len(micro) - 1)
             loss, metrics = self.loss(batch, recipe)
             # FSDP averages over the data-parallel ranks; the denominator is already summed over all
             (loss * (world.data_size / denominator)).backward()
             for name, value in metrics.items():
-                value = value.detach().double().cpu()
-                previous = totals.get(name, torch.zeros((), dtype=torch.float64))
+                value = value.detach().double()
+                previous = totals.get(name, torch.zeros_like(value))
                 # NaN becomes infinity, because collectives may drop a NaN from a maximum
                 totals[name] = (
                     torch.maximum(previous, value.nan_to_num(nan=math.inf))
                     if name.startswith(LARGEST)
                     else previous + value
                 )
-        means = {name: value for name, value in totals.items() if not name.startswith(LARGEST)}
-        sums = world.sum(torch.stack(list(means.values())))
-        largest = {name: world.max(float(value)) for name, value in totals.items() if name.startswith(LARGEST)}
-        return {
-            name: float(value) / denominator for name, value in zip(means, sums, strict=True)
-        } | largest, denominator
+        fill_missing_gradients(self.model)
+        names = sorted(totals, key=lambda name: name.startswith(LARGEST))  # means, then maxima
+        values, first = torch.stack([totals[name] for name in names]), sum(not n.startswith(LARGEST) for n in names)
+        sums, largest = world.sum_and_max(values[:first], values[first:])
+        return dict(zip(names, [value / denominator for value in sums] + largest, strict=True)), denominator
 
     def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the recipe's loss summed over a batch and its metrics, with the load-balancing loss of experts."""

@@ -64,6 +64,9 @@ def _load(library: str) -> None:
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch_directory() / "lib" / name), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    import torch
+
+    torch.cuda._lazy_init = lambda: None  # it refuses a build without CUDA
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -112,7 +112,7 @@ class DPO:
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:
         """Return the log-probs of the answers' tokens, 0 elsewhere: [B, T]."""
-        reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights)
+        reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights, selected=batch.trained)
         return model(batch.tokens, batch.positions, batch.segments, reduce)[0]
 
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:

@@ -149,6 +149,7 @@ class GRPO:
             "weights": batch.weights,
             "processing": self.processing,
             "states": batch.token_columns.get("states"),
+            "selected": batch.trained,
         }
 
     def logprob_differences(self, outputs: TokenLogprobs, batch: Batch, counts: Tensor) -> Metrics:

@@ -101,7 +101,7 @@ class KD:
                 raise UserError(f"algo.top_k ({k}) must be less than the vocabulary of {vocab} tokens")
 
             def reduce(x, head, vocab=vocab):
-                return top_logprobs(x, replace(head, vocab=vocab), k, batch.weights, self.temperature)
+                return top_logprobs(x, replace(head, vocab=vocab), k, batch.weights, self.temperature, batch.trained)
 
             with torch.no_grad():
                 ids, logprobs = companions[name](batch.tokens, batch.positions, batch.segments, reduce)
@@ -155,6 +155,7 @@ class KD:
                 form=self.loss_type,
                 beta=self.beta,
                 temperature=self.temperature,
+                selected=batch.trained,
             )
         return self._mixed_loss(x, head, batch, divergences)
 
@@ -165,7 +166,15 @@ class KD:
         for name in self.teachers:
             ids, logprobs = token_columns[f"{name}_ids"], token_columns[f"{name}_logprobs"]
             divergences[name] = divergence_of_top(
-                x, head, ids, logprobs, batch.weights, form=self.loss_type, beta=self.beta, temperature=self.temperature
+                x,
+                head,
+                ids,
+                logprobs,
+                batch.weights,
+                form=self.loss_type,
+                beta=self.beta,
+                temperature=self.temperature,
+                selected=batch.trained,
             )
         return self._mixed_loss(x, head, batch, divergences)
 
@@ -179,7 +188,7 @@ class KD:
         if len(divergences) > 1:
             metrics |= {f"divergence_{name}": value for name, value in divergences.items()}
         if self.ce:
-            metrics["ce"] = cross_entropy(x, head, batch.targets, batch.weights)
+            metrics["ce"] = cross_entropy(x, head, batch.targets, batch.weights, batch.trained)
             loss = loss + self.ce * metrics["ce"]
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
 

@@ -83,7 +83,7 @@ class RM:
             correct, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
             metrics = {"margin": (gap * counts).sum()}
         else:
-            truth, counts = self.judged(batch, "score"), batch.weights[batch.weights != 0]
+            truth, counts = self.judged(batch, "score"), batch.weights.flatten()[batch.trained]
             losses = (
                 binary_cross_entropy_with_logits(scores, truth, reduction="none")
                 if self.loss_type == "binary"
@@ -108,19 +108,18 @@ class RM:
 
     def judged(self, batch: Batch, name: str) -> Tensor:
         """Return the value of a column (`score`, `answer_length`) for each scored answer: [answers]."""
-        scored = batch.weights != 0
-        if scored.any() and "answer_length" not in batch.token_columns:
+        if len(batch.trained) and "answer_length" not in batch.token_columns:
             raise UserError(
                 "this data was tokenized by an earlier version of ptf, with a score at every token of an answer: "
                 "tokenize it again"
             )
-        return batch.token_columns.get(name, batch.weights)[scored]
+        return batch.token_columns.get(name, batch.weights).flatten()[batch.trained]
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
         """Return the scores in fp32: of each document of pairs, [documents], otherwise of each scored answer,
         [answers]."""
         # weights are aligned with the targets
-        positions = ends(batch) if self.loss_type == "pair" else batch.weights.flatten().nonzero().squeeze(1) + 1
+        positions = ends(batch) if self.loss_type == "pair" else batch.trained + 1
 
         def reduce(x: Tensor, head: Scalar) -> Tensor:
             return head.values(x.flatten(0, 1).index_select(0, positions))

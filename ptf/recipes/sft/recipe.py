@@ -56,6 +56,10 @@ class SFT:
         denominator = batch.per_document(torch.ones_like(batch.weights))
         metrics: Metrics = {}
         for name in self.sources:
-            of_source = torch.tensor([source == name for source in batch.sources], device=losses.device)
-            metrics |= {f"loss/{name}": losses[of_source].sum(), f"share/{name}": denominator[of_source].sum()}
+            of_source = torch.tensor([source == name for source in batch.sources])
+            of_source = of_source.to(losses.device, non_blocking=True)
+            metrics |= {
+                f"loss/{name}": losses.where(of_source, 0.0).sum(),
+                f"share/{name}": denominator.where(of_source, 0.0).sum(),
+            }
         return metrics

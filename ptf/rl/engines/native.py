@@ -206,7 +206,7 @@ class NativeEngine:
         batch = self._packed(tokens)
 
         def reduce(x, head):
-            return token_logprobs(x, head, batch.targets, batch.weights).logprobs
+            return token_logprobs(x, head, batch.targets, batch.weights, selected=batch.trained).logprobs
 
         values = self.model(batch.tokens, batch.positions, batch.segments, reduce)[0].cpu().numpy()
         starts = np.cumsum([0, *batch.lengths])

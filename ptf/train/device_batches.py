@@ -1,0 +1,33 @@
+"""Batches on their way from the host to the device."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ptf.data.batch import Batch
+
+
+def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches on a device. While one is used on a GPU, the next is copied there on a stream of its own.
+
+    The host's batches must stay as they are until the GPU has done all that was asked of it before they are dropped:
+    a copy from pinned memory returns before it is made.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    copying, computing = torch.Stream(device=device), torch.accelerator.current_stream(device)
+
+    def copied(batch: Batch) -> Batch:
+        with copying:
+            return batch.to(device)
+
+    following = copied(batches[0])
+    for i in range(len(batches)):
+        batch = following
+        computing.wait_stream(copying)
+        for tensor in batch.tensors():
+            tensor.record_stream(computing)  # so that its memory is not used again while it is read
+        if i + 1 < len(batches):
+            following = copied(batches[i + 1])
+        yield batch
