@@ -71,7 +71,7 @@ class World:
 
         Both are on this rank's device, which is waited for once.
         """
-        values = torch.cat([self._sum(sums.double()), self._max(largest.double())]).tolist()
+        values = torch.cat([self._sum(sums.double()), self._max(largest.double())]).cpu().tolist()
         return values[: len(sums)], values[len(sums) :]
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:

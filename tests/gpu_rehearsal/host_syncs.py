@@ -21,18 +21,22 @@ class HostSyncs(TorchDispatchMode):
     Use it inside a FakeTensorMode. A scalar that the host reads is 1; `nonzero` finds every element.
     """
 
+    supports_higher_order_operators = True  # FlexAttention is one
+
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # 0 for what was asked of the host's own values
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         from_gpu = any(isinstance(leaf, Tensor) and leaf.device.type == "cuda" for leaf in tree_leaves((args, kwargs)))
+        if function in VALUES:
+            self.counts[function.overloadpacket.__name__] += from_gpu
+            return 1.0 if args[0].is_floating_point() else 1
+        if function is aten.record_stream.default:  # fake tensors have no memory
+            return None
         if not from_gpu:
             return function(*args, **kwargs)
-        if function in VALUES:
-            self.counts[function.overloadpacket.__name__] += 1
-            return 1.0 if args[0].is_floating_point() else 1
         if function in SHAPES:
             self.counts[function.overloadpacket.__name__] += 1
             if function is aten.nonzero.default:

@@ -32,7 +32,7 @@ def syncs() -> dict[str, int]:
         x.cpu()
         torch.bincount(x.long(), minlength=8)
         torch.ones(4).nonzero_static(size=4)  # on the CPU: none
-    return dict(found.counts)
+    return dict(+found.counts)
 
 
 def test_host_syncs_are_counted_by_their_operation(pretend_cuda):

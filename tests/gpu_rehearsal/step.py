@@ -1,0 +1,109 @@
+"""A training step of a model on the pretend GPU: the real Trainer and recipes, at published sizes, in bf16."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.published_shapes import write_config
+from ptf.compute.world import World
+from ptf.config.sections.train import TrainConfig
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.sample import PackUnit, Sample
+from ptf.model import attention, bridge
+from ptf.model.decoder import Decoder
+from ptf.recipes.dpo.recipe import DPO
+from ptf.recipes.grpo.recipe import GRPO
+from ptf.recipes.kd.knobs import TeacherConfig
+from ptf.recipes.kd.recipe import KD
+from ptf.recipes.protocol import Recipe
+from ptf.recipes.rm.recipe import RM
+from ptf.recipes.sft.recipe import SFT
+from ptf.train.trainer import Trainer
+from tests.gpu_rehearsal.host_syncs import HostSyncs
+from tests.tiny import sample
+
+GPU = torch.device("cuda", 0)
+WIDTH = 2048
+
+
+def rollout(length: int, seed: int) -> Sample:
+    """An answer with the columns that GRPO reads."""
+    s = sample(length, seed)
+    columns = {name: s.weights * 0.5 for name in ("advantages", "rollout_logprobs", "old_logprobs")}
+    return Sample(s.tokens, s.weights, s.source, columns)
+
+
+def micro(recipe: Recipe) -> list[Batch]:
+    """Two micro-batches of a packed row of documents, or of pairs."""
+    make = rollout if isinstance(recipe, GRPO) else sample
+    lengths = [300, 180, 700, 90, 410, 220]
+    samples = [make(n, i) for i, n in enumerate(lengths)]
+    units: list[PackUnit] = [(s,) for s in samples]
+    if isinstance(recipe, DPO | RM):
+        units = [tuple(samples[i : i + 2]) for i in range(0, len(samples), 2)]
+    rows = pack_all(units, WIDTH)
+    return [Batch.of([row], WIDTH) for row in rows for _ in range(2)]
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "sft": SFT(),
+    "dpo": DPO(),
+    "rm": RM(),
+    "kd": KD(teachers={"teacher": TeacherConfig(path="-")}),
+    "grpo": GRPO(),
+    "grpo, old log-probs": GRPO(epochs=2),
+}
+
+
+class FusedAttention(torch.autograd.Function):
+    """What a fused kernel does as far as the host and the memory see it; there is no Triton here to make one."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: object, scale: float) -> tuple[Tensor, Tensor]:
+    """Stand in for the compiled FlexAttention."""
+    result: Any = FusedAttention.apply(q, k, v)
+    return result
+
+
+def decoder(shape: str, head: Any = "lm", layers: int = 2) -> Decoder:
+    """A model of a published shape with few layers, in bf16, without values."""
+    with tempfile.TemporaryDirectory() as directory:
+        model, _ = bridge.build(write_config(shape, Path(directory), num_hidden_layers=layers), head=head)
+    for module in model.modules():
+        for key, old in module._parameters.items():
+            if old is not None:
+                new = torch.empty(old.shape, device=GPU, dtype=torch.bfloat16)
+                module._parameters[key] = torch.nn.Parameter(new, old.requires_grad)
+    if model.config.tied:
+        model.head._parameters["weight"] = model.embed._parameters["weight"]
+    return model
+
+
+def host_syncs(shape: str, name: str) -> dict[str, int]:
+    """How often a step of this recipe waits for the GPU, by operation."""
+    recipe = RECIPES[name]
+    attention._compiled_flex = lambda: fused_attention
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = decoder(shape, recipe.head)
+        companions = {role: decoder(shape, "lm").requires_grad_(False) for role in recipe.companions}
+        world = World(device=GPU)
+        trainer = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), companions)
+        with HostSyncs() as syncs:
+            trainer.step(micro(recipe), recipe, 0)
+    return dict(+syncs.counts)

@@ -1,0 +1,16 @@
+"""Training steps on the pretend GPU."""
+
+import pytest
+
+from tests.gpu_rehearsal.step import RECIPES, host_syncs
+
+MOST = 2  # the metrics, and the norm of the gradient
+
+
+CASES = [*(("Qwen3-0.6B", recipe) for recipe in RECIPES), ("Gemma-3-4B", "sft")]
+
+
+@pytest.mark.parametrize(("shape", "recipe"), CASES)
+def test_a_step_waits_for_the_gpu_twice(pretend_cuda, shape, recipe):
+    syncs = pretend_cuda(host_syncs, shape, recipe)
+    assert sum(syncs.values()) <= MOST, syncs
