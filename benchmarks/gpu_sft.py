@@ -1,130 +1,129 @@
-"""Packed SFT on one GPU, random weights: tokens per second, MFU and peak memory at the shapes of real models.
-One JSON line a shape.
+"""Packed SFT at the shapes of published models, with random weights, through `ptf train`: tokens a second, MFU and peak
+memory of one GPU. Prints a table, and a JSON line a shape.
 
-    python benchmarks/gpu_sft.py [--shapes 0.6b 1.7b 4b] [--seq-len 8192] [--steps 20]
+    python benchmarks/gpu_sft.py [--shapes Qwen3-0.6B …] [--seq-len 8192] [--rows 1] [--steps 20] [--device cuda]
 
-Documents have log-normal lengths (median 180, p99 about 2,000); bf16 compute over fp32 master weights, AdamW,
-no activation checkpointing.
+Documents have log-normal lengths (median 180, 99th percentile about 2,000); bf16 compute over fp32 master weights,
+AdamW. `--device cpu` is for trying the benchmark itself: its figures say nothing about a GPU.
 """
 
 import argparse
 import json
+import subprocess
 import sys
-import time
-from functools import partial
+import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 
-from ptf.compute.meter import peak_flops  # noqa: E402
-from ptf.compute.world import joined  # noqa: E402
-from ptf.data.batch import Batch  # noqa: E402
-from ptf.data.packing import pack_all  # noqa: E402
-from ptf.data.sample import Sample  # noqa: E402
-from ptf.model.bridge import materialize, random_init  # noqa: E402
-from ptf.model.chunked import cross_entropy  # noqa: E402
-from ptf.model.config import DecoderConfig, Layer, Rope  # noqa: E402
-from ptf.model.decoder import Decoder  # noqa: E402
-from ptf.model.flops import Flops  # noqa: E402
-from ptf.model.plan import parallelize  # noqa: E402
-from ptf.train.optim import adamw, groups  # noqa: E402
+from benchmarks.published_shapes import SHAPES, write_config  # noqa: E402
+from ptf.data.character_tokenizer import character_tokenizer  # noqa: E402
 
-# (dim, layers, heads, kv_heads, hidden, tied): the published Qwen3 shapes of these sizes, to be timed and not loaded
-SHAPES = {
-    "0.6b": (1024, 28, 16, 8, 3072, True),
-    "1.7b": (2048, 28, 16, 8, 6144, True),
-    "4b": (2560, 36, 32, 8, 9728, True),
-    "8b": (4096, 36, 32, 8, 12288, False),
-}
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
+WARM_UP = 3  # steps that are not measured: the first compile
+# a model that a CPU trains in a second, for --device cpu
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TINY |= {"intermediate_size": 128, "vocab_size": 512}
+LIMIT_S = 540.0  # of one shape
 
 
-def batches(rows: int, width: int, vocab: int, count: int) -> list[Batch]:
+def write_documents(file: Path, tokens: int, longest: int) -> None:
+    """Write rows of random letters, with log-normal lengths, until there are so many tokens; a letter is a token."""
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(180), 1.03, 40 * rows * count * width // 2048), 8, min(2048, width)).astype(
-        int
-    )
-    samples = [
-        (Sample(rng.integers(0, vocab, n).astype(np.int32), (np.arange(n) >= 0.4 * n).astype(np.float32)),)
-        for n in lengths
-    ]
-    packed = pack_all(samples, width)[: rows * count]
-    return [Batch.of(packed[i * rows : (i + 1) * rows], width) for i in range(count)]
+    letters = np.array(list(CHARACTERS))
+    written = 0
+    with file.open("w") as out:
+        while written < tokens:
+            length = int(np.clip(rng.lognormal(np.log(180), 1.03), 8, longest))
+            out.write(json.dumps({"text": "".join(rng.choice(letters, length))}) + "\n")
+            written += length
 
 
-def measure(name: str, width: int, rows: int, steps: int) -> dict:
-    dim, layers, heads, kv, hidden, tied = SHAPES[name]
-    config = DecoderConfig(
-        vocab=151_936,
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv,
-        head_dim=128,
-        hidden=hidden,
-        norm_eps=1e-6,
-        max_positions=width,
-        tied=tied,
-        kinds=(Layer(Rope(1e6)),) * layers,
-        qk_norm=True,
-    )
-    with joined("cuda", 600) as world:
-        with torch.device("meta"):
-            model = Decoder(config)
-        parallelize(model, world.mesh, "bf16")
-        materialize(model, world.device)
-        random_init(model, 0)
-        optimizer = adamw(groups(model, 0.0, {}), lr=1e-5, betas=(0.9, 0.95), eps=1e-8)
-        flops, seconds, work, tokens = Flops.of(model), [], [], []
-        for i, cpu_batch in enumerate(batches(rows, width, config.vocab, steps)):
-            batch = cpu_batch.to(world.device)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            loss = model(
-                batch.tokens,
-                batch.positions,
-                batch.segments,
-                partial(cross_entropy, targets=batch.targets, weights=batch.weights),
-            )
-            (loss / batch.weights.sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            torch.cuda.synchronize()
-            if i >= 3:  # warm-up
-                seconds.append(time.perf_counter() - began)
-                work.append(flops.step(batch.lengths, int((batch.weights != 0).sum())))
-                tokens.append(sum(batch.lengths))
-        rate = [w / s for w, s in zip(work, seconds, strict=True)]
-        return {
-            "shape": name,
-            "device": torch.cuda.get_device_name(),
-            "seq_len": width,
-            "rows": rows,
-            "steps": len(seconds),
-            "tok_s": round(median(t / s for t, s in zip(tokens, seconds, strict=True))),
-            "mfu": round(median(rate) / peak_flops(world.device, "bf16"), 4),
-            "step_s": round(median(seconds), 4),
-            "spread_s": [round(min(seconds), 4), round(max(seconds), 4)],
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        }
+def job(directory: Path, shape: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Write the model's config, tokenizer and data to a directory, and return the job."""
+    steps, tiny = WARM_UP + given.steps, given.device == "cpu"
+    character_tokenizer(CHARACTERS, directory / "model")
+    write_config(shape, directory / "model", **(TINY if tiny else {}))
+    write_documents(directory / "train.jsonl", 2 * steps * given.rows * given.seq_len, given.seq_len // 4)
+    return {
+        "recipe": "sft",
+        "output": str(directory / "runs"),
+        "model": {"path": str(directory / "model"), "init": "random"},
+        "data": {
+            "seq_len": given.seq_len,
+            "sources": {"letters": {"path": str(directory / "train.jsonl"), "kind": "text"}},
+        },
+        "train": {
+            "steps": steps,
+            "lr": 1e-5,
+            "sequences": given.rows,
+            "micro_sequences": given.rows,
+            "precision": "bf16",
+            "activation_checkpointing": given.checkpointing,
+        },
+        "compute": {"launcher": "local", "device": given.device},
+        "checkpoint": {"every": 10 * steps},
+        "track": {"tensorboard": False, "print_every": steps},
+    }
+
+
+def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Train as a user would, and return the medians of the measured steps. Raises SystemExit if training fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        (directory / "job.yaml").write_text(json.dumps(job(directory, shape, given)))  # JSON is YAML
+        command = [sys.executable, "-m", "ptf.cli", "train", str(directory / "job.yaml"), "--lineage", "bench"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        if done.returncode:
+            raise SystemExit(f"{shape}: ptf train failed\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        lines = (directory / "runs" / "bench" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines][WARM_UP:]
+    return {
+        "shape": shape,
+        "seq_len": given.seq_len,
+        "rows": given.rows,
+        "checkpointing": given.checkpointing,
+        "steps": len(rows),
+        "tok_s": round(median(row["tok_s"] for row in rows)),
+        "mfu": round(median(row["mfu"] for row in rows), 4),
+        "step_s": round(median(row["step_s"] for row in rows), 4),
+        "spread_s": [round(pick(row["step_s"] for row in rows), 4) for pick in (min, max)],
+        "peak_gib": round(max(row["mem_gib"] for row in rows), 2),
+    }
+
+
+def device_name(device: str) -> str:
+    """Return the name of the device; raise SystemExit if there is no GPU and one is asked for."""
+    import torch
+
+    if device == "cpu":
+        return "CPU"
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/gpu_sft.py needs a GPU; torch sees none")
+    return torch.cuda.get_device_name()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["0.6b", "1.7b", "4b"], choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"], choices=list(SHAPES))
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "block"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/gpu_sft.py needs a GPU; torch sees none")
-    for name in given.shapes:
-        torch.cuda.reset_peak_memory_stats()
-        print(json.dumps(measure(name, given.seq_len, given.rows, given.steps)), flush=True)
+    name, found = device_name(given.device), []
+    for shape in given.shapes:
+        found.append({"device": name, **measure(shape, given)})
+        print(json.dumps(found[-1]), flush=True)
+    print("\n| shape | tokens/s | MFU | step, s | peak, GiB |\n|---|---|---|---|---|")
+    for row in found:
+        print(f"| {row['shape']} | {row['tok_s']:,} | {row['mfu']:.1%} | {row['step_s']:.3f} | {row['peak_gib']:.1f} |")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""What is run on the first GPU is run here first, on the CPU: `make test-gpu` and `make bench-gpu`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PTF_GPU_TESTS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    return done.stdout
+
+
+def test_the_tests_of_a_gpu_pass_on_a_cpu():
+    out = run("-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    passed = re.search(r"(\d+) passed", out)
+    assert passed, out
+    assert int(passed.group(1)) >= 14
+    assert "failed" not in out
+
+
+def test_the_benchmark_of_a_gpu_trains_a_tiny_model_on_a_cpu():
+    out = run("benchmarks/gpu_sft.py", "--device", "cpu", "--shapes", "Qwen3-0.6B", "--seq-len", "256", "--steps", "2")
+    row = json.loads(out.splitlines()[0])
+    assert row["steps"] == 2
+    assert row["tok_s"] > 0
+    assert 0 < row["mfu"] < 1
+    assert "| Qwen3-0.6B |" in out
