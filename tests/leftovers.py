@@ -7,7 +7,6 @@ whose number it bears; temporary files by TMPDIR, which is the session's own. Al
 tests.leftovers`.
 """
 
-import gc
 import multiprocessing.util
 import os
 import re
@@ -108,7 +107,6 @@ class Session:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        gc.collect()  # a process group listens until the cycles that hold its mesh are collected
         lines += [f"port of this process: {port}" for port in _ports(psutil.Process())]
         psutil.wait_procs(list(left.values()), timeout=GRACE_S)
         for name in sorted(self.files & self._shared()):
