@@ -34,7 +34,7 @@ from ptf.model.flops import Flops  # noqa: E402
 from ptf.model.plan import parallelize  # noqa: E402
 from ptf.train.optim import adamw, groups  # noqa: E402
 
-# (dim, layers, heads, kv_heads, hidden, tied): the published Qwen3 shapes of these sizes, to be timed and not loaded
+# (dim, layers, heads, kv_heads, intermediate_size, tied): the published Qwen3 shapes, to be timed and not loaded
 SHAPES = {
     "0.6b": (1024, 28, 16, 8, 3072, True),
     "1.7b": (2048, 28, 16, 8, 6144, True),
@@ -57,19 +57,18 @@ def batches(rows: int, width: int, vocab: int, count: int) -> list[Batch]:
 
 
 def measure(name: str, width: int, rows: int, steps: int) -> dict:
-    dim, layers, heads, kv, hidden, tied = SHAPES[name]
+    dim, layers, heads, kv, intermediate_size, tied = SHAPES[name]
     config = DecoderConfig(
         vocab=151_936,
         dim=dim,
-        layers=layers,
         heads=heads,
         kv_heads=kv,
         head_dim=128,
-        hidden=hidden,
+        intermediate_size=intermediate_size,
         norm_eps=1e-6,
         max_positions=width,
         tied=tied,
-        kinds=(Layer(Rope(1e6)),) * layers,
+        layers=(Layer(Rope(1e6)),) * layers,
         qk_norm=True,
     )
     with joined("cuda", 600) as world:

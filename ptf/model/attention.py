@@ -40,7 +40,7 @@ class Attention(nn.Module):
     def __init__(self, c: DecoderConfig, layer: int, parts: Parts, path: str) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, c.head_dim
-        self.window = c.kinds[layer].window
+        self.window = c.layers[layer].window
         self.scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
         self.q_proj = parts.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim, c.qkv_bias)
         self.k_proj = parts.linear(f"{path}.k_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)

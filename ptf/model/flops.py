@@ -175,4 +175,4 @@ def _of_unknown_layers(model: Decoder, tally: _Tally) -> Flops:
     body = tally.tokens
     tally.tokens = 0.0
     tally.chain(model.head, trains)
-    return Flops(body, {None: 4 * c.layers * c.heads * c.head_dim * (3 if trains else 1)}, tally.tokens)
+    return Flops(body, {None: 4 * c.num_layers * c.heads * c.head_dim * (3 if trains else 1)}, tally.tokens)

@@ -36,7 +36,11 @@ class Experts(nn.Module):
     def __init__(self, dim: int, c: MoE, parts: Parts, path: str) -> None:
         super().__init__()
         self.clamp = c.clamp
-        shapes = {"gate": (c.hidden, dim), "up": (c.hidden, dim), "down": (dim, c.hidden)}
+        shapes = {
+            "gate": (c.intermediate_size, dim),
+            "up": (c.intermediate_size, dim),
+            "down": (dim, c.intermediate_size),
+        }
         for name, (out, into) in shapes.items():
             self.register_parameter(f"{name}_proj", Parameter(torch.zeros(c.experts, out, into)))
             self.register_parameter(f"{name}_bias", Parameter(torch.zeros(c.experts, out)) if c.bias else None)

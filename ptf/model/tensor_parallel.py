@@ -119,9 +119,9 @@ def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
 def refuse(c: DecoderConfig, ranks: int) -> None:
     """Raise UserError with everything that a tensor group of this size does not divide."""
     sizes = {"attention heads": c.heads, "key-value heads": c.kv_heads}
-    if not all(kind.moe for kind in c.kinds):
-        sizes["columns of the MLP"] = c.hidden
-    if c.moe and any(kind.moe for kind in c.kinds):
+    if not all(kind.moe for kind in c.layers):
+        sizes["columns of the MLP"] = c.intermediate_size
+    if c.moe and any(kind.moe for kind in c.layers):
         sizes["experts"] = c.experts
     if c.head == "lm":
         sizes["rows of the vocabulary"] = c.padded

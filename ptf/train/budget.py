@@ -241,7 +241,7 @@ def _layers(model: Decoder, dtype: torch.dtype, tensor: int) -> list[ActivationB
     c = model.config
     measured = []
     for i, block in enumerate(model.layers):
-        kind = (c.kinds[i], tuple((n, p.requires_grad, p.shape) for n, p in block.named_parameters()))
+        kind = (c.layers[i], tuple((n, p.requires_grad, p.shape) for n, p in block.named_parameters()))
         if kind not in by_kind:
             by_kind[kind] = activation_bytes(c, i, model.parts, dtype, tensor, block)
         measured.append(by_kind[kind])

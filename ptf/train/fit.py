@@ -396,7 +396,7 @@ def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | N
         print(
             f"train: {steps} steps of {job.train.sequences} rows × {job.data.seq_len} tokens, workers={world.size}, "
             f"device={world.device}, "
-            f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}",
+            f"{job.train.precision}, attention={attention}, {config.num_layers} layers × {config.dim}",
             flush=True,
         )
         if plan:

@@ -52,7 +52,7 @@ def fields(**values: Any) -> Callable[[Family], Family]:
 
 
 def layers(change: Callable[[int, Layer], Layer]) -> Callable[[Family], Family]:
-    return mapped(lambda c: replace(c, kinds=tuple(change(i, kind) for i, kind in enumerate(c.kinds))))
+    return mapped(lambda c: replace(c, layers=tuple(change(i, kind) for i, kind in enumerate(c.layers))))
 
 
 def ropes(change: Callable[[Rope], Rope]) -> Callable[[Family], Family]:
@@ -161,11 +161,11 @@ def _transposed(experts_: nn.Module) -> None:
 
 
 def _one_rope(c: DecoderConfig) -> DecoderConfig:
-    return replace(c, kinds=tuple(replace(kind, rope=c.kinds[0].rope) for kind in c.kinds))
+    return replace(c, layers=tuple(replace(kind, rope=c.layers[0].rope) for kind in c.layers))
 
 
 def _windows_moved(c: DecoderConfig) -> DecoderConfig:
-    return replace(c, kinds=tuple(replace(kind, window=c.kinds[i - 1].window) for i, kind in enumerate(c.kinds)))
+    return replace(c, layers=tuple(replace(kind, window=c.layers[i - 1].window) for i, kind in enumerate(c.layers)))
 
 
 MISTAKES = (
@@ -200,7 +200,7 @@ MISTAKES = (
     Mistake("window ignored", "mistral", layers(lambda i, kind: replace(kind, window=None))),
     Mistake("biases of queries, keys and values left out", "qwen2", fields(qkv_bias=False)),
     Mistake("value bias zero", "qwen2", model=each("attn.v_proj", _zero("bias"))),
-    Mistake("window from one layer later", "qwen2", mapped(lambda c: replace(c, kinds=(c.kinds[0], *c.kinds[:-1])))),
+    Mistake("window from one layer later", "qwen2", mapped(lambda c: replace(c, layers=(c.layers[0], *c.layers[:-1])))),
     Mistake("no norm of queries and keys", "qwen3", model=each("attn", _identity_norms)),
     Mistake("queries and keys normalised after the rotation", "qwen3", model=each("attn", _norm_last)),
     Mistake("norms of queries and keys swapped", "qwen3", swapped("q_norm", "k_norm")),
@@ -228,7 +228,7 @@ MISTAKES = (
     ),
     Mistake("one rotary base for all layers", "gemma3_text", mapped(_one_rope)),
     Mistake(
-        "global layers one too early", "gemma3_text", mapped(lambda c: replace(c, kinds=(*c.kinds[1:], c.kinds[0])))
+        "global layers one too early", "gemma3_text", mapped(lambda c: replace(c, layers=(*c.layers[1:], c.layers[0])))
     ),
     Mistake("logits not soft-capped", "gemma3_text", fields(softcap=None)),
     Mistake("window one long", "gemma3_text", _shift_window(1)),

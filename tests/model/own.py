@@ -20,9 +20,9 @@ class SameMLP(nn.Module):
     def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
         super().__init__()
         for name, (into, out) in {
-            "gate": (c.dim, c.hidden),
-            "up": (c.dim, c.hidden),
-            "down": (c.hidden, c.dim),
+            "gate": (c.dim, c.intermediate_size),
+            "up": (c.dim, c.intermediate_size),
+            "down": (c.intermediate_size, c.dim),
         }.items():
             setattr(self, f"{name}_proj", parts.linear(f"{path}.{name}_proj", into, out, c.mlp_bias))
         self.act = F.silu if c.activation == "silu" else lambda x: F.gelu(x, approximate="tanh")
