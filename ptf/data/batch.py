@@ -30,7 +30,7 @@ class Batch:
     weights: Tensor  # [B, T] float32, loss weight of each target
     units: Tensor  # [documents] int64, the number of the pack unit that a document belongs to
     lengths: tuple[int, ...]  # per document, on the host
-    begins: tuple[int, ...]  # per document, the position of its first token
+    prefix_lengths: tuple[int, ...]  # per document, the tokens before its first, which are in an earlier document
     sources: tuple[str, ...]  # per document
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
 
@@ -55,7 +55,7 @@ class Batch:
             move(self.weights),
             move(self.units),
             self.lengths,
-            self.begins,
+            self.prefix_lengths,
             self.sources,
             {k: move(v) for k, v in self.token_columns.items()},
         )
@@ -118,7 +118,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     firsts = range(0, max(1, rows), micro_rows)  # the first row of each batch
     in_batches = np.diff(behind[[*firsts, rows]])  # documents in each batch
     numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
-    offsets = starts - np.array(documents.begins, np.int64)
+    offsets = starts - np.array(documents.prefix_lengths, np.int64)
     room = behind[1:] + np.arange(rows)  # the padding of a row is one more piece after its documents
     pieces, numbers, offsets = (
         _interleave(lengths, room, width - filled),
@@ -136,7 +136,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
                 **part,
                 units=torch.from_numpy(owners[start:stop] - units_before[first]),
                 lengths=tuple(counts[start:stop]),
-                begins=tuple(documents.begins[start:stop]),
+                prefix_lengths=tuple(documents.prefix_lengths[start:stop]),
                 sources=tuple(documents.sources[start:stop]),
                 token_columns={name: torch.from_numpy(values[first:end]) for name, values in token_columns.items()},
             )

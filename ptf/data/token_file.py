@@ -40,7 +40,7 @@ def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
 
     Raises UserError where only some of the row's samples have the values of a name.
     """
-    assert not any(sample.begins for unit in units for sample in unit), (
+    assert not any(sample.prefix_length for unit in units for sample in unit), (
         "samples share beginnings only after they are read; stored samples are complete"
     )
     columns = dump_units(units)

@@ -77,7 +77,7 @@ def per_token(
         for row, line in zip(rows, values, strict=False):
             at = 0
             for sample in itertools.chain.from_iterable(row):
-                out[int(sample.source)][sample.begins + 1 :] = line[at : at + len(sample) - 1]
+                out[int(sample.source)][sample.prefix_length + 1 :] = line[at : at + len(sample) - 1]
                 at += len(sample)
     return out
 

@@ -52,7 +52,7 @@ def test_what_is_read_once_changes_nothing(model_type: str) -> None:
     model = model_of(model_type)
     units = answers(model.config.vocab)
     shared, alone = pack_shared(units, WIDTH), pack_all(units, WIDTH)
-    assert max(s.begins for row in shared for unit in row for s in unit) >= 19
+    assert max(s.prefix_length for row in shared for unit in row for s in unit) >= 19
     assert sum(len(s) for row in shared for a in row for s in a) < 0.6 * sum(len(a[0]) for a in units)
     mine, theirs = said(model, shared), said(model, alone)
     assert mine[0].keys() == theirs[0].keys() == {str(i) for i in range(len(units))}
@@ -73,7 +73,7 @@ def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> N
         tokens = np.concatenate([text[:n], rng.integers(0, model.config.vocab, 5).astype(np.int32)])
         samples.append(Sample(tokens, (np.arange(n + 5) >= n).astype(np.float32), str(i)))
     shared = families(samples, WIDTH)
-    assert [[s.begins for s in unit] for unit in shared] == [[0, 43, 24, 11]]
+    assert [[s.prefix_length for s in unit] for unit in shared] == [[0, 43, 24, 11]]
     mine, theirs = said(model, [shared]), said(model, [[(s,)] for s in samples])
     for source, logprobs in theirs[0].items():
         assert (mine[0][source] - logprobs).abs().max() <= 1e-5 * logprobs.abs().max(), source
@@ -89,8 +89,8 @@ def test_a_wrong_beginning_is_seen(fault: str) -> None:
     rows = pack_shared(answers(model.config.vocab, prompts=2), WIDTH)
     batch = Batch.of(rows, WIDTH)
     tokens, positions = batch.tokens.clone(), batch.positions.clone()
-    begins = [s.begins for row in rows for unit in row for s in unit]
-    for d, n in enumerate(begins):
+    prefix_lengths = [s.prefix_length for row in rows for unit in row for s in unit]
+    for d, n in enumerate(prefix_lengths):
         if n:
             positions[batch.segments == d] -= {"another beginning": 0, "one token too few": 1, "from position 0": n}[
                 fault
@@ -106,7 +106,7 @@ def test_a_wrong_beginning_is_seen(fault: str) -> None:
         model(batch.tokens, batch.positions, batch.segments, reduce),
         model(tokens, positions, batch.segments, reduce),
     )
-    for d, n in enumerate(begins):
+    for d, n in enumerate(prefix_lengths):
         if n:
             assert (right - wrong)[batch.segments == d].abs().max() > 1e-3
 
