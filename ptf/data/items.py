@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.documents import Documents
-from ptf.data.sample import PackUnit, length, samples_of
+from ptf.data.sample import PackUnit, length, build_samples
 from ptf.data.token_file import NO_COLUMNS, TokenRows, unmarked
 
 Item = tuple[Any, ...]
@@ -78,7 +78,7 @@ def units_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
         return [[item[UNIT] for item in row] for row in rows]
     tokens, weights = _contents(flat)
     cuts = [*pairwise([0, *accumulate(map(length_of, flat))])]
-    stored = samples_of(
+    stored = build_samples(
         [tokens[start:end] for start, end in cuts],
         [weights[start:end] for start, end in cuts],
         [item[OF] for item in flat],

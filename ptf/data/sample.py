@@ -31,7 +31,7 @@ class Sample:
         return len(self.tokens)
 
 
-def samples_of(
+def build_samples(
     tokens: Sequence[np.ndarray],
     weights: Sequence[np.ndarray],
     sources: Sequence[str],
@@ -96,7 +96,7 @@ def load_units(state: Mapping[str, Any]) -> list[PackUnit]:
         for i, values in zip(owners.tolist(), _pieces(column["values"], lengths[owners]), strict=True):
             token_columns[i] = {**token_columns[i], name: values}
     prefix_lengths = np.asarray(state["begins"])
-    samples = samples_of(
+    samples = build_samples(
         _pieces(state["tokens"], lengths), _pieces(state["weights"], lengths), state["sources"], token_columns
     )
     if prefix_lengths.any():
