@@ -31,7 +31,7 @@ from ptf.model.chunked import cross_entropy  # noqa: E402
 from ptf.model.config import DecoderConfig, Layer, Rope  # noqa: E402
 from ptf.model.decoder import Decoder  # noqa: E402
 from ptf.model.flops import Flops  # noqa: E402
-from ptf.model.plan import parallelize  # noqa: E402
+from ptf.model.sharding import parallelize  # noqa: E402
 from ptf.train.optim import adamw, groups  # noqa: E402
 
 # (dim, layers, heads, kv_heads, intermediate_size, tied): the published Qwen3 shapes, to be timed and not loaded

@@ -1,4 +1,4 @@
-"""The decoder: the forward pass of every family, written for one device. Sharding is applied from outside (plan.py)."""
+"""The decoder: the forward pass of every family, written for one device. Sharding is applied from outside (sharding.py)."""
 
 from collections.abc import Callable
 from dataclasses import replace
