@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.documents import Documents
-from ptf.data.sample import PackUnit, length, build_samples
+from ptf.data.sample import PackUnit, build_samples, length
 from ptf.data.token_file import NO_COLUMNS, TokenRows, unmarked
 
 Item = tuple[Any, ...]

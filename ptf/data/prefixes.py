@@ -2,7 +2,7 @@
 once.
 
 The first sample of a family (samples with a shared prefix) is laid out whole. The others follow it directly without the
-prefix; their `prefix_length` is the prefix's length. The last common token is not part of the prefix: each sample has it,
+prefix; their `prefix_length` is its length. The last common token is not part of the prefix: each sample has it,
 because its target differs. A prefix is never trained and has zeros in its columns, so except for rounding all gradients
 are the same as if each sample were alone in a row.
 """

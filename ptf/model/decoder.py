@@ -1,4 +1,4 @@
-"""The decoder: the forward pass of every family, written for one device. Sharding is applied from outside (sharding.py)."""
+"""The decoder: the forward pass of every family, written for one device. sharding.py distributes it from outside."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -28,8 +28,8 @@ from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import CHUNK_BYTES
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
-from ptf.model.sharding import parallelize, refuse_mesh
 from ptf.model.recompute import Recompute
+from ptf.model.sharding import parallelize, refuse_mesh
 from ptf.recipes import registry
 from ptf.recipes.protocol import Companion
 from ptf.train.companions import forward_flops, needs_weights

@@ -19,8 +19,8 @@ from ptf.model import bridge
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
-from ptf.model.sharding import parallelize
 from ptf.model.recompute import Recompute
+from ptf.model.sharding import parallelize
 from ptf.recipes.protocol import Recipe
 from ptf.train.components import parts_of, report
 from ptf.train.optim import Schedule, adamw, groups

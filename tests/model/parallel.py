@@ -19,8 +19,8 @@ from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.model import bridge
 from ptf.model.chunked import cross_entropy
 from ptf.model.families import family_of
-from ptf.model.sharding import PLAN, parallelize
 from ptf.model.recompute import Recompute
+from ptf.model.sharding import PLAN, parallelize
 from ptf.model.tensor_parallel import Style
 from ptf.train import trainer
 from tests.model.ranks import on_processes
