@@ -212,7 +212,7 @@ def score_answers(
     mine = np.concatenate(judgements, axis=1)
     # all ranks of a tensor-parallel group have the same values
     return np.concatenate(
-        [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor == 0], axis=1
+        [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor_size == 0], axis=1
     )
 
 
