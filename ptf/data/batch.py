@@ -113,7 +113,9 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     arrays = _arrays(rows, width, memory or Memory())
     _fill_tokens(arrays, documents, pads, ends[behind].tolist(), starts + lengths - 1)
 
-    token_columns = _streams(documents.token_columns, starts.tolist(), (rows, width)) if documents.token_columns else {}
+    token_columns = (
+        _spread_columns(documents.token_columns, starts.tolist(), (rows, width)) if documents.token_columns else {}
+    )
     units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
     firsts = range(0, max(1, rows), micro_rows)  # the first row of each batch
     in_batches = np.diff(behind[[*firsts, rows]])  # documents in each batch
@@ -226,7 +228,7 @@ def _interleave(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> n
     return result
 
 
-def _streams(
+def _spread_columns(
     carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """Return each column for all rows, with zeros for documents that do not carry it."""

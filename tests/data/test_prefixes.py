@@ -184,7 +184,9 @@ def lanes(path: str, share: bool, epochs: int | None = 1) -> Lanes:
         return encode_document(row, tokenizer, source)
 
     spec = SourceSpec(path, epochs=epochs)
-    return Lanes({"chats": spec}, tokenizer, encode, lanes=2, seed=0, shuffle=8, seq_len=256, lookahead=4, share=share)
+    return Lanes(
+        {"chats": spec}, tokenizer, encode, lanes=2, seed=0, shuffle=8, seq_len=256, lookahead=4, share_prefixes=share
+    )
 
 
 def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(chats: str) -> None:
