@@ -188,7 +188,7 @@ def _companion(
     companion: Companion, role: str, model: Decoder, mesh: DeviceMesh, precision: str
 ) -> tuple[_Sizes | None, Flops]:
     """Return a companion's sizes (None if they are the model's) and the FLOPs of its forward pass."""
-    if companion.alike:
+    if companion.same_architecture:
         return None, forward_flops(model)
     try:
         other, _ = bridge.build(config_directory(str(companion.path), companion.revision))

@@ -28,7 +28,9 @@ BOUND = 0.005
 
 @pytest.fixture(autouse=True)
 def only_real_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "ALIKE", 1)  # what a CPU's expert products are filled up with is no work of ours either
+    monkeypatch.setattr(
+        moe, "ROW_MULTIPLE", 1
+    )  # what a CPU's expert products are filled up with is no work of ours either
 
 
 def product(a: Any, b: Any, *more: Any, out_shape: Any = None, **named: Any) -> int:
