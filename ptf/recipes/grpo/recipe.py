@@ -148,7 +148,7 @@ class GRPO:
             "targets": batch.targets,
             "weights": batch.weights,
             "processing": self.processing,
-            "states": batch.token_columns.get("states"),
+            "trie_states": batch.token_columns.get("states"),
         }
 
     def logprob_differences(self, outputs: TokenLogprobs, batch: Batch, counts: Tensor) -> Metrics:
