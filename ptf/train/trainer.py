@@ -121,7 +121,7 @@ class Trainer:
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
-            means, denominator = self.passes([batch.to(self.world.device) for batch in micro], recipe, rows)
+            means, denominator = self.forward_backward([batch.to(self.world.device) for batch in micro], recipe, rows)
             for companion in self.companions.values():
                 if companion is not self.model:
                     forget_forwards(companion)
@@ -152,7 +152,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 
-    def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
+    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
         """Run forward and backward over the micro-batches; the gradient of the mean loss is left in the parameters."""
         world = self.world
         denominator = float(

@@ -55,7 +55,7 @@ def on_rank() -> list[tuple[float, dict[str, Tensor]]]:
     world, found = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), []
     for name, lora in CASES:
         model, beside = load(name, world, lora)
-        means, _ = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), beside).passes(
+        means, _ = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), beside).forward_backward(
             deal(pack_all(units(name), 40), world, 1, 40), RECIPES[name], ()
         )
         found.append(
