@@ -32,7 +32,7 @@ from ptf.recipes.protocol import Recipe, ScoringRecipe, as_evaluated, as_reporte
 from ptf.rl.cluster import Pool, RoleGroup
 from ptf.rl.job_cluster import job_cluster
 from ptf.rl.prompts import held_out_prompts
-from ptf.rl.rewards.functions import Rewards
+from ptf.rl.rewards.functions import RewardWorkers
 from ptf.rl.rollout_role import rewards_of, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
@@ -289,7 +289,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
 
 
 def measure_answers_to(
-    job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: Rewards | None, file: Path
+    job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: RewardWorkers | None, file: Path
 ) -> dict[str, float]:
     """Return the pass rates of a model's answers to the prompts of a source, and `evaluate.metrics` of its greedy
     answers, which are written to `file`."""
