@@ -17,6 +17,7 @@ KEYS = {
     "data.share_beginnings": "data.share_prefixes",
     "evaluate.start": "evaluate.starting_model",
     "model.train": "model.trainable",
+    "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",

@@ -145,7 +145,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **knobs: Any) -> 
             "group_size": 8,
             "max_new_tokens": size,
             "reward": worth,
-            "allowed": {"path": str(made / "allowed.txt"), "repeat": 4, "distinct": True},
+            "allowed": {"path": str(made / "allowed.txt"), "lines_per_answer": 4, "distinct": True},
         },
         "train": {
             "steps": 25,
