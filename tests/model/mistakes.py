@@ -43,7 +43,7 @@ class Mistake:
 
 
 def mapped(change: Callable[[DecoderConfig], DecoderConfig]) -> Callable[[Family], Family]:
-    """The config mapping, followed by `change`."""
+    """Apply `change` to the result of the family's config mapping."""
     return lambda family: replace(family, config=lambda c: change(family.config(c)))
 
 
@@ -64,7 +64,7 @@ def experts(**values: Any) -> Callable[[Family], Family]:
 
 
 def swapped(one: str, other: str) -> Callable[[Family], Family]:
-    """Two of our names change places."""
+    """Swap two of ptf's parameter names."""
 
     def swap(op: Op) -> Op:
         if not isinstance(op, Rename) or not (one in op.name or other in op.name):
@@ -101,12 +101,12 @@ def rows(order: Callable[[torch.Tensor, int], torch.Tensor], *names: str) -> Cal
 
 
 def _pairs(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """The layout of rotary dimensions in pairs, instead of halves."""
+    """Lay out the rotary dimensions in pairs, instead of halves."""
     return weight.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def _tiled(attention: nn.Module) -> None:
-    """Query heads dealt to key heads in turn, instead of in groups."""
+    """Assign query heads to key heads in turn, instead of in groups."""
     size = attention.head_dim
     groups = attention.k_proj.weight.shape[0] // size
     order = torch.arange(attention.q_proj.weight.shape[0] // size).view(groups, -1).t().flatten()
@@ -118,7 +118,7 @@ def _tiled(attention: nn.Module) -> None:
 
 
 def _norm_last(attention: nn.Module) -> None:
-    """Queries and keys normalised after the rotation."""
+    """Normalise queries and keys after the rotation, instead of before."""
     import ptf.model.attention as module
 
     def forward(x: torch.Tensor, rope: Any, attend: Any) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _norm_last(attention: nn.Module) -> None:
 
 
 def _halves(op: Interleave, which: int, part: Any, read: Any, experts: int) -> torch.Tensor:
-    """Gate and up as the two halves of the tensor, instead of alternating."""
+    """Read gate and up as the two halves of the tensor, instead of alternating rows."""
     both = read(op.other, tuple(slice(0, 10**6) for _ in part))
     one = both.chunk(2, -1)[which]
     return (one.transpose(-2, -1) if op.transposed else one)[part]

@@ -46,8 +46,8 @@ COUNTED = {torch.ops.aten._grouped_mm: product, torch.ops.aten.addmm_: accumulat
 
 
 class OnlyWhatIsSeen:
-    """Attention that multiplies exactly the pairs that a query may see, for torch's counter:
-    its formulas count whole squares."""
+    """Attention that multiplies exactly the pairs that a query may attend to, because torch's counter counts whole
+    squares."""
 
     def __init__(self, batch: Batch) -> None:
         self.starts = [
@@ -84,13 +84,13 @@ class Deep(nn.Module):
 
 
 def rows(documents: list[list[int]] = ROWS, width: int = WIDTH) -> Batch:
-    """Of tokens that every vocabulary has."""
+    """Return rows of tokens that every vocabulary has."""
     batch = packed(documents, width)
     return replace(batch, tokens=batch.tokens % 61, targets=batch.targets % 61)
 
 
 def counted(model: Decoder, batch: Batch, attend: Any = None) -> float:
-    """What torch counts in a forward and a backward pass."""
+    """Return the operations that torch counts in a forward and a backward pass."""
     reduce = partial(cross_entropy, targets=batch.targets, weights=batch.weights)
     if model.config.head == "custom":
 
