@@ -31,7 +31,7 @@ def main() -> None:
     import torch
 
     from tests.model.parallel import Case, checkpoint, difference, on_ranks, train
-    from tests.model.test_plan import BOUND, FAMILIES, KINDS, MESHES
+    from tests.model.test_sharding import BOUND, FAMILIES, KINDS, MESHES
 
     torch.set_num_threads(1)
     lines, worst = [], 0.0

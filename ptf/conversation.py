@@ -55,8 +55,8 @@ class Chat:
         if adapter:
             adapter.fill(self.engine.model, self.engine.family)
         self.sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, top_p if temperature else 1.0)
-        self.opening = [{"role": "system", "content": system}] if system else []
-        self.messages, self.seed, self.answers = [*self.opening], seed, 0
+        self.system_messages = [{"role": "system", "content": system}] if system else []
+        self.messages, self.seed, self.answers = [*self.system_messages], seed, 0
 
     def answer(self, text: str) -> str:
         """Return the model's answer to the conversation so far and `text`.
@@ -84,7 +84,7 @@ class Chat:
 
     def forget(self) -> None:
         """Start a new conversation, with the same system message."""
-        self.messages = [*self.opening]
+        self.messages = [*self.system_messages]
 
 
 def base_of(adapter: AdapterDirectory) -> Path:

@@ -133,7 +133,7 @@ def with_small_companions(job: Job, model: Path, scratch: Path) -> Job:
         if one.path is None:
             continue
         place = located(one, role, None)
-        if one.alike:
+        if one.same_architecture:
             refuse_other_architecture(build(place)[0], build(model)[0], place, role)
         shrink(place, scratch / f"{role}.config")
         drawn, family = load_model(

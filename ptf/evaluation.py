@@ -49,7 +49,9 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
         update={"path": model, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None}
         | {"lora": None, "trainable": None}
     )
-    job = job.model_copy(update={"model": section, "evaluate": job.evaluate.model_copy(update={"start": False})})
+    job = job.model_copy(
+        update={"model": section, "evaluate": job.evaluate.model_copy(update={"starting_model": False})}
+    )
     check_evaluation(job)
     directory = bridge.locate(model, verify_up_to=job.verify_bytes)
     with disk.disk_errors_as_user_errors(job.output), scratch.directory(Path(job.output) / "evaluation") as place:

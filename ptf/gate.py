@@ -67,7 +67,7 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
 
     Compares `publish.metric` if it is set and was measured on both models; otherwise the first that both have of: the
     greedy answers (reward and pass@1), the ranking (NDCG), the held-out loss. The list is empty if nothing is held out
-    or `evaluate.start` is off. Raises UserError if the stored rows of the two models are not the same rows.
+    or `evaluate.starting_model` is off. Raises UserError if the stored rows of the two models are not the same rows.
     """
     named = job.publish.metric
     if named is not None and f"start/{named}" in metrics:
@@ -101,7 +101,7 @@ def defaults(job: Job) -> Iterator[list[str]]:
 
 def needs_losses(job: Job) -> bool:
     """Return whether, by the config, the gate will compare the held-out loss of each row."""
-    if job.publish.gate == "off" or not job.evaluate.start:
+    if job.publish.gate == "off" or not job.evaluate.starting_model:
         return False
     metric = job.publish.metric
     if metric is not None and not metric.startswith("train/"):
@@ -208,8 +208,8 @@ def describe(job: Job, compared: Sequence[Comparison]) -> str:
         return "not compared with what training started from: publish.gate is off"
     if not compared:
         why = (
-            "evaluate.start is off"
-            if not job.evaluate.start
+            "evaluate.starting_model is off"
+            if not job.evaluate.starting_model
             else "the job has no held-out data (evaluate.sources, data.validation)"
         )
         return f"not compared with what training started from: {why}"

@@ -22,15 +22,17 @@ from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plugin import bind
 from ptf.config.section import Plug
 from ptf.data.sample import PackUnit, Sample
+from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.events.model_ranking import rank
 from ptf.gate import Worse
 from ptf.model.decoder import Decoder
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe, ScoringRecipe, as_evaluated, as_reported
-from ptf.rl.cluster import Pool
+from ptf.rl.cluster import Pool, RoleGroup
 from ptf.rl.job_cluster import job_cluster
 from ptf.rl.prompts import held_out_prompts
+from ptf.rl.rewards.functions import RewardWorkers
 from ptf.rl.rollout_role import rewards_of, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
@@ -66,9 +68,9 @@ def measure_model(job: Job, run: Path) -> dict[str, float]:
 def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
     """Return the recipe's held-out metrics of the trained model on each set of `data.validation`.
 
-    For pairs, it adds `accuracy_by_length`: the accuracy of always choosing the longer answer. With `evaluate.start`,
-    it adds the metrics of the model that training started from. If the job's workers run on Ray, as many of them as in
-    training measure the model; otherwise this process does.
+    For pairs, it adds `accuracy_by_length`: the accuracy of always choosing the longer answer. With
+    `evaluate.starting_model`, it adds the metrics of the model that training started from. If the job's workers run on
+    Ray, as many of them as in training measure the model; otherwise this process does.
     """
     compute = job.compute
     if needs_ray(compute) and not (compute.address or "").startswith("http"):
@@ -128,7 +130,7 @@ def measure_on_rank(text: str, directory: str) -> None:
         by_row = gate.needs_losses(job)
         if by_row:
             write_row_losses(model, recipe, sets, job, world, beside, run / gate.ROWS)
-        if job.evaluate.start:
+        if job.evaluate.starting_model:
             place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
             before = load(Path(str(place)))
             metrics |= {
@@ -210,7 +212,7 @@ def score_answers(
     mine = np.concatenate(judgements, axis=1)
     # all ranks of a tensor-parallel group have the same values
     return np.concatenate(
-        [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor == 0], axis=1
+        [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor_size == 0], axis=1
     )
 
 
@@ -236,7 +238,7 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 
 
 def measure_answers(job: Job, run: Path) -> dict[str, float]:
     """Return pass@1, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
-    `evaluate.start`, also those of the model that training started from.
+    `evaluate.starting_model`, also those of the model that training started from.
 
     The greedy answers are written to `run/answers/` and `run/answers/start/`.
     """
@@ -250,7 +252,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
         held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.limit),
         trie_of(job.rollout, tokenizer),
     )
-    models = {"": run / "model"} | ({"start/": starting.with_weights()} if evaluate_config.start else {})
+    models = {"": run / "model"} | ({"start/": starting.with_weights()} if evaluate_config.starting_model else {})
     metrics: dict[str, float] = {}
     length = (
         max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
@@ -258,7 +260,6 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
     )
     if job.rollout and job.rollout.environment:
         length = max(length, job.data.seq_len)
-    max_no_result = job.rollout.max_no_result if job.rollout else 0.1
     try:
         pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
         # the native engine runs in this process
@@ -278,33 +279,40 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
                 group = cluster.start(spec)
                 with cluster.phase(group, "evaluate"):
                     for name, source_prompts in prompts.items():
-                        rates, answers = pass_rates(
-                            group,
-                            rewards,
-                            source_prompts,
-                            0,
-                            f"evaluate {name}",
-                            samples=evaluate_config.samples,
-                            temperature=evaluate_config.temperature,
-                            max_new_tokens=evaluate_config.max_new_tokens,
-                            max_no_result=max_no_result,
-                        )
-                        text = "".join(json.dumps(a, default=str) + "\n" for a in answers)
-                        storage.write_text(str(run / "answers" / f"{prefix}{name}.jsonl"), text)
-                        rates |= {
-                            metric: compute_own_metric(metric, plug, answers)
-                            for metric, plug in evaluate_config.metrics.items()
-                        }
-                        metrics |= {f"{prefix}{name}/{key}": value for key, value in rates.items()}
+                        file = run / "answers" / f"{prefix}{name}.jsonl"
+                        found = measure_answers_to(job, name, source_prompts, group, rewards, file)
+                        metrics |= {f"{prefix}{name}/{key}": value for key, value in found.items()}
     finally:
         if rewards:
             rewards.close()
     return metrics
 
 
+def measure_answers_to(
+    job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: RewardWorkers | None, file: Path
+) -> dict[str, float]:
+    """Return the pass rates of a model's answers to the prompts of a source, and `evaluate.metrics` of its greedy
+    answers, which are written to `file`."""
+    evaluate_config = job.evaluate
+    metrics, answers = pass_rates(
+        rollout,
+        rewards,
+        prompts,
+        0,
+        f"evaluate {source}",
+        samples=evaluate_config.samples,
+        temperature=evaluate_config.temperature,
+        max_new_tokens=evaluate_config.max_new_tokens,
+        max_no_result=job.rollout.max_no_result if job.rollout else 0.1,
+    )
+    storage.write_text(str(file), "".join(json.dumps(a, default=str) + "\n" for a in answers))
+    own = {name: compute_own_metric(name, plug, answers) for name, plug in evaluate_config.metrics.items()}
+    return metrics | own
+
+
 def measure_ranking(job: Job, run: Path) -> dict[str, float]:
-    """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources`; with `evaluate.start`,
-    also those of the model that training started from, unless its weights were random.
+    """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources`; with
+    `evaluate.starting_model`, also those of the model that training started from, unless its weights were random.
 
     The metrics of each user are written to `run/ranked/` and `run/ranked/start/`.
     """
@@ -313,7 +321,7 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     starting = StartingModel.of(job, run)
     tokenizer = starting.load_tokenizer()
     models = {"": run / "model"}
-    if job.evaluate.start and job.model.init == "pretrained":
+    if job.evaluate.starting_model and job.model.init == "pretrained":
         models["start/"] = starting.with_weights()
     prompts = held_out_prompts(evaluate_config.sources, tokenizer, sys.maxsize)
     metrics: dict[str, float] = {}

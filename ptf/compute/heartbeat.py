@@ -38,7 +38,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now, self.since, self.step = BETWEEN, time.monotonic(), 0
-        self.times: dict[str, int] = {}  # how often each phase ended
+        self.runs: dict[str, int] = {}  # how often each phase ended
         self.longest: dict[str, float] = {}  # seconds, without the first time
         self._seconds: dict[str, float] = {}
 
@@ -56,9 +56,9 @@ class Clock:
         before, now = self.now, time.monotonic()
         spent = now - self.since
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
-        if self.times.get(before):
+        if self.runs.get(before):
             self.longest[before] = max(self.longest.get(before, 0.0), spent)
-        self.times[before] = self.times.get(before, 0) + 1
+        self.runs[before] = self.runs.get(before, 0) + 1
         self.now, self.since = name, now
         return before
 
@@ -125,7 +125,7 @@ def beating(clock: Clock, rank: int) -> Iterator[None]:
                 "step": clock.step,
                 "phase": (now := clock.now),
                 "for_s": time.monotonic() - clock.since,
-                "times": clock.times.get(now, 0),
+                "times": clock.runs.get(now, 0),
                 "longest_s": clock.longest.get(now, 0.0),
                 "where": code_location(worker),
                 "lines": list(lines),

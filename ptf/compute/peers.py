@@ -45,9 +45,9 @@ def peers(world: World, size: int, timeout_s: float) -> ProcessPeers | None:
     if world.mesh is None or world.data_size == 1 or size == 1:
         return None
     result = None
-    for tensor in range(world.tensor):
+    for tensor in range(world.tensor_size):
         for first in range(0, world.data_size, size):
-            ranks = [data * world.tensor + tensor for data in range(first, first + size)]
+            ranks = [data * world.tensor_size + tensor for data in range(first, first + size)]
             group = cast(
                 "dist.ProcessGroup", dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
             )

@@ -40,19 +40,19 @@ class World:
         return self.rank == 0
 
     @property
-    def tensor(self) -> int:
+    def tensor_size(self) -> int:
         """Number of ranks that see the same data."""
         return 1 if self.mesh is None else self.mesh["tensor"].size()
 
     @property
     def data_size(self) -> int:
         """Number of ranks that see different data."""
-        return self.size // self.tensor
+        return self.size // self.tensor_size
 
     @property
     def data_rank(self) -> int:
         """Index of this rank's share among the `data_size` shares of the data."""
-        return self.rank // self.tensor
+        return self.rank // self.tensor_size
 
     def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
         """Sum over the data-parallel ranks, as float64 on the CPU; a scalar or a vector.
@@ -79,7 +79,7 @@ class World:
         if self.mesh is None or self.size == 1:
             return value.detach()
         total = value.detach().clone()
-        dist.all_reduce(total, group=None if self.tensor == 1 else data_ranks(self.mesh).get_group())
+        dist.all_reduce(total, group=None if self.tensor_size == 1 else data_ranks(self.mesh).get_group())
         return total
 
     def _max(self, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Config keys that were renamed, and plugins that moved to a different module.
+"""Config keys and values that were renamed, and plugins that moved to a different module.
 
 The tables have three uses. A config with an old name is refused with an error that gives the new one
 (`ptf.config.tree`); `ptf upgrade` rewrites the config (`ptf.config.upgrade`); jobs that an earlier version of ptf has
@@ -15,7 +15,9 @@ KEYS = {
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
     "data.lanes": "data.partitions",
     "data.share_beginnings": "data.share_prefixes",
+    "evaluate.start": "evaluate.starting_model",
     "model.train": "model.trainable",
+    "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
@@ -51,26 +53,41 @@ MODULES = {
     "ptf.rl.sandbox": "ptf.rl.rewards.sandbox",
     "ptf.rl.vllm_engine": "ptf.rl.engines.vllm_engine",
 }
+# dotted key → old value → new value; the keys are not in KEYS
+VALUES = {"publish.gate": {"start": "starting_model"}}
 FIRST_KEYS = {new: old for old, new in KEYS.items()}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
+FIRST_VALUES = {key: {new: old for old, new in values.items()} for key, values in VALUES.items()}
 # Comment at the end of a job.yaml that a run wrote; the digest follows it. Such a file is translated, not refused.
 SEAL = "# SHA-256 of the lineage and of what is above: "
+
+
+class Names(NamedTuple):
+    """The tables of one direction."""
+
+    keys: Mapping[str, str]
+    modules: Mapping[str, str]
+    values: Mapping[str, Mapping[str, str]]
+
+
+TODAY = Names(KEYS, MODULES, VALUES)
+FIRST = Names(FIRST_KEYS, FIRST_MODULES, FIRST_VALUES)
 
 
 class Rename(NamedTuple):
     """One name in the values of a config, and the name that replaces it."""
 
-    path: tuple[str | int, ...]  # path of the key or the address, from the top of the values
+    path: tuple[str | int, ...]  # path of the key, or of the address or value, from the top of the values
     key: str  # the same path as a dotted key; in a trial of a sweep, the key begins at the top of the job
-    old: str  # the old name: a dotted key or an address
+    old: str  # the old name: a dotted key, an address or a value
     new: str
-    text: str  # the replacement in the text: the key without its section, or the address
-    of_key: bool  # whether a key was renamed; otherwise an address
+    text: str  # the replacement in the text: the key without its section, or the address or value
+    of_key: bool  # whether a key was renamed; otherwise an address or a value
 
 
 def outdated(values: Any) -> list[Rename]:
     """Return every old name in the values of a config, from the top down."""
-    return list(_renames(values, KEYS, MODULES, (), ()))
+    return list(_renames(values, TODAY, (), ()))
 
 
 def address(use: str, modules: Mapping[str, str] = MODULES) -> str | None:
@@ -80,11 +97,11 @@ def address(use: str, modules: Mapping[str, str] = MODULES) -> str | None:
 
 
 def with_first_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace the names of keys and modules by the ones that they had first, for fingerprints.
+    """Replace the names of keys, modules and values by the ones that they had first, for fingerprints.
 
     The values are changed in place and returned.
     """
-    return renamed(values, list(_renames(values, FIRST_KEYS, FIRST_MODULES, (), ())))
+    return renamed(values, list(_renames(values, FIRST, (), ())))
 
 
 def renamed(values: Any, renames: Sequence[Rename]) -> Any:
@@ -108,9 +125,7 @@ def first_key(key: str) -> str:
     return ".".join(_renamed((), key.split("."), FIRST_KEYS))
 
 
-def _renames(
-    value: Any, keys: Mapping[str, str], modules: Mapping[str, str], path: tuple[str | int, ...], at: tuple[str, ...]
-) -> Iterator[Rename]:
+def _renames(value: Any, names: Names, path: tuple[str | int, ...], at: tuple[str, ...]) -> Iterator[Rename]:
     """Yield the renames in a value at `path`, from the top down.
 
     `at` is the value's key in a job. It equals `path`, except in a sweep's trial, whose dotted keys begin at the top.
@@ -118,17 +133,19 @@ def _renames(
     if isinstance(value, list):
         for number, inner in enumerate(value):
             below = () if at == ("flow", "sweep") else (*at, str(number))
-            yield from _renames(inner, keys, modules, (*path, number), below)
+            yield from _renames(inner, names, (*path, number), below)
     elif isinstance(value, dict):
         for name, inner in value.items():
             steps = name.split(".") if path and not at else [name]
-            now = _renamed(at, steps, keys)
+            now = _renamed(at, steps, names.keys)
             old, new, here = ".".join((*at, *steps)), ".".join((*at, *now)), (*path, name)
             if now != steps:
                 yield Rename(here, old, old, new, ".".join(now), True)
-            if steps[-1] == "use" and isinstance(inner, str) and (moved := address(inner, modules)):
+            if steps[-1] == "use" and isinstance(inner, str) and (moved := address(inner, names.modules)):
                 yield Rename(here, old, inner, moved, moved, False)
-            yield from _renames(inner, keys, modules, here, (*at, *steps))
+            if isinstance(inner, str) and (value_now := names.values.get(old, {}).get(inner)):
+                yield Rename(here, old, inner, value_now, value_now, False)
+            yield from _renames(inner, names, here, (*at, *steps))
 
 
 def _renamed(at: tuple[str, ...], steps: list[str], keys: Mapping[str, str]) -> list[str]:

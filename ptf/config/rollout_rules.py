@@ -20,9 +20,9 @@ def rollouts(job: Job) -> list[str]:
             "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, "
             "where no process has the whole distribution"
         )
-    if rollout_config.allowed and rollout_config.allowed.distinct and rollout_config.allowed.repeat == 1:
+    if rollout_config.allowed and rollout_config.allowed.distinct and rollout_config.allowed.lines_per_answer == 1:
         faults.append(
-            "rollout.allowed.distinct has no effect with repeat: 1, one line an answer; set repeat or remove distinct"
+            "rollout.allowed.distinct has no effect with lines_per_answer: 1; raise lines_per_answer or remove distinct"
         )
     if rollout_config.lora == "adapter" and job.model.lora is None:
         faults.append("rollout.lora: adapter needs model.lora")

@@ -57,7 +57,8 @@ def upgraded(text: str, source: str) -> tuple[str, list[str]]:
         else:
             start, end, written = edit
             edits[start, end] = written
-            lines.append(f"{place}  {rename.old} is now {rename.new}")
+            key = "" if rename.of_key else f"{rename.key}  "
+            lines.append(f"{place}  {key}{rename.old} is now {rename.new}")
     if problems:
         raise Problems(problems)
     for (start, end), written in sorted(edits.items(), reverse=True):

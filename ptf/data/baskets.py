@@ -13,12 +13,12 @@ from ptf.data.stream import randint
 
 # [n, 2] int32: the number of a token's basket, from 1, and of its event in the basket; (0, 0) outside of baskets
 # (encode_events)
-STREAM = "baskets"
+BASKETS = "baskets"
 
 
 def reorder_baskets(unit: PackUnit, key: str) -> PackUnit:
     """Return the pack unit with the events of every basket in an order that `key` names; unchanged without baskets."""
-    if not any(STREAM in sample.token_columns for sample in unit):
+    if not any(BASKETS in sample.token_columns for sample in unit):
         return unit
     rng = np.random.default_rng(randint(key, 0, 1 << 62))
     return tuple(permute_events(sample, rng) for sample in unit)
@@ -30,7 +30,7 @@ def permute_events(sample: Sample, rng: np.random.Generator) -> Sample:
     Loss weights stay with the position: the first event of a basket, whichever it is, has the weight that the first one
     had.
     """
-    where = sample.token_columns.get(STREAM)
+    where = sample.token_columns.get(BASKETS)
     if where is None or len(sample) == 0:
         return sample
     begins = np.flatnonzero(np.r_[True, (where[1:] != where[:-1]).any(1)])  # the first token of every event
@@ -44,5 +44,5 @@ def permute_events(sample: Sample, rng: np.random.Generator) -> Sample:
     weights = np.repeat(np.maximum.reduceat(sample.weights, begins), sizes)
     weights[0] = 0.0
     token_columns = {name: values[take] for name, values in sample.token_columns.items()}
-    token_columns[STREAM] = np.stack([where[take, 0], np.repeat(where[begins, 1], sizes)], 1)
+    token_columns[BASKETS] = np.stack([where[take, 0], np.repeat(where[begins, 1], sizes)], 1)
     return replace(sample, tokens=sample.tokens[take], weights=weights, token_columns=token_columns)

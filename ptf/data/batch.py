@@ -30,7 +30,7 @@ class Batch:
     weights: Tensor  # [B, T] float32, loss weight of each target
     units: Tensor  # [documents] int64, the number of the pack unit that a document belongs to
     lengths: tuple[int, ...]  # per document, on the host
-    begins: tuple[int, ...]  # per document, the position of its first token
+    prefix_lengths: tuple[int, ...]  # per document, the tokens before its first, which are in an earlier document
     sources: tuple[str, ...]  # per document
     # what the host knows, so that a GPU need not be waited for:
     trained: Tensor  # [trained] int64, indices of the positions of [B · T] whose weight is not 0
@@ -58,7 +58,7 @@ class Batch:
             move(self.weights),
             move(self.units),
             self.lengths,
-            self.begins,
+            self.prefix_lengths,
             self.sources,
             move(self.trained),
             move(self.pairs),
@@ -123,12 +123,14 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     arrays = _arrays(rows, width, memory or Memory())
     _fill_tokens(arrays, documents, pads, ends[behind].tolist(), starts + lengths - 1)
 
-    token_columns = _streams(documents.token_columns, starts.tolist(), (rows, width)) if documents.token_columns else {}
+    token_columns = (
+        _spread_columns(documents.token_columns, starts.tolist(), (rows, width)) if documents.token_columns else {}
+    )
     units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
     firsts = range(0, max(1, rows), micro_rows)  # the first row of each batch
     in_batches = np.diff(behind[[*firsts, rows]])  # documents in each batch
     numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
-    offsets = starts - np.array(documents.begins, np.int64)
+    offsets = starts - np.array(documents.prefix_lengths, np.int64)
     room = behind[1:] + np.arange(rows)  # the padding of a row is one more piece after its documents
     pieces, numbers, offsets = (
         _interleave(lengths, room, width - filled),
@@ -147,7 +149,7 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
                 **part,
                 units=torch.from_numpy(units),
                 lengths=tuple(counts[start:stop]),
-                begins=tuple(documents.begins[start:stop]),
+                prefix_lengths=tuple(documents.prefix_lengths[start:stop]),
                 sources=tuple(documents.sources[start:stop]),
                 trained=torch.from_numpy(np.flatnonzero(arrays["weights"][first:end])),
                 pairs=torch.from_numpy(np.flatnonzero(units[1:] == units[:-1])),
@@ -239,7 +241,7 @@ def _interleave(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> n
     return result
 
 
-def _streams(
+def _spread_columns(
     carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """Return each column for all rows, with zeros for documents that do not carry it."""

@@ -20,7 +20,7 @@ class Documents:
     tokens: np.ndarray  # [tokens of all documents] int32, one document after the other
     weights: np.ndarray  # [tokens of all documents] float32
     sources: Sequence[str]
-    begins: Sequence[int]
+    prefix_lengths: Sequence[int]  # tokens that each document shares with an earlier one, and omits
     token_columns: Sequence[Mapping[str, np.ndarray]]  # per-token values; empty where no document has any
 
     @staticmethod
@@ -36,6 +36,6 @@ class Documents:
             np.concatenate([np.zeros(0, np.int32), *(sample.tokens for sample in samples)], dtype=np.int32),
             np.concatenate([sample.weights for sample in samples] or [np.zeros(0, np.float32)]),
             [sample.source for sample in samples],
-            [sample.begins for sample in samples],
+            [sample.prefix_length for sample in samples],
             token_columns if any(token_columns) else (),
         )

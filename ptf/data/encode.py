@@ -417,14 +417,14 @@ class Encoder:
         columns: Columns | None = None,
         kind: str = "auto",
         set_aside: SetAside | None = None,
-        share: bool = False,
+        share_prefixes: bool = False,
     ):
         """Create an encoder for the rows of one source.
 
-        `share`: samples of a row are encoded with their common beginning only once, and samples that share one are one
+        `share_prefixes`: the common beginning of a row's samples is encoded once, and samples that share one are one
         pack unit (ptf.data.prefixes.families).
         """
-        self._encode, self._name, self._seq_len, self._share = encode, name, seq_len, share
+        self._encode, self._name, self._seq_len, self._share_prefixes = encode, name, seq_len, share_prefixes
         self._too_long: TooLong = too_long
         self._columns, self._kind, self._set_aside = columns or {}, kind, set_aside
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
@@ -450,7 +450,7 @@ class Encoder:
             return []
         self.count(whole_units, fitted)
         units = [unit for units in fitted for unit in units]
-        if not self._share or len(units) < 2 or any(len(unit) > 1 for unit in units):
+        if not self._share_prefixes or len(units) < 2 or any(len(unit) > 1 for unit in units):
             return units
         shared = families([sample for (sample,) in units], self._seq_len)
         self.counts["tokens"] -= sum(map(length, units)) - sum(map(length, shared))

@@ -67,7 +67,7 @@ def group_size(ranks: int) -> int:
 
 def work_of(row: Sequence[PackUnit]) -> int:
     """Return the work of attention over a packed row, in (query, key) pairs up to a factor."""
-    return sum((n := len(sample.tokens)) * (n + 2 * sample.begins) for unit in row for sample in unit)
+    return sum((n := len(sample.tokens)) * (n + 2 * sample.prefix_length) for unit in row for sample in unit)
 
 
 def exchange_rows(

@@ -8,7 +8,7 @@ import numpy as np
 
 from ptf.data.encode import COUNTS
 from ptf.data.items import Item, place_of
-from ptf.data.order import Run
+from ptf.data.order import RowRun
 from ptf.data.stream import Deferred
 
 
@@ -18,7 +18,7 @@ class ItemRun:
 
     items: list[Item]
     epoch: int
-    rows: Run
+    rows: RowRun
     ends: list[int] | None  # for each item, how many of the rows are read when it is taken; None: one a row
     counts: np.ndarray  # [rows + 1, len(COUNTS)] int64: the encoder's counts behind so many rows
     before: dict[str, Any]  # the state before the first item, without `source` and `counts`

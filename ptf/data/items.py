@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 
 from ptf.data.documents import Documents
-from ptf.data.sample import PackUnit, length, samples_of
+from ptf.data.sample import PackUnit, build_samples, length
 from ptf.data.token_file import NO_COLUMNS, TokenRows, unmarked
 
 Item = tuple[Any, ...]
 
 UNIT = 0  # the pack unit; None where its only sample lies in a block of tokenized rows, see below
 LENGTH = 1  # tokens
-SOURCE = 2
+SOURCE = 2  # that the row was read from
 EPOCH = 3
-AT = 4  # file and block
+FILE_BLOCK = 4  # numbers of the file and of the block in it
 ROW = 5
 INDEX = 6  # which of the row's units
-BEFORE = 7  # rows just before it that gave no unit
+EMPTY_BEFORE = 7  # rows just before it that gave no unit
 ROWS = 8  # rows that it stands for: those, and its share of its own row
 TOKENS, WEIGHTS = 9, 10  # tokens of the whole block, and their weights; None where the tokens are marked (`unmarked`)
 START, END = 11, 12  # the sample's range of them
-OF = 13  # the sample's own source
+SAMPLE_SOURCE = 13  # that of the sample itself
 
 epoch_of, length_of, rows_in = itemgetter(EPOCH), itemgetter(LENGTH), itemgetter(ROWS)
 
@@ -68,7 +68,7 @@ def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int
 
 def after_empty_rows(item: Item, before: int) -> Item:
     """Return a row's first item, recording that `before` rows just before it gave none."""
-    return (*item[:BEFORE], before, before + item[ROWS], *item[TOKENS:])
+    return (*item[:EMPTY_BEFORE], before, before + item[ROWS], *item[TOKENS:])
 
 
 def units_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
@@ -78,10 +78,10 @@ def units_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
         return [[item[UNIT] for item in row] for row in rows]
     tokens, weights = _contents(flat)
     cuts = [*pairwise([0, *accumulate(map(length_of, flat))])]
-    stored = samples_of(
+    stored = build_samples(
         [tokens[start:end] for start, end in cuts],
         [weights[start:end] for start, end in cuts],
-        [item[OF] for item in flat],
+        [item[SAMPLE_SOURCE] for item in flat],
         [NO_COLUMNS] * len(flat),
     )
     if len(flat) == sum(map(len, rows)):
@@ -96,7 +96,7 @@ def documents_of(rows: Sequence[Sequence[Item]]) -> Documents:
     flat = list(chain.from_iterable(rows))
     if not flat or any([item[UNIT] for item in flat]):
         return Documents.of(units_of(rows))
-    each, n, own = [*map(len, rows)], len(flat), [item[OF] for item in flat]
+    each, n, own = [*map(len, rows)], len(flat), [item[SAMPLE_SOURCE] for item in flat]
     return Documents(each, each, [1] * n, [*map(length_of, flat)], *_contents(flat), own, [0] * n, ())
 
 
@@ -122,4 +122,4 @@ def place_of(item: Item) -> tuple[int, ...]:
     crc = 0
     for ids in tokens:
         crc = zlib.crc32(np.ascontiguousarray(ids).data, crc)
-    return item[EPOCH], *item[AT], item[ROW], item[INDEX], item[BEFORE], crc - (1 << 31)
+    return item[EPOCH], *item[FILE_BLOCK], item[ROW], item[INDEX], item[EMPTY_BEFORE], crc - (1 << 31)

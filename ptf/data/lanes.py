@@ -38,7 +38,7 @@ class Lanes:
     by: Literal["samples", "tokens"] = "samples"
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
     reorder: bool = False  # permute the events of a basket each time it is read
-    share: bool = False  # compute a prefix that several samples of a row share once
+    share_prefixes: bool = False  # compute a prefix that several samples of a row share once
     quarantine: str | None = None  # directory that bad rows are written to; without it they are errors
     max_bad: float = 0.0
     wrap: Callable[[str, Encoder], Encoder] = lambda name, encoder: encoder  # replaces each source's encoder
@@ -90,7 +90,7 @@ class Lanes:
         ordered, spec = self.opened(name)
         file = f"{self.quarantine}/{name}-{lane:03}.jsonl"
         aside = Quarantine(file, self.max_bad).add if self.quarantine else None
-        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share)
+        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share_prefixes)
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
         source, encoder = ordered.lane(lane, self.window), self.wrap(name, encoder)
         return Encoded(
@@ -104,7 +104,9 @@ class Lanes:
     def uncounted_encoder(self, name: str) -> Encoder:
         """Return an encoder for rows that are counted elsewhere."""
         aside = (lambda bad, counts: None) if self.quarantine else None
-        return encoder_of(name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside, self.share)
+        return encoder_of(
+            name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside, self.share_prefixes
+        )
 
     def _has_samples(self, name: str) -> bool:
         """Return whether any row of a source gives a sample."""

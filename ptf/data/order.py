@@ -226,7 +226,7 @@ def changed_error(reader: Reader, file: int) -> UserError:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Run:
+class RowRun:
     """Rows of one epoch that a lane reads one after the other, from blocks that stay open meanwhile."""
 
     epoch: int
@@ -302,7 +302,7 @@ class Ranges(_Lane):
                 self._opened += 1
         return heads, self._opened < len(self._pieces)
 
-    def run(self, most: int, ready: Callable[[Block], bool]) -> Run | None:
+    def run(self, most: int, ready: Callable[[Block], bool]) -> RowRun | None:
         """Return the next rows, at most `most`, as `__next__` would return them one by one.
 
         Return None, and take nothing, if an open block is not `ready`.
@@ -313,7 +313,7 @@ class Ranges(_Lane):
         if more and len(heads) < self._most:  # until the next block is opened beside them
             most = min(most, self._window + GAP * (len(heads) - BEGIN + 1) - self._taken)
         order = self._drawn(heads, most, more)
-        run = Run(self._epoch, heads, order, self.state_dict())
+        run = RowRun(self._epoch, heads, order, self.state_dict())
         self._heads, self._taken = run.left(len(order)), self._taken + len(order)
         return run
 

@@ -74,7 +74,7 @@ def lanes_of_lengths(lanes: Lanes) -> Lanes:
     sources = {name: lanes.opened(name) for name in lanes.sources}
     opened = {}
     for name, (ordered, spec) in sources.items():
-        if spec.kind == "tokenized" and not lanes.share:  # shared prefixes depend on the tokens
+        if spec.kind == "tokenized" and not lanes.share_prefixes:  # shared prefixes depend on the tokens
             ordered = replaced(ordered, tokenized.lengths_reader(ordered.reader))
         opened[name] = ordered, spec
     cached = {name: _LengthCache() for name, spec in lanes.sources.items() if spec.kind != "tokenized"}

@@ -2,7 +2,7 @@
 once.
 
 The first sample of a family (samples with a shared prefix) is laid out whole. The others follow it directly without the
-prefix; their `begins` is the prefix's length. The last common token is not part of the prefix: each sample has it,
+prefix; their `prefix_length` is its length. The last common token is not part of the prefix: each sample has it,
 because its target differs. A prefix is never trained and has zeros in its columns, so except for rounding all gradients
 are the same as if each sample were alone in a row.
 """
@@ -32,7 +32,7 @@ def without_prefix(sample: Sample, n: int) -> Sample:
         tokens=sample.tokens[n:],
         weights=sample.weights[n:],
         token_columns={name: v[n:] for name, v in sample.token_columns.items()},
-        begins=n,
+        prefix_length=n,
     )
 
 
@@ -69,7 +69,7 @@ def separate(unit: PackUnit) -> list[Sample]:
 
 def with_prefix(head: Sample, sample: Sample) -> Sample:
     """Return a sample with the prefix that it shares with `head`; the prefix has no weight and zeros in the columns."""
-    n = sample.begins
+    n = sample.prefix_length
     token_columns = {
         name: np.concatenate([np.zeros((n, *v.shape[1:]), v.dtype), v]) for name, v in sample.token_columns.items()
     }
@@ -79,7 +79,7 @@ def with_prefix(head: Sample, sample: Sample) -> Sample:
         tokens=np.concatenate([head.tokens[:n], sample.tokens]),
         weights=weights,
         token_columns=token_columns,
-        begins=0,
+        prefix_length=0,
     )
 
 

@@ -23,15 +23,15 @@ class Sample:
     source: str = ""
     # Per-token values, [n] or [n, k]: advantages, old_logprobs, …
     token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    # Number of leading tokens that are omitted because they are shared: they are the first `begins` tokens of the
-    # nearest sample before this one in the same sequence that has `begins` 0 (ptf/data/prefixes.py).
-    begins: int = 0
+    # Number of leading tokens that are omitted because they are shared: they are the first `prefix_length` tokens of
+    # the nearest sample before this one in the same sequence that has `prefix_length` 0 (ptf/data/prefixes.py).
+    prefix_length: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
-def samples_of(
+def build_samples(
     tokens: Sequence[np.ndarray],
     weights: Sequence[np.ndarray],
     sources: Sequence[str],
@@ -48,7 +48,7 @@ def samples_of(
         "weights": weights,
         "source": sources,
         "token_columns": token_columns,
-        "begins": repeat(0),
+        "prefix_length": repeat(0),
     }.items():
         deque(map(getattr(Sample, name).__set__, samples, values), 0)
     return samples
@@ -72,7 +72,7 @@ def dump_units(units: Sequence[PackUnit]) -> dict[str, Any]:
     return {
         "atoms": np.array([len(unit) for unit in units], np.int32),  # samples in each pack unit
         "lengths": np.array([len(s) for s in samples], np.int32),
-        "begins": np.array([s.begins for s in samples], np.int32),
+        "begins": np.array([s.prefix_length for s in samples], np.int32),
         "tokens": np.concatenate([s.tokens for s in samples] or [np.zeros(0, np.int32)]),
         "weights": np.concatenate([s.weights for s in samples] or [np.zeros(0, np.float32)]),
         "sources": [s.source for s in samples],
@@ -95,13 +95,14 @@ def load_units(state: Mapping[str, Any]) -> list[PackUnit]:
         owners = np.asarray(column["samples"])
         for i, values in zip(owners.tolist(), _pieces(column["values"], lengths[owners]), strict=True):
             token_columns[i] = {**token_columns[i], name: values}
-    begins = np.asarray(state["begins"])
-    samples = samples_of(
+    prefix_lengths = np.asarray(state["begins"])
+    samples = build_samples(
         _pieces(state["tokens"], lengths), _pieces(state["weights"], lengths), state["sources"], token_columns
     )
-    if begins.any():
+    if prefix_lengths.any():
         samples = [
-            replace(sample, begins=n) if n else sample for sample, n in zip(samples, begins.tolist(), strict=True)
+            replace(sample, prefix_length=n) if n else sample
+            for sample, n in zip(samples, prefix_lengths.tolist(), strict=True)
         ]
     remaining = iter(samples)
     return [tuple(islice(remaining, n)) for n in np.asarray(state["atoms"]).tolist()]

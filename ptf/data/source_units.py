@@ -27,13 +27,20 @@ def encoder_of(
     seq_len: int,
     too_long: TooLong,
     set_aside: SetAside | None = None,
-    share: bool = False,
+    share_prefixes: bool = False,
 ) -> Encoder:
     """Return the encoder that makes pack units of a source's rows."""
     if spec.kind == "tokenized":
-        return tokenized.TokenizedEncoder(name, seq_len, too_long, share)
+        return tokenized.TokenizedEncoder(name, seq_len, too_long, share_prefixes)
     return Encoder(
-        encode, name, seq_len, too_long, columns=spec.columns, kind=spec.kind, set_aside=set_aside, share=share
+        encode,
+        name,
+        seq_len,
+        too_long,
+        columns=spec.columns,
+        kind=spec.kind,
+        set_aside=set_aside,
+        share_prefixes=share_prefixes,
     )
 
 

@@ -92,12 +92,14 @@ def survey(
     by_tokens: bool = False,
     limit: int = 2000,
     examples: int = 1,
-    share: bool = False,
+    share_prefixes: bool = False,
 ) -> Survey:
     """Read the first `limit` rows of each source and pack them; a step has `rows` packed rows."""
     surveyed, units = [], {}
     for name, spec in sources.items():
-        one, units[name] = _survey_source(name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share)
+        one, units[name] = _survey_source(
+            name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share_prefixes
+        )
         surveyed.append(one)
     packed = pack_all(_mixed(units), seq_len, lookahead)
     # at the end the window runs empty, which does not happen in an endless stream
@@ -132,12 +134,12 @@ def _survey_source(
     too_long: TooLong,
     limit: int,
     examples: int,
-    share: bool,
+    share_prefixes: bool,
 ) -> tuple[SourceSurvey, list[PackUnit]]:
     """Return the survey of one source and its units."""
     bad: list[BadRow] = []
     reader, spec = opened(spec, tokenizer)
-    encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share)
+    encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share_prefixes)
     units: list[PackUnit] = []
     shown: list[tuple[str, PackUnit]] = []
     longest: list[tuple[int, str]] = []
@@ -150,7 +152,7 @@ def _survey_source(
         empty += not row_units
         none_made += not row_units and (encoder.counts["dropped"], len(bad)) == before
         units += row_units
-        whole_ones = [(sample,) for unit in row_units for sample in separate(unit)] if share else row_units
+        whole_ones = [(sample,) for unit in row_units for sample in separate(unit)] if share_prefixes else row_units
         shown += [(place.where, unit) for unit in whole_ones][: max(0, examples - len(shown))]
         if row_units:
             heapq.heappush(longest, (max(map(length, row_units)), place.where))

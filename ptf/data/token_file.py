@@ -30,9 +30,9 @@ COLUMNS = {
     "weights": CELL,  # runs of equal weights: pairs of a number of tokens (int32) and their weight (float32)
     "sources": pa.list_(pa.string()),  # of each sample
 }
-# Prefix of a column of per-token values. Its cells hold what the field's metadata say: `kind` (int32 or float32) and
-# `k` (values per token; 0: one value, without an axis).
-STREAM = "stream/"
+# Beginning of the name of a column of per-token values. Its cells hold what the field's metadata say: `kind` (int32 or
+# float32) and `k` (values per token; 0: one value, without an axis).
+COLUMN_PREFIX = "stream/"
 
 
 def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
@@ -40,19 +40,19 @@ def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
 
     Raises UserError where only some of the row's samples have the values of a name.
     """
-    assert not any(sample.begins for unit in units for sample in unit), (
+    assert not any(sample.prefix_length for unit in units for sample in unit), (
         "samples share beginnings only after they are read; stored samples are complete"
     )
     columns = dump_units(units)
-    for name, stream in columns["streams"].items():
-        if len(stream["samples"]) != len(columns["lengths"]):
+    for name, column in columns["streams"].items():
+        if len(column["samples"]) != len(columns["lengths"]):
             raise UserError(
                 f"only some of the row's samples have the per-token values {name}; all of them must, or none"
             )
     return {
         **columns,
         "weights": runs(columns["weights"]),
-        "streams": {name: stream["values"] for name, stream in columns["streams"].items()},
+        "streams": {name: column["values"] for name, column in columns["streams"].items()},
     }
 
 
@@ -110,7 +110,7 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         """Create the writer; the file is opened when its columns are known."""
         self._path, self._file, self._pending = path, None, []
-        self._streams: dict[str, tuple[np.dtype, int]] = {}
+        self._token_columns: dict[str, tuple[np.dtype, int]] = {}
 
     def write(self, columns: Mapping[str, list[Any]]) -> None:
         """Write rows, given as columns.
@@ -130,10 +130,10 @@ class RowFile:
 
     def _open(self, token_columns: dict[str, tuple[np.dtype, int]]) -> None:
         """Open the file with the columns of these per-token values."""
-        self._streams = token_columns
+        self._token_columns = token_columns
         metadata = {name: {"kind": kind.name, "k": str(k)} for name, (kind, k) in token_columns.items()}
         fields = [pa.field(name, kind) for name, kind in COLUMNS.items()] + [
-            pa.field(f"{STREAM}{name}", CELL, metadata=each) for name, each in metadata.items()
+            pa.field(f"{COLUMN_PREFIX}{name}", CELL, metadata=each) for name, each in metadata.items()
         ]
         # A dictionary of cells would only cost time.
         small = [f"{name}.list.element" for name in ("atoms", "lengths", "sources")]
@@ -156,18 +156,23 @@ class RowFile:
             )
             if (
                 other := next(
-                    (token_columns for token_columns in with_samples if token_columns.keys() != self._streams.keys()),
+                    (
+                        token_columns
+                        for token_columns in with_samples
+                        if token_columns.keys() != self._token_columns.keys()
+                    ),
                     None,
                 )
             ) is not None:
                 raise UserError(
-                    f"samples have other per-token values than the first: {sorted(other)}, not {sorted(self._streams)}"
+                    f"samples have other per-token values than the first: {sorted(other)}, "
+                    f"not {sorted(self._token_columns)}"
                 )
             arrays = [
                 _cells(columns[name], np.dtype(np.int32)) if kind == CELL else _lists(columns[name], kind)
                 for name, kind in COLUMNS.items()
             ]
-            for name, (kind, _) in self._streams.items():
+            for name, (kind, _) in self._token_columns.items():
                 arrays.append(
                     _cells([token_columns.get(name, np.zeros(0, kind)) for token_columns in columns["streams"]], kind)
                 )
@@ -221,13 +226,15 @@ class TokenRows:
         self.tokens, self.weights = marked(tokens, runs)
         self.bytes = self.tokens.data  # the same, whose slices cost less
         self._sources = _list(table, "sources")[1]
-        self._streams = {
-            name.removeprefix(STREAM): _stream(table, name) for name in table.column_names if name.startswith(STREAM)
+        self._token_columns = {
+            name.removeprefix(COLUMN_PREFIX): _token_column(table, name)
+            for name in table.column_names
+            if name.startswith(COLUMN_PREFIX)
         }
         self.nbytes = table.nbytes
         self.row_counts = self._count_rows(runs, ends)
         self.longest = int(self.row_counts[:, 3].max(initial=0))  # tokens of the longest pack unit
-        one = np.diff(self._first_sample) == 1 if not self._streams else np.zeros(self.lines, bool)
+        one = np.diff(self._first_sample) == 1 if not self._token_columns else np.zeros(self.lines, bool)
         # Number of rows before each row that are not one sample without per-token values.
         self._several = np.concatenate([[0], np.cumsum(~one)])
 
@@ -282,7 +289,9 @@ class TokenRows:
         row."""
         start, end = self._ends[k], self._ends[k + 1]
         token_columns = (
-            {name: values[start:end] for name, values in self._streams.items()} if self._streams else NO_COLUMNS
+            {name: values[start:end] for name, values in self._token_columns.items()}
+            if self._token_columns
+            else NO_COLUMNS
         )
         own = slice(start - before, end - before)
         return Sample(tokens[own], weights[own], self._sources[k], token_columns)
@@ -375,7 +384,7 @@ def _values(table: pa.Table, name: str, kind: Any) -> np.ndarray:
     return np.frombuffer(data, kind, (offsets[-1] - offsets[0]) // np.dtype(kind).itemsize, offsets[0])
 
 
-def _stream(table: pa.Table, name: str) -> np.ndarray:
+def _token_column(table: pa.Table, name: str) -> np.ndarray:
     """Return the per-token values of a name, [tokens] or [tokens, k]."""
     metadata = table.schema.field(name).metadata
     k = int(metadata[b"k"])

@@ -254,10 +254,10 @@ class TokenizedEncoder(Encoder):
     them.
     """
 
-    def __init__(self, name: str, seq_len: int, too_long: TooLong, share: bool = False) -> None:
+    def __init__(self, name: str, seq_len: int, too_long: TooLong, share_prefixes: bool = False) -> None:
         """Create a decoder; see `Encoder` for the arguments."""
-        super().__init__(decode, name, seq_len, too_long, kind="tokenized", share=share)
-        self._longest = -1 if share else seq_len  # with sharing, what is shared depends on the tokens
+        super().__init__(decode, name, seq_len, too_long, kind="tokenized", share_prefixes=share_prefixes)
+        self._longest = -1 if share_prefixes else seq_len  # with sharing, what is shared depends on the tokens
 
     def fits(self, block: Block) -> bool:
         """Return whether every pack unit of a block is kept unchanged."""

@@ -23,7 +23,7 @@ class Trie:
 
     starts: np.ndarray  # [states + 1] int64: where each state's edges begin
     tokens: np.ndarray  # [edges] int32
-    states: np.ndarray  # [edges] int32: the state that follows
+    next_states: np.ndarray  # [edges] int32: the state that each edge leads to
     longest: int  # tokens of the longest answer, its stop token included
     repeat: int = 1
     # [edges]: how many answers the edge leads to; empty where an answer may occur twice.
@@ -66,9 +66,11 @@ class Trie:
                 if last and node in ends:
                     node_edges += [(token, OVER, 1) for token in stop]
                 edges.append(sorted(node_edges))
-        tokens, states, under = np.array(list(chain.from_iterable(edges)), np.int32).T.copy()
+        tokens, next_states, under = np.array(list(chain.from_iterable(edges)), np.int32).T.copy()
         starts = np.cumsum([0, *map(len, edges)])
-        return Trie(starts, tokens, states, max(ends.values()) * repeat + 1, repeat, under if distinct else under[:0])
+        return Trie(
+            starts, tokens, next_states, max(ends.values()) * repeat + 1, repeat, under if distinct else under[:0]
+        )
 
     def allowed(self, state: int) -> np.ndarray:
         """Return the tokens that may follow, [k], ascending."""
@@ -79,7 +81,7 @@ class Trie:
         edge = np.searchsorted(self.allowed(state), token) + self.starts[state] if state != OVER else len(self.tokens)
         if state == OVER or edge >= self.starts[state + 1] or self.tokens[edge] != token:
             raise ValueError(f"token {token} may not follow")
-        return int(self.states[edge])
+        return int(self.next_states[edge])
 
     def walked(self, tokens: Iterable[int]) -> np.ndarray:
         """Return the restriction that each token of an answer was sampled from, [n, width] int32.
@@ -99,7 +101,7 @@ class Trie:
             path,
             starts=self.starts,
             tokens=self.tokens,
-            states=self.states,
+            states=self.next_states,
             longest=self.longest,
             repeat=self.repeat,
             under=self.under,
@@ -121,7 +123,7 @@ class Trie:
     def fingerprint(self) -> str:
         """Return a hash of the trie."""
         return hashlib.sha256(
-            b"".join(part.tobytes() for part in (self.starts, self.tokens, self.states, self.under))
+            b"".join(part.tobytes() for part in (self.starts, self.tokens, self.next_states, self.under))
         ).hexdigest()[:16]
 
 

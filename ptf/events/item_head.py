@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ptf.data.baskets import STREAM
+from ptf.data.baskets import BASKETS
 from ptf.data.encode import VALUE
 from ptf.errors import UserError
 from ptf.model.chunked import cross_entropy
@@ -151,10 +151,12 @@ class NextItem(nn.Module):
 
 def basket_starts(batch: Any) -> Tensor:
     """Return whether the next token is the first of a basket, [B, T]."""
-    if STREAM not in batch.token_columns:
+    if BASKETS not in batch.token_columns:
         return torch.zeros_like(batch.tokens, dtype=torch.bool)
-    basket = batch.token_columns[STREAM][..., 0]  # number of the next token's basket
-    first = batch.token_columns[STREAM][..., 1] == 0  # a basket's first event; false where a cut row continues a basket
+    basket = batch.token_columns[BASKETS][..., 0]  # number of the next token's basket
+    first = (
+        batch.token_columns[BASKETS][..., 1] == 0
+    )  # a basket's first event; false where a cut row continues a basket
     return (basket > 0) & first & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
 
 
@@ -164,13 +166,13 @@ def mean_over_rest(rows: Tensor, batch: Any) -> Tensor:
     `rows` has the vector of the next token at each position. The mean is over the next token and the tokens after it in
     the same basket.
     """
-    if STREAM not in batch.token_columns:
+    if BASKETS not in batch.token_columns:
         if not batch.weights.any():
             return rows
         raise UserError(
             "model.head: set_wise needs baskets (lists inside `events`), but these rows have none; turn it off"
         )
-    basket = batch.token_columns[STREAM][..., 0].long()
+    basket = batch.token_columns[BASKETS][..., 0].long()
     b, t = basket.shape
     key = torch.where(basket > 0, basket, 0) + (batch.segments + 1) * (int(basket.max()) + 1)
     begins = torch.ones_like(key, dtype=torch.bool)

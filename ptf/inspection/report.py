@@ -88,7 +88,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         by_tokens=data.mix.by == "tokens",
         limit=rows or few_or_all(sources, tokenizer),
         examples=samples,
-        share=data.share_prefixes,
+        share_prefixes=data.share_prefixes,
     )
     if not any(source.counts["samples"] for source in surveyed.sources):
         return Report(job, surveyed, tokenizer, None, {})

@@ -90,11 +90,13 @@ def activation_bytes(
     The parameters that train are those that train in `like`. A component of the user's own counts as on one rank.
     """
     moe = c.moe and replace(c.moe, experts=c.moe.experts // ranks)
-    local = replace(c, heads=c.heads // ranks, kv_heads=c.kv_heads // ranks, hidden=c.hidden // ranks, moe=moe)
+    local = replace(
+        c, heads=c.heads // ranks, kv_heads=c.kv_heads // ranks, intermediate_size=c.intermediate_size // ranks, moe=moe
+    )
     with torch.device("meta"):
         block = Block(local, layer, parts, f"layers.{layer}").to(dtype)
         x = torch.empty(1, TOKENS, c.dim, dtype=dtype, requires_grad=True)
-        table = rotary(torch.arange(TOKENS)[None], c.head_dim, c.kinds[layer].rope)
+        table = rotary(torch.arange(TOKENS)[None], c.head_dim, c.layers[layer].rope)
         trained = {name for name, p in like.named_parameters() if p.requires_grad}
         for name, p in block.named_parameters():
             p.requires_grad_(name in trained)

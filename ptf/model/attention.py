@@ -40,7 +40,7 @@ class Attention(nn.Module):
     def __init__(self, c: DecoderConfig, layer: int, parts: Parts, path: str) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, c.head_dim
-        self.window = c.kinds[layer].window
+        self.window = c.layers[layer].window
         self.scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
         self.q_proj = parts.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim, c.qkv_bias)
         self.k_proj = parts.linear(f"{path}.k_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
@@ -117,10 +117,10 @@ class PerDocument:
         lengths = np.diff(starts, append=len(flat))
         real = flat[starts] >= 0
         starts, lengths = starts[real], lengths[real]
-        begins = positions.reshape(-1).numpy()[starts]
-        # for each document, the start of the document whose first `begins` tokens are its prefix
-        whole = np.maximum.accumulate(np.where(begins == 0, starts, 0))
-        lengths = lengths + begins
+        prefix_length = positions.reshape(-1).numpy()[starts]
+        # for each document, the start of the document whose first `prefix_length` tokens are its prefix
+        whole = np.maximum.accumulate(np.where(prefix_length == 0, starts, 0))
+        lengths = lengths + prefix_length
         order = np.argsort(lengths, kind="stable")
         self.groups: list[tuple[Tensor, Tensor | None]] = []
         # for each position, its index in the concatenated results; padding takes the row of zeros at the end
@@ -131,9 +131,9 @@ class PerDocument:
             members = order[first:last]
             width = int(lengths[members[-1]])
             step = np.arange(width)
-            before = step < begins[members][:, None]  # [n, width]
+            before = step < prefix_length[members][:, None]  # [n, width]
             inside = (step < lengths[members][:, None]) & ~before
-            own = (starts - begins)[members][:, None] + np.minimum(step, lengths[members][:, None] - 1)
+            own = (starts - prefix_length)[members][:, None] + np.minimum(step, lengths[members][:, None] - 1)
             index = np.where(before, whole[members][:, None] + step, own)
             own_positions = index[inside]
             back[own_positions] = done + np.arange(len(own_positions))
@@ -198,8 +198,9 @@ class Flex:
         def last(starts):
             return torch.where(starts, at, 0).cummax(1).values
 
-        self.begins = positions.gather(1, last(starts))  # for each token, the position at which its document begins
-        # for each token, the segment of the document whose first `begins` tokens are its prefix
+        # for each token, the length of its document's shared prefix: the position of its first token
+        self.prefix_length = positions.gather(1, last(starts))
+        # for each token, the segment of the document whose first `prefix_length` tokens are its prefix
         self.whole = segments.gather(1, last(starts & (positions == 0)))
         self.masks: dict[int | None, object] = {}
 
@@ -207,10 +208,10 @@ class Flex:
         """Return the block mask of a window size (None: unlimited), made at its first use."""
         from torch.nn.attention.flex_attention import create_block_mask
 
-        segments, positions, begins, whole = self.segments, self.positions, self.begins, self.whole
+        segments, positions, prefix_length, whole = self.segments, self.positions, self.prefix_length, self.whole
 
         def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            before = (whole[b, q] == segments[b, k]) & (positions[b, k] < begins[b, q])
+            before = (whole[b, q] == segments[b, k]) & (positions[b, k] < prefix_length[b, q])
             return (q >= k) & ((segments[b, q] == segments[b, k]) | before)
 
         # the last position outside a query's window: comparing with it needs no subtraction for every pair

@@ -112,11 +112,11 @@ class _Surrogate(Function):
         head: Head,
         targets: Tensor,
         processing: LogitsProcessing,
-        states: Tensor | None,
+        trie_states: Tensor | None,
         coefficients: Tensor,
     ) -> tuple[Tensor, ...]:
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        projection = Projection(x, head, chunks, processing, targets, states, ctx.needs_input_grad[:3])
+        projection = Projection(x, head, chunks, processing, targets, trie_states, ctx.needs_input_grad[:3])
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
         for chunk in chunks:
@@ -148,10 +148,10 @@ class _TokenLogprobs(Function):
         head: Head,
         targets: Tensor,
         processing: LogitsProcessing,
-        states: Tensor | None,
+        trie_states: Tensor | None,
     ) -> tuple[Tensor, ...]:
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        projection = Projection(x, head, chunks, processing, targets, states)
+        projection = Projection(x, head, chunks, processing, targets, trie_states)
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
         for chunk in chunks:
@@ -161,7 +161,7 @@ class _TokenLogprobs(Function):
         entropy = summed(entropy, head.group)
         slack = projection.slack_of(picked)
         ctx.mark_non_differentiable(slack)
-        ctx.save_for_backward(x, weight, bias, targets, entropy, states)
+        ctx.save_for_backward(x, weight, bias, targets, entropy, trie_states)
         ctx.head, ctx.processing = head, processing
         # most losses do not use the entropy, whose gradient costs a buffer and three passes
         ctx.set_materialize_grads(False)
@@ -170,10 +170,10 @@ class _TokenLogprobs(Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        x, weight, bias, targets, entropy, states = ctx.saved_tensors
+        x, weight, bias, targets, entropy, trie_states = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        projection = Projection(x, head, chunks, ctx.processing, targets, states, ctx.needs_input_grad[:3])
+        projection = Projection(x, head, chunks, ctx.processing, targets, trie_states, ctx.needs_input_grad[:3])
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
         spare = None if grads[1] is None else torch.empty_like(projection.wide)
         for chunk in chunks:
@@ -257,7 +257,7 @@ def surrogate(
     weights: Tensor,
     coefficients: Tensor,
     processing: LogitsProcessing = NO_LOGITS_PROCESSING,
-    states: Tensor | None = None,
+    trie_states: Tensor | None = None,
     selected: Tensor | None = None,
 ) -> tuple[Tensor, TokenLogprobs]:
     """Return a loss whose gradient is that of −Σ coefficients · log-prob, and the values of `token_logprobs`.
@@ -267,7 +267,7 @@ def surrogate(
     `selected` is as in `cross_entropy`.
     """
     selected = trained_positions(weights) if selected is None else selected
-    sampled = targets.reshape(-1)[selected], processing, select(states, selected)
+    sampled = targets.reshape(-1)[selected], processing, select(trie_states, selected)
     loss, *values = _Surrogate.apply(
         *function_inputs(x, selected, head), head, *sampled, coefficients.reshape(-1)[selected]
     )
@@ -280,14 +280,14 @@ def token_logprobs(
     targets: Tensor,
     weights: Tensor,
     processing: LogitsProcessing = NO_LOGITS_PROCESSING,
-    states: Tensor | None = None,
+    trie_states: Tensor | None = None,
     selected: Tensor | None = None,
 ) -> TokenLogprobs:
     """Return the log-prob of each target whose weight is not 0, under the distribution that it was sampled from.
 
-    `states` [B, T, 1 + k] are states of the trie `processing.edges` (see `restrict`); `selected` is as in
+    `trie_states` [B, T, 1 + k] are states of the trie `processing.edges` (see `restrict`); `selected` is as in
     `cross_entropy`.
     """
     selected = trained_positions(weights) if selected is None else selected
-    sampled = targets.reshape(-1)[selected], processing, select(states, selected)
+    sampled = targets.reshape(-1)[selected], processing, select(trie_states, selected)
     return scatter(selected, weights, _TokenLogprobs.apply(*function_inputs(x, selected, head), head, *sampled))

@@ -39,7 +39,7 @@ def places(c: DecoderConfig) -> list[str]:
     def within(moe):
         return ("attn", "moe", "moe.experts") if moe else ("attn", "mlp")
 
-    return [*(f"layers.{i}.{part}" for i, kind in enumerate(c.kinds) for part in within(kind.moe)), "head"]
+    return [*(f"layers.{i}.{part}" for i, kind in enumerate(c.layers) for part in within(kind.moe)), "head"]
 
 
 def refuse_unmatched(c: DecoderConfig, parts: Parts) -> None:
@@ -52,7 +52,7 @@ def refuse_unmatched(c: DecoderConfig, parts: Parts) -> None:
         raise UserError(
             f"model.replace: {', '.join(unused)} matches nothing, or only what an earlier pattern replaces; "
             f"there is {', '.join(kinds)} "
-            f"(layers 0…{c.layers - 1})"
+            f"(layers 0…{c.num_layers - 1})"
         )
 
 

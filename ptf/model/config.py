@@ -40,7 +40,7 @@ class MoE:
 
     experts: int
     top_k: int
-    hidden: int
+    intermediate_size: int  # width of one expert
     normalise: bool = True  # the weights of the chosen experts sum to 1
     bias: bool = False  # the router and the experts have biases
     # GPT-OSS: gate and up are clamped here, and experts compute (up + 1) · gate · sigmoid(1.702 gate)
@@ -57,11 +57,11 @@ class DecoderConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    hidden: int  # width of the gated MLP
+    intermediate_size: int  # width of the gated MLP
     norm_eps: float
     max_positions: int
     tied: bool  # the head shares the embedding's weight
-    kinds: tuple[Layer, ...]
+    layers: tuple[Layer, ...]
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -83,9 +83,9 @@ class DecoderConfig:
         return -(-self.vocab // ROWS) * ROWS
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         """The number of layers."""
-        return len(self.kinds)
+        return len(self.layers)
 
     @property
     def experts(self) -> int:

@@ -1,4 +1,4 @@
-"""The decoder: the forward pass of every family, written for one device. Sharding is applied from outside (plan.py)."""
+"""The decoder: the forward pass of every family, written for one device. sharding.py distributes it from outside."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.attn = parts.component(f"{path}.attn", Attention, c, layer, parts, f"{path}.attn")
         self.attn_post_norm = norm() if c.sandwich else nn.Identity()
         self.mlp_norm = norm()
-        moe = c.kinds[layer].moe
+        moe = c.layers[layer].moe
         self.mlp = None if moe else parts.component(f"{path}.mlp", MLP, c, parts, f"{path}.mlp")
         self.moe = parts.component(f"{path}.moe", MixtureOfExperts, c, parts, f"{path}.moe") if moe else None
         self.mlp_post_norm = norm() if c.sandwich else nn.Identity()
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
         self.config = c = replace(config, tied=config.tied and config.head == "lm")
         # `nn.Embedding` would draw its weights, for which torch imports its compiler on the meta device
         self.embed = nn.Embedding.from_pretrained(torch.empty(c.padded, c.dim), freeze=False)
-        self.layers = nn.ModuleList(Block(c, i, parts, f"layers.{i}") for i in range(c.layers))
+        self.layers = nn.ModuleList(Block(c, i, parts, f"layers.{i}") for i in range(c.num_layers))
         self.norm = RMSNorm(c.dim, c.norm_eps, c.norm_offset)
         self.head = parts.component("head", projection, c, parts, "head")
         if c.tied:
@@ -87,14 +87,14 @@ class Decoder(nn.Module):
         """
         c = self.config
         attend = attend or backend(tokens.device)(segments, positions)
-        tables = {rope: rotary(positions, c.head_dim, rope) for rope in {kind.rope for kind in c.kinds}}
+        tables = {rope: rotary(positions, c.head_dim, rope) for rope in {kind.rope for kind in c.layers}}
         real = segments >= 0
         x = self.embed(tokens)  # [B, T, D]
         if c.embed_scale != 1.0:
             x = x * torch.tensor(
                 c.embed_scale, dtype=x.dtype
             )  # rounded to the model's dtype, as when Gemma was trained
-        for layer, kind in zip(self.layers, c.kinds, strict=True):
+        for layer, kind in zip(self.layers, c.layers, strict=True):
             x = layer(x, tables[kind.rope], attend, real)
         return reduce(self.norm(x), self.output())
 

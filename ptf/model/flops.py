@@ -46,15 +46,15 @@ class Flops:
         tally.chain(model.head, upstream or _trains(model.norm))
         return Flops(body, tally.pairs, tally.tokens)
 
-    def step(self, lengths: Iterable[int], targets: float, begins: Iterable[int] | None = None) -> float:
+    def step(self, lengths: Iterable[int], targets: float, prefix_lengths: Iterable[int] | None = None) -> float:
         """Return the operations over packed documents of these lengths with `targets` trained positions.
 
-        The first token of each document is at its position in `begins` (default 0): so many tokens before it were
-        computed with another document, whose prefix it shares.
+        `prefix_lengths` (default 0) are the tokens before each document that were computed with another document, whose
+        prefix it shares.
         """
         lengths = list(lengths)
-        begins = [0] * len(lengths) if begins is None else list(begins)
-        documents = list(zip(lengths, begins, strict=True))
+        prefix_lengths = [0] * len(lengths) if prefix_lengths is None else list(prefix_lengths)
+        documents = list(zip(lengths, prefix_lengths, strict=True))
         attention = sum(
             each * (pairs(b + n, window) - pairs(b, window))
             for window, each in self.per_pair.items()
@@ -175,4 +175,4 @@ def _of_unknown_layers(model: Decoder, tally: _Tally) -> Flops:
     body = tally.tokens
     tally.tokens = 0.0
     tally.chain(model.head, trains)
-    return Flops(body, {None: 4 * c.layers * c.heads * c.head_dim * (3 if trains else 1)}, tally.tokens)
+    return Flops(body, {None: 4 * c.num_layers * c.heads * c.head_dim * (3 if trains else 1)}, tally.tokens)

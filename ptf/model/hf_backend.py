@@ -59,7 +59,7 @@ class HFDecoder(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The layers, which are sharded one by one."""
-        return next(m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.layers)
+        return next(m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.num_layers)
 
     supports_shared_prefixes = False  # transformers computes whole documents only
 
@@ -130,11 +130,11 @@ def shape(c: Any) -> DecoderConfig:
         heads=heads,
         kv_heads=getattr(c, "num_key_value_heads", None) or heads,
         head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
-        hidden=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
         norm_eps=0.0,
         max_positions=getattr(c, "max_position_embeddings", None) or 1 << 30,
         tied=c.tie_word_embeddings,
-        kinds=(Layer(Rope(0.0)),) * c.num_hidden_layers,
+        layers=(Layer(Rope(0.0)),) * c.num_hidden_layers,
     )
 
 
@@ -174,11 +174,11 @@ def build(directory: Path) -> tuple[HFDecoder, Family]:
     with torch.device("meta"):
         model = HFDecoder(AutoModelForCausalLM.from_config(c, dtype=torch.float32, trust_remote_code=False))
     if model.head is None or not any(
-        isinstance(m, nn.ModuleList) and len(m) == model.config.layers for m in model.hf.modules()
+        isinstance(m, nn.ModuleList) and len(m) == model.config.num_layers for m in model.hf.modules()
     ):
         raise UserError(
             f"model.backend: hf: {c.model_type}: there is no output projection, "
-            f"or no list of {model.config.layers} layers, in transformers' model"
+            f"or no list of {model.config.num_layers} layers, in transformers' model"
         )
     return model, Family(c.model_type, shape, (), _no_random_members)
 

@@ -83,7 +83,7 @@ class RMSNorm(nn.Module):
         self.weight = Parameter(torch.zeros(dim) if offset else torch.ones(dim))
         self.eps, self.offset = eps, offset
 
-    compute = staticmethod(normalised)  # plan.py may set the compiled function instead
+    compute = staticmethod(normalised)  # sharding.py may set the compiled function instead
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [.., dim], normalised and scaled."""
@@ -95,12 +95,12 @@ class MLP(nn.Module):
 
     def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
         super().__init__()
-        self.gate_proj = parts.linear(f"{path}.gate_proj", c.dim, c.hidden, c.mlp_bias)
-        self.up_proj = parts.linear(f"{path}.up_proj", c.dim, c.hidden, c.mlp_bias)
-        self.down_proj = parts.linear(f"{path}.down_proj", c.hidden, c.dim, c.mlp_bias)
+        self.gate_proj = parts.linear(f"{path}.gate_proj", c.dim, c.intermediate_size, c.mlp_bias)
+        self.up_proj = parts.linear(f"{path}.up_proj", c.dim, c.intermediate_size, c.mlp_bias)
+        self.down_proj = parts.linear(f"{path}.down_proj", c.intermediate_size, c.dim, c.mlp_bias)
         self.activation = activation(c.activation)
 
-    compute = staticmethod(gated)  # plan.py may set the compiled function instead
+    compute = staticmethod(gated)  # sharding.py may set the compiled function instead
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [.., dim] for x [.., dim]."""

@@ -17,7 +17,9 @@ from ptf.model.config import DecoderConfig, MoE
 from ptf.model.layers import Parts
 from ptf.model.lora import attach, grouped
 
-ALIKE = 8  # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
+ROW_MULTIPLE = (
+    8  # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
+)
 SWISH = 1.702  # GPT-OSS: gate · sigmoid(1.702 gate)
 
 
@@ -36,7 +38,11 @@ class Experts(nn.Module):
     def __init__(self, dim: int, c: MoE, parts: Parts, path: str) -> None:
         super().__init__()
         self.clamp = c.clamp
-        shapes = {"gate": (c.hidden, dim), "up": (c.hidden, dim), "down": (dim, c.hidden)}
+        shapes = {
+            "gate": (c.intermediate_size, dim),
+            "up": (c.intermediate_size, dim),
+            "down": (dim, c.intermediate_size),
+        }
         for name, (out, into) in shapes.items():
             self.register_parameter(f"{name}_proj", Parameter(torch.zeros(c.experts, out, into)))
             self.register_parameter(f"{name}_bias", Parameter(torch.zeros(c.experts, out)) if c.bias else None)
@@ -73,7 +79,7 @@ class Experts(nn.Module):
 
 
 def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pad the rows of each expert to a multiple of `ALIKE`.
+    """Pad the rows of each expert to a multiple of `ROW_MULTIPLE`.
 
     Return the padded rows, `ends` and `expert` for them, and the indices of the real rows.
 
@@ -82,7 +88,7 @@ def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor,
     another document's results.
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    filled = (counts + ALIKE - 1) // ALIKE * ALIKE
+    filled = (counts + ROW_MULTIPLE - 1) // ROW_MULTIPLE * ROW_MULTIPLE
     later = filled.cumsum(0) - filled - (ends - counts)  # by how many rows each expert's rows move back
     place = torch.arange(len(x)) + later[expert]
     rows = int(filled.sum())

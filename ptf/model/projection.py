@@ -52,7 +52,7 @@ class Projection:
         chunks: list[slice],
         processing: LogitsProcessing = NO_LOGITS_PROCESSING,
         targets: Tensor | None = None,
-        states: Tensor | None = None,
+        trie_states: Tensor | None = None,
         needs: tuple[bool, ...] = (False, False, False),
     ) -> None:
         if processing.top_p < 1 and head.group is not None:
@@ -60,9 +60,9 @@ class Projection:
                 "nucleus sampling (rollout.top_p) does not work with a head that is sharded over ranks: "
                 "set compute.mesh.tensor to 1"
             )
-        if processing.edges is not None and states is None and len(x):
+        if processing.edges is not None and trie_states is None and len(x):
             raise ValueError("allowed tokens need their states: samples must carry the column `states`")
-        self.x, self.head, self.processing, self.targets, self.states = x, head, processing, targets, states
+        self.x, self.head, self.processing, self.targets, self.trie_states = x, head, processing, targets, trie_states
         self.edges = None if processing.edges is None else processing.edges.to(x.device)
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if processing.top_p < 1 else None
         size, rows = (chunks[0].stop if chunks else 0), len(head.weight)
@@ -93,8 +93,8 @@ class Projection:
         scale = (head.softcap or 1.0) / self.processing.temperature
         if scale != 1.0:
             logits *= scale
-        if self.edges is not None and self.states is not None:
-            restrict(logits, self.states[chunk], self.edges, head.first)
+        if self.edges is not None and self.trie_states is not None:
+            restrict(logits, self.trie_states[chunk], self.edges, head.first)
         logits[:, head.real :] = NEVER
         logprobs = normalise(logits, head.group)
         if self.slack is not None:

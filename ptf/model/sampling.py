@@ -42,23 +42,24 @@ class LogitsProcessing:
 NO_LOGITS_PROCESSING = LogitsProcessing()
 
 
-def restrict(logits: Tensor, states: Tensor, edges: Edges, first: int = 0) -> Tensor:
+def restrict(logits: Tensor, trie_states: Tensor, edges: Edges, first: int = 0) -> Tensor:
     """Set the logits of tokens that are not allowed to `NEVER`, in place, and return them.
 
-    `logits` [n, V] belong to the tokens from id `first` on. Each row of `states` [n, 1 + k] int64 (Trie.walked) has the
-    row's state in the trie, and up to k allowed tokens that are excluded.
+    `logits` [n, V] belong to the tokens from id `first` on. Each row of `trie_states` [n, 1 + k] int64 (Trie.walked)
+    has the row's state in the trie, and up to k allowed tokens that are excluded.
     """
-    begins = edges.starts[states[:, 0]]
-    counts = edges.starts[states[:, 0] + 1] - begins
-    rows = torch.repeat_interleave(torch.arange(len(states), device=logits.device), counts)
+    first_edge = edges.starts[trie_states[:, 0]]
+    counts = edges.starts[trie_states[:, 0] + 1] - first_edge
+    rows = torch.repeat_interleave(torch.arange(len(trie_states), device=logits.device), counts)
     into = torch.arange(len(rows), device=logits.device) - (counts.cumsum(0) - counts)[rows]
-    columns = edges.tokens[begins[rows] + into] - first
+    columns = edges.tokens[first_edge[rows] + into] - first
     here = (columns >= 0) & (columns < logits.shape[1])
     rows, columns = rows[here], columns[here]
     allowed = logits[rows, columns]
     logits.fill_(NEVER)[rows, columns] = allowed
-    rows, column = torch.nonzero((states[:, 1:] >= first) & (states[:, 1:] < first + logits.shape[1]), as_tuple=True)
-    logits[rows, states[rows, column + 1] - first] = NEVER
+    excluded = trie_states[:, 1:]
+    rows, column = torch.nonzero((excluded >= first) & (excluded < first + logits.shape[1]), as_tuple=True)
+    logits[rows, excluded[rows, column] - first] = NEVER
     return logits
 
 

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 
-def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
     """Gather [B, t, D] of each rank to [B, t · ranks, D]."""
     x = x.transpose(0, 1).contiguous()
     whole = x.new_empty(len(x) * group.size(), *x.shape[1:])
@@ -24,7 +24,7 @@ def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return whole.transpose(0, 1).contiguous()
 
 
-def _sum_and_slice(x: Tensor, group: ProcessGroup) -> Tensor:
+def _summed_slice(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D] of the sum."""
     x = x.transpose(0, 1).contiguous()
     part = x.new_empty(len(x) // group.size(), *x.shape[1:])
@@ -32,31 +32,31 @@ def _sum_and_slice(x: Tensor, group: ProcessGroup) -> Tensor:
     return part.transpose(0, 1).contiguous()
 
 
-class _Gather(Function):
+class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, same: bool) -> Tensor:
-        ctx.group, ctx.same = group, same
-        return _all_gather(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, whole_gradient: bool) -> Tensor:
+        ctx.group, ctx.whole_gradient = group, whole_gradient
+        return _gathered(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.same:
+        if ctx.whole_gradient:
             return grads[0].chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None, None
-        return _sum_and_slice(grads[0], ctx.group), None, None
+        return _summed_slice(grads[0], ctx.group), None, None
 
 
-class _SumAndCut(Function):
+class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _sum_and_slice(x, group)
+        return _summed_slice(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grads[0], ctx.group), None
+        return _gathered(grads[0], ctx.group), None
 
 
-class _Share(Function):
+class _DivideGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
@@ -67,24 +67,24 @@ class _Share(Function):
         return grads[0] / ctx.ranks, None
 
 
-def gather(x: Tensor, group: ProcessGroup, same: bool = False) -> Tensor:
+def all_gather(x: Tensor, group: ProcessGroup, whole_gradient: bool = False) -> Tensor:
     """Gather [B, t, D] to [B, t · ranks, D].
 
     In the backward pass the gradient is summed over the ranks and cut (reduce-scatter), because each has a part of it.
-    With `same` each rank has the whole gradient already, which is only cut.
+    With `whole_gradient` each rank has the whole gradient already, which is only cut.
     """
-    return cast("Tensor", _Gather.apply(x, group, same))
+    return cast("Tensor", _AllGather.apply(x, group, whole_gradient))
 
 
-def sum_and_cut(x: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D]. T must be a multiple of the ranks."""
-    return cast("Tensor", _SumAndCut.apply(x, group))
+    return cast("Tensor", _ReduceScatter.apply(x, group))
 
 
-def share(x: Tensor, group: ProcessGroup) -> Tensor:
+def divide_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x, dividing its gradient by the ranks: each has the whole gradient, and the ranks' gradients will be
     summed."""
-    return cast("Tensor", _Share.apply(x, group.size()))
+    return cast("Tensor", _DivideGradient.apply(x, group.size()))
 
 
 def fill_up(tokens: Tensor, positions: Tensor, segments: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@ vocabulary (Megatron-LM, Shoeybi et al. 2019).
 
 A parameter is a DTensor to whatever stores it (FSDP, the optimizer, checkpoints, the bridge) and its local slice to
 whatever computes with it, so the modules stay those of one device. How each parameter is sharded is a `Style`, and
-plan.py says which module has which.
+sharding.py says which module has which.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
-from ptf.model.sequence import fill_up, gather, share, sum_and_cut
+from ptf.model.sequence import all_gather, divide_gradient, fill_up, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ def embed(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, to
     weight = cast("Tensor", module.weight)
     here = tokens - group.rank() * len(weight)
     mine = (here >= 0) & (here < len(weight))
-    return sum_and_cut(F.embedding(torch.where(mine, here, 0), weight) * mine[..., None], group)
+    return reduce_scatter(F.embedding(torch.where(mine, here, 0), weight) * mine[..., None], group)
 
 
 def normalise_and_gather(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor) -> Tensor:
     """Apply the last norm and gather; the head gives every rank the whole gradient."""
-    return gather(own(x), group, same=True)
+    return all_gather(own(x), group, whole_gradient=True)
 
 
 def mix(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, real: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def mix(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: T
     """
     out = own(x, real)
     routing: Any = module.routing
-    module.routing = replace(routing, probability=share(routing.probability, group))  # type: ignore[assignment]
+    module.routing = replace(routing, probability=divide_gradient(routing.probability, group))  # type: ignore[assignment]
     return out
 
 
@@ -119,9 +119,9 @@ def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
 def refuse(c: DecoderConfig, ranks: int) -> None:
     """Raise UserError with everything that a tensor group of this size does not divide."""
     sizes = {"attention heads": c.heads, "key-value heads": c.kv_heads}
-    if not all(kind.moe for kind in c.kinds):
-        sizes["columns of the MLP"] = c.hidden
-    if c.moe and any(kind.moe for kind in c.kinds):
+    if not all(kind.moe for kind in c.layers):
+        sizes["columns of the MLP"] = c.intermediate_size
+    if c.moe and any(kind.moe for kind in c.layers):
         sizes["experts"] = c.experts
     if c.head == "lm":
         sizes["rows of the vocabulary"] = c.padded
@@ -158,7 +158,7 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
         _wire(module, style, group)
     if unknown:
         raise UserError(
-            f"compute.mesh.tensor: ptf/model/plan.py does not say how to shard {', '.join(unknown)}; "
+            f"compute.mesh.tensor: ptf/model/sharding.py does not say how to shard {', '.join(unknown)}; "
             "train the model with tensor: 1"
         )
     model.group, model.first = group, 0
@@ -179,7 +179,7 @@ def _wire(module: nn.Module, style: Style, group: ProcessGroup) -> None:
 
 def _of_region(inner: Callable[..., Tensor], group: ProcessGroup, x: Tensor, *more: Any) -> Tensor:
     """Run a forward on whole sequences, and return this rank's part of the sum."""
-    return sum_and_cut(inner(gather(x, group), *more), group)
+    return reduce_scatter(inner(all_gather(x, group), *more), group)
 
 
 def _fill_up(model: Decoder, group: ProcessGroup) -> None:

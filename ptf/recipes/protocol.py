@@ -24,7 +24,7 @@ class Companion:
 
     path: str | None = None  # directory, Hugging Face id or URI; None: the model that training starts from
     revision: str | None = None
-    alike: bool = True  # must have the trained model's architecture; otherwise only its tokenizer
+    same_architecture: bool = True  # must have the trained model's architecture; otherwise only its tokenizer
 
 
 class Recipe(Protocol):

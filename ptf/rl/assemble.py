@@ -30,7 +30,7 @@ from ptf.rl.controller import Controller
 from ptf.rl.job_cluster import job_cluster, pools_of, with_offload_path
 from ptf.rl.prompts import held_out_prompts, training_prompts
 from ptf.rl.rewards.model import RewardModel, RewardModelClient, refuse_without_score
-from ptf.rl.roles import Learner, Scorer
+from ptf.rl.roles import Learner, LogprobModel
 from ptf.rl.rollout_role import refuse_cut_answers, rewards_of, sampler_spec, trie_of, with_logits_processing
 from ptf.rl.weights.verification import SyncError
 from ptf.train.companions import located, refuse_other_tokenizer
@@ -116,7 +116,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             cluster,
             policy=policy,
             rollout=rollout,
-            scorers={role: groups.get(role, policy) for role in recipe.companions},
+            logprob_models={role: groups.get(role, policy) for role in recipe.companions},
             critic=groups.get("critic"),
             rewards=rewards_of(job, rollout_config.reward),
             reward_model=_reward_model_client(job, run, plans, groups),
@@ -188,7 +188,7 @@ def role_specs(
     for role, companion in recipe.companions.items():
         own = _companion_model(job, companion, role, start)
         if own or not is_own_reference(start.model):
-            plans[role] = RoleSpec(role, Scorer, {**common, **frozen, **own}, workers, **mesh)
+            plans[role] = RoleSpec(role, LogprobModel, {**common, **frozen, **own}, workers, **mesh)
     if (critic := cast("Online", recipe).critic) is not None:
         train = job.train.model_copy(update={"lr": critic.lr or job.train.lr})
         plans["critic"] = RoleSpec("critic", Learner, {**learner, "train": train, "recipe": critic}, workers, **mesh)

@@ -26,7 +26,7 @@ from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, sam
 from ptf.errors import Stopped, UserError
 from ptf.recipes.protocol import Online
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
-from ptf.rl.rewards.functions import Rewards, score_groups
+from ptf.rl.rewards.functions import RewardWorkers, score_groups
 from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.roles import check_logprob_difference
 from ptf.rl.samples import Samples
@@ -58,11 +58,11 @@ class Controller:
         *,
         policy: RoleGroup,
         rollout: RoleGroup,
-        scorers: Mapping[str, RoleGroup],
+        logprob_models: Mapping[str, RoleGroup],
         critic: RoleGroup | None = None,
-        rewards: Rewards | None,
+        rewards: RewardWorkers | None,
         reward_model: RewardModelClient | None,
-        validation_rewards: Rewards | None,
+        validation_rewards: RewardWorkers | None,
         made_with: Mapping[str, Any],
         tokenizer: Tokenizer,
         run: Path,
@@ -74,7 +74,7 @@ class Controller:
         self.steps = job.train.steps
         self.prompts, self.held_out, self.tokenizer = prompts, held_out, tokenizer
         self.cluster, self.policy, self.rollout = cluster, policy, rollout
-        self.scorers, self.critic = scorers, critic
+        self.logprob_models, self.critic = logprob_models, critic
         self.rewards, self.reward_model = rewards, reward_model
         self.validation_rewards = validation_rewards or rewards
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
@@ -231,11 +231,11 @@ class Controller:
                 groups, difference = self.annotate(groups, self.policy, "old_logprobs")
             check_logprob_difference(self.step, float(difference.max()), self.bound)
             metrics = {"logprob_diff": float(difference.max()), "logprob_diff_mean": float(difference.mean())}
-        for name, scorer in self.scorers.items():
-            with self.cluster.phase(scorer, name):
+        for name, model in self.logprob_models.items():
+            with self.cluster.phase(model, name):
                 # with LoRA, the policy without its adapters is its own reference
-                method = "base_logprobs" if scorer is self.policy else "logprobs"
-                groups, _ = self.annotate(groups, scorer, f"{name}_logprobs", method)
+                method = "base_logprobs" if model is self.policy else "logprobs"
+                groups, _ = self.annotate(groups, model, f"{name}_logprobs", method)
         if self.critic:
             with self.cluster.phase(self.critic, "values"):
                 groups, _ = self.annotate(groups, self.critic, "values", "values")

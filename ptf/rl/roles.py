@@ -1,4 +1,4 @@
-"""Roles that have a model: `Learner` (policy, critic) and `Scorer` (reference, teacher).
+"""Roles that have a model: `Learner` (policy, critic) and `LogprobModel` (reference, teacher).
 
 The policy role *is* the SFT trainer, called from a different process. The role that generates is
 `ptf.rl.sampler.Sampler`, and the role of a reward model is `ptf.rl.rewards.model.RewardModel`.
@@ -102,7 +102,7 @@ class FrozenModel:
         return memory_gib(self.world.device)
 
 
-class Scorer(FrozenModel):
+class LogprobModel(FrozenModel):
     """A frozen model that computes log-probs: the reference, or a teacher."""
 
     def __init__(self, world: World, *, processing: LogitsProcessing, **kwargs: Any) -> None:
@@ -189,7 +189,7 @@ class Learner:
 
     @sharded
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the same as Scorer.logprobs, for the current weights."""
+        """Return the same as LogprobModel.logprobs, for the current weights."""
         return self._logprobs(samples, self.processing)
 
     @sharded
@@ -203,7 +203,7 @@ class Learner:
 
     @sharded
     def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the same as Scorer.logprobs, for the model without its adapters.
+        """Return the same as LogprobModel.logprobs, for the model without its adapters.
 
         This is the model that training started from, so no second model is needed.
         """

@@ -15,7 +15,7 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.protocol import Online, Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.engines.protocol import edges_of
-from ptf.rl.rewards.functions import Rewards
+from ptf.rl.rewards.functions import RewardWorkers
 from ptf.rl.sampler import EnvironmentSpec, Sampler
 
 
@@ -116,7 +116,7 @@ def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie 
         return Trie.of(
             (tokenizer.encode(line) for line in lines),
             tokenizer.stop_ids,
-            rollout_config.allowed.repeat,
+            rollout_config.allowed.lines_per_answer,
             rollout_config.allowed.distinct,
         )
     except UserError as error:
@@ -165,14 +165,14 @@ def with_logits_processing(
     return recipe, processing
 
 
-def rewards_of(job: Job, reward: Plug | None) -> Rewards | None:
+def rewards_of(job: Job, reward: Plug | None) -> RewardWorkers | None:
     """Return the processes that score answers with this reward; None if there is none."""
     if reward is None:
         return None
     rollout_config, within_s = job.rollout, job.compute.timeout_s
     if rollout_config is None:
-        return Rewards(reward, within_s=within_s)
-    return Rewards(
+        return RewardWorkers(reward, within_s=within_s)
+    return RewardWorkers(
         reward,
         rollout_config.reward_timeout_s,
         processes=rollout_config.reward_processes,

@@ -24,7 +24,7 @@ from ptf.model.sampling import LogitsProcessing
 from ptf.train.batch_sharding import deal, shard_rows_singly
 
 
-def passes(
+def packed_batches(
     samples: Sequence[Sample],
     world: World,
     *,
@@ -67,7 +67,7 @@ def per_token(
     `reduce` is a function of hidden states, head and batch; its result, [B, T], is aligned with the targets.
     """
     out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
-    for rows, batch in passes(samples, world, width=width, micro_rows=micro_rows, pack=packer_of(model)):
+    for rows, batch in packed_batches(samples, world, width=width, micro_rows=micro_rows, pack=packer_of(model)):
         # [B, T]
         values = (
             model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: reduce(x, head, b))
@@ -77,7 +77,7 @@ def per_token(
         for row, line in zip(rows, values, strict=False):
             at = 0
             for sample in itertools.chain.from_iterable(row):
-                out[int(sample.source)][sample.begins + 1 :] = line[at : at + len(sample) - 1]
+                out[int(sample.source)][sample.prefix_length + 1 :] = line[at : at + len(sample) - 1]
                 at += len(sample)
     return out
 
@@ -94,7 +94,7 @@ def per_document(
 ) -> list[float]:
     """Return one value per sample, computed by `find`, a function of model and batch that returns [documents]."""
     out = [0.0] * len(samples)
-    for rows, batch in passes(samples, world, width=width, micro_rows=micro_rows):
+    for rows, batch in packed_batches(samples, world, width=width, micro_rows=micro_rows):
         values = iter(find(model, batch).tolist())
         for row in rows:
             for (sample,) in row:

@@ -8,12 +8,12 @@ import numpy as np
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.cluster import RoleGroup
-from ptf.rl.rewards.functions import Rewards, score_groups
+from ptf.rl.rewards.functions import RewardWorkers, score_groups
 
 
 def pass_rates(
     rollout: RoleGroup,
-    rewards: Rewards | None,
+    rewards: RewardWorkers | None,
     prompts: Sequence[Prompt],
     version: int,
     key: str,

@@ -33,7 +33,9 @@ def deal(rows: Sequence[Sequence[PackUnit]], world: World, micro_rows: int, widt
     # On a GPU batches have one shape, so that attention is compiled once; a CPU gains from less padding.
     if world.device.type == "cuda":
         rows_per_rank = -(-rows_per_rank // micro_rows) * micro_rows
-    work = [sum(len(sample) * (len(sample) + 2 * sample.begins) for unit in row for sample in unit) for row in rows]
+    work = [
+        sum(len(sample) * (len(sample) + 2 * sample.prefix_length) for unit in row for sample in unit) for row in rows
+    ]
     own_rows = [rows[i] for i in balanced(work, world.data_size)[world.data_rank]]
     own_rows += [[idle(rows)]] * (rows_per_rank - len(own_rows))
     if world.device.type == "cpu":

@@ -28,8 +28,8 @@ from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import CHUNK_BYTES
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
-from ptf.model.plan import parallelize, refuse_mesh
 from ptf.model.recompute import Recompute
+from ptf.model.sharding import parallelize, refuse_mesh
 from ptf.recipes import registry
 from ptf.recipes.protocol import Companion
 from ptf.train.companions import forward_flops, needs_weights
@@ -188,7 +188,7 @@ def _companion(
     companion: Companion, role: str, model: Decoder, mesh: DeviceMesh, precision: str
 ) -> tuple[_Sizes | None, Flops]:
     """Return a companion's sizes (None if they are the model's) and the FLOPs of its forward pass."""
-    if companion.alike:
+    if companion.same_architecture:
         return None, forward_flops(model)
     try:
         other, _ = bridge.build(config_directory(str(companion.path), companion.revision))
@@ -241,7 +241,7 @@ def _layers(model: Decoder, dtype: torch.dtype, tensor: int) -> list[ActivationB
     c = model.config
     measured = []
     for i, block in enumerate(model.layers):
-        kind = (c.kinds[i], tuple((n, p.requires_grad, p.shape) for n, p in block.named_parameters()))
+        kind = (c.layers[i], tuple((n, p.requires_grad, p.shape) for n, p in block.named_parameters()))
         if kind not in by_kind:
             by_kind[kind] = activation_bytes(c, i, model.parts, dtype, tensor, block)
         measured.append(by_kind[kind])

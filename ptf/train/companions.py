@@ -54,10 +54,10 @@ def load_companions(
         else:
             path = located(companion, role, job.verify_bytes)
             refuse_other_tokenizer(path, tokenizer, role, companion, directory)
-        section = checkpoint_section(spec, path) if companion.alike else ModelConfig(path=str(path))
+        section = checkpoint_section(spec, path) if companion.same_architecture else ModelConfig(path=str(path))
         loaded[role], _ = load_model(path, model_world, section, seed=job.seed, precision=job.train.precision)
         loaded[role].requires_grad_(False)
-        if companion.alike:
+        if companion.same_architecture:
             refuse_other_architecture(loaded[role], model, path, role)
     return loaded
 
@@ -78,7 +78,7 @@ def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, companion: Com
     ours = Tokenizer.load(tokenizer)
     if not (path / "tokenizer_config.json").exists():
         its_rows, our_rows = rows(bridge.read_config(path)), rows(bridge.read_config(model))
-        if not companion.alike and its_rows != our_rows:
+        if not companion.same_architecture and its_rows != our_rows:
             raise UserError(
                 f"{role}: {path} has no tokenizer, and {its_rows} vocabulary rows where the model has {our_rows}, "
                 "so its token ids may differ; put its tokenizer into that directory"

@@ -40,7 +40,7 @@ def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None 
         by=data.mix.by,
         exhausted=data.mix.exhausted,
         reorder=data.baskets == "shuffle",
-        share=data.share_prefixes,
+        share_prefixes=data.share_prefixes,
         quarantine=str(run / "quarantine") if run and data.on_bad_row == "skip" else None,
         max_bad=data.max_bad,
     )

@@ -46,7 +46,7 @@ class DeterministicTrainer(Trainer):
                 "lower train.sequences, or turn train.deterministic off"
             )
 
-    def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
+    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
         """Leave the gradient of the mean loss in the parameters, summed in the order of the rows."""
         world, parameters = self.world, [p for p in self.model.parameters() if p.requires_grad]
         assert all(len(batch.tokens) == 1 for batch in micro), "one row a batch"

@@ -215,11 +215,11 @@ class Fit:
         stop."""
         job, world = self.job, self.world
         lengths = [n for batch in micro for n in batch.lengths]
-        begins = [n for batch in micro for n in batch.begins]
+        prefix_lengths = [n for batch in micro for n in batch.prefix_lengths]
         targets = sum(len(batch.trained) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)
         tokens, work, slots = world.sum(
-            [sum(lengths), sum(flops.step(lengths, targets, begins) for flops in self.flops), slots]
+            [sum(lengths), sum(flops.step(lengths, targets, prefix_lengths) for flops in self.flops), slots]
         ).tolist()
         metrics |= {"tokens": tokens, "fill": tokens / slots}
         for name in job.data.sources:
@@ -396,7 +396,7 @@ def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | N
         print(
             f"train: {steps} steps of {job.train.sequences} rows × {job.data.seq_len} tokens, workers={world.size}, "
             f"device={world.device}, "
-            f"{job.train.precision}, attention={attention}, {config.layers} layers × {config.dim}",
+            f"{job.train.precision}, attention={attention}, {config.num_layers} layers × {config.dim}",
             flush=True,
         )
         if plan:

@@ -19,8 +19,8 @@ from ptf.model import bridge
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
-from ptf.model.plan import parallelize
 from ptf.model.recompute import Recompute
+from ptf.model.sharding import parallelize
 from ptf.recipes.protocol import Recipe
 from ptf.train.components import parts_of, report
 from ptf.train.device_batches import on_device
@@ -144,7 +144,7 @@ class Trainer:
         phase = self.world.clock.phase
         with phase("forward_backward"):
             try:
-                means, denominator = self.passes(micro, recipe, rows)
+                means, denominator = self.forward_backward(micro, recipe, rows)
             except BaseException:
                 discard_gradients(self.model)
                 raise
@@ -178,7 +178,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 
-    def passes(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
+    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
         """Run forward and backward over the micro-batches, which lie on the host; the gradient of the mean loss is left
         in the parameters.
 

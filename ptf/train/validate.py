@@ -71,6 +71,8 @@ def held_out_losses(
         loss = metrics["divergence"] if "divergence" in metrics else metrics["loss"]
         own.append([float(loss), float(recipe.denominator(batch))])
     # the ranks of a tensor group have the same rows: one of them counts
-    by_rank = [np.array(values) for rank, values in enumerate(world.all_gather_object(own)) if rank % world.tensor == 0]
+    by_rank = [
+        np.array(values) for rank, values in enumerate(world.all_gather_object(own)) if rank % world.tensor_size == 0
+    ]
     rows_of_all = np.concatenate(by_rank)
     return rows_of_all[rows_of_all[:, 1] > 0]

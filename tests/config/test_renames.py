@@ -1,5 +1,5 @@
-"""Old names of keys and plugins: refused in what people write, rewritten by `ptf upgrade`, translated in what an older
-version of ptf has stored."""
+"""Old names of keys, values and plugins: refused in what people write, rewritten by `ptf upgrade`, translated in what
+an older version of ptf has stored."""
 
 import hashlib
 import json
@@ -13,7 +13,16 @@ from ptf.cli import main
 from ptf.config import ConfigError, Job, dump, fingerprint, frozen_differences, load, loads
 from ptf.config.explain import keys, section_at
 from ptf.config.plugin import resolve
-from ptf.config.renames import FIRST_KEYS, FIRST_MODULES, KEYS, MODULES, outdated, with_first_names
+from ptf.config.renames import (
+    FIRST_KEYS,
+    FIRST_MODULES,
+    FIRST_VALUES,
+    KEYS,
+    MODULES,
+    VALUES,
+    outdated,
+    with_first_names,
+)
 from ptf.config.tree import read
 from ptf.config.upgrade import upgraded
 from ptf.errors import UserError
@@ -42,9 +51,11 @@ data:
 train: {steps: 10, 'rows': 8, lr: 1e-4,
         micro_rows: 2}
 compute: {pools: {all: {roles: [policy, rollout], park: disk}}}
+evaluate: {start: true}
+publish: {gate: "start"}  # at the start
 flow:
   sweep:
-    - {train.rows: 4, data.prepare.use: "ptf.data.events:prepare"}
+    - {publish.gate: start, train.rows: 4, data.prepare.use: "ptf.data.events:prepare"}
 """
 NEW = """\
 # what is trained
@@ -60,19 +71,24 @@ data:
 train: {steps: 10, 'sequences': 8, lr: 1e-4,
         micro_sequences: 2}
 compute: {pools: {all: {roles: [policy, rollout], offload: disk}}}
+evaluate: {starting_model: true}
+publish: {gate: "starting_model"}  # at the start
 flow:
   sweep:
-    - {train.sequences: 4, data.prepare.use: "ptf.events.prepare:prepare"}
+    - {publish.gate: starting_model, train.sequences: 4, data.prepare.use: "ptf.events.prepare:prepare"}
 """
 CHANGES = [
-    "job.yaml:2  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem",
-    "job.yaml:6  ptf.data.events:generated is now ptf.events.prepare:generated",
+    "job.yaml:2  recipe.use  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem",
+    "job.yaml:6  data.prepare.use  ptf.data.events:generated is now ptf.events.prepare:generated",
     "job.yaml:9  data.lanes is now data.partitions",
     "job.yaml:11  train.rows is now train.sequences",
     "job.yaml:12  train.micro_rows is now train.micro_sequences",
     "job.yaml:13  compute.pools.all.park is now compute.pools.all.offload",
-    "job.yaml:16  train.rows is now train.sequences",
-    "job.yaml:16  ptf.data.events:prepare is now ptf.events.prepare:prepare",
+    "job.yaml:14  evaluate.start is now evaluate.starting_model",
+    "job.yaml:15  publish.gate  start is now starting_model",
+    "job.yaml:18  publish.gate  start is now starting_model",
+    "job.yaml:18  train.rows is now train.sequences",
+    "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
 ]
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
 
@@ -106,6 +122,10 @@ def test_the_table_can_be_read_in_both_directions():
     for old, new in KEYS.items():
         assert old.rpartition(".")[0] == new.rpartition(".")[0]  # a key stays in its section
         assert not any(other.startswith(f"{old}.") for other in KEYS)  # and no section of the table is in the table
+    for key, values in VALUES.items():
+        assert not {key} & {*KEYS, *KEYS.values()}  # one table translates a key and its value
+        assert len(FIRST_VALUES[key]) == len(values)
+        assert not {*values} & {*values.values()}
     assert section_at(Job, ["train", "early_stopping"]) is not None
 
 
@@ -132,9 +152,12 @@ def test_old_names_are_refused_at_their_lines(here):
         "job.yaml:12  train.micro_rows  is now train.micro_sequences; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:13  compute.pools  is for recipes with rollouts; others have one gang, of compute.workers",
         "job.yaml:13  compute.pools.all.park  is now compute.pools.all.offload; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:16  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare; "
+        "job.yaml:14  evaluate.start  is now evaluate.starting_model; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:15  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare; "
         "`ptf upgrade job.yaml` rewrites it",
-        "job.yaml:16  train.rows  is now train.sequences; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:18  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:18  train.rows  is now train.sequences; `ptf upgrade job.yaml` rewrites it",
     ]
 
 
@@ -166,6 +189,7 @@ def test_each_file_is_named(here):
             "data.prepare.use=ptf.data.events:prepare",
             "data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
         ),
+        ("publish.gate=start", "publish.gate  start is now starting_model"),
     ],
 )
 def test_an_override_is_refused_with_the_new_name(here, override, what):
@@ -189,7 +213,8 @@ def test_names_of_the_users_own_are_left_alone():
     own = {
         "data": {"sources": {"lanes": {"path": "a", "rows": 3, "columns": {"rows": "r"}}}},
         "train": {"lr_groups": {"rows": 2.0}},
-        "evaluate": {"metrics": {"stop": {"use": "mine:stop", "args": {"rows": 1, "group": 2}}}},
+        "evaluate": {"metrics": {"stop": {"use": "mine:stop", "args": {"rows": 1, "group": 2, "gate": "start"}}}},
+        "publish": {"to": "start"},
         "flow": {"steps": {"train": {"environment": {"park": "x"}}}},
     }
     assert outdated(own) == []
@@ -232,6 +257,8 @@ def test_upgrade_does_nothing_to_what_is_current(here, capsys):
         ("\ufefftrain:\r\n  rows: 8\r\n", "\ufefftrain:\r\n  sequences: 8\r\n"),
         ('{"train": {"rows": 8}}', '{"train": {"sequences": 8}}'),
         ("train: {? rows : 8}", "train: {? sequences : 8}"),
+        ("publish: {gate: start}", "publish: {gate: starting_model}"),
+        ("publish:\n  gate: &start 'start'", "publish:\n  gate: &start 'starting_model'"),
         ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key sequences: 8}"),
         (
             "x: &here ptf.data.events:prepare\ndata: {prepare: {use: *here}}",

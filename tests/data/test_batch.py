@@ -36,7 +36,7 @@ def plain(rows: list[list[PackUnit]]) -> dict[str, Any]:
                 for i, token in enumerate(sample.tokens):
                     made["tokens"][r, at], made["positions"][r, at], made["segments"][r, at] = (
                         token,
-                        sample.begins + i,
+                        sample.prefix_length + i,
                         document,
                     )
                     if i + 1 < len(sample):
@@ -67,7 +67,7 @@ def packed(draw: Any) -> list[list[PackUnit]]:
                             rng.normal(size=n).astype(np.float32),
                             str(n),
                             {"score": rng.normal(size=n).astype(np.float32)} if token_columns and n % 2 else {},
-                            begins=int(i and rng.integers(0, 3)),
+                            prefix_length=int(i and rng.integers(0, 3)),
                         )
                         for i, n in enumerate(unit)
                     )
@@ -93,8 +93,8 @@ def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(
             batch.token_columns["score"].numpy() if batch.token_columns else np.zeros(batch.tokens.shape, np.float32),
             wanted["score"],
         )
-        told = zip(batch.lengths, batch.begins, batch.sources, strict=True)
-        assert list(told) == [(len(sample), sample.begins, sample.source) for sample in samples]
+        told = zip(batch.lengths, batch.prefix_lengths, batch.sources, strict=True)
+        assert list(told) == [(len(sample), sample.prefix_length, sample.source) for sample in samples]
         assert torch.equal(Batch.of(part, WIDTH).tokens, batch.tokens)
 
 

@@ -43,12 +43,13 @@ def whole(row: list[PackUnit]) -> list[tuple]:
     """Its samples, each with what it goes on from."""
     out, last = [], row[0][0]
     for sample in (sample for unit in row for sample in unit):
-        last = sample if sample.begins == 0 else last
-        tokens = np.concatenate([last.tokens[: sample.begins], sample.tokens])
+        last = sample if sample.prefix_length == 0 else last
+        tokens = np.concatenate([last.tokens[: sample.prefix_length], sample.tokens])
         token_columns = {
-            name: np.concatenate([np.zeros(sample.begins, v.dtype), v]) for name, v in sample.token_columns.items()
+            name: np.concatenate([np.zeros(sample.prefix_length, v.dtype), v])
+            for name, v in sample.token_columns.items()
         }
-        weights = np.concatenate([np.zeros(sample.begins, np.float32), sample.weights])
+        weights = np.concatenate([np.zeros(sample.prefix_length, np.float32), sample.weights])
         out.append((tuple(tokens), tuple(weights), sample.source, *(tuple(v) for v in token_columns.values())))
     return out
 
@@ -64,7 +65,7 @@ def test_every_sample_is_in_one_row_and_is_what_it_was(units: list[PackUnit]) ->
     }, "pairs stay together"
     assert sum(map(len, rows)) == len(units), "who shares a beginning is still an atom of its own"
     for row in rows:
-        first = [unit[0] for unit in row if len(unit) == 1 and unit[0].begins == 0 and unit[0].weights.any()]
+        first = [unit[0] for unit in row if len(unit) == 1 and unit[0].prefix_length == 0 and unit[0].weights.any()]
         prompts = [tuple(sample.tokens[: np.flatnonzero(sample.weights)[0]]) for sample in first]
         shared = [prompt for prompt in prompts if len(prompt) > 1]
         assert len(shared) == len(set(shared)), "a beginning of two tokens and more is in a row once"
@@ -74,8 +75,8 @@ def test_the_answers_to_a_prompt_read_it_once_but_for_its_last_token():
     units = [(answered(list(range(10)), [n] * 5),) for n in range(4)]
     (row,) = pack_shared(units, WIDTH)
     first, *others = [sample for (sample,) in row]
-    assert (len(first), first.begins) == (15, 0)
-    assert [(len(s), s.begins, s.tokens[0]) for s in others] == [(6, 9, 9)] * 3
+    assert (len(first), first.prefix_length) == (15, 0)
+    assert [(len(s), s.prefix_length, s.tokens[0]) for s in others] == [(6, 9, 9)] * 3
     batch = Batch.of([row], WIDTH)
     assert batch.positions[0, :33].tolist() == [*range(15), *[9, 10, 11, 12, 13, 14] * 3]
     assert batch.targets[0, 15:20].tolist() == [others[0].tokens[-1]] * 5
@@ -112,7 +113,7 @@ def test_what_has_something_in_a_stream_is_not_shared():
     made = [answered([1, 2, 3, 4, 5], [n]) for n in range(3)]
     felt = np.array([0, 0, 0, 1, 0, 0], np.float32)
     (row,) = pack_shared([(replace(s, token_columns={"felt": felt, "pairs": np.zeros((6, 2))}),) for s in made], WIDTH)
-    assert [s.begins for (s,) in row] == [0, 2, 2]
+    assert [s.prefix_length for (s,) in row] == [0, 2, 2]
     assert [s.token_columns["felt"].sum() for (s,) in row] == [1, 1, 1]
 
 
@@ -150,14 +151,16 @@ def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]
     assert all(length(unit) <= WIDTH for unit in units)
     assert sum(map(length, units)) <= sum(map(len, samples))
     for unit in units:
-        assert [s.begins == 0 for s in unit] == [True] + [False] * (len(unit) - 1), "one is whole, and it comes first"
+        assert [s.prefix_length == 0 for s in unit] == [True] + [False] * (len(unit) - 1), (
+            "one is whole, and it comes first"
+        )
 
 
 def test_a_conversation_that_had_to_be_split_is_read_about_once() -> None:
     said = list(range(30))
     turns = [answered(said[:n], [90, 91]) for n in (5, 10, 20, 30)]
     (unit,) = families(turns, 64)
-    assert [(len(s), s.begins) for s in unit] == [(32, 0), (3, 19), (3, 9), (3, 4)]
+    assert [(len(s), s.prefix_length) for s in unit] == [(32, 0), (3, 19), (3, 9), (3, 4)]
     assert [len(unit) for unit in families(turns, 32)] == [1, 3], "no atom is longer than a row"
 
 
@@ -181,7 +184,9 @@ def lanes(path: str, share: bool, epochs: int | None = 1) -> Lanes:
         return encode_document(row, tokenizer, source)
 
     spec = SourceSpec(path, epochs=epochs)
-    return Lanes({"chats": spec}, tokenizer, encode, lanes=2, seed=0, shuffle=8, seq_len=256, lookahead=4, share=share)
+    return Lanes(
+        {"chats": spec}, tokenizer, encode, lanes=2, seed=0, shuffle=8, seq_len=256, lookahead=4, share_prefixes=share
+    )
 
 
 def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(chats: str) -> None:
@@ -208,6 +213,6 @@ def test_what_is_shared_resumes_and_travels(chats: str) -> None:
         next(stream)
     again.load_state_dict(settle(stream.state_dict()))
     following = [next(stream) for _ in range(6)]
-    assert any(sample.begins for row in following for unit in row for sample in unit)
+    assert any(sample.prefix_length for row in following for unit in row for sample in unit)
     assert [whole(row) for row in following] == [whole(next(again)) for _ in range(6)]
     assert [whole(row) for row in rows_from_bytes(rows_to_bytes(following))] == [whole(row) for row in following]

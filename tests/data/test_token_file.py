@@ -57,7 +57,14 @@ def said(units: list[PackUnit]) -> Any:
 
     return [
         [
-            (s.tokens.tobytes(), s.weights.dtype.name, s.weights.tobytes(), s.source, bits(s.token_columns), s.begins)
+            (
+                s.tokens.tobytes(),
+                s.weights.dtype.name,
+                s.weights.tobytes(),
+                s.source,
+                bits(s.token_columns),
+                s.prefix_length,
+            )
             for s in unit
         ]
         for unit in units

@@ -95,7 +95,7 @@ def test_it_is_the_same_when_read_again(tmp_path):
     again = Trie.load(str(tmp_path / "t.npz"))
     assert all(
         np.array_equal(getattr(trie, name), getattr(again, name))
-        for name in ("starts", "tokens", "states", "longest", "repeat", "under", "width")
+        for name in ("starts", "tokens", "next_states", "longest", "repeat", "under", "width")
     )
     assert trie.fingerprint() == again.fingerprint() != Trie.of([(3, 4), (3, 5, 6), (4,)], STOP, 2).fingerprint()
 

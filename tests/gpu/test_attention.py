@@ -15,8 +15,8 @@ ROWS = [[100, 28, 1, 127], [256], [17, 200]]
 
 def attention(window: int | None, sinks: bool) -> Attention:
     """What the backends ask a layer for: window, scale, sinks."""
-    kinds = (Layer(Rope(10_000.0), window),)
-    config = DecoderConfig(97, 64, 4, 2, 32, 96, 1e-6, 256, True, kinds, sinks=sinks)
+    layers = (Layer(Rope(10_000.0), window),)
+    config = DecoderConfig(97, 64, 4, 2, 32, 96, 1e-6, 256, True, layers, sinks=sinks)
     module = Attention(config, 0, Parts(), "attn")
     if module.sinks is not None:
         module.sinks.data.normal_(0, 1, generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ from ptf.compute.world import World, joined
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.model.chunked import cross_entropy
-from ptf.model.plan import PLAN
+from ptf.model.sharding import PLAN
 from ptf.model.tensor_parallel import cut
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model

@@ -34,8 +34,11 @@ VOCAB = 30  # of the tokens that are drawn; every model has more
 
 @dataclass(frozen=True)
 class Mixer:
-    """`backend`: PerDocument, Flex, or None where transformers decides. `bound`: of packed beside alone, as a share of
-    the largest output; `settings`: other than what is drawn for the family's small config. `rows`: of a batch."""
+    """A way to mix tokens that is checked for leaks between documents.
+
+    `backend` is PerDocument, Flex, or None where transformers decides. `bound` is the largest permitted difference
+    between a packed document and the same one alone, as a share of the largest output. `settings` replace values of
+    the family's small config. `rows` is the number of rows in a batch."""
 
     name: str
     model_type: str
@@ -47,8 +50,8 @@ class Mixer:
 
     @property
     def gradients(self) -> bool:
-        """Torch's FlexAttention has none on a CPU; there the other documents' tokens are changed,
-        and nothing may move."""
+        """Whether leaks are measured by gradients. Torch's FlexAttention has no backward on a CPU; there the tokens
+        of other documents are changed, and no output may change."""
         return self.backend is not Flex
 
     @property
@@ -63,7 +66,8 @@ class Mixer:
 
     @property
     def faults(self) -> "dict[str, Told]":
-        """Those that it can show: transformers counts positions itself."""
+        """The faults that this mixer can show; transformers counts positions itself, so wrong positions cannot be
+        given to it."""
         return {
             name: told for name, told in FAULTS.items() if self.backend is not None or told is not positions_not_reset
         }
@@ -94,7 +98,7 @@ MIXERS = [
 
 @cache
 def model_of(mixer: Mixer) -> Any:
-    """Tiny, random, in the mixer's precision."""
+    """Return a tiny model with random weights, in the mixer's precision."""
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         if mixer.backend is None:
@@ -125,7 +129,8 @@ def lengths(rng: np.random.Generator, rows: int) -> list[list[int]]:
 
 
 def batch_of(rows: list[list[int]], rng: np.random.Generator) -> Batch:
-    """Neighbouring tokens differ, so that one that is looked at by mistake is not the right one by chance."""
+    """Return a batch of documents of these lengths. Neighbouring tokens differ, so that attending to the wrong one
+    changes the output."""
     found = []
     for row in rows:
         tokens = (np.cumsum(rng.integers(1, VOCAB, sum(row))) % VOCAB).astype(np.int32)
@@ -138,8 +143,8 @@ def batch_of(rows: list[list[int]], rng: np.random.Generator) -> Batch:
 def outputs(
     model: Any, batch: Batch, backend: Any, segments: Tensor | None = None, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What the last layer says of each token [B, T, D], and the embeddings that it follows from. `segments` and
-    `positions`: as the model is told."""
+    """Return the last layer's output for each token, [B, T, D], and the embeddings that it was computed from.
+    `segments` and `positions` replace those of the batch."""
     segments, positions = (
         batch.segments if segments is None else segments,
         batch.positions if positions is None else positions,
@@ -158,7 +163,8 @@ def outputs(
 
 
 def at_tokens(model: Any, batch: Batch, gradient: Tensor, segments: Tensor) -> Tensor:
-    """[B, T, D], from where the embeddings were: transformers is given a row for each document."""
+    """Return the gradient of the embeddings at the batch's tokens, [B, T, D]. Transformers gets one row a document,
+    so its gradient is moved back to the places of the tokens."""
     if gradient.shape[:2] == batch.tokens.shape:
         return gradient
     index, _ = hf_backend.rows(segments)
@@ -168,8 +174,8 @@ def at_tokens(model: Any, batch: Batch, gradient: Tensor, segments: Tensor) -> T
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """FlexAttention as torch's own steps: there is no compiled one on a CPU that has gradients,
-    and it is the mask that is looked at."""
+    """Run FlexAttention without compiling it: on a CPU the compiled one has no gradients, and only its mask is
+    tested here."""
     before, attention._compiled_flex = attention._compiled_flex, lambda: attention._flex
     try:
         yield
@@ -178,8 +184,8 @@ def uncompiled() -> Iterator[None]:
 
 
 def alone(model: Any, batch: Batch, backend: Any) -> Tensor:
-    """What it says of each token where no row has more than one document and nothing is filled up, [B, T, D]:
-    those of one length are a batch."""
+    """Return the output for each token, [B, T, D], with every document in a row of its own and without padding.
+    Documents of one length are computed in one batch."""
     flat = batch.segments.reshape(-1)
     where = [(flat == n).nonzero().squeeze(1) for n in range(int(flat.max()) + 1)]
     found: Tensor | None = None
@@ -209,7 +215,7 @@ def as_they_are(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def mask_off_by_one(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The last token of each document counts to the next one."""
+    """Return segments in which the last token of each document belongs to the next document."""
     first = (batch.positions == 0) & (batch.segments > batch.segments[:, :1])
     early = torch.cat((first[:, 1:], torch.zeros_like(first[:, :1])), 1)
     segments = torch.where(early, batch.segments + 1, batch.segments)
@@ -221,7 +227,7 @@ def positions_not_reset(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def row_shifted(batch: Batch) -> tuple[Tensor, Tensor]:
-    """What is said of a token is of the one before it."""
+    """Return segments that are shifted right by one token."""
     segments = torch.cat((batch.segments[:, :1], batch.segments[:, :-1]), 1)
     return segments, _counted(segments)
 
@@ -237,15 +243,17 @@ FAULTS: dict[str, Told] = {f.__name__.replace("_", " "): f for f in (mask_off_by
 
 @dataclass(frozen=True)
 class Found:
-    """By row of the batch: the largest gradient (or, without, change of output) that crosses from one document to
-    another, and the largest difference from each document alone; both as shares of the largest there is."""
+    """Measurements by row of the batch: the largest gradient (without gradients: the largest change of an output)
+    that crosses from one document to another, and the largest difference from each document alone. Both are shares
+    of the largest value."""
 
     crossing: Tensor
     apart: Tensor
 
 
 def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, told: Told = as_they_are) -> Found:
-    """Half of the documents are asked; the others must have no part in what they say."""
+    """Measure the leaks of a batch: some of its documents are chosen, and no other document may affect their
+    outputs."""
     model, real = model_of(mixer), batch.segments >= 0
     segments, positions = told(batch)
     # a fault goes to the document behind: the first of a row is not asked

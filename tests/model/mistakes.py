@@ -43,7 +43,7 @@ class Mistake:
 
 
 def mapped(change: Callable[[DecoderConfig], DecoderConfig]) -> Callable[[Family], Family]:
-    """The config mapping, followed by `change`."""
+    """Apply `change` to the result of the family's config mapping."""
     return lambda family: replace(family, config=lambda c: change(family.config(c)))
 
 
@@ -52,7 +52,7 @@ def fields(**values: Any) -> Callable[[Family], Family]:
 
 
 def layers(change: Callable[[int, Layer], Layer]) -> Callable[[Family], Family]:
-    return mapped(lambda c: replace(c, kinds=tuple(change(i, kind) for i, kind in enumerate(c.kinds))))
+    return mapped(lambda c: replace(c, layers=tuple(change(i, kind) for i, kind in enumerate(c.layers))))
 
 
 def ropes(change: Callable[[Rope], Rope]) -> Callable[[Family], Family]:
@@ -64,7 +64,7 @@ def experts(**values: Any) -> Callable[[Family], Family]:
 
 
 def swapped(one: str, other: str) -> Callable[[Family], Family]:
-    """Two of our names change places."""
+    """Swap two of ptf's parameter names."""
 
     def swap(op: Op) -> Op:
         if not isinstance(op, Rename) or not (one in op.name or other in op.name):
@@ -101,12 +101,12 @@ def rows(order: Callable[[torch.Tensor, int], torch.Tensor], *names: str) -> Cal
 
 
 def _pairs(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """The layout of rotary dimensions in pairs, instead of halves."""
+    """Lay out the rotary dimensions in pairs, instead of halves."""
     return weight.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def _tiled(attention: nn.Module) -> None:
-    """Query heads dealt to key heads in turn, instead of in groups."""
+    """Assign query heads to key heads in turn, instead of in groups."""
     size = attention.head_dim
     groups = attention.k_proj.weight.shape[0] // size
     order = torch.arange(attention.q_proj.weight.shape[0] // size).view(groups, -1).t().flatten()
@@ -118,7 +118,7 @@ def _tiled(attention: nn.Module) -> None:
 
 
 def _norm_last(attention: nn.Module) -> None:
-    """Queries and keys normalised after the rotation."""
+    """Normalise queries and keys after the rotation, instead of before."""
     import ptf.model.attention as module
 
     def forward(x: torch.Tensor, rope: Any, attend: Any) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _norm_last(attention: nn.Module) -> None:
 
 
 def _halves(op: Interleave, which: int, part: Any, read: Any, experts: int) -> torch.Tensor:
-    """Gate and up as the two halves of the tensor, instead of alternating."""
+    """Read gate and up as the two halves of the tensor, instead of alternating rows."""
     both = read(op.other, tuple(slice(0, 10**6) for _ in part))
     one = both.chunk(2, -1)[which]
     return (one.transpose(-2, -1) if op.transposed else one)[part]
@@ -161,11 +161,11 @@ def _transposed(experts_: nn.Module) -> None:
 
 
 def _one_rope(c: DecoderConfig) -> DecoderConfig:
-    return replace(c, kinds=tuple(replace(kind, rope=c.kinds[0].rope) for kind in c.kinds))
+    return replace(c, layers=tuple(replace(kind, rope=c.layers[0].rope) for kind in c.layers))
 
 
 def _windows_moved(c: DecoderConfig) -> DecoderConfig:
-    return replace(c, kinds=tuple(replace(kind, window=c.kinds[i - 1].window) for i, kind in enumerate(c.kinds)))
+    return replace(c, layers=tuple(replace(kind, window=c.layers[i - 1].window) for i, kind in enumerate(c.layers)))
 
 
 MISTAKES = (
@@ -200,7 +200,7 @@ MISTAKES = (
     Mistake("window ignored", "mistral", layers(lambda i, kind: replace(kind, window=None))),
     Mistake("biases of queries, keys and values left out", "qwen2", fields(qkv_bias=False)),
     Mistake("value bias zero", "qwen2", model=each("attn.v_proj", _zero("bias"))),
-    Mistake("window from one layer later", "qwen2", mapped(lambda c: replace(c, kinds=(c.kinds[0], *c.kinds[:-1])))),
+    Mistake("window from one layer later", "qwen2", mapped(lambda c: replace(c, layers=(c.layers[0], *c.layers[:-1])))),
     Mistake("no norm of queries and keys", "qwen3", model=each("attn", _identity_norms)),
     Mistake("queries and keys normalised after the rotation", "qwen3", model=each("attn", _norm_last)),
     Mistake("norms of queries and keys swapped", "qwen3", swapped("q_norm", "k_norm")),
@@ -228,7 +228,7 @@ MISTAKES = (
     ),
     Mistake("one rotary base for all layers", "gemma3_text", mapped(_one_rope)),
     Mistake(
-        "global layers one too early", "gemma3_text", mapped(lambda c: replace(c, kinds=(*c.kinds[1:], c.kinds[0])))
+        "global layers one too early", "gemma3_text", mapped(lambda c: replace(c, layers=(*c.layers[1:], c.layers[0])))
     ),
     Mistake("logits not soft-capped", "gemma3_text", fields(softcap=None)),
     Mistake("window one long", "gemma3_text", _shift_window(1)),

@@ -15,14 +15,14 @@ from ptf.model.rope import Table
 
 
 class SameMLP(nn.Module):
-    """The gated MLP, written another way: the same tensors and the same function."""
+    """The gated MLP written in another way: it has the same tensors and computes the same function."""
 
     def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
         super().__init__()
         for name, (into, out) in {
-            "gate": (c.dim, c.hidden),
-            "up": (c.dim, c.hidden),
-            "down": (c.hidden, c.dim),
+            "gate": (c.dim, c.intermediate_size),
+            "up": (c.dim, c.intermediate_size),
+            "down": (c.intermediate_size, c.dim),
         }.items():
             setattr(self, f"{name}_proj", parts.linear(f"{path}.{name}_proj", into, out, c.mlp_bias))
         self.act = F.silu if c.activation == "silu" else lambda x: F.gelu(x, approximate="tanh")
@@ -32,7 +32,7 @@ class SameMLP(nn.Module):
 
 
 class ScaledMLP(MLP):
-    """One tensor more, which begins at `scale`."""
+    """The MLP with one more tensor, whose initial value is `scale`."""
 
     def __init__(self, c: DecoderConfig, parts: Parts, path: str, scale: float = 1.0) -> None:
         super().__init__(c, parts, path)
@@ -44,7 +44,7 @@ class ScaledMLP(MLP):
 
 
 class NarrowMLP(nn.Module):
-    """Two projections through `width`, of other names and shapes."""
+    """An MLP of two projections through `width`, with names and shapes of its own."""
 
     def __init__(self, c: DecoderConfig, parts: Parts, path: str, width: int = 24) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class NarrowMLP(nn.Module):
 
 
 class GatedAttention(Attention):
-    """A gate on what attention says, which begins wide open."""
+    """Attention whose output is multiplied by a gate, which is open at first."""
 
     def __init__(self, c: DecoderConfig, layer: int, parts: Parts, path: str) -> None:
         super().__init__(c, layer, parts, path)
@@ -67,11 +67,11 @@ class GatedAttention(Attention):
 
 
 class SameMoE(MixtureOfExperts):
-    """The same mixture."""
+    """The built-in mixture of experts, under another name."""
 
 
 class DeepHead(nn.Module):
-    """A layer before the vocabulary, with a loss of its own: cross-entropy with a bias."""
+    """A head with a layer before the vocabulary and a loss of its own: cross-entropy with a bias."""
 
     def __init__(self, c: DecoderConfig, parts: Parts, path: str, width: int = 32) -> None:
         super().__init__()

@@ -19,8 +19,8 @@ from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.model import bridge
 from ptf.model.chunked import cross_entropy
 from ptf.model.families import family_of
-from ptf.model.plan import PLAN, parallelize
 from ptf.model.recompute import Recompute
+from ptf.model.sharding import PLAN, parallelize
 from ptf.model.tensor_parallel import Style
 from ptf.train import trainer
 from tests.model.ranks import on_processes
@@ -83,7 +83,7 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
 
 
 def train(case: Case) -> Trained:
-    """Every rank returns the same."""
+    """Train the case on this rank; every rank returns the same losses and gradients."""
     mesh, rank = None, 0
     if case.mesh is not None:
         rank, mesh = dist.get_rank(), make_mesh("cpu", dist.get_world_size(), case.mesh[0], case.mesh[2])
@@ -122,19 +122,19 @@ def train(case: Case) -> Trained:
 
 
 def train_each(cases: Sequence[Case]) -> list[Trained]:
-    """What each case finds, one after the other."""
+    """Train each case, one after the other, on this rank."""
     return [train(case) for case in cases]
 
 
 def on_ranks(size: int, cases: Sequence[Case], directory: Path) -> list[Trained]:
-    """What each case finds on `size` processes, which are started once."""
+    """Train each case on `size` processes, which are started once."""
     directory.mkdir(parents=True)
     return on_processes(size, partial(train_each, cases), directory)[0]
 
 
 def difference(a: Trained, b: Trained) -> tuple[float, float]:
-    """Largest over the steps: of the losses, relative; of the gradients, norm of the difference over the norm.
-    Infinite if not of the same tensors."""
+    """Return the largest relative difference of a loss, and the largest difference of the gradients of a step (its
+    norm over the norm of the gradients). It is infinite if the gradients are of different tensors."""
     loss = max(abs(x - y) / abs(x) for x, y in zip(a.losses, b.losses, strict=True))
 
     def norm(g):

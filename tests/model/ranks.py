@@ -28,12 +28,13 @@ def _rank(rank: int, function: Callable[[], Any], size: int, directory: Path, en
 
 
 def on_processes(size: int, function: Callable[[], Any], directory: Path) -> list[Any]:
-    """What `function` (which can be pickled) returned on each of `size` ranks; files are left in `directory`."""
+    """Return what `function`, which must be picklable, returns on each of `size` ranks. The ranks keep their files
+    in `directory`."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     mp.start_processes(_rank, (function, size, directory, dict(os.environ)), nprocs=size, start_method="forkserver")
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def two_ranks(function: Callable[[], Any], directory: Path) -> list[Any]:
-    """What `function` (of a module's top level) returned on rank 0 and on rank 1."""
+    """Return what `function`, which is defined at the top of a module, returns on rank 0 and on rank 1."""
     return on_processes(2, function, directory)

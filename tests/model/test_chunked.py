@@ -64,11 +64,11 @@ class Problem:
         self.temperature, self.how, self.k = temperature, LogitsProcessing(temperature), min(3, vocab - 1)
 
     def leaves(self) -> list[Tensor]:
-        """What the losses are differentiated by."""
+        """Return the tensors that the losses are differentiated by."""
         return [t.requires_grad_() for t in (self.x, self.head.weight, self.head.bias) if t is not None]
 
     def rows(self, part: slice) -> Self:
-        """The same on the rank that holds these rows of both heads."""
+        """Return the problem on the rank that holds these rows of both heads."""
 
         def cut(t):
             return None if t is None else t[part].clone()
@@ -80,7 +80,7 @@ class Problem:
         return self
 
     def traced(self) -> Self:
-        """The same in float64, for `dense`: its results know how large the terms were that they are sums of."""
+        """Return the problem in float64 for `dense`, whose results record how large the terms of their sums were."""
 
         def on(h):
             return replace(h, weight=traced(h.weight), bias=None if h.bias is None else traced(h.bias))
@@ -167,7 +167,7 @@ def gap(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def results(compute: Callable[[str], Tensor], name: str, leaves: list[Tensor]) -> list[Tensor]:
-    """The value, and three times the gradients."""
+    """Return the value of the loss and its three gradients."""
     loss = compute(name)
     return [loss, *torch.autograd.grad(3 * loss, leaves)]
 
@@ -175,8 +175,8 @@ def results(compute: Callable[[str], Tensor], name: str, leaves: list[Tensor]) -
 def apart(
     name: str, ours: Problem, dense: Problem, leaves: Callable[[Problem], list[Tensor]] = Problem.leaves
 ) -> float:
-    """How far value and gradients of a loss are from the dense computation's,
-    in roundings of the terms that they are sums of."""
+    """Return how far the value and the gradients of a loss are from those of the dense computation, in roundings of
+    the terms that they are sums of."""
     dtype = torch.bfloat16 if ours.x.dtype == torch.bfloat16 else torch.float32  # sums and logits are never in float64
     exact = dense.traced()
     return excess(results(ours.ours, name, leaves(ours)), results(exact.dense, name, leaves(exact)), dtype)
@@ -241,7 +241,7 @@ SCALE = 1 + 1e-4
 
 
 def scaled(problem: Problem, mistake: str) -> Problem:
-    """With a mistake of 1e-4."""
+    """Return the problem with a relative error of 1e-4 in one of its inputs."""
 
     def by(t):
         return (t.detach().double() * SCALE).to(t.dtype)
@@ -414,7 +414,7 @@ def test_probabilities_that_would_be_denormal_leave_none_behind():
 
 
 class Seen(TorchDispatchMode):
-    """The operators called, and the tensors they gave."""
+    """Records the operators that were called and the tensors that they returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,7 +428,7 @@ class Seen(TorchDispatchMode):
         return out
 
     def buffers(self, shape: torch.Size) -> int:
-        """How many pieces of memory were of this shape."""
+        """Return the number of distinct buffers that had this shape."""
         return len({t.untyped_storage().data_ptr() for t in self.tensors if t.shape == shape})
 
 

@@ -28,7 +28,9 @@ BOUND = 0.005
 
 @pytest.fixture(autouse=True)
 def only_real_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "ALIKE", 1)  # what a CPU's expert products are filled up with is no work of ours either
+    monkeypatch.setattr(
+        moe, "ROW_MULTIPLE", 1
+    )  # what a CPU's expert products are filled up with is no work of ours either
 
 
 def product(a: Any, b: Any, *more: Any, out_shape: Any = None, **named: Any) -> int:
@@ -44,8 +46,8 @@ COUNTED = {torch.ops.aten._grouped_mm: product, torch.ops.aten.addmm_: accumulat
 
 
 class OnlyWhatIsSeen:
-    """Attention that multiplies exactly the pairs that a query may see, for torch's counter:
-    its formulas count whole squares."""
+    """Attention that multiplies exactly the pairs that a query may attend to, because torch's counter counts whole
+    squares."""
 
     def __init__(self, batch: Batch) -> None:
         self.starts = [
@@ -82,13 +84,13 @@ class Deep(nn.Module):
 
 
 def rows(documents: list[list[int]] = ROWS, width: int = WIDTH) -> Batch:
-    """Of tokens that every vocabulary has."""
+    """Return rows of tokens that every vocabulary has."""
     batch = packed(documents, width)
     return replace(batch, tokens=batch.tokens % 61, targets=batch.targets % 61)
 
 
 def counted(model: Decoder, batch: Batch, attend: Any = None) -> float:
-    """What torch counts in a forward and a backward pass."""
+    """Return the operations that torch counts in a forward and a backward pass."""
     reduce = partial(cross_entropy, targets=batch.targets, weights=batch.weights)
     if model.config.head == "custom":
 

@@ -57,7 +57,7 @@ def loaded(directory: Path, lora: Lora | None, **parts) -> tuple[Decoder, Family
 
 @torch.no_grad()
 def trained(model: Decoder, size: float = 0.1) -> Decoder:
-    """As if its adapters had been."""
+    """Add random values to the adapters, as if they had been trained."""
     g = torch.Generator().manual_seed(1)
     for name in sorted(adapter_names(model)):
         p = model.get_parameter(name)

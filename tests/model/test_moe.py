@@ -14,7 +14,7 @@ from ptf.model.verify import random_reference
 
 
 def mixture(**more: object) -> MixtureOfExperts:
-    moe = MoE(**{"experts": 5, "top_k": 2, "hidden": 16, **more})
+    moe = MoE(**{"experts": 5, "top_k": 2, "intermediate_size": 16, **more})
     rope = Rope(10_000.0)
     config = DecoderConfig(16, 8, 1, 1, 8, 12, 1e-6, 64, True, (Layer(rope, moe=True),), moe=moe)
     layer = MixtureOfExperts(config, Parts(), "moe")

@@ -19,7 +19,7 @@ WIDTH = 96
 
 
 def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[PackUnit]:
-    """Of different lengths; what a prompt's answers have before them is longer than any small model's window."""
+    """Return samples whose answers have different lengths. Their prompts are longer than any small model's window."""
     rng = np.random.default_rng(seed)
     made: list[PackUnit] = []
     for p in range(prompts):
@@ -32,7 +32,7 @@ def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[
 
 
 def said(model, rows: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Log-probs of each sample's answer by its source, and the gradient of the sum of squares of all."""
+    """Return the log-probs of each sample's answer, by its source, and the gradients of the sum of their squares."""
     batch = Batch.of(rows, WIDTH)
     logprobs = model(
         batch.tokens,
@@ -52,7 +52,7 @@ def test_what_is_read_once_changes_nothing(model_type: str) -> None:
     model = model_of(model_type)
     units = answers(model.config.vocab)
     shared, alone = pack_shared(units, WIDTH), pack_all(units, WIDTH)
-    assert max(s.begins for row in shared for unit in row for s in unit) >= 19
+    assert max(s.prefix_length for row in shared for unit in row for s in unit) >= 19
     assert sum(len(s) for row in shared for a in row for s in a) < 0.6 * sum(len(a[0]) for a in units)
     mine, theirs = said(model, shared), said(model, alone)
     assert mine[0].keys() == theirs[0].keys() == {str(i) for i in range(len(units))}
@@ -64,7 +64,7 @@ def test_what_is_read_once_changes_nothing(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
 def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> None:
-    """As SFT does with `data.share_prefixes`: turns that each end elsewhere in one conversation."""
+    """The samples are those of SFT with `data.share_prefixes`: each is the conversation up to a different turn."""
     model = model_of(model_type)
     rng = np.random.default_rng(1)
     text = rng.integers(0, model.config.vocab, 60).astype(np.int32)
@@ -73,7 +73,7 @@ def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> N
         tokens = np.concatenate([text[:n], rng.integers(0, model.config.vocab, 5).astype(np.int32)])
         samples.append(Sample(tokens, (np.arange(n + 5) >= n).astype(np.float32), str(i)))
     shared = families(samples, WIDTH)
-    assert [[s.begins for s in unit] for unit in shared] == [[0, 43, 24, 11]]
+    assert [[s.prefix_length for s in unit] for unit in shared] == [[0, 43, 24, 11]]
     mine, theirs = said(model, [shared]), said(model, [[(s,)] for s in samples])
     for source, logprobs in theirs[0].items():
         assert (mine[0][source] - logprobs).abs().max() <= 1e-5 * logprobs.abs().max(), source
@@ -83,14 +83,14 @@ def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> N
 
 @pytest.mark.parametrize("fault", ["another beginning", "one token too few", "from position 0"])
 def test_a_wrong_beginning_is_seen(fault: str) -> None:
-    """Negative controls: what goes on from another beginning says something else,
-    though its own tokens are the same."""
+    """Negative control: a sample that continues another prefix has other log-probs, although its own tokens are the
+    same."""
     model = model_of("qwen3")
     rows = pack_shared(answers(model.config.vocab, prompts=2), WIDTH)
     batch = Batch.of(rows, WIDTH)
     tokens, positions = batch.tokens.clone(), batch.positions.clone()
-    begins = [s.begins for row in rows for unit in row for s in unit]
-    for d, n in enumerate(begins):
+    prefix_lengths = [s.prefix_length for row in rows for unit in row for s in unit]
+    for d, n in enumerate(prefix_lengths):
         if n:
             positions[batch.segments == d] -= {"another beginning": 0, "one token too few": 1, "from position 0": n}[
                 fault
@@ -106,7 +106,7 @@ def test_a_wrong_beginning_is_seen(fault: str) -> None:
         model(batch.tokens, batch.positions, batch.segments, reduce),
         model(tokens, positions, batch.segments, reduce),
     )
-    for d, n in enumerate(begins):
+    for d, n in enumerate(prefix_lengths):
         if n:
             assert (right - wrong)[batch.segments == d].abs().max() > 1e-3
 
@@ -135,7 +135,8 @@ def test_the_masks_of_a_gpu_see_the_same_beginnings(model_type: str, monkeypatch
 
 
 def test_a_document_that_goes_on_does_not_see_what_its_first_goes_on_with():
-    """Nothing of the first answer reaches the second, and nothing of the second the first."""
+    """Two answers share a prompt. The first answer does not change the log-probs of the second, nor the second those
+    of the first."""
     model = model_of("qwen3")
     (row,) = pack_shared(answers(model.config.vocab, prompts=1, each=2), WIDTH)
     batch = Batch.of([row], WIDTH)

@@ -26,8 +26,8 @@ EDGES = Edges(
 
 
 def drawn(problem: Problem, seed: int = 0) -> torch.Tensor:
-    """States [B, T, 3]: of every other one, two tokens that are no targets are taken out;
-    the problem's targets become tokens that these allow."""
+    """Return trie states [B, T, 3]; every second one excludes two allowed tokens that are not the target. The
+    problem's targets are replaced by tokens that these states allow."""
     states = torch.randint(0, 3, problem.targets.shape, generator=torch.Generator().manual_seed(seed))
     chosen = [
         ALLOWED[s][t % len(ALLOWED[s])]
@@ -44,7 +44,7 @@ def drawn(problem: Problem, seed: int = 0) -> torch.Tensor:
 
 
 def dense(problem: Problem, how: LogitsProcessing, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of targets and entropies [B, T], float64, written out."""
+    """Return the log-probs of the targets and the entropies, [B, T] float64, computed from all logits."""
     head = problem.head
     logits = problem.x.double() @ head.weight.double().t()[:, : head.vocab] + head.bias.double()[: head.vocab]
     logits = logits / how.temperature
@@ -181,7 +181,7 @@ def allowed_problem() -> tuple[Problem, torch.Tensor]:
 
 
 def cut() -> tuple[float, list[torch.Tensor]]:
-    """On one of two ranks, which holds half of the head."""
+    """Compute the loss on one of two ranks, each of which holds half of the head."""
     problem, states = allowed_problem()
     rank = torch.distributed.get_rank()
     problem.rows(slice(0, 20) if rank == 0 else slice(20, 40))

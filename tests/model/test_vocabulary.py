@@ -21,7 +21,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.head import Head
 from ptf.model.ops import Rows
-from ptf.model.plan import parallelize
+from ptf.model.sharding import parallelize
 from ptf.model.verify import random_reference
 from ptf.model.vocabulary import NewRows, extend, read_vectors, refuse_larger_tokenizer, rows
 from tests.model.ranks import two_ranks

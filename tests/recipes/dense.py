@@ -22,7 +22,7 @@ def model(directory: Path, scalar: bool = False) -> Any:
 
 
 def answer(network: Any, sample: Sample) -> tuple[Tensor, int]:
-    """Log-prob of the trained tokens, and how many they are."""
+    """Return the summed log-prob of the trained tokens, and their number."""
     tokens = torch.tensor(sample.tokens[None].astype("int64"))
     logprobs = network(tokens).logits[0, :-1].log_softmax(-1)
     picked = logprobs.gather(1, tokens[0, 1:, None]).squeeze(1)
@@ -47,14 +47,14 @@ NAMES = {
 
 
 def unified(name: str) -> str:
-    """What ptf calls a parameter of transformers'."""
+    """Return ptf's name of a parameter of transformers' model."""
     for theirs, ours in NAMES.items():
         name = name.replace(theirs, ours)
     return name
 
 
 def gradients(network: Any) -> dict[str, Tensor]:
-    """Under ptf's names."""
+    """Return the gradients by ptf's names."""
     return {unified(name): parameter.grad for name, parameter in network.named_parameters()}
 
 
@@ -71,7 +71,7 @@ def adapted(network: Any, ours: Any) -> tuple[Callable[[Tensor], Any], dict[str,
 
 
 def apart(ours: Any, theirs: dict[str, Tensor]) -> float:
-    """Largest difference of any gradient, relative to the largest gradient of that tensor."""
+    """Return the largest difference of any gradient, relative to the largest gradient of that tensor."""
     found = {
         name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         for name, p in ours.named_parameters()

@@ -63,7 +63,7 @@ def load(place: Path, **spec: object) -> Decoder:
 
 
 def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tensor:
-    """The mean over pairs, each counting its weight."""
+    """Return the mean loss over pairs, weighted by the weights of the pairs."""
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for chosen, rejected in made:
         weight = float(chosen.weights.max())
@@ -87,7 +87,7 @@ def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tens
 
 
 def ours(recipe: Recipe, policy: Decoder, companions: dict[str, Decoder], made: list[PackUnit]) -> float:
-    """Leaves the gradient in the policy."""
+    """Return the loss of ptf's recipe; its gradient is left in the policy."""
     found = batches(made)
     units, total = float(sum(recipe.denominator(b) for b in found)), 0.0
     for batch in found:
@@ -142,7 +142,7 @@ def test_a_model_without_its_adapters_is_its_own_reference(places):
 
 
 def stirred(model: Decoder) -> Decoder:
-    """With adapters that do something: B begins at 0."""
+    """Load a model whose adapters change its outputs: B is 0 at first."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):

@@ -60,7 +60,7 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     assert all(0 <= found[key] <= 1 for key in beside)
     assert start.keys() == {*seen, *beside} - {"accuracy_by_length/held_out"}, "the same of what training started from"
     before = measure_run(
-        loads(yaml.safe_dump(raw | {"evaluate": {"start": False}})),
+        loads(yaml.safe_dump(raw | {"evaluate": {"starting_model": False}})),
         train(raw, "unmoved", train__steps=1, train__lr=1e-12),
     )
     assert start == pytest.approx({key: before[key] for key in start}, abs=1e-5 if "scores" not in name else 2e-3)

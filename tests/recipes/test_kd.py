@@ -51,7 +51,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 
 def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tensor:
-    """The mean over trained tokens, each counting its weight."""
+    """Return the mean loss over the trained tokens, weighted by their weights."""
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     shares = {
         name: teacher.weight / sum(t.weight for t in recipe.teachers.values())

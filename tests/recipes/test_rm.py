@@ -134,7 +134,8 @@ def test_a_score_read_one_token_early_is_another_loss(place, monkeypatch):
 
 
 def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, characters):
-    """Read once, with scores and lengths of its own for each; and not so where what comes after an answer is seen."""
+    """A conversation is read once and has a score and a length for each of its answers. Negative control: if the
+    score is read where tokens after the answer are visible, it differs."""
     messages = [*chat("a?", "b"), *chat("c?", "cab"), *chat("b?", "a")]
     for i, reward in ((1, 1.0), (3, 0.0), (5, 0.5)):
         messages[i]["reward"] = reward
@@ -158,7 +159,7 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
 
 
 def test_scores_at_every_token_as_they_once_were_are_refused(place):
-    """And where there is no row at all there is nothing to refuse."""
+    """Data of an earlier format have scores at every token. A batch without rows is accepted."""
     recipe, model = RM(loss_type="binary"), load(place)
     sample = data(recipe, 1.0)[0][0]
     with pytest.raises(UserError, match="tokenize it again"):

@@ -36,7 +36,7 @@ def units(name: str) -> list[PackUnit]:
 
 
 def load(name: str, world: World, lora: LoraConfig | None) -> tuple[Decoder, dict[str, Decoder]]:
-    """What is trained, and what stands beside it."""
+    """Return the model that is trained and its companions."""
     root, recipe = Path(os.environ[PLACE]), RECIPES[name]
 
     def one(place, **more):
@@ -51,11 +51,11 @@ def load(name: str, world: World, lora: LoraConfig | None) -> tuple[Decoder, dic
 
 
 def on_rank() -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss and whole gradients of every case."""
+    """Return the loss and the whole gradients of every case."""
     world, found = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), []
     for name, lora in CASES:
         model, beside = load(name, world, lora)
-        means, _ = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), beside).passes(
+        means, _ = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), beside).forward_backward(
             deal(pack_all(units(name), 40), world, 1, 40), RECIPES[name], ()
         )
         found.append(

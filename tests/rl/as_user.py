@@ -15,7 +15,7 @@ USER = "54321"
 
 
 def in_mode(mode: str, *command: str) -> list[str]:
-    """The command, as a user for whom that is the mode."""
+    """Return the command line that runs a command as a user for whom the sandbox has this mode."""
     if os.getuid() or mode == "uid+namespaces":
         return [sys.executable, *command]
     return [sys.executable, "-m", "tests.rl.as_user", "0" if mode == "uid" else USER, sys.executable, *command]

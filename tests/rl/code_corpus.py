@@ -55,7 +55,7 @@ def case(
 
 
 def escape(name: str, attempt: str, **more: Any) -> Case:
-    """It knows the answer where the attempt raises nothing."""
+    """Make a cheat that returns the right answer if the attempt raises nothing."""
     body = textwrap.indent(textwrap.dedent(attempt).strip(), "    ")
     return case(
         name,
@@ -647,7 +647,7 @@ NUMPY = [
 
 @contextlib.contextmanager
 def outside() -> Iterator[dict[str, str]]:
-    """What an escape would reach: files that all may read and write, a listener, a process."""
+    """Return what an escape could reach: files that everybody can read and write, a listening socket, and a process."""
     with (
         tempfile.TemporaryDirectory(prefix="corpus-") as place,
         socket.create_server(("127.0.0.1", 0)) as tcp,
@@ -707,7 +707,7 @@ async def all_paid(cases: list[Case], mode: str, filtered: bool = True) -> list[
 
 
 def left_behind(*marks: str) -> list[int]:
-    """Processes with one of the marks in their command lines, but for this one."""
+    """Return the processes, except this one, that have one of the marks in their command lines."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):

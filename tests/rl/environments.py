@@ -29,8 +29,8 @@ class Replay:
 
 
 class Echo:
-    """Answers with what it heard and a number from its seed; ends after `turns`. What goes wrong, and when,
-    is in the row."""
+    """Replies with the length of the answer and a number from its seed; ends after `turns`. The row says what goes
+    wrong, and when."""
 
     def __init__(self, row, seed, turns=3):
         self.row, self.rng, self.turns, self.heard = row, random.Random(seed), turns, 0
@@ -77,14 +77,15 @@ class Echo:
         )
 
     def first(self):
-        """Whether this has gone wrong before: a file says so, for the process may be another."""
+        """Return whether the fault has happened before. A file records it, because the process may be a different
+        one."""
         seen = os.path.exists(self.row["once"])
         open(self.row["once"], "w").close()
         return seen
 
 
 class Moody(Echo):
-    """Not to be played again: it is random beside its seed."""
+    """An environment that cannot be replayed, because it depends on more than its seed."""
 
     def begin(self):
         return [{"role": "user", "content": str(time.time_ns() % 1000)}]

@@ -21,7 +21,7 @@ HANG_S = 600.0
 
 
 def once(place: str, what: str) -> bool:
-    """Whether this is the first time, in any process."""
+    """Return whether this is the first call, in any process."""
     try:
         (Path(place) / what).touch(exist_ok=False)
     except FileExistsError:
@@ -40,7 +40,7 @@ def befall(fault: str) -> None:
 
 
 class Engine(NativeEngine):
-    """`faults` are those of steps 1, 2, …"""
+    """An engine with one fault for each step; `faults` are those of steps 1, 2, …."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ losses = 0  # of this process
 
 @dataclass(frozen=True)
 class Recipe(GRPO):
-    """In each process the loss `after` so many others goes wrong, by the next of `faults`."""
+    """GRPO whose loss fails, in each process, at the `after`-th call, in the next way of `faults`."""
 
     place: str = ""
     faults: Sequence[str] = ()
@@ -99,8 +99,8 @@ class Recipe(GRPO):
 
 
 class Reading(MLP):
-    """A component whose process, if an engine's, fails at `fault` in the middle of reading weights 3; the policy's,
-    which has it too, at `sending`."""
+    """An MLP whose process fails in the transfer of the weights of version 3: the engine's in the way of `fault`
+    while it reads them, the policy's in the way of `sending` while it sends them."""
 
     def __init__(self, *what: Any, place: str, fault: str, sending: str) -> None:
         super().__init__(*what)

@@ -7,7 +7,7 @@ def by_length(row, text):
 
 
 def by_wordiness(row, text):
-    """Its contrary."""
+    """The complement of `by_length`: long answers have a higher reward."""
     return 1 - by_length(row, text)
 
 
@@ -27,7 +27,7 @@ def varied(row, text):
 
 
 def of_odd_sums(row, text):
-    """Even sums have one reward for all answers."""
+    """A reward that is the same for all answers to an even sum, and varies for odd ones."""
     return len(text) % 7 / 7 if int(row["answer"]) % 2 else 0.5
 
 
@@ -39,14 +39,15 @@ scored = 0
 
 
 def settles(row, text):
-    """As by_length, for the first hundred answers; then all are alike."""
+    """`by_length` for the first hundred answers; after them every reward is 1."""
     global scored
     scored += 1
     return by_length(row, text) if scored <= 100 else 1.0
 
 
 def numbers_said(row, text):
-    """math-verify's verdict, and a little for digits, so that the answers of a random model differ."""
+    """The verdict of math-verify, plus a little for each digit, so that the answers of a random model have different
+    rewards."""
     from ptf.rl.rewards.functions import mathematics
 
     return mathematics(row, text, after="####") + 0.01 * sum(c.isdigit() for c in text)
@@ -56,7 +57,7 @@ waiting = 0
 
 
 async def together(row, text, parties):
-    """None of its calls ends before so many have begun."""
+    """A reward none of whose calls ends before `parties` calls have begun."""
     import asyncio
 
     global waiting

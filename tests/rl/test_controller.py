@@ -54,7 +54,7 @@ def train(raw: dict, lineage: str = "a") -> Path:
 
 
 def intercept(monkeypatch, method: str, wrapper) -> None:
-    """Stand between the controller and a role's method."""
+    """Replace a method of a role by a function that gets the original one."""
     call = LocalRoleGroup.call
     monkeypatch.setattr(
         LocalRoleGroup,
@@ -66,7 +66,7 @@ def intercept(monkeypatch, method: str, wrapper) -> None:
 
 
 def watch_sampling(monkeypatch) -> list[int]:
-    """Versions from which answers were generated."""
+    """Return a list of the weight versions from which answers were generated."""
     seen: list[int] = []
     played = Sampler._run_episodes
 
@@ -105,7 +105,7 @@ def test_it_learns_what_the_reward_asks_for(raw):
 
 
 def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monkeypatch):
-    """About half of the prompts are of that kind: without replacing, fewer groups are trained on."""
+    """About half of the prompts have such groups: without replacement, fewer groups are trained."""
     trained: dict[str, list[int]] = {"keep": [], "replace": []}
     credit = GRPO.credit
     for equal in trained:
@@ -286,7 +286,7 @@ def test_an_interrupt_while_it_generates_is_that_and_nothing_else(raw, monkeypat
 
 
 def test_rewards_are_told_by_source(raw, tmp_path):
-    """Where there are several."""
+    """With several sources, the metrics contain the mean reward of each."""
     (row,) = read_metrics(train({**raw, "train": {**raw["train"], "steps": 1}}) / "metrics.jsonl")
     assert row["staleness"] == 0
     assert not any(name.startswith("reward/") for name in row)
@@ -303,7 +303,7 @@ def test_rewards_are_told_by_source(raw, tmp_path):
 def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_anything_is_trained(
     raw, monkeypatch, algo
 ):
-    """Whether they are compared before the update or, where it is the only one, in it."""
+    """The log-probs are compared before the update, or in it if it is the step's only one."""
     steps = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *more: steps.append(self))
 

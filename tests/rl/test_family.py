@@ -35,7 +35,7 @@ AGGREGATION = {"tokens": "token-mean", "answers": "seq-mean-token-mean", "length
 
 
 class Given:
-    """A model that says what it is told: log-probs of each position."""
+    """A model that returns given log-probs of each position."""
 
     def __init__(self, logprobs: Tensor) -> None:
         self.logprobs = logprobs
@@ -99,7 +99,7 @@ def test_loss_and_gradient_are_verls(form):
 
 
 def with_rollout(t: Trajectory, seed: int) -> Trajectory:
-    """Whose engine is a little off the trainer."""
+    """Return the trajectory with log-probs of an engine that differ a little from the trainer's."""
     (call,) = t.calls
     off = (t.token_columns["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(call.sampled))).astype(
         np.float32

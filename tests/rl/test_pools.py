@@ -45,7 +45,8 @@ def ppo(raw):
 
 
 def left(made: Path) -> dict[str, object]:
-    """All that may not depend on where roles live."""
+    """Return the results of a run that must not depend on where its roles run: metrics without times, samples and
+    weights."""
     rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")]
     return {
         "metrics": rows,
@@ -162,7 +163,7 @@ def test_roles_that_the_recipe_has_or_has_not(raw, roles, fault):
 
 
 class Noting:
-    """A role that writes down its turns."""
+    """A role that records when it is offloaded, restored and called."""
 
     distributed = False
     turns: list[str]
@@ -250,7 +251,7 @@ def large(ppo, tmp_path):
 
 
 def bounded(raw: dict, place: Path, mib: float) -> subprocess.CompletedProcess:
-    """The job, in a process that may hold so much more than it does when it starts."""
+    """Run the job in a process whose memory may grow by so many bytes after its start."""
     script, job = place / "bounded.py", place / "job.yaml"
     script.write_text(textwrap.dedent(CEILING))
     job.write_text(yaml.safe_dump(raw))

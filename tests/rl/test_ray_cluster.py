@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ray
 
 
 class Echo:
-    """Says what it was given, and by whom it was called."""
+    """A role whose methods return what they were given, and which records when it is offloaded and restored."""
 
     distributed: ClassVar[bool] = False
 

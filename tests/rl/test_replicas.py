@@ -29,7 +29,7 @@ def test_parts_have_nearly_the_same_cost(costs, parts):
 
 
 class Worker:
-    """Squares numbers; the first time that a file's name is met, something goes wrong in the middle of it."""
+    """Squares numbers. The first time that it gets the name of a file, a fault happens in the middle of the call."""
 
     distributed: ClassVar[bool] = False
 
@@ -38,7 +38,7 @@ class Worker:
 
     @replayed_broadcast
     def load(self, weights: int, fault: str = "nothing") -> int:
-        """As an engine's: a version may be loaded once, and none may be left out."""
+        """Load a version of weights, as an engine does: each version once, and none left out."""
         if fault != "nothing":
             self.go_wrong(fault)
         assert self.weights in (-1, weights - 1), f"{weights} after {self.weights}"

@@ -199,7 +199,7 @@ def test_a_file_that_was_written_over_is_new_whatever_its_size(raw, tmp_path, ca
             {"publish": {"metric": "train/loss", "mode": "min"}},
             r"publish\.metric: retraining publishes only what is better",
         ),
-        ({"evaluate": {"start": False}}, r"evaluate\.start: retraining compares"),
+        ({"evaluate": {"starting_model": False}}, r"evaluate\.starting_model: retraining compares"),
     ],
 )
 def test_without_anything_to_compare_it_does_not_begin(raw, change, message):

@@ -94,7 +94,7 @@ def held_and_gradients() -> dict[str, tuple[list[int], dict[str, Tensor]]]:
         model, trainer = loaded(world)
         held: list[int] = []
         recipe = Watched(before=lambda model, held=held: held.append(whole_gradient_elements(model)))
-        trainer.passes(micro(world.rank), recipe, ())
+        trainer.forward_backward(micro(world.rank), recipe, ())
         found[name] = held, gradients(model)
     return found
 
@@ -112,7 +112,7 @@ def after_a_failure() -> dict[str, dict[str, Tensor]]:
 
         with contextlib.suppress(ZeroDivisionError):
             trainer.step(micro(world.rank), Watched(before=fails), 0)
-        trainer.passes(micro(world.rank), SFT(), ())
+        trainer.forward_backward(micro(world.rank), SFT(), ())
         found[name] = gradients(model)
     return found
 
@@ -132,7 +132,7 @@ def used_on_one_rank() -> dict[str, dict[str, Tensor]]:
         if world.rank == 1:
             untrained = sample(9, 1)
             batches[0] = Batch.of([[(Sample(untrained.tokens, untrained.weights * 0, "a"),)]], 32)
-        trainer.passes(batches, Watched(before=without), ())
+        trainer.forward_backward(batches, Watched(before=without), ())
         found[name] = gradients(model)
     return found
 
@@ -155,7 +155,9 @@ def alone(batches: list[Batch], lora: bool = False, without: frozenset[int] = fr
     """The gradient of one process over the batches of both ranks; `without`: passes with the last layer plain."""
     model, trainer = loaded(World(), lora)
     calls = iter(range(100))
-    trainer.passes(batches, Watched(before=lambda m: last_layer_plain(m) if next(calls) in without else None), ())
+    trainer.forward_backward(
+        batches, Watched(before=lambda m: last_layer_plain(m) if next(calls) in without else None), ()
+    )
     return gradients(model)
 
 
@@ -193,7 +195,7 @@ def test_what_one_rank_does_not_use_is_still_reduced(found):
 def test_weight_decay_reaches_what_was_not_used():
     """Zero gradients stand for missing ones, on one rank as on several."""
     model, trainer = loaded(World(), lora=True)
-    trainer.passes(micro(0), Watched(before=last_layer_plain), ())
+    trainer.forward_backward(micro(0), Watched(before=last_layer_plain), ())
     last = [p.grad for p in model.layers[-1].parameters() if p.requires_grad]
     assert last
     assert all(grad is not None and not torch.any(grad) for grad in last)

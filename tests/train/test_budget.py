@@ -83,7 +83,7 @@ def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -
     block, tokens = model.layers[0].to(dtype), 256
     x = torch.randn(1, tokens, config.dim).to(dtype).requires_grad_()
     own, saved = {p.untyped_storage()._cdata for p in block.parameters()}, {}
-    table = rotary(torch.arange(tokens)[None], config.head_dim, config.kinds[0].rope)
+    table = rotary(torch.arange(tokens)[None], config.head_dim, config.layers[0].rope)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.setdefault(t.untyped_storage()._cdata, t) is None or t, lambda t: t
     ):

@@ -70,7 +70,7 @@ def test_a_file_named_stop_ends_a_run_once(raw: dict[str, Any], monkeypatch: pyt
 
 
 def scaled_loss(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
-    """SFT's loss, of which the passes of these numbers are not a number."""
+    """Replace SFT's loss by one that is NaN in the forward passes of these numbers."""
     loss, calls = SFT.loss, [0]
 
     def broken(*args: Any) -> tuple:

@@ -145,7 +145,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **knobs: Any) -> 
             "group_size": 8,
             "max_new_tokens": size,
             "reward": worth,
-            "allowed": {"path": str(made / "allowed.txt"), "repeat": 4, "distinct": True},
+            "allowed": {"path": str(made / "allowed.txt"), "lines_per_answer": 4, "distinct": True},
         },
         "train": {
             "steps": 25,
@@ -174,7 +174,8 @@ def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: 
 
 
 def agreed(directory: Path, place: Path) -> int:
-    """Slates of a run that were looked at: each of four items, and as likely to the engine as to the trainer."""
+    """Return the number of slates of a run. Check that each has four items and that its log-probs are the same in
+    the engine and in the trainer."""
     catalogue = Catalogue.load(str(place / "made" / "catalogue.json"))
     said = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     for one in said:

@@ -31,7 +31,7 @@ def train(raw: dict, lineage: str, **changes) -> Path:
 
 
 def facts(directory: Path) -> list[dict]:
-    """The metrics that a clock did not make."""
+    """Return the rows of metrics without those that depend on the time."""
     return [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")]
 
 
@@ -74,7 +74,8 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, stops, monkeypatch):
 
 
 def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
-    """Whatever a process begins with, and wherever a run was stopped: before its first checkpoint, too."""
+    """A resumed run draws the same numbers, whatever torch's generator has drawn before and wherever the run was
+    stopped, also before its first checkpoint."""
     noisy = {**raw, "recipe": {"use": "tests.train.recipes:NoisySFT", "args": {}}}
     whole = train(noisy, "whole")
     for seed, stop in enumerate([3, 8], 1):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ptf.compute.world import World, make_mesh
 from ptf.model import bridge
-from ptf.model.plan import parallelize
+from ptf.model.sharding import parallelize
 from tests.model.ranks import two_ranks
 from tests.tiny import SIZES
 

@@ -20,7 +20,7 @@ from ptf.model.sampling import LogitsProcessing
 from ptf.model.verify import export_difference
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.roles import Learner, Scorer
+from ptf.rl.roles import Learner, LogprobModel
 from ptf.rl.weights.verification import SyncError
 from ptf.train import adapter
 from ptf.train.components import parts_of
@@ -176,7 +176,7 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
         train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_sequences=2),
         recipe=SFT("assistant"),
     )
-    scorer = Scorer(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_rows=2)
+    reference = LogprobModel(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_rows=2)
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
     units = [(s,) for s in samples]
     learner.update([units], 0)
@@ -185,12 +185,12 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     def worst(a, b):
         return max(float(abs(x - y).max()) for x, y in zip(a, b, strict=True))
 
-    assert worst(learner.base_logprobs(samples), scorer.logprobs(samples)) == 0
-    assert worst(learner.logprobs(samples), scorer.logprobs(samples)) > 1e-2
+    assert worst(learner.base_logprobs(samples), reference.logprobs(samples)) == 0
+    assert worst(learner.logprobs(samples), reference.logprobs(samples)) > 1e-2
     found = learner.collect_weights(0)
     assert found is not None
-    bridge.load_hf_tensors(scorer.model, {name: t for bucket in found[0] for name, t in bucket}, scorer.family)
-    assert worst(learner.logprobs(samples), scorer.logprobs(samples)) < 1e-5
+    bridge.load_hf_tensors(reference.model, {name: t for bucket in found[0] for name, t in bucket}, reference.family)
+    assert worst(learner.logprobs(samples), reference.logprobs(samples)) < 1e-5
 
 
 @pytest.mark.parametrize("sent", ["merged", "adapter"])

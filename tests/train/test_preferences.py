@@ -27,8 +27,8 @@ RECIPES = {
 
 
 def preferences(directory: Path, name: str) -> dict[str, Any]:
-    """The right sum is preferred to a wrong one; or answers are scored 1 and 0;
-    or what a wider model says of the right ones is learned."""
+    """Return a raw job. Depending on its name, the right sum is preferred to a wrong one, answers have scores of 1
+    and 0, or the right sums are distilled from a wider teacher."""
     raw = {**arithmetic(directory), **RECIPES[name]}
     if raw["recipe"] == "kd":
         teacher = checkpoint(
@@ -159,8 +159,8 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["dpo", "kd"])
 def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys):
-    """The same batches, and the same losses; the second time nothing is found again,
-    and other models or data are found anew."""
+    """The log-probs of reference or teacher are computed before training or beside it; the batches and losses are
+    the same. A second run computes none again; with a different model or data they are computed anew."""
     raw = preferences(tmp_path, f"{name} ahead")
     beside = train({**raw, "algo": raw["algo"] | {"precomputed": False}}, "beside")
     capsys.readouterr()
@@ -193,7 +193,8 @@ def test_what_was_found_ahead_by_sharded_models_in_bf16_is_what_they_find_beside
 
 
 def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
-    """Of data that was tokenized before, too, which has no limit of its own."""
+    """The limit of a source also applies to log-probs computed before training, if the data were tokenized without
+    one."""
     raw = preferences(tmp_path, "dpo ahead")
     from ptf.config import loads
     from ptf.data.tokenizer import Tokenizer
@@ -208,7 +209,8 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
-    """Also where a rank, or a whole step, has none left: their rows still carry what the loss reads."""
+    """This includes steps in which a rank, or every rank, has no row left: the padding rows still have the columns
+    that the loss reads."""
     raw = preferences(tmp_path, "scores")
     write_jsonl(
         tmp_path / "train.jsonl",
@@ -223,7 +225,8 @@ def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
 
 
 def test_the_reference_that_was_found_ahead_is_where_training_began(tmp_path, monkeypatch):
-    """Also where the annotated data has gone when a run is resumed."""
+    """The reference is the model before training, also if its stored log-probs were deleted before the run is
+    resumed."""
     raw = preferences(tmp_path, "dpo ahead")
     whole = train(raw, "whole")
     assert facts(whole)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -36,7 +36,7 @@ class EvaluateConfig(Section):
     """Rank a catalogue and compare it with what users did next."""
     engine: Literal["vllm", "native"] | Plug = free("native")
     """What generates the answers, with the values of `rollout.engine`."""
-    start: bool = free(True)
+    starting_model: bool = free(True)
     """Also measure the model that training started from; its metrics begin with `start/`."""
     limit: Positive = free(512)
     """Most prompts of each source; the first ones are used."""

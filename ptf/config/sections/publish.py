@@ -15,11 +15,11 @@ class PublishConfig(Section):
     what: Literal["merged", "adapter", "both"] = free("merged")
     """What a version holds: the `merged` model; the `adapter` of `model.lora` alone, in PEFT format with the tokenizer;
     or `both`, the merged model with the adapter in `adapter/` beside it."""
-    gate: Literal["start", "off"] = free("start")
-    """`start`: refuse to publish a model that is worse than the one that training started from. It is worse if the
-    whole 95 % interval of the difference on the same held-out rows lies below 0 (below -`max_drop`). The
-    comparison uses `metric` if it is set; otherwise greedy answers, rankings or held-out losses, whichever the job has
-    first in this order. `off`: publish without this comparison."""
+    gate: Literal["starting_model", "off"] = free("starting_model")
+    """`starting_model`: refuse to publish a model that is worse than the one that training started from. It is worse if
+    the whole 95 % interval of the difference on the same held-out rows lies below 0 (below -`max_drop`). The comparison
+    uses `metric` if it is set; otherwise greedy answers, rankings or held-out losses, whichever the job has first in
+    this order. `off`: publish without this comparison."""
     metric: str | None = free(None)
     """A metric of the evaluate stage that may not be worse than the published version's by more than `max_drop`."""
     mode: Literal["min", "max"] = free("max")

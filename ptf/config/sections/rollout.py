@@ -27,11 +27,11 @@ class AllowedConfig(Section):
     """The permitted answers: the policy can generate nothing else."""
 
     path: str
-    """A text file with one answer per line."""
-    repeat: Positive = 1
-    """How many of them make up one answer, directly one after the other."""
+    """A text file with one permitted answer, or part of an answer, per line."""
+    lines_per_answer: Positive = 1
+    """How many lines of the file make up one answer, directly one after the other."""
     distinct: bool = False
-    """An answer contains none of them twice: those that were generated may not follow again."""
+    """An answer contains no line twice: those that were generated may not follow again."""
 
 
 class RolloutConfig(Section):

@@ -129,7 +129,7 @@ def common(c: Mapping[str, Any]) -> dict[str, Any]:
         "heads": c["num_attention_heads"],
         "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
         "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-        "hidden": c["intermediate_size"],
+        "intermediate_size": c["intermediate_size"],
         "norm_eps": c.get("rms_norm_eps", 1e-6),
         "max_positions": c.get("max_position_embeddings", 32_768),
         "init_std": c.get("initializer_range", 0.02),

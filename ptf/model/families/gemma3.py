@@ -77,7 +77,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         **common(c),
         tied=c["tie_word_embeddings"],
-        kinds=alternating(c, types, ropes),
+        layers=alternating(c, types, ropes),
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,

@@ -42,14 +42,14 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         "full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])
     ]
     table = rope(c, c.get("rope_parameters") or c.get("rope_scaling") or YARN, 150_000.0)
-    kinds = tuple(
+    layers = tuple(
         replace(k, moe=True) for k in alternating(c, types, {"full_attention": table, "sliding_attention": table})
     )
     bias = c.get("attention_bias", True)
     moe = MoE(
         experts=c.get("num_local_experts", c.get("num_experts", 128)),
         top_k=c.get("num_experts_per_tok", c.get("experts_per_token", 4)),
-        hidden=c["intermediate_size"],
+        intermediate_size=c["intermediate_size"],
         bias=True,
         clamp=c.get("swiglu_limit", 7.0),
         balance=c.get("router_aux_loss_coef", 0.001),
@@ -57,7 +57,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         **common(c),
         tied=c.get("tie_word_embeddings", False),
-        kinds=kinds,
+        layers=layers,
         qkv_bias=bias,
         out_bias=bias,
         sinks=True,

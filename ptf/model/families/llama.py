@@ -12,10 +12,10 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     refuse("llama", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     bias = c.get("attention_bias", False)
-    kinds = (Layer(rope(c)),) * c["num_hidden_layers"]
+    layers = (Layer(rope(c)),) * c["num_hidden_layers"]
     tied = c.get("tie_word_embeddings", False)
     return DecoderConfig(
-        **common(c), tied=tied, kinds=kinds, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False)
+        **common(c), tied=tied, layers=layers, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False)
     )
 
 

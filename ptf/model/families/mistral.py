@@ -14,8 +14,8 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         "mistral",
         {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "layer_types": c.get("layer_types")},
     )
-    kinds = (Layer(rope(c), c.get("sliding_window", 4096)),) * c["num_hidden_layers"]
-    return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), kinds=kinds)
+    layers = (Layer(rope(c), c.get("sliding_window", 4096)),) * c["num_hidden_layers"]
+    return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), layers=layers)
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     refuse("qwen2", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
-    return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), kinds=layers(c), qkv_bias=True)
+    return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), layers=layers(c), qkv_bias=True)
 
 
 def random_window(r: random.Random) -> dict[str, Any]:

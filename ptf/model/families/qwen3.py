@@ -15,7 +15,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     bias = c.get("attention_bias", False)
     shape = common({"head_dim": 128, **c})  # the reference's default where a config.json has none
     return DecoderConfig(
-        **shape, tied=c.get("tie_word_embeddings", False), kinds=layers(c), qk_norm=True, qkv_bias=bias, out_bias=bias
+        **shape, tied=c.get("tie_word_embeddings", False), layers=layers(c), qk_norm=True, qkv_bias=bias, out_bias=bias
     )
 
 

@@ -26,7 +26,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     plain = Layer(rope(c), window)
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
     experts = c.get("num_experts", c.get("num_local_experts", 0))
-    kinds = tuple(
+    layers = tuple(
         replace(plain, moe=i not in dense and experts > 0 and (i + 1) % step == 0)
         for i in range(c["num_hidden_layers"])
     )
@@ -34,12 +34,12 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     moe = MoE(
         experts=experts,
         top_k=c["num_experts_per_tok"],
-        hidden=c["moe_intermediate_size"],
+        intermediate_size=c["moe_intermediate_size"],
         normalise=c.get("norm_topk_prob", False),
         balance=c.get("router_aux_loss_coef", 0.001),
     )
     tied = c.get("tie_word_embeddings", False)
-    return DecoderConfig(**common(c), tied=tied, kinds=kinds, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
+    return DecoderConfig(**common(c), tied=tied, layers=layers, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

@@ -128,18 +128,18 @@ class GRPO:
 
     def on_policy_loss(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return what `loss` returns, for a batch with `has_known_gradient`."""
-        counts = self.token_coefficients(batch)
+        coefficients = self.token_coefficients(batch)
         reduce = partial(
-            surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * counts
+            surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * coefficients
         )
         loss, outputs = model(batch.tokens, batch.positions, batch.segments, reduce)
         metrics = {
             "loss": loss.detach(),
-            "entropy": (outputs.entropy * counts).sum(),
+            "entropy": (outputs.entropy * coefficients).sum(),
             "clip_share": torch.zeros_like(loss),
             "kl_old": torch.zeros_like(loss),
         }
-        return loss, metrics | self.logprob_differences(outputs, batch, counts)
+        return loss, metrics | self.logprob_differences(outputs, batch, coefficients)
 
     def sampling_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return the sampled tokens and the distribution that they were drawn from, as arguments of `token_logprobs`
@@ -148,11 +148,11 @@ class GRPO:
             "targets": batch.targets,
             "weights": batch.weights,
             "processing": self.processing,
-            "states": batch.token_columns.get("states"),
+            "trie_states": batch.token_columns.get("states"),
             "selected": batch.trained,
         }
 
-    def logprob_differences(self, outputs: TokenLogprobs, batch: Batch, counts: Tensor) -> Metrics:
+    def logprob_differences(self, outputs: TokenLogprobs, batch: Batch, coefficients: Tensor) -> Metrics:
         """Return metrics of the difference between the engine's and the trainer's log-probs.
 
         A difference that rounding at the edge of a nucleus explains (`TokenLogprobs.slack`) is subtracted.
@@ -160,7 +160,7 @@ class GRPO:
         difference = (
             (outputs.logprobs.detach() - batch.token_columns["rollout_logprobs"]).abs() - outputs.slack
         ).clamp(min=0) * (batch.weights != 0)
-        return {"logprob_diff_mean": (difference * counts).sum(), "max_logprob_diff": difference.max()}
+        return {"logprob_diff_mean": (difference * coefficients).sum(), "max_logprob_diff": difference.max()}
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
@@ -180,26 +180,26 @@ class GRPO:
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-        counts = self.token_coefficients(batch)
+        coefficients = self.token_coefficients(batch)
         metrics = {
-            "entropy": (entropy * counts).sum(),
-            "clip_share": ((clipped * advantages < ratio * advantages) * counts).sum(),
-            "kl_old": ((ratio - 1 - log_ratio) * counts).sum(),
+            "entropy": (entropy * coefficients).sum(),
+            "clip_share": ((clipped * advantages < ratio * advantages) * coefficients).sum(),
+            "kl_old": ((ratio - 1 - log_ratio) * coefficients).sum(),
         }
         if "old_logprobs" not in batch.token_columns:
-            metrics |= self.logprob_differences(outputs, batch, counts)
+            metrics |= self.logprob_differences(outputs, batch, coefficients)
         if self.max_importance is not None:
             importance = (old - rollout).exp()
             per_token = per_token * importance.clamp(max=self.max_importance)
-            metrics["importance_capped"] = ((importance > self.max_importance) * counts).sum()
+            metrics["importance_capped"] = ((importance > self.max_importance) * coefficients).sum()
         if self.entropy:
             per_token = per_token - self.entropy * entropy
         if self.kl:
             kl = estimate_kl(self.kl_estimator, logprobs, batch.token_columns["reference_logprobs"])
-            metrics["kl_reference"] = (kl * counts).sum()
+            metrics["kl_reference"] = (kl * coefficients).sum()
             if self.kl_in == "loss":
                 per_token = per_token + self.kl * kl
-        loss = (per_token * counts).sum()
+        loss = (per_token * coefficients).sum()
         return loss, {k: v.detach() for k, v in {"loss": loss, **metrics}.items()}
 
     @property
@@ -211,7 +211,7 @@ class GRPO:
         return self.epochs * self.minibatches > 1 or bool(self.kl and self.kl_in == "reward")
 
     def token_coefficients(self, batch: Batch) -> Tensor:
-        """Return how much each token counts in the sum that the step divides by `denominator`: [B, T]."""
+        """Return how much each token coefficients in the sum that the step divides by `denominator`: [B, T]."""
         if self.mean_over == "tokens":
             return batch.weights
         if self.mean_over == "length":

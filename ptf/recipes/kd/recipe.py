@@ -52,7 +52,10 @@ class KD:
     @property
     def companions(self) -> Mapping[str, Companion]:
         """The teachers, by name."""
-        return {name: Companion(teacher.path, teacher.revision, alike=False) for name, teacher in self.teachers.items()}
+        return {
+            name: Companion(teacher.path, teacher.revision, same_architecture=False)
+            for name, teacher in self.teachers.items()
+        }
 
     @property
     def evaluated(self) -> "KD":

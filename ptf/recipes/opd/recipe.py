@@ -31,7 +31,7 @@ class OPD(GRPO):
     @property
     def companions(self) -> Mapping[str, Companion]:
         """The teacher."""
-        return {"teacher": Companion(self.teacher, self.teacher_revision, alike=False)}
+        return {"teacher": Companion(self.teacher, self.teacher_revision, same_architecture=False)}
 
     @property
     def needs_old(self) -> bool:

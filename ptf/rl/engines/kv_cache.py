@@ -23,9 +23,9 @@ class Cache:
         self.lengths = torch.tensor(lengths, device=device)  # [contexts]
         # keys; values
         self.context = torch.zeros(
-            2, c.layers, len(lengths), c.kv_heads, max(lengths), c.head_dim, device=device, dtype=dtype
+            2, c.num_layers, len(lengths), c.kv_heads, max(lengths), c.head_dim, device=device, dtype=dtype
         )
-        self.answers = self.context.new_zeros(2, c.layers, 0, c.kv_heads, new, c.head_dim)
+        self.answers = self.context.new_zeros(2, c.num_layers, 0, c.kv_heads, new, c.head_dim)
 
     def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
         """Attend inside each context and store its keys and values in row `segments`."""

@@ -162,10 +162,10 @@ class NativeEngine:
                 + np.repeat(trie.starts[states], counts)
             )
             totals = scores[parents] + logprobs[parents, trie.tokens[edge]]
-            unfinished = trie.states[edge] != OVER
+            unfinished = trie.next_states[edge] != OVER
             parents, edge, totals = parents[unfinished], edge[unfinished], totals[unfinished]
-            yield owner[parents], trie.states[edge], totals
-            ends = trie.states[trie.starts[trie.states[edge]]] == OVER
+            yield owner[parents], trie.next_states[edge], totals
+            ends = trie.next_states[trie.starts[trie.next_states[edge]]] == OVER
             best = np.flatnonzero(~ends)
             best = best[np.lexsort((-totals[best], owner[parents[best]]))]
             rank = np.arange(len(best)) - np.searchsorted(owner[parents[best]], owner[parents[best]])
@@ -174,7 +174,7 @@ class NativeEngine:
                 return
             rows, tokens = parents[best], trie.tokens[edge[best]]
             cache.branch(torch.from_numpy(rows).to(self.device))
-            owner, states, scores = owner[rows], trie.states[edge[best]].astype(np.int64), totals[best]
+            owner, states, scores = owner[rows], trie.next_states[edge[best]].astype(np.int64), totals[best]
             positions = torch.from_numpy(lengths[owner] + turn)[:, None].to(self.device)
             logits = self._logits(
                 torch.from_numpy(tokens).long()[:, None].to(self.device), positions, cache.step(turn)

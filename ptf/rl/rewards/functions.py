@@ -149,7 +149,7 @@ def weighted(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, 
     return asyncio.run(weighted_concurrently(row, text, parts=parts))
 
 
-class Rewards:
+class RewardWorkers:
     """One reward function in `processes` worker processes, which `close` ends."""
 
     def __init__(
@@ -228,7 +228,7 @@ def scored_by(
     return outcomes
 
 
-def score_groups(rewards: Rewards | None, groups: Sequence[Group]) -> list[Group]:
+def score_groups(rewards: RewardWorkers | None, groups: Sequence[Group]) -> list[Group]:
     """Return the groups with their outcomes; without rewards, with those of their environments."""
     if rewards is None:
         return list(groups)

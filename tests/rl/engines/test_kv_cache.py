@@ -30,8 +30,8 @@ def logits(model: Decoder, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def furthest(model: Decoder, swapped: bool = False, dtype: torch.dtype = torch.float32) -> float:
-    """How far logits of new tokens are at most from those of a whole forward pass. Answers end at different times,
-    and contexts with them."""
+    """Return the largest difference between the logits of new tokens with the cache and those of a whole forward
+    pass. The answers end at different times."""
     rng = np.random.default_rng(0)
     contexts = [rng.integers(0, model.config.vocab, n) for n in (19, 3, 26, 11)]
     which = np.array([2, 0, 0, 3, 0, 1, 0, 0, 2])
@@ -67,7 +67,7 @@ def test_new_tokens_see_their_own_context(model_type: str) -> None:
 
 
 def test_that_of_another_is_seen() -> None:
-    """Negative control."""
+    """Negative control: the cache of another sequence gives other logits."""
     assert furthest(model_of("qwen3"), swapped=True) > 1e-2
 
 

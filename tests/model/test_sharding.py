@@ -15,8 +15,8 @@ from ptf.model import bridge
 from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
-from ptf.model.plan import PLAN, SEQUENCE, WHOLE
 from ptf.model.recompute import Recompute
+from ptf.model.sharding import PLAN, SEQUENCE, WHOLE
 from ptf.model.tensor_parallel import refuse, style_of
 from ptf.train.trainer import load_model
 from tests.model.parallel import Case, Trained, checkpoint, difference, on_ranks, train
