@@ -54,7 +54,7 @@ class Toy:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 30) -> None:
+def wait_for(what: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "waited in vain"

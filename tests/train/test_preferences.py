@@ -3,16 +3,23 @@ by the same loop."""
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 import yaml
 
+from ptf.compute.lease import UNSHARED
+from ptf.compute.world import World, make_mesh
+from ptf.config import loads
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from ptf.train.fit import fit
+from tests.model.ranks import two_ranks
 from tests.tiny import arithmetic, checkpoint, write_jsonl
 from tests.train.test_fit import Stopped, facts, same, stop_at, train, weights
 
@@ -196,8 +203,6 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
     """The limit of a source also applies to log-probs computed before training, if the data were tokenized without
     one."""
     raw = preferences(tmp_path, "dpo ahead")
-    from ptf.config import loads
-    from ptf.data.tokenizer import Tokenizer
     from ptf.train.tokenize import tokenize
 
     made = tokenize(loads(yaml.safe_dump(raw)), Tokenizer.load(raw["model"]["path"]), 1)
@@ -205,6 +210,11 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
     raw["data"] |= {"sources": {"sums": few}, "validation": {}, "partitions": 1}
     rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__sequences=1, train__validate_every=0))
     assert sum(row["denominator"] for row in rows) == 3
+
+
+def train_on_rank(text: str, directory: Path) -> None:
+    """Train as one of two ranks, as each of them does under torchrun."""
+    fit(loads(text), World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), directory, UNSHARED)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -217,9 +227,14 @@ def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
         [{"prompt": f"{i}+1=", "completion": str(i + 1), "reward": float(i % 2)} for i in range(9)],
     )
     raw["data"] |= {"partitions": 8, "seq_len": 16, "validation": {}}
-    if workers == 2:
-        raw["compute"] = {**raw["compute"], "launcher": "torchrun", "workers": 2}
-    rows = facts(train(raw, "a", train__steps=None, train__epochs=1, train__sequences=2, train__validate_every=0))
+    raw["train"] |= {"steps": None, "epochs": 1, "sequences": 2, "validate_every": 0}
+    if workers == 1:
+        directory = train(raw, "a")
+    else:
+        raw["compute"] |= {"launcher": "torchrun", "workers": 2}
+        directory = tmp_path / "both"
+        two_ranks(partial(train_on_rank, yaml.safe_dump(raw), directory), tmp_path)
+    rows = facts(directory)
     assert sum(row["denominator"] for row in rows) == 9
     assert [row["denominator"] for row in rows] == [2, 2, 2, 2, 1]
 
