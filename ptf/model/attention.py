@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig
+from ptf.model.document_mask import DocumentMasks
 from ptf.model.layers import Parts, RMSNorm
 from ptf.model.rope import Table, rotate
 
@@ -191,40 +192,13 @@ class Flex:
     """
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
-        self.segments, self.positions = segments, positions
-        at = torch.arange(segments.shape[1], device=segments.device)
-        starts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
-
-        def last(starts):
-            return torch.where(starts, at, 0).cummax(1).values
-
-        # for each token, the length of its document's shared prefix: the position of its first token
-        self.prefix_length = positions.gather(1, last(starts))
-        # for each token, the segment of the document whose first `prefix_length` tokens are its prefix
-        self.whole = segments.gather(1, last(starts & (positions == 0)))
+        self.documents = DocumentMasks(segments, positions)
         self.masks: dict[int | None, object] = {}
 
     def mask(self, window: int | None) -> object:
         """Return the block mask of a window size (None: unlimited), made at its first use."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        segments, positions, prefix_length, whole = self.segments, self.positions, self.prefix_length, self.whole
-
-        def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            before = (whole[b, q] == segments[b, k]) & (positions[b, k] < prefix_length[b, q])
-            return (q >= k) & ((segments[b, q] == segments[b, k]) | before)
-
-        # the last position outside a query's window: comparing with it needs no subtraction for every pair
-        last = positions - (window or 0)
-
-        def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return inside(b, h, q, k) & (positions[b, k] > last[b, q])
-
         if window not in self.masks:
-            mask_function = inside if window is None else near
-            self.masks[window] = create_block_mask(
-                mask_function, segments.shape[0], None, segments.shape[1], segments.shape[1], device=segments.device
-            )
+            self.masks[window] = self.documents.mask(window)
         return self.masks[window]
 
     def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

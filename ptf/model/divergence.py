@@ -28,6 +28,9 @@ from ptf.model.projection import FLOOR, Projection, summed
 from ptf.model.sampling import LogitsProcessing
 
 Form = Literal["forward", "reverse", "js"]
+# tensors as large as a chunk's logits, with a teacher's whole distribution: log-probs and probabilities of both, and
+# the student's gradient in bf16
+BUFFERS = 5
 
 
 def compare(log_s: Tensor, s: Tensor, log_t: Tensor, t: Tensor, form: Form, beta: float, head: Head | None) -> Tensor:
@@ -193,7 +196,7 @@ def divergence(
             f"are {rows[0]} and {rows[1]}"
         )
     selected = trained_positions(weights) if selected is None else selected
-    chunks = chunks_of(len(selected), head, head_teacher)
+    chunks = chunks_of(len(selected), head, head_teacher, buffers=BUFFERS)
     with torch.no_grad():
         teacher = _Whole(x_teacher.flatten(0, -2).index_select(0, selected), head_teacher, chunks, temperature)
     return _summed_divergence(x, head, teacher, chunks, weights, selected, temperature, form, beta)

@@ -2,10 +2,44 @@
 computed from them."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
+
+
+def sums_in_fp32(x: Tensor) -> bool:
+    """Whether a product of tensors like x can be put out in fp32, as its GEMM summed it: with 16 bits on CUDA.
+
+    Rounding to bf16 changes a logit of 40 by up to 0.125. torch's CPU GEMM has no such output.
+    """
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+class _WideProduct(Function):
+    """x [n, D] · weight [V, D]ᵀ in fp32, from tensors of 16 bits; torch has no derivative of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        return grad @ weight, grad.t() @ x
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [..., D] · weight [V, D]ᵀ in fp32."""
+    if not sums_in_fp32(x):
+        return (x @ weight.t()).float()
+    wide: Any = _WideProduct.apply(x.flatten(0, -2), weight)
+    return wide.unflatten(0, x.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +64,7 @@ class Head:
 
         They are differentiable without a group. Under one they are gathered without gradient, for sampling only.
         """
-        y = (x @ self.weight[: self.real].t()).float()
+        y = product(x, self.weight[: self.real])
         if self.bias is not None:
             y = y + self.bias[: self.real]
         if self.softcap is not None:

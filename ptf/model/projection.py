@@ -1,7 +1,9 @@
 """The output projection applied to hidden states chunk by chunk: it computes log-probs, and takes the gradients of
 logits back.
 
-The same few buffers serve every chunk, and everything after the GEMM happens in them in place.
+The same few buffers serve every chunk, and everything after the GEMM happens in them in place. With 16 bits on CUDA,
+the GEMMs themselves give logits and add up the head's gradient in fp32 (`sums_in_fp32`); on a CPU they round, and fp32
+comes after them.
 """
 
 import torch
@@ -9,10 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ptf.model.head import Head
+from ptf.model.head import Head, sums_in_fp32
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
 
+# probabilities that entropies are summed over at a time: on a CPU its cache holds them; on CUDA they are an eighth of a
+# chunk, which keeps the buffer small, and each of their kernels takes about ten times as long as its launch
 BLOCK_BYTES = 1 << 20
+CUDA_BLOCK_BYTES = 128 << 20
+# logits whose nucleus is found at a time: it takes about ten times their memory
+NUCLEUS_BYTES = 64 << 20
 # rows of a bf16 head's gradient that are multiplied and added at a time: with it 151,936 rows of 256 columns take
 # 51-68 ms instead of 159 (CPU)
 BLOCK = 8192
@@ -36,6 +43,12 @@ def normalise(logits: Tensor, group: ProcessGroup | None) -> Tensor:
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     total = summed((here - most).exp_(), group)
     return logits.sub_((most + total.log_())[:, None])
+
+
+def blocks(values: Tensor, size: int) -> list[slice]:
+    """Return the blocks of rows of fp32 values [n, V] that take at most `size` bytes, or one row each."""
+    few = max(1, size // (4 * values.shape[1]))
+    return [slice(i, min(i + few, len(values))) for i in range(0, len(values), few)]
 
 
 class Projection:
@@ -66,8 +79,11 @@ class Projection:
         self.edges = None if processing.edges is None else processing.edges.to(x.device)
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if processing.top_p < 1 else None
         size, rows = (chunks[0].stop if chunks else 0), len(head.weight)
-        self.narrow = x.new_empty(size, rows)
-        self.wide = self.narrow if x.dtype == torch.float32 else torch.empty_like(self.narrow, dtype=torch.float32)
+        self.fused = sums_in_fp32(x)
+        # what the GEMMs read and write; where they write logits in fp32, they read gradients only
+        self.narrow = x.new_empty(size if any(needs) or not self.fused else 0, rows)
+        self.wide = self.narrow if x.dtype == torch.float32 else x.new_empty(size, rows, dtype=torch.float32)
+        self.spare: Tensor | None = None  # a block of probabilities
         self.slope = torch.empty_like(self.wide) if head.softcap is not None and any(needs) else None
         sums = torch.promote_types(x.dtype, torch.float32)
         self.dx = torch.empty_like(x) if needs[0] else None
@@ -80,10 +96,13 @@ class Projection:
         They lie in a buffer that the next chunk overwrites.
         """
         head, n = self.head, chunk.stop - chunk.start
-        narrow, logits = self.narrow[:n], self.wide[:n]
-        torch.mm(self.x[chunk], head.weight.t(), out=narrow)
-        if self.wide is not self.narrow:
-            logits.copy_(narrow)
+        logits = self.wide[:n]
+        if self.fused:
+            torch.mm(self.x[chunk], head.weight.t(), out_dtype=torch.float32, out=logits)
+        else:
+            narrow = torch.mm(self.x[chunk], head.weight.t(), out=self.narrow[:n])
+            if self.wide is not self.narrow:
+                logits.copy_(narrow)
         if head.bias is not None:
             logits += head.bias
         if head.softcap is not None:
@@ -99,7 +118,10 @@ class Projection:
         logprobs = normalise(logits, head.group)
         if self.slack is not None:
             drawn = None if self.targets is None else self.targets[chunk]
-            self.slack[chunk] = nucleus(logprobs, self.processing.top_p, drawn, ROUNDING[self.x.dtype])
+            slack, rounding = self.slack[chunk], ROUNDING[self.x.dtype]
+            for block in blocks(logprobs, NUCLEUS_BYTES):
+                mine = None if drawn is None else drawn[block]
+                slack[block] = nucleus(logprobs[block], self.processing.top_p, mine, rounding)
         return logprobs
 
     def probabilities(self, logprobs: Tensor, out: Tensor) -> Tensor:
@@ -115,13 +137,14 @@ class Projection:
         Afterwards the buffer holds the log-probs, or the probabilities if `leave_probabilities`: they are computed
         anyway.
         """
-        few = max(1, BLOCK_BYTES // (4 * logprobs.shape[1]))  # so many rows of probabilities fit in a CPU cache
+        parts = blocks(logprobs, CUDA_BLOCK_BYTES if logprobs.device.type == "cuda" else BLOCK_BYTES)
+        if self.spare is None:  # the first chunk is the largest
+            self.spare = torch.empty_like(logprobs[parts[0]])
         entropies = logprobs.new_empty(len(logprobs))
-        spare = logprobs.new_empty(min(few, len(logprobs)), logprobs.shape[1])
-        for i in range(0, len(logprobs), few):
-            part = logprobs[i : i + few]
-            p = self.probabilities(part, out=spare[: len(part)])
-            entropies[i : i + few] = -torch.linalg.vecdot(p, part)
+        for block in parts:
+            part = logprobs[block]
+            p = self.probabilities(part, out=self.spare[: len(part)])
+            entropies[block] = -(part.mul_(p) if leave_probabilities else p.mul_(part)).sum(-1)
             if leave_probabilities:
                 part.copy_(p)
         return entropies
@@ -136,22 +159,30 @@ class Projection:
         `grad` [n, V] is the gradient by the logits over the temperature, not yet weighted; it may be the buffer of
         `logprobs`, and is overwritten.
         """
-        grad.mul_((weights / self.processing.temperature)[:, None])
-        if self.slope is not None:
-            grad *= self.slope[: len(grad)]
-        if self.dbias is not None:
-            self.dbias += grad.sum(0)
-        if self.wide is not self.narrow:
-            grad = self.narrow[: len(grad)].copy_(grad)
+        grad = self._weighted(grad, (weights / self.processing.temperature)[:, None])
         if self.dx is not None:
             torch.mm(grad, self.head.weight, out=self.dx[chunk])
         if self.dweight is None:
             return
         if self.dweight.dtype == grad.dtype:
             self.dweight.addmm_(grad.t(), self.x[chunk])
-            return
-        for i in range(0, len(self.dweight), BLOCK):
-            self.dweight[i : i + BLOCK] += grad[:, i : i + BLOCK].t() @ self.x[chunk]
+        elif self.fused:
+            torch.addmm(self.dweight, grad.t(), self.x[chunk], out_dtype=torch.float32, out=self.dweight)
+        else:
+            for i in range(0, len(self.dweight), BLOCK):
+                self.dweight[i : i + BLOCK] += grad[:, i : i + BLOCK].t() @ self.x[chunk]
+
+    def _weighted(self, grad: Tensor, weights: Tensor) -> Tensor:
+        """Return a chunk's gradient by what the GEMM gave, in its dtype, and add it to the bias's."""
+        narrow = self.narrow[: len(grad)]
+        if self.fused and self.slope is None and self.dbias is None:
+            return torch.mul(grad, weights, out=narrow)  # one pass, where a CPU would make a copy of its own
+        grad.mul_(weights)
+        if self.slope is not None:
+            grad *= self.slope[: len(grad)]
+        if self.dbias is not None:
+            self.dbias += grad.sum(0)
+        return grad if self.wide is self.narrow else narrow.copy_(grad)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of x, the weight and the bias, each in the dtype of its tensor; None where none is

@@ -25,7 +25,7 @@ from ptf.config import Job
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.activation_memory import ActivationBytes, activation_bytes
-from ptf.model.chunked import CHUNK_BYTES
+from ptf.model.chunked import chunk_bytes
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.recompute import Recompute
@@ -108,6 +108,7 @@ class _Run:
     element: int  # bytes
     companions: float = 0.0  # weights of the frozen models, as a multiple of this model's
     companion_gathered: int = 0  # gathered elements of the largest of them: two blocks, embedding and head
+    softcapped: bool = False  # whether the head keeps the slope of every logit of a chunk
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         tokens = self.rows * self.width
@@ -119,7 +120,11 @@ class _Run:
             self.element * (2 * sizes.block + sizes.root + sizes.root_trained + self.companion_gathered)
             + (self.element + 4) * sizes.block_trained
         )
-        logits = CHUNK_BYTES * (1 + (self.element == 2) / 2) + 2 * tokens * dim * self.element
+        chunk = chunk_bytes(torch.device("cuda"))
+        if sizes.head:  # else a head of the user's own
+            chunk = min(chunk, 4 * tokens * sizes.head // dim)
+        # in fp32, with the gradient that a GEMM of 16 bits reads, and with the slopes
+        logits = chunk * (1 + (self.element == 2) / 2 + self.softcapped) + 2 * tokens * dim * self.element
         head = (4 + self.element) * sizes.head if sizes.root_trained else 0
         return Memory(
             4.0 * sizes.here * (1 + self.companions),
@@ -171,7 +176,10 @@ def budget(
     ]
     companions = sum(other.here for other in own) / sizes.here
     gathered = max((2 * other.block + other.root for other in own), default=0)
-    run = _Run(job.train.activation_checkpointing, rows, job.data.seq_len, dtype.itemsize, companions, gathered)
+    softcapped = model.config.softcap is not None
+    run = _Run(
+        job.train.activation_checkpointing, rows, job.data.seq_len, dtype.itemsize, companions, gathered, softcapped
+    )
     tokens, lengths = job.train.sequences * job.data.seq_len, [job.data.seq_len] * job.train.sequences
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     memory, room = run.memory(sizes, layers, model.config.dim), room_gib * GIB

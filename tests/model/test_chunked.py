@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptf.model import chunked, projection
+from ptf.model import head as head_module
 from ptf.model.chunked import cross_entropy, surrogate, token_logprobs
 from ptf.model.divergence import divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
@@ -387,6 +388,66 @@ def test_bf16_is_as_near_as_its_gemms_and_chunks_add_up_in_fp32(name, monkeypatc
         found, *mine = results(problem.ours, name, leaves)
         assert found.item() == pytest.approx(value.item(), rel=1e-2, abs=1e-2)
         assert gap(mine, gradients) <= 2e-2
+
+
+class WideGemms(TorchDispatchMode):
+    """The GEMMs of CUDA that put out fp32, on a CPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        if func is aten.mm.dtype_out:
+            return kwargs["out"].copy_(args[0].float() @ args[1].float())
+        if func is aten.mm.dtype:
+            return args[0].float() @ args[1].float()
+        if func is aten.addmm.dtype_out:
+            return kwargs["out"].copy_(args[0] + args[1].float() @ args[2].float())
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def fp32_from_the_gemm(monkeypatch):
+    """A GPU's way through the head."""
+    for module in (head_module, projection):
+        monkeypatch.setattr(module, "sums_in_fp32", lambda x: x.dtype == torch.bfloat16)
+    with WideGemms():
+        yield
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gemms_with_fp32_results_give_the_dense_loss(fp32_from_the_gemm, name, biased, softcap, monkeypatch):
+    problem = Problem(shape=(4, 50), share=1.0, biased=biased, softcap=softcap, temperature=0.7, dtype=torch.bfloat16)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * 7 * len(problem.teacher.weight))
+    leaves = problem.leaves()
+    value, *gradients = results(problem.dense, name, leaves)
+    found, *mine = results(problem.ours, name, leaves)
+    assert found.item() == pytest.approx(value.item(), rel=1e-4)
+    assert [g.dtype for g in mine] == [torch.bfloat16] * len(leaves)
+    assert gap(mine, gradients) <= 2e-2
+
+
+def steep() -> Problem:
+    """Logits of about ±40, which bf16 rounds by up to 0.125."""
+    problem = Problem(shape=(4, 50), share=1.0, biased=False, dtype=torch.bfloat16)
+    problem.head = replace(problem.head, weight=problem.head.weight * 16)
+    return problem
+
+
+def errors(problem: Problem) -> tuple[float, float]:
+    """The largest errors of a log-prob and of a logit that is sampled from."""
+    dense = dense_logprobs(problem.x, problem.head, 1.0).gather(-1, problem.targets[..., None]).squeeze(-1)
+    mine = token_logprobs(problem.x, problem.head, problem.targets, problem.weights).logprobs
+    exact = problem.x.double() @ problem.head.weight[: problem.head.vocab].double().t()
+    return float((mine - dense).abs().max()), float((problem.head.logits(problem.x) - exact).abs().max())
+
+
+def test_gemms_with_fp32_results_do_not_round_logits(fp32_from_the_gemm):
+    assert max(errors(steep())) < 1e-4
+
+
+def test_gemms_with_bf16_results_round_logits():
+    assert min(errors(steep())) > 0.02
 
 
 def test_a_loss_is_differentiated_once():

@@ -109,6 +109,21 @@ def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys)
     )
 
 
+def test_logits_are_a_chunk_of_a_gpu_or_all_that_there_are(tmp_path) -> None:
+    def logits(config: dict, **more) -> float:
+        rows, tokens = config["vocab_size"], 2048
+        found = planned(tmp_path, config, 1, micro_sequences=1, **more)
+        element = 4 if more else 2
+        return found.memory.logits - 2 * tokens * 512 * element - (4 + element) * rows * 512
+
+    large = {**DENSE, "vocab_size": 1 << 18}
+    assert logits(DENSE) == 1.5 * 4 * 2048 * 4096
+    assert logits(large) == 1.5 * 2**30
+    assert logits(large, precision="fp32") == 2**30
+    gemma = {**large, "model_type": "gemma3_text", "head_dim": 64, "final_logit_softcapping": 30.0}
+    assert logits(gemma) == 2.5 * 2**30
+
+
 def test_lora_has_no_gradients_of_what_is_frozen(tmp_path) -> None:
     whole, adapted = planned(tmp_path, DENSE, 2), planned(tmp_path, DENSE, 2, model={"lora": {"rank": 8}})
     assert adapted.trained < 0.1 * whole.trained

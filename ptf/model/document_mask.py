@@ -1,0 +1,118 @@
+"""The block masks of packed documents: which blocks of keys a block of queries attends to, for FlexAttention.
+
+`create_block_mask` evaluates a mask for every pair of tokens: 7 to 10 bytes · T² a row. Here each query's keys are two
+intervals: those of its own document up to itself, and those of the prefix that the document continues. The blocks that
+an interval touches or covers are an interval of blocks, so a block of queries is counted by sums over the ends of
+intervals: tensors of T elements and tables of (T / 128)².
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128  # queries and keys of a block, as FlexAttention chooses them
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of (row, head, query, key)
+
+
+class DocumentMasks:
+    """The masks of rows of packed documents; `segments` and `positions` are [B, T].
+
+    The tokens of a document, which alone have its segment, are next to each other, with consecutive positions. Those of
+    padding have equal positions.
+    """
+
+    def __init__(self, segments: Tensor, positions: Tensor) -> None:
+        self.segments, self.positions = segments, positions
+        self.at = at = torch.arange(segments.shape[1], device=segments.device)
+        starts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+
+        def last(starts: Tensor) -> Tensor:
+            return torch.where(starts, at, 0).cummax(1).values
+
+        self.start = last(starts)  # for each token, the first token of its document
+        self.begins = positions.gather(1, self.start)  # the position at which its document begins
+        # the first token of the document whose first `begins` tokens are its document's prefix
+        self.whole_start = last(starts & (positions == 0))
+        self.whole = segments.gather(1, self.whole_start)  # and that document's segment
+        after = F.pad(torch.where(starts, at, len(at))[:, 1:], (0, 1), value=len(at))
+        end = after.flip(1).cummin(1).values.flip(1)
+        self.whole_end = end.gather(1, self.whole_start)
+
+    def function(self, window: int | None) -> MaskFunction:
+        """Return the function that says whether a query attends to a key, in a window (None: unlimited)."""
+        segments, positions, begins, whole = self.segments, self.positions, self.begins, self.whole
+
+        def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            before = (whole[b, q] == segments[b, k]) & (positions[b, k] < begins[b, q])
+            return (q >= k) & ((segments[b, q] == segments[b, k]) | before)
+
+        # the last position outside a query's window: comparing with it needs no subtraction for every pair
+        last = positions - (window or 0)
+
+        def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return inside(b, h, q, k) & (positions[b, k] > last[b, q])
+
+        return inside if window is None else near
+
+    def intervals(self, window: int | None) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys of each query as two disjoint intervals, (first, behind the last) [B, T] each.
+
+        Where they would meet, the first one is both.
+        """
+        first, prefix = self.start, self.whole_start
+        at_prefix = self.positions.gather(1, prefix)
+        if window is not None:
+            least = self.positions - window + 1  # the first position in the window
+            first = first + (least - self.begins).clamp(min=0)
+            prefix = prefix + (least - at_prefix).clamp(min=0)
+        prefix_end = torch.minimum(self.whole_start + (self.begins - at_prefix).clamp(min=0), self.whole_end)
+        meet = (prefix_end == first) & (prefix < prefix_end)
+        return [
+            (torch.where(meet, prefix, first), (self.at + 1).expand_as(first)),
+            (prefix, torch.where(meet, prefix, prefix_end)),
+        ]
+
+    def mask(self, window: int | None) -> "BlockMask":
+        """Return the block mask of a window, equal to what `create_block_mask` makes of its function."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        intervals = self.intervals(window)
+        touched = self._count([(first // BLOCK, (end + BLOCK - 1) // BLOCK, first < end) for first, end in intervals])
+        inner = [((first + BLOCK - 1) // BLOCK, end // BLOCK) for first, end in intervals]
+        covered = self._count([(first, end, first < end) for first, end in inner])
+        full = covered == BLOCK  # by each of its queries, all of which exist
+        length = len(self.at)
+        return BlockMask.from_kv_blocks(
+            *_in_order((touched > 0) & ~full),
+            *_in_order(full),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=self.function(window),
+            seq_lengths=(length, length),
+        )
+
+    def _count(self, intervals: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+        """Return how many queries' intervals (first, end, whether it counts) contain each block, [B, blocks, blocks].
+
+        It is the running sum of a table that has 1 where an interval begins and -1 where it ends.
+        """
+        rows, blocks = len(self.segments), -(-len(self.at) // BLOCK)
+        row = torch.arange(rows, device=self.at.device)[:, None] * blocks + self.at // BLOCK
+        changes = torch.zeros(rows * blocks * (blocks + 1), dtype=torch.int32, device=self.at.device)
+        for first, end, counts in intervals:
+            ones = counts.int().flatten()
+            for block, change in ((first, ones), (end, -ones)):
+                changes.index_add_(0, (row * (blocks + 1) + block).flatten(), change)
+        return changes.view(rows, blocks, blocks + 1).cumsum(-1, dtype=torch.int32)[..., :-1]
+
+
+def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of each row are true, [B, 1, blocks], and all numbers of blocks, those first."""
+    table = blocks[:, None].int()  # [B, 1, blocks, blocks]
+    order = table.argsort(dim=-1, descending=True, stable=True)
+    return table.sum(-1, dtype=torch.int32), order.int()
