@@ -120,6 +120,7 @@ def measure_on_rank(text: str, directory: str) -> None:
                 seed=job.seed,
                 precision=job.train.precision,
                 head=recipe.head,
+                frozen=True,
             )[0]
 
         model = load(run / "model")

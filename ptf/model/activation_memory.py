@@ -120,7 +120,7 @@ def _attend(of: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float, float]:
     """Return the bytes of the MLP or of the mixture of experts.
 
-    How many rows an expert gets is not known without values, so every rank is given an equal share of them.
+    A rank of a tensor group saves all rows, of which its own experts compute a part.
     """
     if block.moe is None:
         mlp = cast("nn.Module", block.mlp)
@@ -130,9 +130,9 @@ def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float,
     assert c.moe is not None
     # the meta device supports grouped products in bf16 only
     experts, rows = block.moe.experts.to(torch.bfloat16), TOKENS * c.moe.top_k
-    here = torch.empty(rows // ranks, c.dim, dtype=torch.bfloat16, requires_grad=True)
-    ends, expert = torch.empty(c.moe.experts // ranks, dtype=torch.int32), torch.empty(rows // ranks, dtype=torch.int64)
+    here = torch.empty(rows, c.dim, dtype=torch.bfloat16, requires_grad=True)
+    ends, expert = torch.empty(c.moe.experts // ranks, dtype=torch.int32), torch.empty(rows, dtype=torch.int64)
     inside = [x.element_size() / 2 * n for n in _run(experts, lambda: experts(here.clone(), ends, expert))]
     # the experts' outputs before they are weighted, the router's probabilities, indices
-    around = rows * c.dim * x.element_size() + 4 * TOKENS * c.moe.experts + 2 * 8 * rows
+    around = rows * c.dim * x.element_size() + 4 * TOKENS * c.moe.experts + 4 * 8 * rows
     return inside[0] + around / TOKENS + c.dim * x.element_size(), inside[1]

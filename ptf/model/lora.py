@@ -175,8 +175,9 @@ class Merged(Mapping[str, Tensor]):
         weight = whole(self.tensors[name])
         if (adapter := self.pairs.get(name)) is None:
             return weight
+        dtype = self.tensors[adapter.a].dtype  # fp32 where it trains, also over a base that is held in bf16
         a, b = whole(self.tensors[adapter.a]).float(), whole(self.tensors[adapter.b]).float()
-        return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
+        return (weight.float() + adapter.scale * (b @ a)).to(torch.promote_types(weight.dtype, dtype))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -1,16 +1,22 @@
 """Mixture of experts: a router sends each token to a few gated MLPs, which run as one grouped matrix product over the
 tokens sorted by expert.
 
+Sorting gives each token `top_k` rows. It is undone by the inverse permutation, so tokens are copied to rows, and rows
+added to tokens, by reading alone, forward and backward: nothing is added in an order that a GPU chooses, and the host
+never waits for a number of rows.
+
 The load-balancing loss (Fedus et al., Switch Transformers, 2021, eq. 4-6) is E · Σ over the E experts of f · P, where f
 is the number of times that the expert was chosen per token and P is its mean router probability. It is `top_k` if the
 load is even. Padding does not count.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig, MoE
@@ -30,6 +36,83 @@ class Routing:
     chosen: Tensor  # [experts] how often each expert was chosen
     probability: Tensor  # [experts] sum over tokens of the router's probabilities; has a gradient
     tokens: Tensor  # number of real tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens sorted by expert: one row for each token and each of its experts."""
+
+    order: Tensor  # [n·k] the row's place in the unsorted [n, k]
+    token: Tensor  # [n·k] the row's token
+    expert: Tensor  # [n·k] the row's expert
+    ends: Tensor  # [experts] the end of each expert's rows, int32
+    inverse: Tensor  # [n·k] for each place in the unsorted [n, k], its row
+    places: Tensor  # [n, k] each token's rows, in the order of their experts
+
+    @staticmethod
+    def of(chosen: Tensor, experts: int) -> "Rows":
+        """Sort the choices [n, k] of n tokens by expert."""
+        order = chosen.flatten().argsort(stable=True)
+        expert, here = chosen.flatten().index_select(0, order), torch.arange(len(order), device=order.device)
+        inverse = torch.empty_like(order).scatter(0, order, here)
+        # counting with `bincount` would wait for a GPU
+        every = torch.arange(experts, device=expert.device, dtype=expert.dtype)
+        ends = torch.searchsorted(expert, every, right=True, out_int32=True)
+        return Rows(order, order // chosen.shape[1], expert, ends, inverse, inverse.view_as(chosen).sort(-1).values)
+
+
+def _added(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the sums of the rows [m, ..] at the places [n, k] of each token: [n, ..]."""
+    return rows.index_select(0, places.flatten()).view(*places.shape, *rows.shape[1:]).sum(1)
+
+
+class _Spread(Function):
+    """Copies of each token's values at its places: [n, ..] → [m, ..].
+
+    `token` [m] is the token of each row, and `places` [n, k] are the rows of each token.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _added(grads[0], places), None, None
+
+
+class _Combined(Function):
+    """The sum of the rows of each token: [m, ..] → [n, ..]; the transpose of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, token: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(token)
+        return _added(y, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (token,) = ctx.saved_tensors
+        return grads[0].index_select(0, token), None, None
+
+
+class _BiasOfRows(Function):
+    """The bias of each row's expert, [experts, out] → [n, out]. The gradient sums the rows of each expert, as a grouped
+    product with ones."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return bias.index_select(0, expert)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        # grouped products need rows of a multiple of 16 bytes: one column of ones would do
+        ones = grad.new_ones(len(grad), 16 // grad.element_size())
+        return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0], None, None
 
 
 class Experts(nn.Module):
@@ -55,9 +138,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
         """Return the experts' outputs for tokens sorted by expert.
 
-        `x` is [n, dim]; `expert` [n] is the expert of each row; `ends` [experts] is the end of each expert's rows.
+        `x` is [n, dim]; `expert` [n] is the expert of each row; `ends` [experts] is the end of each expert's rows. Rows
+        after the last end have no expert; what is returned for them, and their gradient, is undefined.
         """
-        place = None
+        place, rows = None, len(x)
         if x.device.type == "cpu":
             x, ends, expert, place = _filled_up(x, ends, expert)
 
@@ -67,7 +151,7 @@ class Experts(nn.Module):
             adapter = self.adapters.get(f"{name}_proj")
             if adapter is not None and self.adapted:
                 y = y + grouped(self, adapter, h, ends)
-            return y if bias is None else y + bias[expert]
+            return y if bias is None else y + _BiasOfRows.apply(bias, expert, ends)
 
         gate, up = project("gate", x), project("up", x)
         if self.clamp is None:
@@ -75,11 +159,14 @@ class Experts(nn.Module):
         else:
             gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
             y = project("down", (up + 1) * (gate * torch.sigmoid(SWISH * gate)))
-        return y if place is None else y.index_select(0, place)
+        if place is None:
+            return y
+        y = y.index_select(0, place)
+        return y if len(y) == rows else F.pad(y, (0, 0, 0, rows - len(y)))
 
 
 def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pad the rows of each expert to a multiple of `ROW_MULTIPLE`.
+    """Pad the rows of each expert to a multiple of `ROW_MULTIPLE`, and drop those that have none.
 
     Return the padded rows, `ends` and `expert` for them, and the indices of the real rows.
 
@@ -87,6 +174,7 @@ def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor,
     not at all for multiples of 8). Without the padding, the routing of one document would change the last bits of
     another document's results.
     """
+    x, expert = x[: int(ends[-1])], expert[: int(ends[-1])]
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     filled = (counts + ROW_MULTIPLE - 1) // ROW_MULTIPLE * ROW_MULTIPLE
     later = filled.cumsum(0) - filled - (ends - counts)  # by how many rows each expert's rows move back
@@ -105,6 +193,7 @@ class MixtureOfExperts(nn.Module):
         self.config = c.moe
         self.router = parts.linear(f"{path}.router", c.dim, c.moe.experts, c.moe.bias)
         self.experts = parts.component(f"{path}.experts", Experts, c.dim, c.moe, parts, f"{path}.experts")
+        self.first = 0  # the expert that the rows begin with: under tensor parallelism this rank's first
         self.routing: Routing | None = None  # statistics of the last forward pass
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
@@ -121,18 +210,15 @@ class MixtureOfExperts(nn.Module):
             best, chosen = logits.topk(c.top_k, dim=-1)
             share = best.softmax(-1)
         self.routing = self._routing(probability, chosen, real.flatten())
-        order = chosen.flatten().argsort(stable=True)
-        expert, token = chosen.flatten()[order], order // c.top_k
-        ends = torch.bincount(expert, minlength=c.experts).cumsum(0).to(torch.int32)
-        y = self.experts(x[token], ends, expert) * share.to(x.dtype).flatten()[order, None]
-        return torch.zeros_like(x).index_add(0, token, y).view(shape)
+        rows = Rows.of((chosen - self.first) % c.experts, c.experts)
+        shares = _Spread.apply(share.to(x.dtype).flatten(), rows.order, rows.inverse[:, None])
+        y = self.experts(_Spread.apply(x, rows.token, rows.places), rows.ends, rows.expert) * shares[:, None]
+        return _Combined.apply(y, rows.token, rows.places).view(shape)
 
     def _routing(self, probability: Tensor, chosen: Tensor, real: Tensor) -> Routing:
         weight = real.float()
-        counts = torch.zeros(self.config.experts, device=real.device).index_add(
-            0, chosen.flatten(), weight.repeat_interleave(self.config.top_k)
-        )
-        return Routing(counts, weight @ probability, weight.sum())
+        picked = torch.zeros_like(probability).scatter(-1, chosen, 1.0)  # [B·T, experts] 1 where chosen
+        return Routing(weight @ picked, weight @ probability, weight.sum())
 
 
 def balance(routings: list[Routing]) -> Tensor:

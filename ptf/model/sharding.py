@@ -74,9 +74,10 @@ def parallelize(
     """Apply tensor parallelism, activation checkpointing, compilation and FSDP, in this order: each wraps the one
     before.
 
-    The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` computes in bfloat16 over fp32 master weights
-    and reductions. One process in fp32 needs no FSDP and gets none. Raise ValueError for bf16 without a mesh, because
-    FSDP keeps its master weights; UserError for a model that cannot be sharded.
+    The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` computes in bfloat16 over fp32 reductions and
+    the weights as they are held: fp32 masters of what trains. One process in fp32 needs no FSDP and gets none. Raise
+    ValueError for bf16 without a mesh, because FSDP keeps its master weights; UserError for a model that cannot be
+    sharded.
     """
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")

@@ -71,23 +71,29 @@ def normalise_and_gather(module: nn.Module, own: Callable[..., Tensor], group: P
 def mix(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, real: Tensor) -> Tensor:
     """Run a mixture of experts.
 
-    Every rank routes all tokens, and all ranks compute the balance loss, which must count once.
+    Every rank routes all tokens, and sorts its own experts' rows to the front. All ranks compute the balance loss,
+    which must count once.
     """
+    mixture: Any = module
+    mixture.first = group.rank() * (mixture.config.experts // group.size())
     out = own(x, real)
-    routing: Any = module.routing
-    module.routing = replace(routing, probability=divide_gradient(routing.probability, group))  # type: ignore[assignment]
+    mixture.routing = replace(mixture.routing, probability=divide_gradient(mixture.routing.probability, group))
     return out
 
 
 def own_experts(
     module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, ends: Tensor, expert: Tensor
 ) -> Tensor:
-    """Return the outputs of the rows of x that go to this rank's experts, and zeros for the other rows."""
+    """Return the outputs of the rows of x that go to this rank's experts, and zeros for the other rows.
+
+    The rank's own rows come first. How many they are is known on the device alone: slicing would make the host wait for
+    it in every layer. The products skip the other rows, and what lies between the products computes them in vain.
+    """
     count = len(ends) // group.size()
-    first = group.rank() * count
-    start, stop = F.pad(ends, (1, 0))[[first, first + count]].tolist()
-    y = own(x[start:stop], ends[first : first + count] - start, expert[start:stop] - first)
-    return F.pad(y, (0, 0, start, len(x) - stop))
+    ends = ends[:count]
+    mine = (torch.arange(len(x), device=x.device) < ends[-1])[:, None]
+    y = own(torch.where(mine, x, 0), ends, expert.clamp(max=count - 1))
+    return torch.where(mine, y, 0)
 
 
 @functools.cache

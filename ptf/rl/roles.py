@@ -82,9 +82,8 @@ class FrozenModel:
         self.world, self.width, self.micro_rows = world, width, micro_rows
         self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.model, self.family = load_model(
-            Path(directory), world, spec, seed=seed, precision=precision, head=self.head
+            Path(directory), world, spec, seed=seed, precision=precision, head=self.head, frozen=True
         )
-        self.model.requires_grad_(False)
 
     @broadcast
     def offload(self) -> None:

@@ -35,9 +35,8 @@ def export_adapter(
     head = "scalar" if model.config.head == "scalar" else "lm"
 
     def load(directory: Path, section: ModelConfig) -> Decoder:
-        return load_model(
-            directory, world, section.model_copy(update={"init": "pretrained"}), seed=0, precision=precision, head=head
-        )[0]
+        pretrained = section.model_copy(update={"init": "pretrained"})
+        return load_model(directory, world, pretrained, seed=0, precision=precision, head=head, frozen=True)[0]
 
     is_fp32 = precision == "fp32" and bridge.export_dtype(merged) == bridge.DTYPES["float32"]
     refuse_difference(

@@ -34,7 +34,7 @@ from ptf.recipes import registry
 from ptf.recipes.protocol import Companion
 from ptf.train.companions import forward_flops, needs_weights
 from ptf.train.components import parts_of
-from ptf.train.trainable import freeze
+from ptf.train.trainable import freeze, frozen_dtype
 
 GIB = 2.0**30
 
@@ -43,7 +43,7 @@ GIB = 2.0**30
 class Memory:
     """Bytes on one GPU at the peak of a step."""
 
-    weights: float  # fp32 shards
+    weights: float  # shards: fp32 of what trains, and of the others as they are held
     gradients: float  # fp32 shards, of what trains
     optimizer: float  # AdamW's two averages
     # whole blocks in the type of the computation: two while they are prefetched, one's gradients, and the root's
@@ -106,6 +106,7 @@ class _Run:
     rows: int
     width: int
     element: int  # bytes
+    frozen: int  # bytes of an element that does not train
     companions: float = 0.0  # weights of the frozen models, as a multiple of this model's
     companion_gathered: int = 0  # gathered elements of the largest of them: two blocks, embedding and head
     softcapped: bool = False  # whether the head keeps the slope of every logit of a chunk
@@ -127,7 +128,9 @@ class _Run:
         logits = chunk * (1 + (self.element == 2) / 2 + self.softcapped) + 2 * tokens * dim * self.element
         head = (4 + self.element) * sizes.head if sizes.root_trained else 0
         return Memory(
-            4.0 * sizes.here * (1 + self.companions),
+            4.0 * sizes.trained
+            + self.frozen * float(sizes.here - sizes.trained)
+            + self.element * sizes.here * self.companions,
             4.0 * sizes.trained,
             8.0 * sizes.trained,
             gathered,
@@ -176,10 +179,9 @@ def budget(
     ]
     companions = sum(other.here for other in own) / sizes.here
     gathered = max((2 * other.block + other.root for other in own), default=0)
-    softcapped = model.config.softcap is not None
-    run = _Run(
-        job.train.activation_checkpointing, rows, job.data.seq_len, dtype.itemsize, companions, gathered, softcapped
-    )
+    held = frozen_dtype(directory, precision, exported=True).itemsize
+    recomputed, softcapped = job.train.activation_checkpointing, model.config.softcap is not None
+    run = _Run(recomputed, rows, job.data.seq_len, dtype.itemsize, held, companions, gathered, softcapped)
     tokens, lengths = job.train.sequences * job.data.seq_len, [job.data.seq_len] * job.train.sequences
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     memory, room = run.memory(sizes, layers, model.config.dim), room_gib * GIB

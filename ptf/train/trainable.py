@@ -7,10 +7,13 @@ A pattern matches a parameter or any module that contains it, for example `embed
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from pathlib import Path
 
+import torch
 from torch import nn
 
 from ptf.errors import UserError
+from ptf.model import bridge
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
@@ -49,3 +52,21 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
         }
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in free or any(fits(name, pattern) for pattern in patterns or ()))
+
+
+def frozen_dtype(directory: Path, precision: str, *, exported: bool) -> torch.dtype:
+    """Return the dtype in which weights that do not train are held.
+
+    In bf16 the computation rounds them to it anyway. Weights that are `exported` must also lose nothing of the
+    checkpoint in `directory`, into which adapters are merged; a checkpoint stored in bf16 has nothing to lose.
+    """
+    if precision == "bf16" and (not exported or bridge.export_dtype(directory) == torch.bfloat16):
+        return torch.bfloat16
+    return torch.float32
+
+
+def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Set the dtype of the weights that do not train; call it after `freeze`, before the model is sharded."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)

@@ -25,7 +25,7 @@ from ptf.recipes.protocol import Recipe
 from ptf.train.components import parts_of, report
 from ptf.train.device_batches import on_device
 from ptf.train.optim import Schedule, adamw, groups
-from ptf.train.trainable import freeze
+from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 
 
 def load_model(
@@ -38,16 +38,20 @@ def load_model(
     head: Literal["lm", "scalar"] = "lm",
     recomputed: Recompute = "none",
     compiled: bool = False,
+    frozen: bool = False,
 ) -> tuple[Decoder, Family]:
     """Build a sharded model with its weights, read from the directory or drawn from the seed.
 
     What it has beyond the checkpoint (a new scalar head, components of the user's own) is drawn from the seed and
-    reported.
+    reported. Nothing trains of a `frozen` model, and its weights are held in the type of the computation.
     """
     if spec.backend == "hf":
-        return _load_foreign(directory, world, spec, seed=seed, precision=precision, head=head, recomputed=recomputed)
+        return _load_foreign(
+            directory, world, spec, seed=seed, precision=precision, head=head, recomputed=recomputed, frozen=frozen
+        )
     model, family = bridge.build(directory, head=head, parts=parts_of(spec, adapted=True))
     freeze(model, family, spec.trainable)
+    _hold(model, directory, precision, frozen=frozen)
     parallelize(model, world.mesh, precision, recomputed=recomputed, compiled=compiled)
     bridge.materialize(model, world.device)
     if spec.init == "random":
@@ -59,8 +63,23 @@ def load_model(
     return model, family
 
 
+def _hold(model: nn.Module, directory: Path, precision: str, *, frozen: bool) -> None:
+    """Set the dtypes of the parameters: masters in fp32 of what trains, the others as narrow as loses nothing."""
+    if frozen:
+        model.requires_grad_(False)
+    hold_frozen(model, frozen_dtype(directory, precision, exported=not frozen))
+
+
 def _load_foreign(
-    directory: Path, world: World, spec: ModelConfig, *, seed: int, precision: str, head: str, recomputed: Recompute
+    directory: Path,
+    world: World,
+    spec: ModelConfig,
+    *,
+    seed: int,
+    precision: str,
+    head: str,
+    recomputed: Recompute,
+    frozen: bool,
 ) -> tuple[Decoder, Family]:
     from ptf.model import hf_backend
 
@@ -69,6 +88,7 @@ def _load_foreign(
     foreign, family = hf_backend.build(directory)
     model = cast("Decoder", foreign)  # it has Decoder's interface
     freeze(model, family, spec.trainable)
+    _hold(model, directory, precision, frozen=frozen)
     parallelize(model, world.mesh, precision, recomputed=recomputed)
     hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
     return model, family

@@ -42,7 +42,8 @@ class HostSyncs(TorchDispatchMode):
             if function is aten.nonzero.default:
                 return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
             if function is aten.bincount.default:
-                return args[0].new_empty(kwargs.get("minlength", 1), dtype=torch.int64)
+                least = args[2] if len(args) > 2 else kwargs.get("minlength", 1)
+                return args[0].new_empty(least, dtype=torch.int64)
         result = function(*args, **kwargs)
         if function in (aten._to_copy.default, aten.copy_.default) and result.device.type == "cpu":
             self.counts["copy to the CPU"] += 1

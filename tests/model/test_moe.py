@@ -28,7 +28,7 @@ def mixture(**more: object) -> MixtureOfExperts:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_experts_equal_a_loop(bias: bool, dtype: torch.dtype) -> None:
     layer = mixture(bias=bias).to(dtype)
-    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     found = layer(x, torch.ones(2, 9, dtype=torch.bool))
     e = layer.experts
     share, chosen = layer.router(x).softmax(-1, dtype=torch.float32).topk(2, -1)
@@ -42,7 +42,13 @@ def test_grouped_experts_equal_a_loop(bias: bool, dtype: torch.dtype) -> None:
         )
         y = F.linear(F.silu(gate) * up, e.down_proj[i], e.down_bias[i] if bias else None)
         expected[b, t] += share[b, t, k].to(dtype) * y
-    assert (found - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 5e-2) * expected.abs().max()
+    bound = 1e-5 if dtype == torch.float32 else 5e-2
+    assert (found - expected).abs().max() <= bound * expected.abs().max()
+    names, tensors = zip(("x", x), *layer.named_parameters(), strict=True)
+    upstream = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
+    gradients = [torch.autograd.grad((y * upstream).sum(), tensors, retain_graph=True) for y in (found, expected)]
+    for name, ours, theirs in zip(names, *gradients, strict=True):
+        assert (ours - theirs).abs().max() <= bound * theirs.abs().max(), name
 
 
 def test_balance_equals_transformers() -> None:

@@ -131,6 +131,18 @@ def test_lora_has_no_gradients_of_what_is_frozen(tmp_path) -> None:
     assert 0.5 * whole.flops < adapted.flops < 0.75 * whole.flops
 
 
+def test_weights_that_do_not_train_take_two_bytes_where_nothing_is_lost(tmp_path) -> None:
+    lora = {"lora": {"rank": 8}}
+    for dtype, precision, size in (
+        ("bfloat16", "bf16", 2),
+        ("float32", "bf16", 4),
+        ("float16", "bf16", 4),
+        ("bfloat16", "fp32", 4),
+    ):
+        found = planned(tmp_path, {**DENSE, "dtype": dtype}, 1, model=lora, precision=precision)
+        assert found.memory.weights == 4 * found.trained + size * (found.parameters - found.trained), (dtype, precision)
+
+
 def test_a_reference_has_weights_of_its_own_unless_adapters_make_it_the_model(tmp_path) -> None:
     def plan(recipe: str, lora: dict | None = None) -> Budget:
         text = job(directory(tmp_path, DENSE), model={"lora": lora} if lora else None).replace(
@@ -139,7 +151,7 @@ def test_a_reference_has_weights_of_its_own_unless_adapters_make_it_the_model(tm
         return budget(loads(text), tmp_path, 1)
 
     sft, dpo, adapted, own = plan("sft"), plan("dpo"), plan("sft", {"rank": 4}), plan("dpo", {"rank": 4})
-    assert dpo.memory.weights == 2 * sft.memory.weights
+    assert dpo.memory.weights == 1.5 * sft.memory.weights  # in bf16
     assert dpo.memory.gradients == sft.memory.gradients
     assert own.memory == adapted.memory
     assert dpo.flops / sft.flops == pytest.approx(4 / 3)  # a forward pass more
@@ -162,7 +174,7 @@ def test_a_teacher_counts_as_large_as_it_is_unless_it_was_asked_ahead(tmp_path) 
         plan(),
         plan(top_k=8, precomputed=True),
     )
-    assert beside.memory.weights == sft.memory.weights + alone.memory.weights
+    assert beside.memory.weights == sft.memory.weights + alone.memory.weights / 2
     assert beside.memory.gradients == sft.memory.gradients
     assert beside.flops - sft.flops == pytest.approx(alone.flops / 3)
     assert ahead.memory == sft.memory

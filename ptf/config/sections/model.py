@@ -67,7 +67,8 @@ class ModelConfig(Section):
     """An output head of your own, with its loss (ptf.model.custom_head);
     its tensors are exported to `head.safetensors`."""
     lora: LoraConfig | None = None
-    """Train adapters (LoRA). The run writes them to `adapter` (PEFT), and the merged model to `model`."""
+    """Train adapters (LoRA). The run writes them to `adapter` (PEFT), and the merged model to `model`: each adapter is
+    added in fp32 to the weight as the checkpoint stores it, and the sum is rounded once, to the checkpoint's dtype."""
     trainable: Patterns | None = None
     """Patterns of unified names of what trains (`embed`, `layers.*.attn`). Default: everything. With `lora` the
     adapters always train, and these patterns add to them."""
