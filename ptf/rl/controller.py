@@ -18,7 +18,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
-from ptf.config.sections.rollout import LOGPROB_BOUND
+from ptf.config.logprob_limits import logprob_limits
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
@@ -26,9 +26,9 @@ from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, sam
 from ptf.errors import Stopped, UserError
 from ptf.recipes.protocol import Online
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
+from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.rewards.functions import Rewards, score_groups
 from ptf.rl.rewards.model import RewardModelClient
-from ptf.rl.roles import check_logprob_difference
 from ptf.rl.samples import Samples
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
@@ -79,7 +79,7 @@ class Controller:
         self.validation_rewards = validation_rewards or rewards
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
-        self.bound = self.rollout_config.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
+        self.limits = logprob_limits(job)
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)
         self.stop_signal = StopSignal(run)
@@ -223,14 +223,16 @@ class Controller:
         """Add the values per sampled token that the recipe needs: old log-probs, frozen models' log-probs, values.
 
         Also returns metrics of the difference between the engine's and the trainer's log-probs, if the trainer's are
-        computed. Raises SyncError if the largest difference exceeds `rollout.max_logprob_diff`.
+        computed. Raises SyncError if they exceed the limits of the section `rollout`.
         """
         metrics: dict[str, float] = {}
         if self.needs_old_logprobs:
             with self.cluster.phase(self.policy, "logprobs"):
-                groups, difference = self.annotate(groups, self.policy, "old_logprobs")
-            check_logprob_difference(self.step, float(difference.max()), self.bound)
-            metrics = {"logprob_diff": float(difference.max()), "logprob_diff_mean": float(difference.mean())}
+                groups, differences = self.annotate(groups, self.policy, "old_logprobs")
+            difference = LogprobDifference.of(differences, self.limits.bound)
+            what = f"step {self.step}: the engine's and the trainer's log-probs of the sampled tokens"
+            difference.refuse(self.limits, what)
+            metrics = difference.metrics()
         for name, scorer in self.scorers.items():
             with self.cluster.phase(scorer, name):
                 # with LoRA, the policy without its adapters is its own reference
@@ -265,9 +267,9 @@ class Controller:
                 results = self.critic.call("update", minibatches, self.step)
             metrics |= {f"critic_{name}": value for name, value in results.items()}
         if self.step >= self.warmup:
-            bound = None if self.needs_old_logprobs else self.bound
+            limits = None if self.needs_old_logprobs else self.limits
             with self.cluster.phase(self.policy, "update"):
-                results = self.policy.call("update", minibatches, self.step, bound)
+                results = self.policy.call("update", minibatches, self.step, limits)
             metrics |= {name.removeprefix("max_"): value for name, value in results.items()}
         return metrics
 
@@ -314,7 +316,7 @@ class Controller:
             with self.cluster.phase(self.rollout, "sync"):
                 receipt = self.rollout.call("load", weights, manifest)
         with self.cluster.phase(self.rollout, "sync"):
-            worst = self.rollout.call("canary", self.canary, expected, self.bound)
+            worst = self.rollout.call("canary", self.canary, expected, self.limits)
         if receipt.version != self.step or receipt.tensors != len(manifest.digests):
             raise SyncError(
                 f"step {self.step}: the engine acknowledged version {receipt.version} with {receipt.tensors} tensors "

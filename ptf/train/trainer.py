@@ -83,8 +83,13 @@ def forget_forwards(frozen: nn.Module) -> None:
         frozen.reset_iter_state()
 
 
-LARGEST = "max_"  # prefix of metrics that are the largest value of any rank, not means
+LARGEST = ("max_", "_max")  # beginning and end of metrics that are the largest value of any rank, not means
 Means = tuple[dict[str, float], float]  # metrics as means over all ranks, and the denominator
+
+
+def is_largest(metric: str) -> bool:
+    """Return whether a metric is the largest value of any rank, not a mean."""
+    return metric.startswith(LARGEST[0]) or metric.endswith(LARGEST[1])
 
 
 class Trainer:
@@ -115,9 +120,9 @@ class Trainer:
         `step` sets the learning rate. `rows`: the numbers of the rows in the global step, for trainers that need them.
         `check` is called with the metrics before any weight changes; an exception that it raises ends the step.
 
-        Metrics are means: sums over all ranks divided by the recipe's denominator (names that begin with `max_`: the
-        largest value). If the denominator is 0, only `denominator` (0) is returned and no weight changes. Raises
-        FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
+        Metrics are means: sums over all ranks divided by the recipe's denominator (names that begin with `max_` or
+        end with `_max`: the largest value). If the denominator is 0, only `denominator` (0) is returned and no weight
+        changes. Raises FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
@@ -172,13 +177,11 @@ class Trainer:
                 previous = totals.get(name, torch.zeros((), dtype=torch.float64))
                 # NaN becomes infinity, because collectives may drop a NaN from a maximum
                 totals[name] = (
-                    torch.maximum(previous, value.nan_to_num(nan=math.inf))
-                    if name.startswith(LARGEST)
-                    else previous + value
+                    torch.maximum(previous, value.nan_to_num(nan=math.inf)) if is_largest(name) else previous + value
                 )
-        means = {name: value for name, value in totals.items() if not name.startswith(LARGEST)}
+        means = {name: value for name, value in totals.items() if not is_largest(name)}
         sums = world.sum(torch.stack(list(means.values())))
-        largest = {name: world.max(float(value)) for name, value in totals.items() if name.startswith(LARGEST)}
+        largest = {name: world.max(float(value)) for name, value in totals.items() if is_largest(name)}
         return {
             name: float(value) / denominator for name, value in zip(means, sums, strict=True)
         } | largest, denominator

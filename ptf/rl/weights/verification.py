@@ -22,7 +22,7 @@ Buckets = Iterable[Bucket]
 LIKELY_CAUSES = (
     "Either the engine computes otherwise, for example with another precision or attention kernel, or it did not load "
     "the weights that were sent. `ptf check-engine` compares an engine with ptf's own forward pass; if the difference "
-    "is one of precision, use the same precision for both or raise rollout.max_logprob_diff"
+    "is one of precision, use the same precision for both or raise the limit"
 )
 
 
