@@ -32,7 +32,7 @@ from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.samples import Samples
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
-from ptf.rl.weights.transports import TRANSPORTS
+from ptf.rl.weights.transports import TRANSPORTS, chosen
 from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import refuse_frozen_changes
 
@@ -80,6 +80,7 @@ class Controller:
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
         self.limits = logprob_limits(job)
+        self.transport = chosen(job, cluster.gpu)
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)
         self.stop_signal = StopSignal(run)
@@ -294,13 +295,13 @@ class Controller:
         The digests of the received tensors, the version, and the engine's log-probs of fixed prompts are verified.
         Raises SyncError if one of them is wrong.
         """
-        transport, directory = TRANSPORTS[self.rollout_config.transport], str(self.directory / SYNC)
+        transport, directory = TRANSPORTS[self.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("score", self.canary)
             if transport.streams:
                 engines = self.rollout_config.workers * self.rollout_config.tensor
-                arguments = (self.rollout_config.transport, self.step, engines, self.job.compute.timeout_s)
+                arguments = (self.transport, self.step, engines, self.job.compute.timeout_s)
                 weights, manifest = self.policy.call("open_transfer", *arguments)
             else:
                 arguments = (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -237,7 +238,7 @@ class Learner:
         form = PeftFormat(self.model, self.family) if adapter else None
         if form and (obstacles := form.obstacles()):
             raise UserError(f"rollout.lora: an adapter cannot hold {abbreviated(obstacles)}; use merged")
-        tensors = form.tensors() if form else bridge.hf_tensors(self.model, self.family)
+        tensors = form.tensors() if form else self._sent_tensors()
         if not self.world.leads:
             for _ in tensors:  # take part in the gathering
                 pass
@@ -260,12 +261,18 @@ class Learner:
     @broadcast
     def send(self, version: int) -> None:
         """Send all tensors by Hugging Face name to the engines that read the transfer that `open_transfer` returned."""
-        tensors = bridge.hf_tensors(self.model, self.family)
+        tensors = self._sent_tensors()
         if self.sender:
             self.sender.send(version, tensors)
         else:
             for _ in tensors:  # take part in the gathering
                 pass
+
+    def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors by Hugging Face name in the dtype that the engines compute in, which rounds as they do."""
+        for name, tensor in bridge.hf_tensors(self.model, self.family):
+            rounded = self.precision == "bf16" and tensor.dtype == torch.float32
+            yield name, tensor.to(torch.bfloat16) if rounded else tensor
 
     @broadcast
     def save(self, directory: str) -> checkpoint.Entries:

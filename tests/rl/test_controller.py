@@ -242,6 +242,21 @@ def test_an_engine_that_computes_with_other_weights_is_caught_by_the_canary(raw,
     assert 3 not in seen
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_are_sent_in_the_precision_of_the_engine(raw, monkeypatch, precision, dtype):
+    sent = []
+
+    def seen(call, buckets, manifest):
+        sent.extend(tensor for bucket in buckets for _, tensor in bucket)
+        return call(buckets, manifest)
+
+    intercept(monkeypatch, "load", seen)
+    raw["train"] |= {"precision": precision, "steps": 1, "validate_every": 0}
+    train(raw)
+    assert sent
+    assert {tensor.dtype for tensor in sent} == {dtype}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tensor_that_the_native_engine_did_not_load_is_found_in_what_it_holds(raw, monkeypatch, precision):
     """The tensors arrive, and one of them is not copied; the difference is far below what log-probs show."""

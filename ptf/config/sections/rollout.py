@@ -85,19 +85,21 @@ class RolloutConfig(Section):
     lora: Literal["merged", "adapter"] = "merged"
     """What is sent of a policy with `model.lora`: the merged model, or the adapter alone, which the engine applies to
     the base model."""
-    transport: Literal["object_store", "path", "ipc", "nccl"] = free("object_store")
-    """How new weights reach the engines. `object_store`: as a whole model, through host memory. The other three send
-    them in buckets, so that neither the policy nor vLLM holds a second copy of the model (the native engine does).
-    `path`: through files in the run's directory, which engines on other machines must be able to read. `ipc`: through
-    memory of the GPU that policy and engine share. `nccl`: from GPU to GPU."""
+    transport: Literal["auto", "object_store", "path", "ipc", "nccl"] = free("auto")
+    """How new weights reach the engines, in the precision that they compute in. `auto`: on GPUs with
+    `compute.launcher: ray` the first of `ipc`, `nccl` and `path` that the job can use, otherwise `object_store`.
+    `object_store`: as a whole model, through host memory. The other three send them in buckets, so that neither the
+    policy nor vLLM holds a second copy of the model (the native engine does). `path`: through files in the run's
+    directory, which engines on other machines must be able to read. `ipc`: through memory of the GPU that policy and
+    engine share. `nccl`: from GPU to GPU."""
     max_logprob_diff_mean: PositiveFloat | None = free(None)
     """Largest permitted mean of the differences between the engine's and the trainer's log-probs of the sampled tokens;
-    above it the run stops before the update. Default: 1e-4 in fp32, 0.1 in bf16."""
+    above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
     logprob_diff_bound: PositiveFloat | None = free(None)
     """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
     fp32, 0.5 in bf16."""
     max_logprob_diff_share: Fraction | None = free(None)
-    """Largest permitted share of such tokens; above it the run stops before the update. Default: 0 in fp32, 0.02 in
+    """Largest permitted share of such tokens; above it the run stops before the update. Default: 0 in fp32, 0.05 in
     bf16."""
     max_no_result: Fraction = 0.1
     """Largest permitted share of answers without a reward in a step; above it the run stops."""
