@@ -132,11 +132,14 @@ class Controller:
         """
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
-        for _ in range(rollout_config.max_rounds if rollout_config.zero_variance_groups == "replace" else 1):
+        rounds = rollout_config.max_rounds if rollout_config.zero_variance_groups == "replace" else 1
+        for number in range(rounds):
             prompts = [next(self.prompts) for _ in range(rollout_config.prompts - len(usable))]
             limits = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
             with self.cluster.phase(self.rollout, "rollout"):
                 groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", *limits)
+                if number == rounds - 1:  # before a reward model has the engine offloaded
+                    self.rollout.call("expect_weights")
             began = time.perf_counter()
             groups = score_groups(self.rewards, groups)
             reward_s += time.perf_counter() - began
@@ -150,6 +153,7 @@ class Controller:
                 else [group for group in groups if rewards_differ(group)]
             )
             if len(usable) == rollout_config.prompts:
+                self.rollout.call("expect_weights")
                 break
         metrics = self.outcome_metrics(sampled) | {"reward_retries": self.take_retries()}
         if not usable:

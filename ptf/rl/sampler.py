@@ -171,6 +171,12 @@ class Sampler:
         return difference.largest
 
     @broadcast
+    def expect_weights(self) -> None:
+        """Let the engine know that new weights come before it generates again."""
+        if hasattr(self.engine, "expect_weights"):  # an engine that has no use for it has no such method
+            self.engine.expect_weights()
+
+    @broadcast
     def offload(self) -> None:
         """See Role.offload."""
         self.engine.sleep()

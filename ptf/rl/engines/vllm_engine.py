@@ -136,6 +136,8 @@ class VLLMEngine:
         self.vocab = self.engine.model_config.get_vocab_size()
         self.unusable: str | None = None
         self._asleep: set[str] = set()
+        self._weights_follow = False
+        self.adapted = lora_rank is not None
         self._ids = itertools.count()
         self._queue: deque[tuple[Request, asyncio.Future[Call]]] = deque()
         self._running: dict[str, tuple[Request, asyncio.Future[Call]]] = {}
@@ -292,7 +294,7 @@ class VLLMEngine:
             self.unusable = f"weight sync {manifest.version} failed half way: {error!r}"
             raise SyncError(f"{self.unusable}; this engine cannot be used any more, start a new one") from error
         self._forget_prefixes()
-        self.version, self.unusable = manifest.version, None
+        self.version, self.unusable, self._weights_follow = manifest.version, None, False
         return receipt
 
     def _adapt(self, buckets: Buckets, manifest: Manifest) -> None:
@@ -309,10 +311,27 @@ class VLLMEngine:
     def sleep(self) -> None:
         """See RolloutEngine."""
         self._refuse_if_busy("sleep")
-        if not on_cpu():
-            self._forget_prefixes()
-            self.engine.sleep(level=1)  # weights to host memory, the cache is dropped
-            self._asleep = {"weights", "kv_cache"}
+        if on_cpu():
+            return
+        self._forget_prefixes()
+        level = self.sleep_level()
+        self.engine.sleep(level=level)
+        self._asleep = {"weights", "kv_cache"}
+        if level == 2:
+            self.unusable = "it discarded its weights when it slept, and no new ones have come"
+
+    def sleep_level(self) -> int:
+        """Return vLLM's level of sleep: 1 keeps the weights in host memory, 2 discards them.
+
+        They are discarded where a sync replaces all of them before they are used again. An adapter replaces none, and
+        tensors beside the language model are never sent.
+        """
+        carried = self.names.optional - self.names.required
+        return 2 if self._weights_follow and not self.adapted and not carried else 1
+
+    def expect_weights(self) -> None:
+        """Note that new weights come before anything else is generated, so that `sleep` need not keep these."""
+        self._weights_follow = True
 
     def wake(self) -> None:
         """Load the weights; the cache follows with the first request, because the policy, which sends new weights, may
