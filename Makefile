@@ -127,6 +127,9 @@ mutations: setup                         ## 150 small faults put into ptf, and t
 same-bits: setup                         ## final weights of tiny jobs of every kind beside those on record
 	$(PY) benchmarks/same_bits.py
 
+logprob-guard: setup                     ## log-probs of engine and trainer, rounding beside wrong tensors, on where the ledger ends; writes benchmarks/results/logprob_guard.md
+	$(PY) benchmarks/logprob_guard.py $(if $(NIGHTLY),--minutes $(MINUTES))
+
 resumes: setup                           ## 100 times two resumes of one run at once, on files and on S3; writes benchmarks/results/two_resumes.md
 	$(PY) benchmarks/two_resumes.py $(if $(NIGHTLY),--trials 10)
 

@@ -94,7 +94,7 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
         gain = found["GRPO"]["metrics"]["test/pass@1"] - sft["test/pass@1"]
         gains.append(gain)
         rows.append(f"| {seed} | {start:.3f} | " + " | ".join(cells) + f" | {100 * gain:+.1f} |")
-    diffs = [row["logprob_diff"] for found in every.values() for row in found["GRPO"]["rows"]]
+    diffs = [row["logprob_diff_max"] for found in every.values() for row in found["GRPO"]["rows"]]
     times = []
     for name in names:
         runs = [f[name] for f in every.values() if name in f]

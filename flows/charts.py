@@ -8,7 +8,12 @@ from typing import Any
 
 POINTS = 500  # most points in one chart, since the page contains the data
 # column → chart; the chart of any other column is its name up to the first slash
-SHARES = {"reward_std": "reward", "kl_old": "kl", "kl_reference": "kl", "logprob_diff_mean": "logprob_diff"}
+SHARES = {
+    "reward_std": "reward",
+    "kl_old": "kl",
+    "kl_reference": "kl",
+    **dict.fromkeys(("logprob_diff_mean", "logprob_diff_share", "logprob_diff_max"), "logprob_diff"),
+}
 FIRST = (
     "loss",
     "reward",

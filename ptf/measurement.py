@@ -4,6 +4,7 @@
 metrics.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import torch
 
 from ptf import gate, storage
 from ptf.compute.launch import default_threads, needs_ray, on_ray
-from ptf.compute.world import World, joined
+from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plugin import bind
 from ptf.config.section import Plug
@@ -33,7 +34,7 @@ from ptf.rl.cluster import Pool, RoleGroup
 from ptf.rl.job_cluster import job_cluster
 from ptf.rl.prompts import held_out_prompts
 from ptf.rl.rewards.functions import RewardWorkers
-from ptf.rl.rollout_role import rewards_of, sampler_spec, trie_of
+from ptf.rl.rollout_role import evaluation_engine, rewards_of, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
 from ptf.train.companions import checkpoint_section, load_companions
@@ -237,6 +238,14 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 
     return sum(gaps) / len(truth)
 
 
+def _engine_here(job: Job) -> str | Plug:
+    """Return the engine that generates held-out answers on this machine, and print its name."""
+    gpu = pick_device(job.compute.device).type == "cuda"
+    engine = evaluation_engine(job, gpu, importlib.util.find_spec("vllm") is not None)
+    print(f"evaluate: engine={engine.use if isinstance(engine, Plug) else engine}", flush=True)
+    return engine
+
+
 def measure_answers(job: Job, run: Path) -> dict[str, float]:
     """Return pass@1, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
     `evaluate.starting_model`, also those of the model that training started from.
@@ -263,15 +272,16 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
         length = max(length, job.data.seq_len)
     try:
         pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
+        engine = _engine_here(job)
         # the native engine runs in this process
-        with job_cluster(job, run, [pool], local=evaluate_config.engine == "native") as cluster:
+        with job_cluster(job, run, [pool], local=engine == "native") as cluster:
             for prefix, directory in models.items():
                 spec = sampler_spec(
                     job,
                     directory,
                     tokenizer_path,
                     run,
-                    engine=evaluate_config.engine,
+                    engine=engine,
                     version=0,
                     workers=1,
                     length=length,

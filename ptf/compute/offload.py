@@ -9,22 +9,51 @@ import ctypes
 import gc
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+Waiting = list[tuple[torch.UntypedStorage, int, Tensor | None]]
+SLAB_BYTES = 256 << 20  # a power of two: torch rounds up each allocation of page-locked memory to one
+
+
+class PinnedMemory:
+    """Page-locked host memory, from which a GPU copies at the full speed of its link. It grows by slabs and is never
+    freed, because allocating it takes longer than a copy."""
+
+    def __init__(self) -> None:
+        self.slabs: list[Tensor] = []
+
+    def parts(self, first: int, size: int) -> Iterator[tuple[Tensor, int]]:
+        """Yield the memory of bytes `first` to `first + size`, in parts, each with its offset from `first`."""
+        at = first
+        while at < first + size:
+            number, start = divmod(at, SLAB_BYTES)
+            while len(self.slabs) <= number:
+                self.slabs.append(self.allocate(SLAB_BYTES))
+            part = self.slabs[number][start : min(SLAB_BYTES, start + first + size - at)]
+            yield part, at - first
+            at += len(part)
+
+    @staticmethod
+    def allocate(size: int) -> Tensor:
+        """Return a new slab."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
 
 class OffloadedTensors:
-    """The offloaded tensors of one role on one worker: in a file, or in host memory if `file` is None."""
+    """The offloaded tensors of one role on one worker: in a file, or in host memory if `file` is None. The host memory
+    of tensors of a GPU is page-locked and used again by the next offload."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
+        self.pinned = PinnedMemory()
         self.digest = b""
-        # storage, its size in bytes, and its copy if there is no file
-        self.waiting: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        # storage, its size in bytes, and its copy if that is neither in the file nor in `pinned`
+        self.waiting: Waiting = []
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Empty the storages of these tensors, which nothing may read until `restore`; tensors that are offloaded
@@ -45,11 +74,14 @@ class OffloadedTensors:
                 f"{fixed} of {len(distinct)} tensors have memory that torch does not own, or that was shared with "
                 "NumPy, so it cannot be freed"
             )
+        pinned = self.uses_pinned_memory(distinct.values())
         waiting = [
-            (storage, storage.nbytes(), None if self.file else _bytes(storage).to("cpu", copy=True))
+            (storage, storage.nbytes(), None if self.file or pinned else _bytes(storage).to("cpu", copy=True))
             for storage in distinct.values()
         ]
-        if self.file:
+        if pinned:
+            self._copy_pinned(waiting, restoring=False)
+        elif self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self.digest = self._write(self.file, [storage for storage, _, _ in waiting])
@@ -61,8 +93,30 @@ class OffloadedTensors:
         self.waiting = waiting
         release_freed_memory()
 
+    def uses_pinned_memory(self, storages: Iterable[torch.UntypedStorage]) -> bool:
+        """Return whether these storages are copied to page-locked memory: those of a GPU, without a file."""
+        return self.file is None and any(storage.device.type == "cuda" for storage in storages)
+
+    def _copy_pinned(self, waiting: Waiting, restoring: bool) -> None:
+        """Copy all storages to page-locked memory, one behind the other, or back."""
+        first = 0
+        for storage, size, _ in waiting:
+            values = _bytes(storage)
+            for part, offset in self.pinned.parts(first, size):
+                inner = values[offset : offset + len(part)]
+                _ = inner.copy_(part, non_blocking=True) if restoring else part.copy_(inner, non_blocking=True)
+            first += size
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     def restore(self) -> None:
         """Fill the storages again. Raises OSError or RuntimeError if the file is not what was written."""
+        if self.uses_pinned_memory(storage for storage, _, _ in self.waiting):
+            for storage, size, _ in self.waiting:
+                storage.resize_(size)
+            self._copy_pinned(self.waiting, restoring=True)
+            self.waiting = []
+            return
         sha = hashlib.sha256()
         with open(self.file, "rb") if self.file and self.waiting else contextlib.nullcontext() as file:
             for storage, size, copy in self.waiting:

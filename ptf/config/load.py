@@ -167,7 +167,12 @@ def resolve(
 
 def frozen_differences(old: Job, new: Job) -> list[str]:
     """Return the changes that a resume does not allow, each as `key: old → new`. Keys below a free key are free."""
-    return list(_differences(old, new, ""))
+    return list(_differences(_in_force(old), _in_force(new), ""))
+
+
+def _in_force(job: Job) -> Job:
+    """Return the job with the values of its algorithm's keys that depend on other keys."""
+    return job.model_copy(update={"algo": job.algo.in_force(job)}) if isinstance(job.algo, Knobs) else job
 
 
 ABSENT = object()

@@ -21,6 +21,7 @@ KEYS = {
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
+    "rollout.max_logprob_diff": "rollout.logprob_diff_bound",
     "rollout.processes": "rollout.reward_processes",
     "rollout.retries": "rollout.reward_retries",
     "train.checkpointing": "train.activation_checkpointing",

@@ -212,7 +212,8 @@ def foreign_model(job: Job) -> list[str]:
         "model.lora": job.model.lora is not None,
         "compute.mesh.tensor": job.compute.mesh.tensor > 1,
         "rollout.engine: native": job.rollout is not None and job.rollout.engine == "native",
-        "evaluate.engine: native": bool(job.evaluate.sources) and job.evaluate.engine == "native",
+        "evaluate.engine: native": bool(job.evaluate.sources)
+        and (job.evaluate.engine == "native" or (job.evaluate.engine == "auto" and job.compute.launcher != "ray")),
     }
     return [f"{key} is not there with model.backend: hf" for key, there in uses.items() if there]
 

@@ -86,6 +86,10 @@ class Knobs(Section):
         """One line for each broken rule that involves this algorithm; it begins with the key to change."""
         return []
 
+    def in_force(self, job: "Job") -> "Knobs":
+        """Return these keys, with `auto` replaced by what it is for the job."""
+        return self
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of the recipe's class; a key `loss` is its `loss_type`, because `loss` is its method."""
         return {"loss_type" if name == "loss" else name: getattr(self, name) for name in type(self).model_fields}

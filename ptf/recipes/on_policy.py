@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
+IMPORTANCE = {"fp32": None, "bf16": 2.0}  # what `max_importance: auto` is; 2 as in Yao et al. 2025
+
+
 class PolicyKnobs(Knobs):
     """The clipped objective, which all recipes with rollouts share."""
 
@@ -17,9 +20,9 @@ class PolicyKnobs(Knobs):
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    max_importance: PositiveFloat | None = None
+    max_importance: PositiveFloat | Literal["auto"] | None = "auto"
     """Weigh each token by the ratio of the trainer's to the engine's probability, up to this value; null weighs all
-    tokens equally."""
+    tokens equally. `auto`: 2 in bf16, where the two differ, and null in fp32."""
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     epochs: Positive = 1
@@ -28,6 +31,12 @@ class PolicyKnobs(Knobs):
     """Optimizer steps in each pass."""
 
     on_policy: ClassVar[bool] = True
+
+    def in_force(self, job: "Job") -> "PolicyKnobs":
+        """Return these keys with the value of `max_importance` at the job's precision."""
+        if self.max_importance != "auto":
+            return self
+        return self.model_copy(update={"max_importance": IMPORTANCE[job.train.precision]})
 
     def faults(self, job: "Job") -> list[str]:
         """Check `rollout.top_p` below 1: under another policy the nucleus differs, and may not contain a sampled

@@ -120,7 +120,8 @@ class Online(Recipe, Protocol):
     def needs_old(self) -> bool:
         """Whether `credit` and `loss` need the column `old_logprobs`.
 
-        If not, the loss reports by `max_logprob_diff` how far the engine's log-probs are from those that it computes.
+        If not, the loss reports how far the engine's log-probs are from those that it computes, by the metrics
+        `logprob_diff_mean`, `logprob_diff_share` (of tokens beyond `logprob_diff_bound`) and `logprob_diff_max`.
         """
         ...
 

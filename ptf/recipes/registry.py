@@ -34,7 +34,7 @@ RECIPES = {
 
 
 # Values of a job that recipes may request by a parameter's name; see `facts`.
-FACTS = ("train_on", "sources", "processing", "max_new_tokens")
+FACTS = ("train_on", "sources", "processing", "max_new_tokens", "logprob_diff_bound")
 
 
 @cache
@@ -58,7 +58,7 @@ def build(job: "Job") -> "Recipe":
     else:
         package, name = RECIPES[job.recipe]
         recipe = getattr(importlib.import_module(f"{package}.recipe"), name)
-        knobs = cast(Knobs, job.algo).arguments()
+        knobs = cast(Knobs, job.algo).in_force(job).arguments()
     parameters = inspect.signature(recipe).parameters
     bound = recipe.keywords if isinstance(job.recipe, Plug) else {}  # type: ignore[attr-defined]
     requested = {name: value for name, value in facts(job).items() if name in parameters and name not in bound}
@@ -75,15 +75,18 @@ def facts(job: "Job") -> dict[str, Any]:
     """Return the values of the job that a recipe may request by a parameter's name.
 
     They are `train_on` (which messages of a chat are trained) and `sources` (the names of the training data). Where
-    there are rollouts, they are also `processing` (the distribution that tokens are drawn from) and
-    `max_new_tokens` (the largest number of tokens of one answer).
+    there are rollouts, they are also `processing` (the distribution that tokens are drawn from),
+    `max_new_tokens` (the largest number of tokens of one answer) and `logprob_diff_bound` (tokens whose log-probs in
+    engine and trainer differ by more are counted).
     """
     values: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}
     if job.rollout is not None:
+        from ptf.config.logprob_limits import logprob_limits
         from ptf.model.sampling import LogitsProcessing
 
         values |= {
             "processing": LogitsProcessing(job.rollout.temperature, job.rollout.top_p),
             "max_new_tokens": job.rollout.max_new_tokens,
+            "logprob_diff_bound": logprob_limits(job).bound,
         }
     return values

@@ -126,6 +126,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             run=run,
             lease=lease,
         )
+        print(f"weights: transport={controller.transport} dtype={job.train.precision}", flush=True)
         try:
             controller.run()
             with cluster.phase(policy, "export"):

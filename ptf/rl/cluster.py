@@ -248,6 +248,7 @@ def phase_table(records: Sequence[PhaseRecord]) -> str:
 class Cluster(Protocol):
     """Starts role groups and schedules them on their pools."""
 
+    gpu: bool  # whether the roles have GPUs
     seconds: dict[str, float]
     table: list[PhaseRecord]
 

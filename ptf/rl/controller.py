@@ -18,7 +18,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
-from ptf.config.sections.rollout import LOGPROB_BOUND
+from ptf.config.logprob_limits import logprob_limits
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
@@ -26,13 +26,13 @@ from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, sam
 from ptf.errors import Stopped, UserError
 from ptf.recipes.protocol import Online
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
+from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.rewards.functions import RewardWorkers, score_groups
 from ptf.rl.rewards.model import RewardModelClient
-from ptf.rl.roles import check_logprob_difference
 from ptf.rl.samples import Samples
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
-from ptf.rl.weights.transports import TRANSPORTS
+from ptf.rl.weights.transports import TRANSPORTS, chosen
 from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import refuse_frozen_changes
 
@@ -79,7 +79,8 @@ class Controller:
         self.validation_rewards = validation_rewards or rewards
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
-        self.bound = self.rollout_config.max_logprob_diff or LOGPROB_BOUND[job.train.precision]
+        self.limits = logprob_limits(job)
+        self.transport = chosen(job, cluster.gpu)
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)
         self.stop_signal = StopSignal(run)
@@ -131,11 +132,14 @@ class Controller:
         """
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
-        for _ in range(rollout_config.max_rounds if rollout_config.zero_variance_groups == "replace" else 1):
+        rounds = rollout_config.max_rounds if rollout_config.zero_variance_groups == "replace" else 1
+        for number in range(rounds):
             prompts = [next(self.prompts) for _ in range(rollout_config.prompts - len(usable))]
             limits = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
             with self.cluster.phase(self.rollout, "rollout"):
                 groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", *limits)
+                if number == rounds - 1:  # before a reward model has the engine offloaded
+                    self.rollout.call("expect_weights")
             began = time.perf_counter()
             groups = score_groups(self.rewards, groups)
             reward_s += time.perf_counter() - began
@@ -149,6 +153,7 @@ class Controller:
                 else [group for group in groups if rewards_differ(group)]
             )
             if len(usable) == rollout_config.prompts:
+                self.rollout.call("expect_weights")
                 break
         metrics = self.outcome_metrics(sampled) | {"reward_retries": self.take_retries()}
         if not usable:
@@ -223,14 +228,16 @@ class Controller:
         """Add the values per sampled token that the recipe needs: old log-probs, frozen models' log-probs, values.
 
         Also returns metrics of the difference between the engine's and the trainer's log-probs, if the trainer's are
-        computed. Raises SyncError if the largest difference exceeds `rollout.max_logprob_diff`.
+        computed. Raises SyncError if they exceed the limits of the section `rollout`.
         """
         metrics: dict[str, float] = {}
         if self.needs_old_logprobs:
             with self.cluster.phase(self.policy, "logprobs"):
-                groups, difference = self.annotate(groups, self.policy, "old_logprobs")
-            check_logprob_difference(self.step, float(difference.max()), self.bound)
-            metrics = {"logprob_diff": float(difference.max()), "logprob_diff_mean": float(difference.mean())}
+                groups, differences = self.annotate(groups, self.policy, "old_logprobs")
+            difference = LogprobDifference.of(differences, self.limits.bound)
+            what = f"step {self.step}: the engine's and the trainer's log-probs of the sampled tokens"
+            difference.refuse(self.limits, what)
+            metrics = difference.metrics()
         for name, model in self.logprob_models.items():
             with self.cluster.phase(model, name):
                 # with LoRA, the policy without its adapters is its own reference
@@ -265,9 +272,9 @@ class Controller:
                 results = self.critic.call("update", minibatches, self.step)
             metrics |= {f"critic_{name}": value for name, value in results.items()}
         if self.step >= self.warmup:
-            bound = None if self.needs_old_logprobs else self.bound
+            limits = None if self.needs_old_logprobs else self.limits
             with self.cluster.phase(self.policy, "update"):
-                results = self.policy.call("update", minibatches, self.step, bound)
+                results = self.policy.call("update", minibatches, self.step, limits)
             metrics |= {name.removeprefix("max_"): value for name, value in results.items()}
         return metrics
 
@@ -292,13 +299,13 @@ class Controller:
         The digests of the received tensors, the version, and the engine's log-probs of fixed prompts are verified.
         Raises SyncError if one of them is wrong.
         """
-        transport, directory = TRANSPORTS[self.rollout_config.transport], str(self.directory / SYNC)
+        transport, directory = TRANSPORTS[self.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("score", self.canary)
             if transport.streams:
                 engines = self.rollout_config.workers * self.rollout_config.tensor
-                arguments = (self.rollout_config.transport, self.step, engines, self.job.compute.timeout_s)
+                arguments = (self.transport, self.step, engines, self.job.compute.timeout_s)
                 weights, manifest = self.policy.call("open_transfer", *arguments)
             else:
                 arguments = (
@@ -314,7 +321,7 @@ class Controller:
             with self.cluster.phase(self.rollout, "sync"):
                 receipt = self.rollout.call("load", weights, manifest)
         with self.cluster.phase(self.rollout, "sync"):
-            worst = self.rollout.call("canary", self.canary, expected, self.bound)
+            worst = self.rollout.call("canary", self.canary, expected, self.limits)
         if receipt.version != self.step or receipt.tensors != len(manifest.digests):
             raise SyncError(
                 f"step {self.step}: the engine acknowledged version {receipt.version} with {receipt.tensors} tensors "

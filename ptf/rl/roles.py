@@ -4,12 +4,13 @@ The policy role *is* the SFT trainer, called from a different process. The role 
 `ptf.rl.sampler.Sampler`, and the role of a reward model is `ptf.rl.rewards.model.RewardModel`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,6 +18,7 @@ from ptf.compute import checkpoint
 from ptf.compute.meter import memory_gib
 from ptf.compute.offload import OffloadedTensors, own_file
 from ptf.compute.world import World, alone
+from ptf.config.logprob_limits import LogprobLimits
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.sample import PackUnit, Sample
@@ -27,27 +29,18 @@ from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, sharded
+from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.scoring import packer_of, per_token, sample_logprobs
 from ptf.rl.weights import stored
 from ptf.rl.weights.streamed import Sender, Transfer
 from ptf.rl.weights.transports import TRANSPORTS
-from ptf.rl.weights.verification import LIKELY_CAUSES, Buckets, Manifest, SyncError
+from ptf.rl.weights.verification import Buckets, Manifest
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_rows_singly
 from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
 from ptf.train.trainer import forget_forwards, load_model
-
-
-def check_logprob_difference(step: int, worst: float, bound: float) -> None:
-    """Raise SyncError if `worst`, the largest difference between the engine's and the trainer's log-probs of a sampled
-    token, exceeds the bound."""
-    if not worst <= bound:
-        raise SyncError(
-            f"step {step}: the engine's and the trainer's log-probs of a sampled token differ by {worst:.3g} (bound "
-            f"{bound:g}, rollout.max_logprob_diff). {LIKELY_CAUSES}"
-        )
 
 
 def device_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -59,6 +52,21 @@ def device_tensors(model: nn.Module) -> Iterator[Tensor]:
         if parameter.grad is not None:
             yield parameter.grad
     yield from model.buffers()
+
+
+def logprob_check(
+    units: Sequence[PackUnit], step: int, limits: LogprobLimits | None
+) -> Callable[[Mapping[str, float]], None] | None:
+    """Return the check of an optimizer step's metrics by `limits`; None without them."""
+    if limits is None:
+        return None
+    tokens = sum(int(np.count_nonzero(sample.weights)) for unit in units for sample in unit)
+
+    def check(means: Mapping[str, float]) -> None:
+        difference = LogprobDifference.of_metrics(means, tokens)
+        difference.refuse(limits, f"step {step}: the engine's and the trainer's log-probs of the sampled tokens")
+
+    return check
 
 
 class FrozenModel:
@@ -159,17 +167,14 @@ class Learner:
         self.sender: Sender | None = None
 
     @broadcast
-    def update(self, minibatches: list[list[PackUnit]], step: int, bound: float | None = None) -> dict[str, float]:
+    def update(
+        self, minibatches: list[list[PackUnit]], step: int, limits: LogprobLimits | None = None
+    ) -> dict[str, float]:
         """Make one optimizer step for each minibatch, whose packed sequences are divided among the ranks.
 
-        Return the means of the metrics over all units. With a `bound`, the engine's log-probs are compared with the
+        Return the means of the metrics over all units. With `limits`, the engine's log-probs are compared with the
         trainer's; if they differ by more, SyncError is raised before the optimizer step.
         """
-
-        def check(means: Mapping[str, float]) -> None:
-            if bound is not None:
-                check_logprob_difference(step, means["max_logprob_diff"], bound)
-
         self.world.seed(self.seed, step)
         results = []
         for units in minibatches:
@@ -179,7 +184,7 @@ class Learner:
                 micro, numbers = shard_rows_singly(rows, self.world)
             else:
                 micro, numbers = deal(rows, self.world, self.micro_rows, self.width), []
-            results.append(self.trainer.step(micro, self.recipe, step, numbers, None if bound is None else check))
+            results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
         units = [r["denominator"] for r in results]
         return {
             name: float(np.average([r[name] for r in results], weights=None if name == "denominator" else units))
@@ -232,7 +237,7 @@ class Learner:
         form = PeftFormat(self.model, self.family) if adapter else None
         if form and (obstacles := form.obstacles()):
             raise UserError(f"rollout.lora: an adapter cannot hold {abbreviated(obstacles)}; use merged")
-        tensors = form.tensors() if form else bridge.hf_tensors(self.model, self.family)
+        tensors = form.tensors() if form else self._sent_tensors()
         if not self.world.leads:
             for _ in tensors:  # take part in the gathering
                 pass
@@ -255,12 +260,18 @@ class Learner:
     @broadcast
     def send(self, version: int) -> None:
         """Send all tensors by Hugging Face name to the engines that read the transfer that `open_transfer` returned."""
-        tensors = bridge.hf_tensors(self.model, self.family)
+        tensors = self._sent_tensors()
         if self.sender:
             self.sender.send(version, tensors)
         else:
             for _ in tensors:  # take part in the gathering
                 pass
+
+    def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors by Hugging Face name in the dtype that the engines compute in, which rounds as they do."""
+        for name, tensor in bridge.hf_tensors(self.model, self.family):
+            rounded = self.precision == "bf16" and tensor.dtype == torch.float32
+            yield name, tensor.to(torch.bfloat16) if rounded else tensor
 
     @broadcast
     def save(self, directory: str) -> checkpoint.Entries:

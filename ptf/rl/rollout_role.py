@@ -19,6 +19,20 @@ from ptf.rl.rewards.functions import RewardWorkers
 from ptf.rl.sampler import EnvironmentSpec, Sampler
 
 
+def evaluation_engine(job: Job, gpu: bool, installed: bool) -> str | Plug:
+    """Return the engine that generates held-out answers (`evaluate.engine`).
+
+    `gpu` is whether this machine has a GPU for it, `installed` whether it has vLLM. The native engine computes no
+    models of transformers (`model.backend: hf`), vLLM no components of the user's own.
+    """
+    if job.evaluate.engine != "auto":
+        return job.evaluate.engine
+    if job.model.backend == "hf":
+        return "vllm"
+    possible = job.compute.launcher == "ray" and not job.model.replace
+    return "vllm" if gpu and installed and possible else "native"
+
+
 def sampler_spec(
     job: Job,
     directory: Path,

@@ -18,6 +18,7 @@ from ptf.compute.meter import memory_gib
 from ptf.compute.offload import own_file, release_freed_memory
 from ptf.compute.world import World
 from ptf.config import Plug, plugin
+from ptf.config.logprob_limits import LogprobLimits
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.data.trie import Trie
@@ -25,8 +26,9 @@ from ptf.rl.cluster import broadcast, replayed_broadcast, sharded, unreplayable_
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.episodes import Episode, Limits, run_episodes
+from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights.streamed import Transfer
-from ptf.rl.weights.verification import LIKELY_CAUSES, Buckets, Manifest, Receipt, SyncError
+from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
 from ptf.train.components import parts_of
 
 
@@ -153,20 +155,26 @@ class Sampler:
             return self.engine.load_weights(transfer, manifest)
 
     @replayed_broadcast
-    def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], bound: float) -> float:
+    def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], limits: LogprobLimits) -> float:
         """Return the largest difference between the engine's and the trainer's log-probs (`expected`) of fixed
         sequences.
 
-        Raises SyncError if it exceeds `bound`.
+        Raises SyncError if the differences exceed the limits.
         """
-        worst = max(float(np.abs(a - b).max()) for a, b in zip(self.engine.score(tokens), expected, strict=True))
-        if not worst <= bound:
-            raise SyncError(
-                f"after weight sync {self.engine.version} the engine's log-probs of fixed prompts (the canary) "
-                f"differ from the trainer's by up to {worst:.3g} (bound {bound:g}, rollout.max_logprob_diff). "
-                f"{LIKELY_CAUSES}"
-            )
-        return worst
+        differences = [np.abs(a - b) for a, b in zip(self.engine.score(tokens), expected, strict=True)]
+        difference = LogprobDifference.of(np.concatenate(differences), limits.bound)
+        difference.refuse(
+            limits,
+            f"after weight sync {self.engine.version} the engine's and the trainer's log-probs of fixed prompts "
+            "(the canary)",
+        )
+        return difference.largest
+
+    @broadcast
+    def expect_weights(self) -> None:
+        """Let the engine know that new weights come before it generates again."""
+        if hasattr(self.engine, "expect_weights"):  # an engine that has no use for it has no such method
+            self.engine.expect_weights()
 
     @broadcast
     def offload(self) -> None:

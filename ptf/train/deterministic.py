@@ -19,7 +19,7 @@ from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe
-from ptf.train.trainer import LARGEST, Means, Trainer, discard_gradients
+from ptf.train.trainer import Means, Trainer, discard_gradients, is_largest
 
 MAX_GRADIENT_BYTES = 4 << 30  # of all rows of a rank
 
@@ -79,7 +79,7 @@ class DeterministicTrainer(Trainer):
         for rank, k in owners:
             total += self._broadcast(rank, gradients[k] if rank == world.rank else torch.empty_like(total))
             for name, value in values[rank][k].items():
-                if name.startswith(LARGEST):
+                if is_largest(name):
                     largest[name] = max(largest.get(name, 0.0), math.inf if math.isnan(value) else value)
                 else:
                     sums[name] = sums.get(name, 0.0) + value

@@ -125,8 +125,13 @@ def fill_missing_gradients(model: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-LARGEST = "max_"  # prefix of metrics that are the largest value of any rank, not means
+LARGEST = "_max"  # end of metrics that are the largest value of any rank, not means
 Means = tuple[dict[str, float], float]  # metrics as means over all ranks, and the denominator
+
+
+def is_largest(metric: str) -> bool:
+    """Return whether a metric is the largest value of any rank, not a mean."""
+    return metric.endswith(LARGEST)
 
 
 class Trainer:
@@ -157,9 +162,9 @@ class Trainer:
         `step` sets the learning rate. `rows`: the numbers of the rows in the global step, for trainers that need them.
         `check` is called with the metrics before any weight changes; an exception that it raises ends the step.
 
-        Metrics are means: sums over all ranks divided by the recipe's denominator (names that begin with `max_`: the
-        largest value). If the denominator is 0, only `denominator` (0) is returned and no weight changes. Raises
-        FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
+        Metrics are means: sums over all ranks divided by the recipe's denominator (names that end
+        with `_max`: the largest value). If the denominator is 0, only `denominator` (0) is returned and no weight
+        changes. Raises FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
@@ -223,13 +228,11 @@ class Trainer:
                 previous = totals.get(name, torch.zeros_like(value))
                 # NaN becomes infinity, because collectives may drop a NaN from a maximum
                 totals[name] = (
-                    torch.maximum(previous, value.nan_to_num(nan=math.inf))
-                    if name.startswith(LARGEST)
-                    else previous + value
+                    torch.maximum(previous, value.nan_to_num(nan=math.inf)) if is_largest(name) else previous + value
                 )
         fill_missing_gradients(self.model)
-        names = sorted(totals, key=lambda name: name.startswith(LARGEST))  # means, then maxima
-        values, first = torch.stack([totals[name] for name in names]), sum(not n.startswith(LARGEST) for n in names)
+        names = sorted(totals, key=is_largest)  # means, then maxima
+        values, first = torch.stack([totals[name] for name in names]), sum(not is_largest(n) for n in names)
         sums, largest = world.sum_and_max(values[:first], values[first:])
         return dict(zip(names, [value / denominator for value in sums] + largest, strict=True)), denominator
 

@@ -4,13 +4,18 @@ import psutil
 import pytest
 import torch
 
-from ptf.compute.offload import OffloadedTensors, own_file, release_freed_memory
+from ptf.compute import offload
+from ptf.compute.offload import OffloadedTensors, PinnedMemory, own_file, release_freed_memory
 
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["file", "host memory"])
-def offloaded(request, tmp_path) -> OffloadedTensors:
+@pytest.fixture(params=["file", "host memory", "page-locked"])
+def offloaded(request, tmp_path, monkeypatch) -> OffloadedTensors:
+    if request.param == "page-locked":  # as for a GPU, in memory that is not locked
+        monkeypatch.setattr(offload, "SLAB_BYTES", 5 * MIB)  # smaller than all tensors, and none's multiple
+        monkeypatch.setattr(PinnedMemory, "allocate", staticmethod(lambda size: torch.empty(size, dtype=torch.uint8)))
+        monkeypatch.setattr(OffloadedTensors, "uses_pinned_memory", lambda self, storages: True)
     return OffloadedTensors(own_file(str(tmp_path / "offloaded" / "policy"), 3) if request.param == "file" else None)
 
 
@@ -49,6 +54,22 @@ def test_training_goes_on_as_if_nothing_had_been_parked(offloaded):
     assert all(torch.equal(a, b) for a, b in zip(tensors(model, optimizer), tensors(other, others), strict=True))
     assert torch.equal(half, model[0].weight[:512])
     assert model[3].weight is model[1].weight
+
+
+@pytest.mark.parametrize("offloaded", ["page-locked"], indirect=True)
+def test_page_locked_memory_is_allocated_once(offloaded):
+    model, optimizer = trained()
+    found = []
+    for gradients in (False, True, False, True):
+        if gradients:
+            model(torch.ones(2, 1024)).square().sum().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None] if gradients else []
+        offloaded.offload([*tensors(model, optimizer), *grads])
+        found.append([slab.data_ptr() for slab in offloaded.pinned.slabs])
+        assert 5 * MIB * len(found[-1]) < offloaded.bytes + 5 * MIB or len(found) == 3
+        offloaded.restore()
+    assert found[1][: len(found[0])] == found[0]  # it grows
+    assert found[1] == found[2] == found[3]
 
 
 def test_on_disk_it_takes_no_memory(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ptf.errors import UserError
@@ -16,6 +16,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.tensor_files import TensorFiles
+from tests.model.published import mxfp4_checkpoint
 from tests.tiny import checkpoint
 
 
@@ -128,58 +129,11 @@ def test_a_quantised_checkpoint_is_refused(directory, method):
 
 # MXFP4
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-}
-
-
-def packed(tensor: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random MXFP4 of the shape of [experts, in, out]: every bit pattern of a value, exponents around 1."""
-    experts, into, out = tensor.shape
-    g = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8, generator=g)
-    return blocks, torch.randint(117, 127, (experts, out, into // 32), dtype=torch.uint8, generator=g)
-
 
 @pytest.fixture
 def quantised(tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
     """A gpt_oss checkpoint as it is published, and its tensors in bf16 as transformers dequantises them."""
-    directory = tmp_path / "oss"
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("gpt_oss", **SIZES), dtype=torch.bfloat16
-        ).save_pretrained(directory)
-    whole = load_file(directory / "model.safetensors")
-    stored = dict(whole)
-    for seed, name in enumerate(
-        sorted(n for n in whole if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj"))
-    ):
-        blocks, scales = packed(whole[name], seed)
-        del stored[name]
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        whole[name] = convert_moe_packed_tensors(blocks, scales)
-        assert whole[name].dtype == torch.bfloat16
-        assert whole[name].abs().max() > 0
-    save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    config = bridge.read_config(directory)
-    quantisation = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
-    }
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
-    return directory, whole
+    return tmp_path / "oss", mxfp4_checkpoint(tmp_path / "oss")
 
 
 def test_mxfp4_is_dequantised_as_transformers_does(quantised):

@@ -82,7 +82,7 @@ def watch_sampling(monkeypatch) -> list[int]:
 def test_it_runs_and_agrees_with_its_engine(raw):
     rows = read_metrics(train({**raw, "algo": {"minibatches": 2, "kl": 0.01}}) / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, 7))
-    assert all(r["logprob_diff"] <= 1e-5 and r["canary_diff"] <= 1e-5 for r in rows)
+    assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_diff"] <= 1e-5 for r in rows)
     assert all(r["sync_tensors"] == 24 for r in rows)
     assert [r["step"] for r in rows if "pass@1/dev" in r] == [3, 6]
     assert rows[0]["kl_reference"] < rows[-1]["kl_reference"]
@@ -242,6 +242,42 @@ def test_an_engine_that_computes_with_other_weights_is_caught_by_the_canary(raw,
     assert 3 not in seen
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_are_sent_in_the_precision_of_the_engine(raw, monkeypatch, precision, dtype):
+    sent = []
+
+    def seen(call, buckets, manifest):
+        sent.extend(tensor for bucket in buckets for _, tensor in bucket)
+        return call(buckets, manifest)
+
+    intercept(monkeypatch, "load", seen)
+    raw["train"] |= {"precision": precision, "steps": 1, "validate_every": 0}
+    train(raw)
+    assert sent
+    assert {tensor.dtype for tensor in sent} == {dtype}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tensor_that_the_native_engine_did_not_load_is_found_in_what_it_holds(raw, monkeypatch, precision):
+    """The tensors arrive, and one of them is not copied; the difference is far below what log-probs show."""
+    from ptf.model import bridge
+
+    load, seen = bridge.load_hf_tensors, watch_sampling(monkeypatch)
+    name = "model.layers.0.mlp.down_proj.weight"
+    before: dict[str, torch.Tensor] = {}
+
+    def stale(model, tensors, family):
+        tensors = dict(tensors)
+        before[name], tensors[name] = tensors[name], before.get(name, tensors[name])
+        load(model, tensors, family)
+
+    monkeypatch.setattr(bridge, "load_hf_tensors", stale)
+    raw["train"] |= {"precision": precision, "lr": 1e-4}
+    with pytest.raises(SyncError, match=rf"weight sync 1 failed: .* in 1 tensors: .'{name}'"):
+        train(raw)
+    assert set(seen) == {0}
+
+
 def test_a_reward_that_always_crashes_stops_the_run_and_says_why(raw):
     raw["rollout"]["reward"]["use"] = "tests.rl.plugs:crashes"
     with pytest.raises(UserError, match="no connection to the judge"):
@@ -271,7 +307,7 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     raw["rollout"] = {"engine": "native", "prompts": 8, "group_size": 4, "max_new_tokens": 4, "reward_processes": 2}
     raw["rollout"]["environment"] = {"use": "tests.rl.obliging:Obliging"}
     rows = read_metrics(train(raw) / "metrics.jsonl")
-    assert all(r["turns"] == 2 and r["logprob_diff"] <= 1e-5 and r["no_result"] == 0 for r in rows)
+    assert all(r["turns"] == 2 and r["logprob_diff_max"] <= 1e-5 and r["no_result"] == 0 for r in rows)
     assert "reward/test" in rows[-1]
 
 
@@ -315,10 +351,31 @@ def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_an
 
     intercept(monkeypatch, "rollout", off)
     with pytest.raises(
-        SyncError, match=r"step 0: the engine's and the trainer's log-probs of a sampled token differ by 0\.01"
+        SyncError, match=r"step 0: the engine's and the trainer's log-probs of the sampled tokens differ by 0\.00"
     ):
         train({**raw, "algo": algo})
     assert not steps
+
+
+@pytest.mark.parametrize("algo", [{}, {"minibatches": 2}])
+def test_in_bf16_one_token_that_rounding_explains_does_not_stop_the_run(raw, monkeypatch, algo):
+    """The largest of many differences passes any bound; it is reported."""
+
+    def off(call, *args):
+        groups = call(*args)
+        first, *others = groups[0]
+        calls = tuple(
+            replace(c, logprobs=c.logprobs - np.float32(0.7) * (np.arange(len(c.logprobs)) == 0)) for c in first.calls
+        )
+        return [(replace(first, calls=calls), *others), *groups[1:]]
+
+    intercept(monkeypatch, "rollout", off)
+    train_section = {**raw["train"], "precision": "bf16", "steps": 1, "validate_every": 0}
+    (row,) = read_metrics(train({**raw, "algo": algo, "train": train_section}) / "metrics.jsonl")
+    assert 0.6 < row["logprob_diff_max"] < 0.8
+    assert 0 < row["logprob_diff_share"] < 0.02
+    assert 0 < row["logprob_diff_mean"] < 0.1
+    assert "importance_capped" in row  # max_importance: auto
 
 
 def test_a_single_update_does_not_need_its_log_probs_ahead(raw):
@@ -333,7 +390,7 @@ def test_a_single_update_does_not_need_its_log_probs_ahead(raw):
     for a, b in zip(found["once"], found["ahead"], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-        assert a["logprob_diff"] <= 1e-5
+        assert a["logprob_diff_max"] <= 1e-5
         assert a["reward"] == b["reward"]
 
 

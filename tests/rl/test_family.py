@@ -210,7 +210,7 @@ def test_the_ratio_of_an_answer_is_the_geometric_mean_of_its_tokens():
 def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
     text = (
         "{recipe: RECIPE, algo: {clip_low: 0.1}, model: {path: m}, data: {sources: {a: {path: a, kind: prompt}}}, "
-        "train: {steps: 1, lr: 1e-4}, "
+        "train: {steps: 1, lr: 1e-4, precision: fp32}, "
         "rollout: {reward: {use: a:b}, max_new_tokens: 17, temperature: 0.5}}"
     )
     plugged = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO"}')))

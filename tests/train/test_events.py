@@ -182,7 +182,7 @@ def agreed(directory: Path, place: Path) -> int:
         items = catalogue.read(one["answer"])
         assert len({item.name for item in items if item}) == 4
         assert None not in items
-    assert max(row["logprob_diff"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
+    assert max(row["logprob_diff_max"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
     return len(said)
 
 
@@ -243,7 +243,7 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
         assert all(len([item for item in items.read(slate.removesuffix("<end>")) if item]) == 4 for slate in slates_)
         assert one["reward"] == pytest.approx(sum(worths), abs=1e-5)
     assert set(turns) == {1, 2}
-    assert max(row["logprob_diff"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
+    assert max(row["logprob_diff_max"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
     assert found["slates/reward"] > 0
 
 

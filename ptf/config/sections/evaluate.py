@@ -34,8 +34,9 @@ class EvaluateConfig(Section):
     `outcome`, that returns a number."""
     ranking: RankingConfig | None = free(None)
     """Rank a catalogue and compare it with what users did next."""
-    engine: Literal["vllm", "native"] | Plug = free("native")
-    """What generates the answers, with the values of `rollout.engine`."""
+    engine: Literal["auto", "vllm", "native"] | Plug = free("auto")
+    """What generates the answers, with the values of `rollout.engine`. `auto`: vllm on a GPU where it is installed,
+    `compute.launcher` is ray and the model has no `model.replace`; otherwise native."""
     starting_model: bool = free(True)
     """Also measure the model that training started from; its metrics begin with `start/`."""
     limit: Positive = free(512)

@@ -6,9 +6,9 @@ from pydantic import Field
 
 from ptf.config.section import Count, Fraction, Plug, Positive, PositiveFloat, Section, Temperature, free
 
-# Largest difference between two engines' log-prob of a token that is rounding and not a fault. A small model trained to
-# a sharp function turns fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of: measured against float64,
-# in the trainer and in vLLM alike.
+# Largest difference between two forward passes' log-prob of a token of one short text that is rounding and not a fault.
+# A small model trained to a sharp function turns fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of:
+# measured against float64, in the trainer and in vLLM alike.
 LOGPROB_BOUND = {"fp32": 1e-3, "bf16": 0.2}
 
 
@@ -85,14 +85,22 @@ class RolloutConfig(Section):
     lora: Literal["merged", "adapter"] = "merged"
     """What is sent of a policy with `model.lora`: the merged model, or the adapter alone, which the engine applies to
     the base model."""
-    transport: Literal["object_store", "path", "ipc", "nccl"] = free("object_store")
-    """How new weights reach the engines. `object_store`: as a whole model, through host memory. The other three send
-    them in buckets, so that neither the policy nor vLLM holds a second copy of the model (the native engine does).
-    `path`: through files in the run's directory, which engines on other machines must be able to read. `ipc`: through
-    memory of the GPU that policy and engine share. `nccl`: from GPU to GPU."""
-    max_logprob_diff: PositiveFloat | None = None
-    """Largest permitted difference between the engine's and the trainer's log-prob of a sampled token; above it the run
-    stops. Default: 1e-3 in fp32, 0.2 in bf16."""
+    transport: Literal["auto", "object_store", "path", "ipc", "nccl"] = free("auto")
+    """How new weights reach the engines, in the precision that they compute in. `auto`: on GPUs with
+    `compute.launcher: ray` the first of `ipc`, `nccl` and `path` that the job can use, otherwise `object_store`.
+    `object_store`: as a whole model, through host memory. The other three send them in buckets, so that neither the
+    policy nor vLLM holds a second copy of the model (the native engine does). `path`: through files in the run's
+    directory, which engines on other machines must be able to read. `ipc`: through memory of the GPU that policy and
+    engine share. `nccl`: from GPU to GPU."""
+    max_logprob_diff_mean: PositiveFloat | None = free(None)
+    """Largest permitted mean of the differences between the engine's and the trainer's log-probs of the sampled tokens;
+    above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
+    logprob_diff_bound: PositiveFloat | None = free(None)
+    """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
+    fp32, 0.5 in bf16."""
+    max_logprob_diff_share: Fraction | None = free(None)
+    """Largest permitted share of such tokens; above it the run stops before the update. Default: 0 in fp32, 0.05 in
+    bf16."""
     max_no_result: Fraction = 0.1
     """Largest permitted share of answers without a reward in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = free(0.7)

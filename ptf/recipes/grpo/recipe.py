@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ptf.config.logprob_limits import LOGPROB_LIMITS
 from ptf.data.batch import Batch
 from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
@@ -58,6 +59,8 @@ class GRPO:
     minibatches: int = 1
     processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that answers were drawn from
     max_new_tokens: int = 1  # the largest number of tokens of an answer
+    # tokens whose log-probs in engine and trainer differ by more are counted
+    logprob_diff_bound: float = LOGPROB_LIMITS["fp32"].bound
     online: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
@@ -139,7 +142,7 @@ class GRPO:
             "clip_share": torch.zeros_like(loss),
             "kl_old": torch.zeros_like(loss),
         }
-        return loss, metrics | self.logprob_differences(outputs, batch, coefficients)
+        return loss, metrics | self.logprob_differences(outputs, batch)
 
     def sampling_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return the sampled tokens and the distribution that they were drawn from, as arguments of `token_logprobs`
@@ -152,15 +155,21 @@ class GRPO:
             "selected": batch.trained,
         }
 
-    def logprob_differences(self, outputs: TokenLogprobs, batch: Batch, coefficients: Tensor) -> Metrics:
+    def logprob_differences(self, outputs: TokenLogprobs, batch: Batch) -> Metrics:
         """Return metrics of the difference between the engine's and the trainer's log-probs.
 
-        A difference that rounding at the edge of a nucleus explains (`TokenLogprobs.slack`) is subtracted.
+        A difference that rounding at the edge of a nucleus explains (`TokenLogprobs.slack`) is subtracted. With
+        `mean_over: length`, whose coefficients do not add up to the denominator, the mean is that over answers.
         """
+        counts = batch.weights if self.mean_over == "tokens" else self.answer_coefficients(batch)
         difference = (
             (outputs.logprobs.detach() - batch.token_columns["rollout_logprobs"]).abs() - outputs.slack
         ).clamp(min=0) * (batch.weights != 0)
-        return {"logprob_diff_mean": (difference * coefficients).sum(), "max_logprob_diff": difference.max()}
+        return {
+            "logprob_diff_mean": (difference * counts).sum(),
+            "logprob_diff_share": ((difference > self.logprob_diff_bound) * counts).sum(),
+            "logprob_diff_max": difference.max(),
+        }
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
@@ -187,7 +196,7 @@ class GRPO:
             "kl_old": ((ratio - 1 - log_ratio) * coefficients).sum(),
         }
         if "old_logprobs" not in batch.token_columns:
-            metrics |= self.logprob_differences(outputs, batch, coefficients)
+            metrics |= self.logprob_differences(outputs, batch)
         if self.max_importance is not None:
             importance = (old - rollout).exp()
             per_token = per_token * importance.clamp(max=self.max_importance)
@@ -216,6 +225,10 @@ class GRPO:
             return batch.weights
         if self.mean_over == "length":
             return batch.weights / self.max_new_tokens
+        return self.answer_coefficients(batch)
+
+    def answer_coefficients(self, batch: Batch) -> Tensor:
+        """Return how much each token counts in a sum over answers of the means over their tokens: [B, T]."""
         tokens = sums(torch.ones_like(batch.weights), batch).clamp(min=1)
         return batch.weights / broadcast_to_tokens(tokens, batch)
 

@@ -7,7 +7,7 @@ batch.
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +235,8 @@ class NativeEngine:
             form.copy(tensors.__getitem__)
         else:
             bridge.load_hf_tensors(self.model, tensors, self.family)
+        held = form.tensors() if form else bridge.hf_tensors(self.model, self.family)
+        refuse_other_values(held, tensors, manifest.version)
         self.version = manifest.version
         return receipt
 
@@ -245,6 +247,19 @@ class NativeEngine:
     def wake(self) -> None:
         """See RolloutEngine."""
         self.offloaded.restore()
+
+
+def refuse_other_values(held: Iterable[tuple[str, Tensor]], sent: Mapping[str, Tensor], version: int) -> None:
+    """Raise SyncError unless each tensor that the engine holds is the one that was sent, in the engine's dtype.
+
+    In bf16 a tensor of the version before is closer than rounding, so no comparison of log-probs can detect it.
+    """
+    other = [name for name, tensor in held if not torch.equal(tensor, sent[name].to(tensor.device, tensor.dtype))]
+    if other:
+        raise SyncError(
+            f"weight sync {version} failed: after it the engine holds other values than were sent in {len(other)} "
+            f"tensors: {sorted(other)[:5]}"
+        )
 
 
 def _draws(requests: Sequence[Request]) -> Tensor:

@@ -14,20 +14,22 @@ import json
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 from torch import Tensor
 
 from ptf import scratch
 from ptf.data.trajectory import Call
 from ptf.data.trie import OVER, Trie, TrieCursor
 from ptf.errors import UserError
+from ptf.model import bridge
 from ptf.model.peft_format import save
+from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.protocol import Request
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
@@ -122,13 +124,20 @@ class VLLMEngine:
                 "max_lora_rank": max_lora_rank(lora_rank, path, dtype),
             }
         _import_model(Path(path))
+        cache = Path(os.environ[CACHES[0]])  # in the run's directory
+        contexts = contextlib.ExitStack()
+        self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
+        weakref.finalize(self, contexts.close)  # when the process ends, at the latest
+        self.names = expected_names(Path(path))
+        if version < 0 and is_quantised(Path(path)):
+            arguments |= unquantised(Path(path), self._directory / "model")
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.version, self.max_model_len = version, max_model_len
-        config = self.engine.model_config.hf_config
-        self.vocab = config.vocab_size
-        self.expected = _tensor_names(Path(path)) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+        self.vocab = self.engine.model_config.get_vocab_size()
         self.unusable: str | None = None
         self._asleep: set[str] = set()
+        self._weights_follow = False
+        self.adapted = lora_rank is not None
         self._ids = itertools.count()
         self._queue: deque[tuple[Request, asyncio.Future[Call]]] = deque()
         self._running: dict[str, tuple[Request, asyncio.Future[Call]]] = {}
@@ -137,10 +146,6 @@ class VLLMEngine:
         self._adapted: set[str] | None = None  # the adapter's tensors
         self._adapter: Any = None  # the LoRARequest with which requests are answered
         self.restricted = restricted
-        cache = Path(os.environ[CACHES[0]])  # in the run's directory
-        contexts = contextlib.ExitStack()
-        self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
-        weakref.finalize(self, contexts.close)  # when the process ends, at the latest
 
     async def generate(self, request: Request) -> Call:
         """See RolloutEngine.
@@ -273,8 +278,8 @@ class VLLMEngine:
         self._refuse_if_busy("load weights")
         receipt = check(buckets, manifest, self.version)
         sent = set(manifest.digests)
-        expected = self.expected if manifest.adapter is None else self._adapted or sent
-        if different := expected ^ sent:
+        names = self.names if manifest.adapter is None else ExpectedNames(self._adapted or sent, frozenset())
+        if different := names.faults(sent):
             raise SyncError(
                 f"weight sync {manifest.version} refused: the model has other tensors than were sent, "
                 f"they differ in {sorted(different)[:5]}"
@@ -289,7 +294,7 @@ class VLLMEngine:
             self.unusable = f"weight sync {manifest.version} failed half way: {error!r}"
             raise SyncError(f"{self.unusable}; this engine cannot be used any more, start a new one") from error
         self._forget_prefixes()
-        self.version, self.unusable = manifest.version, None
+        self.version, self.unusable, self._weights_follow = manifest.version, None, False
         return receipt
 
     def _adapt(self, buckets: Buckets, manifest: Manifest) -> None:
@@ -306,10 +311,27 @@ class VLLMEngine:
     def sleep(self) -> None:
         """See RolloutEngine."""
         self._refuse_if_busy("sleep")
-        if not on_cpu():
-            self._forget_prefixes()
-            self.engine.sleep(level=1)  # weights to host memory, the cache is dropped
-            self._asleep = {"weights", "kv_cache"}
+        if on_cpu():
+            return
+        self._forget_prefixes()
+        level = self.sleep_level()
+        self.engine.sleep(level=level)
+        self._asleep = {"weights", "kv_cache"}
+        if level == 2:
+            self.unusable = "it discarded its weights when it slept, and no new ones have come"
+
+    def sleep_level(self) -> int:
+        """Return vLLM's level of sleep: 1 keeps the weights in host memory, 2 discards them.
+
+        They are discarded where a sync replaces all of them before they are used again. An adapter replaces none, and
+        tensors beside the language model are never sent.
+        """
+        carried = self.names.optional - self.names.required
+        return 2 if self._weights_follow and not self.adapted and not carried else 1
+
+    def expect_weights(self) -> None:
+        """Note that new weights come before anything else is generated, so that `sleep` need not keep these."""
+        self._weights_follow = True
 
     def wake(self) -> None:
         """Load the weights; the cache follows with the first request, because the policy, which sends new weights, may
@@ -359,6 +381,8 @@ def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> di
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "ptf.rl.engines.vllm_extension.WeightLoader",
+        # prompts are texts: of a multimodal model, only its language model is used
+        **({"language_model_only": True} if "text_config" in bridge.read_config(Path(path)) else {}),
     }
 
 
@@ -471,10 +495,50 @@ def _parameters(request: Request, max_model_len: int) -> dict[str, Any]:
     }
 
 
-def _tensor_names(directory: Path) -> set[str]:
-    """Return the names in the checkpoint's safetensors, without the buffers of old exports."""
-    names: set[str] = set()
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            names |= set(tensors.keys())
-    return {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+@dataclass(frozen=True)
+class ExpectedNames:
+    """The tensors that a full sync brings: `required` without exception, and beside them any of `optional`."""
+
+    required: Set[str]
+    optional: Set[str]
+
+    def faults(self, sent: Set[str]) -> Set[str]:
+        """Return the names that are missing, and those that are not the model's."""
+        return (self.required - sent) | (sent - self.required - self.optional)
+
+
+def expected_names(directory: Path) -> ExpectedNames:
+    """Return the names of the tensors that a policy sends that was made of a checkpoint.
+
+    They are not the checkpoint's where it stores tensors packed (MXFP4: the policy sends their values), under other
+    prefixes, or beside the language model (a vision tower, which is not trained: vLLM keeps what it has loaded).
+    """
+    config = bridge.read_config(directory)
+    text = config.get("text_config") or {}
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    with TensorFiles(directory) as files:
+        stored = {name for name in files.names if not name.endswith("rotary_emb.inv_freq")}
+    stored -= {"lm_head.weight"} if tied else set()
+    try:
+        model, family = bridge.build(directory, head="lm")
+    except UserError:  # a model of transformers (model.backend: hf), whose policy sends what is stored
+        return ExpectedNames(stored, frozenset())
+    return ExpectedNames(bridge.hf_names(model, family), stored)
+
+
+def is_quantised(directory: Path) -> bool:
+    """Return whether a checkpoint stores quantised weights."""
+    return "quantization_config" in bridge.read_config(directory)
+
+
+def unquantised(directory: Path, without: Path) -> dict[str, Any]:
+    """Return vLLM's arguments for a quantised checkpoint whose weights are replaced before anything is generated.
+
+    A policy sends values and not packed blocks, which a quantised layer could not take. The model is made by a copy of
+    config.json without the quantisation, in the directory `without`, and with random weights.
+    """
+    config = bridge.read_config(directory)
+    without.mkdir(parents=True)
+    kept = {key: value for key, value in config.items() if key != "quantization_config"}
+    (without / "config.json").write_text(json.dumps(kept))
+    return {"model": str(without), "load_format": "dummy"}

@@ -24,6 +24,7 @@ class WeightLoader:
             buckets.device = str(self.device)
         self.reload_weights(weights_iterator=(pair for bucket in buckets for pair in bucket))
         model = self.get_model()
+        model = getattr(model, "language_model", model)  # of a multimodal model
         if self.device.type == "cpu" and model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
         return buckets.receipt() if isinstance(buckets, Transfer) else None

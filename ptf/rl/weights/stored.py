@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ptf.rl.weights.verification import Bucket, Buckets, Manifest, SyncError, digest, manifest_of
+from ptf.rl.weights.verification import Bucket, Buckets, Manifest, SyncError, digest
 
 BUCKET_BYTES = 256 << 20
 
@@ -36,11 +36,19 @@ class BucketFiles(Sequence[Bucket]):
 
 def collect(tensors: Iterable[tuple[str, Tensor]], version: int, directory: Path | None) -> tuple[Buckets, Manifest]:
     """Copy tensors to host memory, or to files under `directory`, and return the buckets with their manifest."""
-    copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
     if directory is not None:
-        return write_buckets(copied, directory, version)
-    buckets = list(into_buckets(copied))
-    return buckets, manifest_of(buckets, version)
+        return write_buckets(tensors, directory, version)
+    digests: dict[str, str] = {}
+    buckets = list(into_buckets(on_host(tensors, digests)))
+    return buckets, Manifest(version, digests)
+
+
+def on_host(tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield copies of tensors in host memory. Their digests are added to `digests`, computed on their device, so that
+    the copy is verified too."""
+    for name, tensor in tensors:
+        digests[name] = digest(tensor)
+        yield name, tensor.to("cpu", copy=True)
 
 
 def into_buckets(tensors: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
@@ -70,9 +78,8 @@ def write_buckets(
     subdirectory = directory / str(version)
     subdirectory.mkdir(parents=True)
     files, digests = list[Path](), dict[str, str]()
-    for bucket in into_buckets(tensors, limit):
+    for bucket in into_buckets(on_host(tensors, digests), limit):
         files.append(subdirectory / f"{len(files)}.safetensors")
         save_file({name: tensor.contiguous() for name, tensor in bucket}, files[-1])
-        digests |= {name: digest(tensor) for name, tensor in bucket}
         bucket.clear()  # before the next one fills
     return BucketFiles(files), Manifest(version, digests)

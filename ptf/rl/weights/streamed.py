@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ptf.errors import Lost
 from ptf.rl.cluster import RoleGroup
-from ptf.rl.weights.verification import Bucket, Manifest, Receipt, SyncError
+from ptf.rl.weights.verification import Bucket, Manifest, Receipt, SyncError, checksum
 
 BUFFER_BYTES = 64 << 20
 BUFFERS = 2  # one is filled while the other is read
@@ -39,25 +39,6 @@ ECHO_S = 8.0  # how long to wait for the second side's error: a dead process is 
 
 class PeerFailed(SyncError):
     """The other side of a transfer failed, and so this side ended it."""
-
-
-def checksum(data: Tensor) -> int:
-    """Return a checksum of bytes [n], n a multiple of 8, computed on their device.
-
-    It is the sum of the mixed 64-bit words (as in splitmix64, Steele et al. 2014), each times its own odd number,
-    modulo 2^64. A change of one word always changes it; of several changed words, or words that change places, about
-    one case in 2^40 is missed. It is no defence against an attacker.
-    """
-    words = data.view(torch.int64)
-    mixed = words >> 32
-    mixed.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words).mul_(-0x40A7B892E31B1A47)  # 0xBF58476D1CE4E5B9
-    mixed ^= (mixed >> 29).bitwise_and_((1 << 35) - 1)
-    return int(mixed.mul_(_odd_numbers(words.device)[: len(words)]).sum())
-
-
-@functools.cache
-def _odd_numbers(device: torch.device) -> Tensor:
-    return torch.arange(BUFFER_BYTES // 8, device=device) * 2 + 1
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,23 @@ TRANSPORTS = {
 }
 
 
+def chosen(job: "Job", gpu: bool) -> str:
+    """Return the transport that a job uses: what `rollout.transport` names, or for `auto` the fastest that it can use.
+
+    `gpu` is whether the roles have GPUs. On a CPU, and for an adapter, host memory takes the weights as they are.
+    """
+    assert job.rollout is not None
+    if job.rollout.transport != "auto":
+        return job.rollout.transport
+    if not gpu or job.compute.launcher != "ray" or job.rollout.lora == "adapter":
+        return "object_store"
+    return next((name for name in ("ipc", "nccl") if not any(TRANSPORTS[name].faults(job))), "path")
+
+
 def faults(job: "Job") -> list[str]:
     """Return the problems of `rollout.transport` with the rest of the job, as lines that begin with the key."""
     assert job.rollout is not None
     name = job.rollout.transport
+    if name == "auto":
+        return []
     return [f"rollout.transport: {name}: {problem}" for problem in TRANSPORTS[name].faults(job)]

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ptf.rl.weights import streamed
-from ptf.rl.weights.streamed import Sender, Transfer, TransferStore, checksum
-from ptf.rl.weights.verification import Manifest, SyncError, check
+from ptf.rl.weights.streamed import Sender, Transfer, TransferStore
+from ptf.rl.weights.verification import Manifest, SyncError, check, checksum
 
 CPU = torch.device("cpu")
 
@@ -26,9 +26,7 @@ CPU = torch.device("cpu")
 def small(monkeypatch) -> Iterator[None]:
     """Buffers of 128 bytes, so that tensors need several and several fit in one."""
     monkeypatch.setattr(streamed, "BUFFER_BYTES", 128)
-    streamed._odd_numbers.cache_clear()
     yield
-    streamed._odd_numbers.cache_clear()
     streamed._receiver.cache_clear()
 
 

@@ -2,14 +2,18 @@
 
 import sys
 from subprocess import run
-from typing import get_args
+from typing import Any, get_args
 
+import pytest
+import yaml
+
+from ptf.config import Job, loads
 from ptf.config.sections.rollout import RolloutConfig
-from ptf.rl.weights.transports import TRANSPORTS
+from ptf.rl.weights.transports import TRANSPORTS, chosen, faults
 
 
 def test_a_config_can_name_each_transport_and_no_other():
-    assert set(get_args(RolloutConfig.model_fields["transport"].annotation)) == set(TRANSPORTS)
+    assert set(get_args(RolloutConfig.model_fields["transport"].annotation)) == {*TRANSPORTS, "auto"}
 
 
 def test_only_what_is_not_streamed_is_written_to_files():
@@ -20,3 +24,39 @@ def test_only_what_is_not_streamed_is_written_to_files():
 def test_a_config_is_checked_without_torch():
     code = "import sys; import ptf.rl.weights.transports; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def job(*, pools: dict[str, Any] | None = None, launcher: str = "ray", **rollout: Any) -> Job:
+    raw = {
+        "recipe": "grpo",
+        "model": {"path": "m", "lora": {"rank": 4}},
+        "data": {"sources": {"a": {"path": "a.jsonl", "kind": "prompt"}}, "seq_len": 64},
+        "rollout": {"engine": "native", "reward": {"use": "a:b"}, "max_new_tokens": 8, **rollout},
+        "train": {"steps": 2, "lr": 1e-4},
+        "compute": {"launcher": launcher, "pools": pools or {}},
+    }
+    return loads(yaml.safe_dump(raw))
+
+
+APART = {"training": {"roles": ["policy"]}, "generating": {"roles": ["rollout"]}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpu", "transport"),
+    [
+        ({}, True, "ipc"),
+        ({"pools": APART}, True, "nccl"),
+        ({"workers": 2}, True, "path"),  # in one pool with one rank of the policy
+        ({"engine": {"use": "a:b"}}, True, "path"),
+        ({"lora": "adapter"}, True, "object_store"),
+        ({"launcher": "local"}, True, "object_store"),
+        ({}, False, "object_store"),
+        ({"transport": "path"}, True, "path"),
+        ({"transport": "object_store"}, True, "object_store"),
+    ],
+)
+def test_the_fastest_that_a_job_can_use_is_chosen(keys, gpu, transport):
+    found = job(**keys)
+    assert chosen(found, gpu) == transport
+    assert not list(TRANSPORTS[transport].faults(found))
+    assert not faults(found)

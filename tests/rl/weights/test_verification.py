@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptf.rl.weights import verification
 from ptf.rl.weights.stored import into_buckets, write_buckets
-from ptf.rl.weights.verification import Buckets, Manifest, SyncError, check, digest, manifest_of
+from ptf.rl.weights.verification import Buckets, Manifest, SyncError, check, checksum, digest, manifest_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
@@ -46,6 +47,28 @@ def test_one_flipped_bit_is_noticed(element, bit):
     changed = tensor.clone()
     changed.view(-1).view(torch.int32)[element] ^= -(2**31) if bit == 31 else 1 << bit
     assert digest(changed) != digest(tensor)
+
+
+def words_of(data: bytes) -> list[int]:
+    data += bytes(-len(data) % 8)
+    return [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+
+
+@given(st.binary(max_size=200), st.integers(0, 7))
+@settings(max_examples=80, deadline=None)
+def test_a_checksum_is_its_formula_whatever_the_parts_and_the_place_in_memory(data, offset):
+    expected = 0
+    for i, word in enumerate(words_of(data)):
+        mixed = (word ^ word >> 32) * 0xBF58476D1CE4E5B9 % 2**64
+        expected += (mixed ^ mixed >> 29) * (2 * i + 1)
+    held = torch.zeros(len(data) + offset, dtype=torch.uint8)
+    held[offset:] = torch.tensor(list(data), dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patched:
+        for words in (1, 3, 1 << 15):
+            verification._odd_numbers.cache_clear()
+            patched.setitem(verification.WORDS, False, words)
+            assert checksum(held[offset:]) == expected % 2**64
+    verification._odd_numbers.cache_clear()
 
 
 def test_a_digest_depends_on_type_and_shape_and_not_on_strides():

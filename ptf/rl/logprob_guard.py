@@ -1,0 +1,62 @@
+"""The guard over the log-probs of an engine: how far they may be from the trainer's before a run stops.
+
+Engine and trainer round differently, and in bf16 the largest difference of many tokens grows with their number, so that
+no bound separates it from a fault. The mean and the share of tokens beyond a bound do not grow with it; the largest
+difference is only reported.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptf.config.logprob_limits import LogprobLimits
+from ptf.rl.weights.verification import LIKELY_CAUSES, SyncError
+
+MEAN, SHARE, LARGEST = "logprob_diff_mean", "logprob_diff_share", "logprob_diff_max"  # metrics of recipes and steps
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """The absolute differences between the engine's and the trainer's log-probs of many tokens."""
+
+    mean: float
+    share: float  # of the tokens beyond the bound of the limits
+    largest: float
+    tokens: int
+
+    @classmethod
+    def of(cls, differences: np.ndarray, bound: float) -> "LogprobDifference":
+        """Return what describes these differences, [n] with n at least 1; the share is that of tokens beyond
+        `bound`. A difference that is no number is beyond every bound."""
+        beyond = ~(differences <= bound)
+        values = differences.astype(np.float64)
+        return cls(float(values.mean()), float(beyond.mean()), float(values.max()), len(differences))
+
+    @classmethod
+    def of_metrics(cls, metrics: Mapping[str, float], tokens: int) -> "LogprobDifference":
+        """Return what a loss reports in its metrics of this many tokens."""
+        return cls(metrics[MEAN], metrics[SHARE], metrics[LARGEST], tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step."""
+        return {MEAN: self.mean, SHARE: self.share, LARGEST: self.largest}
+
+    def refuse(self, limits: LogprobLimits, what: str) -> None:
+        """Raise SyncError if the mean or the share exceeds its limit. `what` begins the message: whose log-probs.
+
+        The share may exceed its limit by three standard deviations of a count of so many tokens, so that one token of a
+        short text is not taken for a share.
+        """
+        if not self.mean <= limits.mean:
+            raise SyncError(
+                f"{what} differ by {self.mean:.3g} on average over {self.tokens} tokens "
+                f"(rollout.max_logprob_diff_mean is {limits.mean:g}), by up to {self.largest:.3g}. {LIKELY_CAUSES}"
+            )
+        if not self.share <= limits.share + 3 * math.sqrt(limits.share / self.tokens):
+            raise SyncError(
+                f"{what} differ by more than {limits.bound:g} (rollout.logprob_diff_bound) for {self.share:.3%} of "
+                f"{self.tokens} tokens (rollout.max_logprob_diff_share is {limits.share:.3%}), by up to "
+                f"{self.largest:.3g}. {LIKELY_CAUSES}"
+            )

@@ -1,0 +1,57 @@
+"""What a weight sync moves and how long that takes at least: bytes and seconds by transport and dtype; without torch.
+
+A sync gathers the tensors of a sharded policy and carries them to each engine. The seconds are those of the slowest
+link, or of a digest where it is slower, since the parts of a transfer overlap; a real transfer takes longer.
+"""
+
+from dataclasses import dataclass
+
+WIDTH = {"fp32": 4, "bf16": 2}  # bytes of a weight, by the precision of the engine
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second of each link; the defaults are nominal ones of a machine of eight H100, not measured."""
+
+    gather: float = 300e9  # between the GPUs of a machine (NVLink)
+    device: float = 2.0e12  # within the memory of a GPU
+    host_link: float = 50e9  # between a GPU and host memory (PCIe 5)
+    host: float = 10e9  # a copy within host memory, as into an object store
+    network: float = 45e9  # between machines (400 Gb/s)
+    disk: float = 2e9  # files that all machines of the job can read
+    digest_on_device: float = 150e9  # a checksum that is computed on a GPU: about twenty passes over its memory
+    digest_on_host: float = 4e9  # the same on two cores (2 GB/s each, measured)
+
+
+@dataclass(frozen=True)
+class SyncTraffic:
+    """What one sync moves."""
+
+    sent: int  # bytes of the tensors by Hugging Face name
+    host: int  # bytes of them that host memory or files hold at once
+    seconds: float  # at least
+
+
+def sync_traffic(
+    parameters: int, precision: str, transport: str, *, machines: int = 1, rates: Rates | None = None
+) -> SyncTraffic:
+    """Return what a sync of this many weights moves by a transport (`rollout.transport`).
+
+    Weights are sent in the precision of the engine. For an adapter, give the number of its weights. With `machines`
+    above 1, the engines are on other machines than the policy, which `ipc` does not reach. Raises ValueError for a
+    transport that is not known.
+    """
+    rates = rates or Rates()
+    sent = parameters * WIDTH[precision]
+    remote = [sent / rates.network] if machines > 1 else []
+    gathered = sent / rates.gather
+    if transport == "ipc":  # two copies within the GPU: into the shared buffer and out of it
+        return SyncTraffic(sent, 0, max(gathered, 2 * sent / rates.device, 2 * sent / rates.digest_on_device))
+    if transport == "nccl":
+        return SyncTraffic(sent, 0, max([gathered, sent / rates.gather, 2 * sent / rates.digest_on_device, *remote]))
+    carried = {"object_store": rates.host, "path": rates.disk}
+    if transport not in carried:
+        raise ValueError(f"no such transport: {transport}")
+    # everything is there before an engine reads it, so the two sides add up: down, digest, in; out, digest, up
+    side = sent / rates.host_link + sent / carried[transport] + sent / rates.digest_on_host
+    return SyncTraffic(sent, sent, gathered + 2 * side + sum(remote))

@@ -1,0 +1,63 @@
+"""What vLLM expects of a sync is what the policy sends, also where the checkpoint stores something else."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptf.model import bridge
+from ptf.model.tensor_files import TensorFiles
+from ptf.rl.engines.vllm_engine import expected_names, is_quantised, unquantised
+from tests.model.published import multimodal_checkpoint, mxfp4_checkpoint
+from tests.tiny import checkpoint
+
+
+@pytest.fixture(params=["gpt_oss in MXFP4", "multimodal gemma3", "qwen3", "qwen3, tied"])
+def directory(request, tmp_path) -> Path:
+    path = tmp_path / "m"
+    if request.param == "gpt_oss in MXFP4":
+        mxfp4_checkpoint(path)
+    elif request.param == "multimodal gemma3":
+        multimodal_checkpoint(path)
+    else:
+        checkpoint(path, tied="tied" in request.param)
+    return path
+
+
+def sent(directory: Path) -> set[str]:
+    """The names that a policy sends that was loaded from a checkpoint."""
+    model, family = bridge.build(directory)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, directory, family)
+    return {name for name, _ in bridge.hf_tensors(model, family)}
+
+
+def test_what_the_policy_sends_is_expected(directory):
+    names = expected_names(directory)
+    assert not names.faults(sent(directory))
+
+
+def test_what_is_missing_or_of_another_model_is_a_fault(directory):
+    names, whole = expected_names(directory), sent(directory)
+    for name in whole:
+        assert names.faults(whole - {name}) == {name}
+    assert names.faults(whole | {"model.layers.99.mlp.up_proj.weight"}) == {"model.layers.99.mlp.up_proj.weight"}
+
+
+def test_the_checkpoint_of_these_forms_stores_other_names(tmp_path):
+    mxfp4_checkpoint(tmp_path / "a")
+    multimodal_checkpoint(tmp_path / "b")
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        with TensorFiles(directory) as files:
+            assert set(files.where) != sent(directory)
+
+
+def test_a_quantised_model_whose_weights_are_replaced_is_made_without_the_quantisation(tmp_path):
+    mxfp4_checkpoint(tmp_path / "a")
+    assert is_quantised(tmp_path / "a")
+    arguments = unquantised(tmp_path / "a", tmp_path / "b" / "model")
+    assert arguments == {"model": str(tmp_path / "b" / "model"), "load_format": "dummy"}
+    written = json.loads((tmp_path / "b" / "model" / "config.json").read_text())
+    assert written.items() <= bridge.read_config(tmp_path / "a").items()
+    assert not is_quantised(tmp_path / "b" / "model")
