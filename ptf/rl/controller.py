@@ -275,7 +275,7 @@ class Controller:
             limits = None if self.needs_old_logprobs else self.limits
             with self.cluster.phase(self.policy, "update"):
                 results = self.policy.call("update", minibatches, self.step, limits)
-            metrics |= {name.removeprefix("max_"): value for name, value in results.items()}
+            metrics |= results
         return metrics
 
     def minibatches(self, units: Sequence[PackUnit]) -> list[list[PackUnit]]:
