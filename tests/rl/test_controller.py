@@ -100,6 +100,7 @@ def test_it_runs_and_agrees_with_its_engine(raw):
 
 def test_it_learns_what_the_reward_asks_for(raw):
     raw = {**raw, "train": {**raw["train"], "steps": 30, "lr": 3e-3, "validate_every": 0, "schedule": "constant"}}
+    raw["checkpoint"] = {"every": 30}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert sum(r["reward"] for r in rows[-5:]) / 5 > rows[0]["reward"] + 0.3
 

@@ -148,6 +148,7 @@ def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
 
 def test_it_learns_and_its_critic_too(ppo):
     ppo["train"] |= {"steps": 40, "lr": 3e-3, "validate_every": 0, "schedule": "constant"}
+    ppo["checkpoint"] = {"every": 40}
     rows = read_metrics(train(ppo) / "metrics.jsonl")
     assert sum(r["reward"] for r in rows[-5:]) / 5 > rows[0]["reward"] + 0.3
     error = [row["critic_error"] for row in rows]

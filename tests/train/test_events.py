@@ -111,6 +111,7 @@ def trained(raw: dict[str, Any], lineage: str) -> tuple[dict[str, float], Path]:
 def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, form: str) -> None:
     raw = histories(tmp_path, users=150, **FORMS[form])
     raw["train"] |= {"steps": 80, "validate_every": 0, "sequences": 8, "micro_sequences": 8}
+    raw["checkpoint"] = {"every": 80}
     found, directory = trained(raw, "whole")
     rows = [json.loads(line) for line in (directory / "ranked" / "next.jsonl").read_text().splitlines()]
     assert found["next/all/ndcg@10"] == pytest.approx(np.mean([row["all/ndcg@10"] for row in rows]))
@@ -129,6 +130,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **knobs: Any) -> 
     """The raw job of slates of four items, from a model that was trained on made-up histories for so many steps."""
     raw = histories(directory, users=users, **knobs)
     raw["train"] |= {"steps": steps, "validate_every": 0, "sequences": 8, "micro_sequences": 8}
+    raw["checkpoint"] = {"every": 40}
     _, start = trained(raw, "sft")
     made = directory / "made"
     size = 4 * (1 if knobs.get("ids", "items") == "items" else 3) + 1
@@ -263,6 +265,7 @@ def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
         },
     }
     raw["train"] |= {"steps": 120, "sequences": 8, "micro_sequences": 8, "validate_every": 0}
+    raw["checkpoint"] = {"every": 120}
     raw["evaluate"]["ranking"] = {
         "sources": {"next": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}},
         "catalogue": str(made / "catalogue.json"),

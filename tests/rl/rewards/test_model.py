@@ -40,6 +40,7 @@ def liked(tmp_path_factory) -> str:
         "validation": {},
     }
     job["train"] = {**job["train"], "steps": 40, "lr": 2e-3, "validate_every": 0}
+    job["checkpoint"] = {"every": 40}
     return str(run(loads(yaml.safe_dump({**job, "recipe": "rm"})), "rm") / "model")
 
 
