@@ -36,8 +36,10 @@ class DocumentMasks:
             return torch.where(starts, at, 0).cummax(1).values
 
         self.start = last(starts)  # for each token, the first token of its document
-        self.begins = positions.gather(1, self.start)  # the position at which its document begins
-        # the first token of the document whose first `begins` tokens are its document's prefix
+        self.prefix_length = positions.gather(
+            1, self.start
+        )  # the position at which its document begins, behind a shared prefix
+        # the first token of the document whose first `prefix_length` tokens are its document's prefix
         self.whole_start = last(starts & (positions == 0))
         self.whole = segments.gather(1, self.whole_start)  # and that document's segment
         after = F.pad(torch.where(starts, at, len(at))[:, 1:], (0, 1), value=len(at))
@@ -46,10 +48,10 @@ class DocumentMasks:
 
     def function(self, window: int | None) -> MaskFunction:
         """Return the function that says whether a query attends to a key, in a window (None: unlimited)."""
-        segments, positions, begins, whole = self.segments, self.positions, self.begins, self.whole
+        segments, positions, prefix_length, whole = self.segments, self.positions, self.prefix_length, self.whole
 
         def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            before = (whole[b, q] == segments[b, k]) & (positions[b, k] < begins[b, q])
+            before = (whole[b, q] == segments[b, k]) & (positions[b, k] < prefix_length[b, q])
             return (q >= k) & ((segments[b, q] == segments[b, k]) | before)
 
         # the last position outside a query's window: comparing with it needs no subtraction for every pair
@@ -69,9 +71,9 @@ class DocumentMasks:
         at_prefix = self.positions.gather(1, prefix)
         if window is not None:
             least = self.positions - window + 1  # the first position in the window
-            first = first + (least - self.begins).clamp(min=0)
+            first = first + (least - self.prefix_length).clamp(min=0)
             prefix = prefix + (least - at_prefix).clamp(min=0)
-        prefix_end = torch.minimum(self.whole_start + (self.begins - at_prefix).clamp(min=0), self.whole_end)
+        prefix_end = torch.minimum(self.whole_start + (self.prefix_length - at_prefix).clamp(min=0), self.whole_end)
         meet = (prefix_end == first) & (prefix < prefix_end)
         return [
             (torch.where(meet, prefix, first), (self.at + 1).expand_as(first)),

@@ -23,9 +23,8 @@ from ptf.model.config import DecoderConfig, MoE
 from ptf.model.layers import Parts
 from ptf.model.lora import attach, grouped
 
-ROW_MULTIPLE = (
-    8  # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
-)
+# on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
+ROW_MULTIPLE = 8
 SWISH = 1.702  # GPT-OSS: gate · sigmoid(1.702 gate)
 
 
