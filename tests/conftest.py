@@ -91,6 +91,12 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def vllm_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where vLLM keeps what it found out about a model's class, for which it starts a process that imports it again."""
+    return tmp_path_factory.mktemp("vllm-caches")
+
+
 class RealData(type(Path())):
     """A directory of which a part may be missing: a test that asks for such a file is skipped there."""
 

@@ -1,5 +1,5 @@
-"""The main job by the commands that a user types: SFT on two workers, a kill and a resume, GRPO on vLLM,
-what is published, in order."""
+"""The main job by the commands that a user types: SFT with a kill and a resume, what is published, GRPO on vLLM, in
+order; and that two workers train what one trains."""
 
 import json
 import os
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import load, resolve
 from ptf.data.tokenizer import Tokenizer
+from ptf.measurement import measure_held_out_rows
 from ptf.run import resolved, run
 from ptf.train.tokenize import tokenize
 
@@ -121,18 +122,17 @@ STEPS = ["train.steps=24", "train.decay=4", "train.decay_at_loss=null", "checkpo
 
 
 @pytest.fixture(scope="module")
-def sft(place):
-    """A whole SFT flow on two workers."""
-    done = place.do(place.command("sft", *place.run_words(SFT, place.sets("sft", "compute.workers=2", *STEPS))))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+def tokenized(place):
+    """The data of the job, tokenized as in the flow."""
+    job = resolved(load(str(ROOT / SFT), overrides=place.sets("alone", *STEPS)))
+    return tokenize(job, Tokenizer.load(job.model.path), 1)
 
 
 @pytest.fixture(scope="module")
-def alone(place):
-    """The same job uninterrupted on one worker, in this process, from tokenized data as in the flow."""
+def alone(place, tokenized):
+    """The job uninterrupted on one worker, in this process."""
     job = resolved(load(str(ROOT / SFT), overrides=place.sets("alone", "compute.launcher=local", *STEPS)))
-    return run(resolve(job, tokenized=tokenize(job, Tokenizer.load(job.model.path), 1)), "alone")
+    return run(resolve(job, tokenized=tokenized), "alone")
 
 
 @pytest.fixture(scope="module")
@@ -144,25 +144,15 @@ def on_the_fly(place):
     return run(resolved(job), "alone")
 
 
-def test_two_workers_are_distinct_ray_actors_and_train_what_one_trains(place, sft, alone):
-    actors = re.findall(r"train: rank (\d) \(actor (\w+), pid (\d+)", sft)
-    assert [rank for rank, _, _ in actors] == ["0", "1"]
-    assert len({actor for _, actor, _ in actors}) == len({pid for _, _, pid in actors}) == 2
-    one, two = facts(alone), facts(run_directory(place.home / "sft"))
-    assert len(one) == len(two) == 24
-    for a, b in zip(one, two, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
-        assert a.get("loss/dev", 0) == pytest.approx(b.get("loss/dev", 0), rel=2e-6)
-    assert one[-1]["loss"] < one[0]["loss"] - 0.5
-
-
-def test_sft_that_is_killed_and_resumed_ends_with_the_same_bits(place, alone):
-    output = place.home / "killed"
-    place.data_of("alone", "killed")
-    log = place.home / "killed.log"
+@pytest.fixture(scope="module")
+def sft(place, alone):
+    """What two commands printed: a flow whose train step is killed, and its resume."""
+    output = place.home / "sft"
+    place.data_of("alone", "sft")
+    log = place.home / "sft.log"
     own = place.home / "tmp"  # Metaflow's card of a task that is killed leaves a file there
     own.mkdir()
-    flow = place.start(place.command("sft", *place.run_words(SFT, place.sets("killed", *STEPS))), log, TMPDIR=str(own))
+    flow = place.start(place.command("sft", *place.run_words(SFT, place.sets("sft", *STEPS))), log, TMPDIR=str(own))
     kill_at(log, output, r"/train/\d+ \(", 13)  # one worker: the step's own process
     assert flow.wait(600) != 0
     text = log.read_text()
@@ -171,14 +161,38 @@ def test_sft_that_is_killed_and_resumed_ends_with_the_same_bits(place, alone):
     assert not (run_directory(output) / "model").exists()
     done = place.do(place.command("sft", "resume", "--origin-run-id", again[-1]))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    resumed = re.search(r"resumed from \S+ \(step (\d+) of 24\)", done.stdout + done.stderr)
+    return done.stdout + done.stderr
+
+
+def test_sft_that_is_killed_and_resumed_ends_with_the_same_bits(place, sft, alone):
+    resumed = re.search(r"resumed from \S+ \(step (\d+) of 24\)", sft)
     assert resumed
     assert int(resumed[1]) in (5, 10, 15, 20)  # whichever was whole when it was killed
-    directory = run_directory(output)
+    directory = run_directory(place.home / "sft")
     a, b = (load_file(d / "model" / "model.safetensors") for d in (alone, directory))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert facts(alone) == facts(directory)
+
+
+def test_two_workers_are_distinct_ray_actors_and_train_and_measure_what_one_does(
+    place, tokenized, alone, ray_cluster, capfd
+):
+    job = resolved(load(str(ROOT / SFT), overrides=place.sets("alone", "compute.workers=2", *STEPS)))
+    job = resolve(job, tokenized=tokenized)
+    both = run(job, "both")
+    found = measure_held_out_rows(job, both)
+    said = capfd.readouterr()
+    actors = re.findall(r"train: rank (\d) \(actor (\w+), pid (\d+)", said.out + said.err)
+    assert [rank for rank, _, _ in actors] == ["0", "1"]
+    assert len({actor for _, actor, _ in actors}) == len({pid for _, _, pid in actors}) == 2
+    one, two = facts(alone), facts(both)
+    assert len(one) == len(two) == 24
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
+        assert a.get("loss/dev", 0) == pytest.approx(b.get("loss/dev", 0), rel=2e-6)
+    assert one[-1]["loss"] < one[0]["loss"] - 0.5
+    assert found["loss/dev"] == pytest.approx(one[-1]["loss/dev"], rel=2e-6)
 
 
 def answers_of(directory: Path) -> list[dict]:
@@ -197,7 +211,7 @@ print("ANSWERS", json.dumps([o.outputs[0].text for o in out]))
 """
 
 
-def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, sft):
+def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, sft, vllm_caches):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ptf.rl.engines.vllm_engine import engine_env
@@ -222,7 +236,7 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
         theirs.append(tokenizer.decode(out, skip_special_tokens=True))
     assert len(ours) == 20
     assert [a["answer"] for a in ours] == theirs
-    env = {**place.env, **engine_env(place.home / "vllm")}
+    env = {**place.env, **engine_env(vllm_caches)}
     done = subprocess.run(
         [sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)],
         env=env,

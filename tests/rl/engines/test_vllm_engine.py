@@ -57,12 +57,12 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(ray_cluster, place):
+def engines(ray_cluster, place, vllm_caches):
     from ptf.rl.ray_cluster import VerlCluster
 
     (place / "home").mkdir()
     cluster = VerlCluster(device="cpu", timeout_s=400, pools=[Pool("engines", frozenset(KINDS), (2,))])
-    env = {**engine_env(place / "work"), "HOME": str(place / "home")}
+    env = {**engine_env(vllm_caches), "HOME": str(place / "home")}
     yield {
         kind: cluster.start(RoleSpec(kind, EngineRole, {"path": str(checkpoint(place, kind, 0))}, 1, env))
         for kind in KINDS
