@@ -62,7 +62,7 @@ class Former(MixtureOfExperts):
 
 
 def layer(kind: type[MixtureOfExperts], gpt_oss: bool, rank: int = 4) -> MixtureOfExperts:
-    moe = MoE(experts=8, top_k=4, hidden=64, bias=gpt_oss, clamp=7.0 if gpt_oss else None)
+    moe = MoE(experts=8, top_k=4, intermediate_size=64, bias=gpt_oss, clamp=7.0 if gpt_oss else None)
     config = DecoderConfig(64, 64, 1, 1, 8, 16, 1e-6, 64, True, (Layer(Rope(1e4), moe=True),), moe=moe)
     return kind(config, Parts(lora=Lora(rank=rank, targets=("moe.*_proj",))), "moe")
 

@@ -191,9 +191,9 @@ def test_what_one_rank_does_not_use_is_still_reduced(found):
             assert_equal(gradient, expected)
 
 
-@pytest.mark.usefixtures("found")
-def test_weight_decay_reaches_what_was_not_used():
+def test_weight_decay_reaches_what_was_not_used(found):
     """Zero gradients stand for missing ones, on one rank as on several."""
+    assert found["unused"]
     model, trainer = loaded(World(), lora=True)
     trainer.forward_backward(micro(0), Watched(before=last_layer_plain), ())
     last = [p.grad for p in model.layers[-1].parameters() if p.requires_grad]

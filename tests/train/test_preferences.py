@@ -137,7 +137,7 @@ def test_a_reference_of_another_architecture_or_tokenizer_is_refused(tmp_path):
     with pytest.raises(
         UserError,
         match=r"reference: the model in .*other has another architecture than the model that is trained: vocab, "
-        r"kinds differ",
+        r"layers differ",
     ):
         train({**raw, "algo": {"reference": str(other)}}, "a")
     character_tokenizer("abc", other)

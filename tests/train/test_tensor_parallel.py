@@ -50,7 +50,7 @@ class Group(World):
     """A rank of two data-parallel groups of two, without processes."""
 
     @property
-    def tensor(self) -> int:
+    def tensor_size(self) -> int:
         return 2
 
 
