@@ -315,7 +315,7 @@ def write(rounds: int) -> None:
         "SFTTrainer, whose head makes no full\n"
         "logits; transformers: a loop with the model's own loss over full logits; "
         "versions in `benchmarks/requirements-peers.txt`;\n"
-        "bf16 is autocast over weights of fp32 for all. ptf: its defaults (`train.compile` is off), "
+        "bf16 is autocast over weights of fp32 for all. ptf: its defaults (`train.compile` is off on a CPU), "
         "all rows of a step in one pass.\n"
         "These ratios are a CPU's: on a GPU with flash attention a mask costs the peers nothing.\n\n"
         "| model | dtype | ptf | fastest peer | its tokens per CPU-second | ratio | MiB that the step adds | losses "

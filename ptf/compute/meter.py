@@ -1,30 +1,41 @@
 """Speed and memory of a step: tokens per second, MFU, resident or device memory."""
 
 import os
+import re
 import time
 from functools import cache
 
 import torch
 
-# dense bf16 / fp32(tf32) TFLOP/s from the vendors' data sheets
+# dense TFLOP/s from the vendors' data sheets: in bf16, and in fp32 without tensor cores, because TF32 is never enabled
 PEAKS = {
-    "H200": (989.0, 494.0),
-    "H100": (989.0, 494.0),
-    "A100": (312.0, 156.0),
-    "L4": (121.0, 60.0),
-    "B200": (2250.0, 1125.0),
+    "H200": (989.0, 67.0),
+    "H100": (989.0, 67.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H20": (148.0, 44.0),
+    "A100": (312.0, 19.5),
+    "L4": (121.0, 30.3),
+    "L40S": (362.0, 91.6),
+    "RTX 4090": (165.0, 82.6),
+    "B200": (2250.0, 75.0),
 }
+OTHERS = {"MIG", "Laptop"}  # a slice of a GPU, or another GPU of the same name
+
+
+def known_gpu(name: str) -> str | None:
+    """Return the entry of PEAKS for a device's name: all words of it occur, and of several the one with the most."""
+    words = set(re.split(r"[^A-Za-z0-9]+", name))
+    found = [key for key in PEAKS if words.issuperset(key.split()) and not words & OTHERS]
+    return max(found, key=lambda key: len(key.split()), default=None)
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
     """Return the device's FLOP/s: from the table for a known GPU, else measured by a matrix product (best of 5),
     once a process."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for key, (bf16, fp32) in PEAKS.items():
-            if key in name:
-                return (bf16 if precision == "bf16" else fp32) * 1e12
+    if device.type == "cuda" and (key := known_gpu(torch.cuda.get_device_name(device))):
+        return PEAKS[key][precision == "fp32"] * 1e12
     return _measured_flops(device, dtype, torch.get_num_threads())
 
 

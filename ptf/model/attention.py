@@ -51,11 +51,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
         self.sinks = Parameter(torch.zeros(c.heads)) if c.sinks else None
 
+    rotate = staticmethod(rotate)  # plan.py may set the compiled function instead
+
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the attention output [B, T, D] for x [B, T, D]."""
         # [B, T, heads, D]
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        q, k = self.rotate(self.q_norm(q), rope), self.rotate(self.k_norm(k), rope)
         return self.o_proj(attend(self, q, k, v).flatten(-2))
 
 

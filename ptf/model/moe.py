@@ -11,6 +11,7 @@ load is even. Padding does not count.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig, MoE
-from ptf.model.layers import Parts
+from ptf.model.layers import Parts, gated
 from ptf.model.lora import attach, grouped
 
 # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
@@ -114,12 +115,19 @@ class _BiasOfRows(Function):
         return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0], None, None
 
 
+def clamped(clamp: float, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute the gate of GPT-OSS: (up + 1) · gate · sigmoid(1.702 gate), of values that are clamped first."""
+    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return (up + 1) * (gate * torch.sigmoid(SWISH * gate))
+
+
 class Experts(nn.Module):
     """The projections of all experts, stacked: [experts, out, in]."""
 
     def __init__(self, dim: int, c: MoE, parts: Parts, path: str) -> None:
         super().__init__()
-        self.clamp = c.clamp
+        # sharding.py may set compiled functions instead
+        self.compute = partial(gated, F.silu) if c.clamp is None else partial(clamped, c.clamp)
         shapes = {
             "gate": (c.intermediate_size, dim),
             "up": (c.intermediate_size, dim),
@@ -152,12 +160,7 @@ class Experts(nn.Module):
                 y = y + grouped(self, adapter, h, ends)
             return y if bias is None else y + _BiasOfRows.apply(bias, expert, ends)
 
-        gate, up = project("gate", x), project("up", x)
-        if self.clamp is None:
-            y = project("down", F.silu(gate) * up)
-        else:
-            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
-            y = project("down", (up + 1) * (gate * torch.sigmoid(SWISH * gate)))
+        y = project("down", self.compute(project("gate", x), project("up", x)))
         if place is None:
             return y
         y = y.index_select(0, place)

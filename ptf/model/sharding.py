@@ -4,20 +4,23 @@ How tensor parallelism shards each parameter is a table over unified names; data
 because it shards every parameter alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.layers import MLP, RMSNorm, gated, normalised
+from ptf.model.moe import Experts, clamped
 from ptf.model.recompute import Recompute, recompute
+from ptf.model.rope import Table, rotate
 from ptf.model.tensor_parallel import Cut, Style, cut, embed, mix, normalise_and_gather, own_experts, refuse
 
 ROWS, COLUMNS, PART = Cut(0), Cut(1), Cut(partial=True)
@@ -117,14 +120,40 @@ def _whole_head(model: Decoder) -> dict[str, Style]:
     return {name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}
 
 
-def compile_parts(model: nn.Module) -> None:
-    """Compile what lies between the matrix products (norms, gates), for any shape.
+def compiles(setting: bool | Literal["auto"], device: torch.device) -> bool:
+    """Return whether `train.compile` compiles on this device."""
+    return device.type == "cuda" if setting == "auto" else setting
+
+
+def compilation(setting: bool | Literal["auto"], device: torch.device) -> str:
+    """Return what `train.compile` does on this device, for a run's first lines."""
+    return f"norms, gates and rotary {'compiled' if compiles(setting, device) else 'not compiled'}"
+
+
+def compile_parts(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile what lies between the matrix products (norms, gates, rotary embeddings), for any shape.
 
     Attention is compiled where that is faster (attention.py), and the whole model never, because the number of
     documents differs from step to step. One function serves all layers: torch compiles at most 8 variants of a
-    function, and would run the other layers uncompiled.
+    function, and would run the other layers uncompiled. So tensors are given as rows, [B·T, ..]: a batch of one
+    sequence, and the norms of heads and of layers, are no variants of their own.
     """
-    norm, gate = torch.compile(normalised, dynamic=True), torch.compile(gated, dynamic=True)
+    functions: tuple[Any, ...] = (normalised, gated, clamped, rotate)
+    compiled = {f: torch.compile(f, dynamic=True, backend=backend) for f in functions}
+
+    def norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        return compiled[normalised](x.flatten(0, -2), weight, eps, offset).view(x.shape)
+
+    def gate(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        return compiled[gated](activate, gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+
+    def turn(x: Tensor, table: Table) -> Tensor:
+        return compiled[rotate](x.flatten(0, 1), tuple(t.flatten(0, 1) for t in table)).view(x.shape)
+
     for module in model.modules():
         if isinstance(module, RMSNorm | MLP):
             module.compute = norm if isinstance(module, RMSNorm) else gate  # type: ignore[assignment]
+        elif isinstance(module, Attention):
+            module.rotate = turn  # type: ignore[assignment]
+        elif isinstance(module, Experts):
+            module.compute = partial(compiled[module.compute.func], *module.compute.args)

@@ -182,6 +182,7 @@ def role_specs(
     frozen = {
         "spec": without_adapters(common["spec"]),
         "precision": job.train.precision,
+        "compiled": job.train.compile,
         "micro_rows": job.train.micro_sequences,
     }
     if job.train.deterministic:
@@ -236,6 +237,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
         "spec": ModelConfig(path=str(directory)),
         "seed": job.seed,
         "precision": job.train.precision,
+        "compiled": job.train.compile,
         "width": 0 if job.train.deterministic else _reward_model_length(job, directory),
         "micro_rows": job.train.micro_sequences,
     }

@@ -26,6 +26,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import adapters_off
 from ptf.model.peft_format import PeftFormat
+from ptf.model.plan import compilation
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, sharded
@@ -85,12 +86,20 @@ class FrozenModel:
         precision: str,
         width: int,
         micro_rows: int,
+        compiled: bool | Literal["auto"] = False,
         offload_path: str | None = None,
     ) -> None:
         self.world, self.width, self.micro_rows = world, width, micro_rows
         self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.model, self.family = load_model(
-            Path(directory), world, spec, seed=seed, precision=precision, head=self.head, frozen=True
+            Path(directory),
+            world,
+            spec,
+            seed=seed,
+            precision=precision,
+            head=self.head,
+            compiled=compiled,
+            frozen=True,
         )
 
     @broadcast
@@ -163,6 +172,8 @@ class Learner:
             recomputed=train.activation_checkpointing,
             compiled=train.compile,
         )
+        if world.leads:
+            print(f"{recipe.head} head, {train.precision}: {compilation(train.compile, world.device)}", flush=True)
         self.trainer = trainer_of(train, self.model, world)
         self.sender: Sender | None = None
 

@@ -55,8 +55,15 @@ def load_companions(
             path = located(companion, role, job.verify_bytes)
             refuse_other_tokenizer(path, tokenizer, role, companion, directory)
         section = checkpoint_section(spec, path) if companion.same_architecture else ModelConfig(path=str(path))
-        precision = job.train.precision
-        loaded[role], _ = load_model(path, model_world, section, seed=job.seed, precision=precision, frozen=True)
+        loaded[role], _ = load_model(
+            path,
+            model_world,
+            section,
+            seed=job.seed,
+            precision=job.train.precision,
+            compiled=job.train.compile,
+            frozen=True,
+        )
         if companion.same_architecture:
             refuse_other_architecture(loaded[role], model, path, role)
     return loaded

@@ -24,6 +24,7 @@ from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.errors import Stopped, UserError
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
+from ptf.model.plan import compilation
 from ptf.recipes import registry
 from ptf.recipes.protocol import Companion
 from ptf.train import nonfinite
@@ -396,7 +397,9 @@ def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | N
         print(
             f"train: {steps} steps of {job.train.sequences} rows × {job.data.seq_len} tokens, workers={world.size}, "
             f"device={world.device}, "
-            f"{job.train.precision}, attention={attention}, {config.num_layers} layers × {config.dim}",
+            f"{job.train.precision}, attention={attention}, "
+            f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device)}, "
+            f"{config.num_layers} layers × {config.dim}",
             flush=True,
         )
         if plan:

@@ -20,7 +20,7 @@ from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.recompute import Recompute
-from ptf.model.sharding import parallelize
+from ptf.model.sharding import compiles, parallelize
 from ptf.recipes.protocol import Recipe
 from ptf.train.components import parts_of, report
 from ptf.train.device_batches import on_device
@@ -37,7 +37,7 @@ def load_model(
     precision: str,
     head: Literal["lm", "scalar"] = "lm",
     recomputed: Recompute = "none",
-    compiled: bool = False,
+    compiled: bool | Literal["auto"] = False,
     frozen: bool = False,
 ) -> tuple[Decoder, Family]:
     """Build a sharded model with its weights, read from the directory or drawn from the seed.
@@ -52,7 +52,7 @@ def load_model(
     model, family = bridge.build(directory, head=head, parts=parts_of(spec, adapted=True))
     freeze(model, family, spec.trainable)
     _hold(model, directory, precision, frozen=frozen)
-    parallelize(model, world.mesh, precision, recomputed=recomputed, compiled=compiled)
+    parallelize(model, world.mesh, precision, recomputed=recomputed, compiled=compiles(compiled, world.device))
     bridge.materialize(model, world.device)
     if spec.init == "random":
         bridge.random_init(model, seed)

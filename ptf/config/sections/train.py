@@ -72,8 +72,9 @@ class TrainConfig(Section):
     deterministic: bool = False
     """Compute the same bits for any `micro_sequences` and any number of workers, by adding the gradients of sequences
     in a fixed order. For small models in fp32 on a CPU."""
-    compile: bool = free(False)
-    """Compile norms and gates (torch.compile, for any shape). It takes half a minute at the start and saves memory
-    traffic in every step."""
+    compile: Literal["auto"] | bool = free("auto")
+    """Compile norms, gates and rotary embeddings (torch.compile, for any shape), which saves memory traffic in every
+    step. `auto`: on a GPU; not on a CPU, where compiling takes longer than many a run (22 to 96 s for each of the three
+    on 2 busy cores) and changes the last bits."""
     validate_every: Count = free(0)
     """Steps between held-out losses, or (online) between greedy passes over `evaluate.sources`; 0: never."""

@@ -1,0 +1,42 @@
+"""The speed that MFU divides by: the right GPU's, in the precision that it computes in."""
+
+import pytest
+import torch
+
+from ptf.compute.meter import PEAKS, known_gpu, peak_flops
+
+GPUS = {
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H100 NVL": "H100 NVL",
+    "NVIDIA H200": "H200",
+    "NVIDIA H20": "H20",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA B200": "B200",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA L40": None,
+    "NVIDIA A10G": None,
+    "NVIDIA GH200 480GB": None,
+}
+
+
+@pytest.mark.parametrize(("name", "found"), GPUS.items())
+def test_a_gpu_is_known_by_whole_words(name, found) -> None:
+    assert known_gpu(name) == found
+
+
+def test_every_entry_is_found(monkeypatch) -> None:
+    assert {found for found in GPUS.values() if found} == PEAKS.keys()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
+    assert peak_flops(torch.device("cuda"), "bf16") == 362e12
+    assert peak_flops(torch.device("cuda"), "fp32") == 91.6e12
+
+
+def test_fp32_is_computed_without_tensor_cores() -> None:
+    """The peaks of fp32 are those of full products."""
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.get_float32_matmul_precision() == "highest"
