@@ -173,8 +173,8 @@ class Sampler:
     @broadcast
     def expect_weights(self) -> None:
         """Let the engine know that new weights come before it generates again."""
-        if hasattr(self.engine, "expect_weights"):  # an engine that has no use for it has no such method
-            self.engine.expect_weights()
+        if expect := getattr(self.engine, "expect_weights", None):  # which not every engine has a use for
+            expect()
 
     @broadcast
     def offload(self) -> None:
