@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
         self.sinks = Parameter(torch.zeros(c.heads)) if c.sinks else None
 
-    rotate = staticmethod(rotate)  # plan.py may set the compiled function instead
+    rotate = staticmethod(rotate)  # sharding.py may set the compiled function instead
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the attention output [B, T, D] for x [B, T, D]."""

@@ -130,7 +130,7 @@ def compilation(setting: bool | Literal["auto"], device: torch.device) -> str:
     return f"norms, gates and rotary {'compiled' if compiles(setting, device) else 'not compiled'}"
 
 
-def compile_parts(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = partial(torch.compile, dynamic=True)) -> None:
     """Compile what lies between the matrix products (norms, gates, rotary embeddings), for any shape.
 
     Attention is compiled where that is faster (attention.py), and the whole model never, because the number of
@@ -139,7 +139,7 @@ def compile_parts(model: nn.Module, backend: str | Callable[..., Any] = "inducto
     sequence, and the norms of heads and of layers, are no variants of their own.
     """
     functions: tuple[Any, ...] = (normalised, gated, clamped, rotate)
-    compiled = {f: torch.compile(f, dynamic=True, backend=backend) for f in functions}
+    compiled = {function: compiler(function) for function in functions}
 
     def norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         return compiled[normalised](x.flatten(0, -2), weight, eps, offset).view(x.shape)

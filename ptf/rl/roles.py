@@ -26,8 +26,8 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import adapters_off
 from ptf.model.peft_format import PeftFormat
-from ptf.model.plan import compilation
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
+from ptf.model.sharding import compilation
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, sharded
 from ptf.rl.logprob_guard import LogprobDifference

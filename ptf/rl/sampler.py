@@ -173,8 +173,7 @@ class Sampler:
     @broadcast
     def expect_weights(self) -> None:
         """Let the engine know that new weights come before it generates again."""
-        expect = getattr(self.engine, "expect_weights", None)  # an engine that has no use for it has no such method
-        if expect is not None:
+        if expect := getattr(self.engine, "expect_weights", None):  # which not every engine has a use for
             expect()
 
     @broadcast

@@ -24,7 +24,7 @@ from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.errors import Stopped, UserError
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
-from ptf.model.plan import compilation
+from ptf.model.sharding import compilation
 from ptf.recipes import registry
 from ptf.recipes.protocol import Companion
 from ptf.train import nonfinite

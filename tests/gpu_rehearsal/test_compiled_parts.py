@@ -1,12 +1,12 @@
 """What lies between the matrix products is compiled on a GPU: norms, gates and rotary embeddings of every family."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from ptf.model.plan import compile_parts, compiles
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,6 +16,7 @@ from ptf.model.decoder import Block
 from ptf.model.families import family_of
 from ptf.model.layers import Parts
 from ptf.model.rope import rotary
+from ptf.model.sharding import compile_parts, compiles
 
 SHARE = 0.25  # of the pointwise operations, at most, are left: residuals, routing
 
@@ -74,7 +75,7 @@ def counted(model_type: str, compiled: bool, without: str = "") -> tuple[int, in
                 x = torch.randn(1, 64, c.dim, requires_grad=True)
                 positions, real = torch.arange(64)[None], torch.ones(1, 64, dtype=torch.bool)
             if compiled:
-                compile_parts(blocks, mode.backend())
+                compile_parts(blocks, partial(torch.compile, dynamic=True, backend=mode.backend()))
             for module in blocks.modules():
                 module.__dict__.pop(without, None)
             table = rotary(positions, c.head_dim, c.kinds[0].rope)

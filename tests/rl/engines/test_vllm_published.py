@@ -1,6 +1,8 @@
 """What vLLM expects of a sync is what the policy sends, also where the checkpoint stores something else."""
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from ptf.model import bridge
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.vllm_engine import expected_names, is_quantised, unquantised
+from ptf.rl.engines.vllm_extension import refusing_lost_weights
+from ptf.rl.weights.verification import SyncError
 from tests.model.published import multimodal_checkpoint, mxfp4_checkpoint
 from tests.tiny import checkpoint
 
@@ -61,3 +65,26 @@ def test_a_quantised_model_whose_weights_are_replaced_is_made_without_the_quanti
     written = json.loads((tmp_path / "b" / "model" / "config.json").read_text())
     assert written.items() <= bridge.read_config(tmp_path / "a").items()
     assert not is_quantised(tmp_path / "b" / "model")
+
+
+class Layer(torch.nn.Module):
+    """A layer whose loader counts what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, device="meta"))
+
+
+def test_what_a_model_copies_without_a_loader_is_an_error(monkeypatch):
+    """As gpt-oss does; vLLM's reload then restores the old values."""
+    counts: dict[torch.nn.Module, int] = {}
+    layerwise = types.SimpleNamespace(get_layerwise_info=lambda layer: types.SimpleNamespace(load_numel=counts[layer]))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload.layerwise", layerwise)
+    model = torch.nn.ModuleDict({"counted": Layer(), "lost": Layer(), "processed": Layer(), "not_sent": Layer()})
+    model["processed"].weight = torch.nn.Parameter(torch.zeros(4))
+    counts.update({layer: 4 * (name == "counted") for name, layer in model.items()})
+    counts[model] = 0
+    model.load_weights = lambda weights: {f"{name}.weight" for name in weights}
+    said = r"cannot replace weights of ModuleDict: 1 parameters .*'lost\.weight'"
+    with pytest.raises(SyncError, match=said), refusing_lost_weights(model):
+        model.load_weights(["counted", "lost", "processed"])
