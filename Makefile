@@ -92,6 +92,9 @@ leakage: setup                           ## 10,000 packings for each mixer and a
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 
+bench-roofline: setup                    ## upper bounds of MFU at published shapes (ptf plan --roofline); writes benchmarks/results/roofline.md
+	$(PY) benchmarks/roofline.py
+
 bench-flows: setup                       ## seconds of `show` and of a resume that has nothing to do; writes benchmarks/results/flow_times.md
 	$(PY) benchmarks/flow_times.py
 

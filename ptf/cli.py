@@ -36,6 +36,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 if TYPE_CHECKING:
     from ptf.model.verify import Report
     from ptf.train.budget import Budget
+    from ptf.train.roofline import Roofline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,18 +124,59 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print memory, FLOPs and time of a step."""
+    """Print memory, FLOPs and time of a step, and with `--roofline` the upper bound of its MFU."""
     job = load(*options.config, overrides=[*options.set, f"compute.workers={options.gpus}", "compute.launcher=ray"])
     from ptf.run import resolved
     from ptf.train.budget import budget, config_directory
 
     job = resolved(job)
     directory = config_directory(job.model.path, job.model.revision)
-    step_budget = budget(job, directory, options.gpus, room_gib=options.memory, mfu=options.mfu, gpu=options.gpu)
+    mfu, bound = options.mfu, None
+    if options.roofline:
+        from ptf.train.roofline import roofline
+
+        bound = roofline(job, directory, options.gpus, options.gpu)
+        mfu = bound.mfu
+    step_budget = budget(job, directory, options.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu)
+    if options.json:
+        print(json.dumps(_plan_as_json(step_budget, bound), indent=2))
+        return 0 if step_budget.fits else 1
+    if bound is not None:
+        console(width=None if sys.stdout.isatty() else 180).print(_roofline_table(bound), highlight=False)
     console(width=None if sys.stdout.isatty() else 180).print(
         _budget_table(step_budget), *map(Text, _budget_advice(step_budget)), sep="\n", highlight=False
     )
     return 0 if step_budget.fits else 1
+
+
+def _plan_as_json(step: "Budget", bound: "Roofline | None") -> dict[str, object]:
+    """Return the plan for programs: memory by phase, and the bound with its operators, the costliest first."""
+    memory = {name: getattr(step.memory, name) / 2**30 for name in step.memory.__slots__}
+    found: dict[str, object] = {"memory_gib": {"step": {**memory, "total": step.memory.total / 2**30}}}
+    found |= {"fits": step.fits, "flops": step.flops, "tokens": step.tokens, "seconds": step.seconds}
+    if bound is not None:
+        operators = [
+            {"name": name, "seconds": seconds, "share": seconds / bound.seconds}
+            for name, seconds in bound.operators.items()
+        ]
+        found |= {"mfu": bound.mfu, "seconds": bound.seconds, "operators": operators, "exposed_s": bound.exposed}
+    return found
+
+
+LARGEST_COSTS = 12  # operators that the table of the roofline shows
+
+
+def _roofline_table(bound: "Roofline") -> Table:
+    """Return the upper bound of MFU, and the operators that take most of the step."""
+    table = Table("operator", "seconds", "share of the step", box=SIMPLE)
+    table.title = Text(f"MFU at most {bound.mfu:.1%}: at least {bound.seconds:.3g} s a step on each GPU")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    shown = list(bound.operators.items())[:LARGEST_COSTS]
+    rest = bound.seconds - bound.exposed - sum(seconds for _, seconds in shown)
+    for name, seconds in [*shown, ("all others", rest), ("collectives that nothing hides", bound.exposed)]:
+        table.add_row(name, f"{seconds:.3g}", f"{seconds / bound.seconds:.1%}")
+    return table
 
 
 def _budget_table(step: "Budget") -> Table:
@@ -468,6 +510,10 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
         help="share of the peak FLOP/s that is reached (default: 0.4)",
     )
     command.add_argument("--gpu", default="H100", help="whose peak (default: H100)")
+    command.add_argument(
+        "--roofline", action="store_true", help="the upper bound of MFU by operator, and the time of a step from it"
+    )
+    command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.set_defaults(run=plan)
 
 

@@ -130,13 +130,16 @@ def compilation(setting: bool | Literal["auto"], device: torch.device) -> str:
     return f"norms, gates and rotary {'compiled' if compiles(setting, device) else 'not compiled'}"
 
 
-def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = partial(torch.compile, dynamic=True)) -> None:
+COMPILER = partial(torch.compile, dynamic=True)
+
+
+def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = COMPILER) -> None:
     """Compile what lies between the matrix products (norms, gates, rotary embeddings), for any shape.
 
     Attention is compiled where that is faster (attention.py), and the whole model never, because the number of
     documents differs from step to step. One function serves all layers: torch compiles at most 8 variants of a
     function, and would run the other layers uncompiled. So tensors are given as rows, [B·T, ..]: a batch of one
-    sequence, and the norms of heads and of layers, are no variants of their own.
+    sequence, and the norms of heads and of layers, are no variants of their own. `compiler` is given each function.
     """
     functions: tuple[Any, ...] = (normalised, gated, clamped, rotate)
     compiled = {function: compiler(function) for function in functions}

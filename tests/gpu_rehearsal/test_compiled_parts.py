@@ -78,7 +78,7 @@ def counted(model_type: str, compiled: bool, without: str = "") -> tuple[int, in
                 compile_parts(blocks, partial(torch.compile, dynamic=True, backend=mode.backend()))
             for module in blocks.modules():
                 module.__dict__.pop(without, None)
-            table = rotary(positions, c.head_dim, c.kinds[0].rope)
+            table = rotary(positions, c.head_dim, c.layers[0].rope)
             mode.outside = 0
             y = x
             for block in blocks:

@@ -1,0 +1,361 @@
+"""An upper bound of the MFU of a training step, operator by operator, from the sizes of a model alone.
+
+A layer runs forward and backward on the meta device, and each operator takes at least the largest of: its FLOPs over
+the share of the peak that matrix products reach, its bytes over the share of the bandwidth that copies reach, and the
+launch of a kernel. Attention counts the pairs of its documents; what torch.compile makes one kernel counts its inputs
+and outputs. The collectives of FSDP run beside the computation, and count where they take longer.
+
+Nothing else is counted: no gaps between kernels, no slow sorts, no waiting for data. A measured MFU is therefore lower.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from ptf.config import Job
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.attention import Attention
+from ptf.model.chunked import chunk_bytes
+from ptf.model.config import DecoderConfig
+from ptf.model.decoder import Block
+from ptf.model.flops import Flops, pairs
+from ptf.model.layers import Parts
+from ptf.model.recompute import SAVED, Recompute
+from ptf.model.rope import rotary
+from ptf.model.sharding import compile_parts
+from ptf.train.components import parts_of
+from ptf.train.trainable import freeze
+
+MATRIX, MEMORY = 0.72, 0.85  # shares of the peak FLOP/s and of the bandwidth that are reached
+KERNEL_S = 2e-6
+FLEX_FORWARD, FLEX_BACKWARD = 0.5, 0.4  # shares of the peak that FlexAttention reaches over its kept pairs
+LINK = 0.8  # share of a link's bandwidth that collectives reach
+MEDIAN, SIGMA = 180, 1.03  # of the log-normal lengths of documents, in tokens
+aten = torch.ops.aten
+# what moves nothing, though it is no view by its schema
+FREE = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten._unsafe_view.default}
+
+
+class Gpu(NamedTuple):
+    """The speeds of a GPU, from its data sheet."""
+
+    flops: float  # dense bf16
+    bandwidth: float  # of its memory, bytes a second
+    link: float  # to the others, bytes a second in one direction
+
+
+GPUS = {
+    "H200": Gpu(989e12, 4.8e12, 450e9),
+    "H100": Gpu(989e12, 3.35e12, 450e9),
+    "A100": Gpu(312e12, 2.0e12, 300e9),
+    "B200": Gpu(2250e12, 8.0e12, 900e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The bound of a step on one GPU."""
+
+    mfu: float
+    seconds: float
+    operators: Mapping[str, float]  # name → seconds, the longest first
+    exposed: float  # seconds of collectives that no computation hides, included in `seconds`
+
+
+@dataclass
+class Costs:
+    """Seconds and FLOPs by operator on a GPU."""
+
+    gpu: Gpu
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    flops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, name: str, *, flops: float = 0.0, share: float = MATRIX, bytes_: float = 0.0, times: int = 1) -> None:
+        """Add an operator that runs `times` times."""
+        kernel = max(flops / (self.gpu.flops * share), bytes_ / (self.gpu.bandwidth * MEMORY), KERNEL_S)
+        self.seconds[name] += times * kernel
+        self.flops[name] += times * flops
+
+    def merge(self, other: "Costs", times: int = 1) -> None:
+        """Add all operators of others, which run `times` times."""
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += times * seconds
+            self.flops[name] += times * other.flops[name]
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return sum(self.seconds.values())
+
+
+class Timeline(TorchDispatchMode):
+    """Adds up the costs of the operators that are dispatched on the meta device.
+
+    `only_recomputed` counts what `selective` activation checkpointing computes again.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__()
+        self.costs, self.only_recomputed, self.off = costs, False, False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside it."""
+        before, self.off = self.off, True
+        yield
+        self.off = before
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if self.off or function.is_view or function in FREE or (self.only_recomputed and function in SAVED):
+            return out
+        read = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        written = {id(t): t for t in tree_leaves(out) if isinstance(t, Tensor)}
+        moved = sum(_bytes(t) for t in read.values()) + sum(_bytes(t) for t in written.values())
+        self.costs.add(_name(function), flops=_flops(function, args, kwargs or {}, out), bytes_=moved)
+        return out
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes of memory behind a tensor: those of its storage where it is expanded."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _flops(function: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the FLOPs of a matrix product, 0 for other operators."""
+    if function is aten._grouped_mm.default:
+        # rows [n, k] times experts [e, k, m], or the gradient of the experts, [k, n] times [n, m]
+        return 2.0 * out.numel() * args[0].shape[-1] / (len(out) if out.dim() == 3 else 1)
+    count = flop_registry.get(function.overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+
+
+def _name(function: Any) -> str:
+    name = function.overloadpacket.__name__
+    return "matrix products" if name in ("mm", "addmm", "bmm", "_grouped_mm") else name
+
+
+class _Kernel(Function):
+    """A function as one kernel: it reads its tensors and writes its output, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], name: str, timeline: Timeline, *tensors: Tensor) -> Tensor:
+        with timeline.paused():
+            out = function(*tensors)
+        ctx.save_for_backward(*tensors)
+        ctx.name, ctx.timeline = name, timeline
+        timeline.costs.add(name, bytes_=sum(map(_bytes, (*tensors, out))))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[3:]
+        with ctx.timeline.paused():
+            found = [torch.empty_like(t) if need else None for t, need in zip(ctx.saved_tensors, needs, strict=True)]
+        moved = sum(map(_bytes, (*ctx.saved_tensors, *grads))) + sum(_bytes(t) for t in found if t is not None)
+        ctx.timeline.costs.add(f"{ctx.name}, backward", bytes_=moved)
+        return None, None, None, *found
+
+
+def one_kernel(function: Callable[..., Tensor], timeline: Timeline) -> Callable[..., Tensor]:
+    """Return the function as torch.compile makes it: one kernel, whatever is not a tensor being part of it."""
+    name = f"compiled {function.__name__}"
+
+    def call(*args: Any) -> Tensor:
+        leaves, spec = tree_flatten(args)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def of_tensors(*tensors: Tensor) -> Tensor:
+            filled = list(leaves)
+            for i, tensor in zip(at, tensors, strict=True):
+                filled[i] = tensor
+            return function(*tree_unflatten(filled, spec))
+
+        return cast("Tensor", _Kernel.apply(of_tensors, name, timeline, *(leaves[i] for i in at)))
+
+    return call
+
+
+class _Flex(Function):
+    """FlexAttention over documents: the pairs that its mask keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kept: float, costs: Costs) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.flops, ctx.costs = 4.0 * kept * q.shape[-2] * q.shape[-1], costs
+        costs.add("attention", flops=ctx.flops, share=FLEX_FORWARD, bytes_=sum(map(_bytes, (q, k, v, out))))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        moved = 2 * sum(map(_bytes, ctx.saved_tensors))
+        # five products, of which one makes the scores again
+        ctx.costs.add("attention, backward", flops=2.5 * ctx.flops, share=FLEX_BACKWARD, bytes_=moved)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+
+
+def document_lengths(rows: int, width: int) -> list[int]:
+    """Return the lengths of the documents that fill rows of `width` tokens, log-normal, the same each time."""
+    rng, lengths = np.random.default_rng(0), []
+    for _ in range(rows):
+        left = width
+        while left:
+            length = min(left, max(1, round(float(rng.lognormal(math.log(MEDIAN), SIGMA)))))
+            lengths.append(length)
+            left -= length
+    return lengths
+
+
+def layer_costs(
+    c: DecoderConfig,
+    layer: int,
+    parts: Parts,
+    gpu: Gpu,
+    lengths: Sequence[int],
+    *,
+    rows: int,
+    recomputed: Recompute,
+    compiled: bool,
+    frozen: Callable[[str], bool],
+) -> Costs:
+    """Return the costs of a layer's forward and backward passes over rows filled with documents of these lengths."""
+    costs = Costs(gpu)
+    timeline = Timeline(costs)
+    width = sum(lengths) // rows
+    with torch.device("meta"):
+        block = Block(c, layer, parts, f"layers.{layer}").to(torch.bfloat16)
+        x = torch.empty(rows, width, c.dim, dtype=torch.bfloat16, requires_grad=True)
+        real = torch.empty(rows, width, dtype=torch.bool)
+        table = rotary(torch.arange(width)[None].expand(rows, width), c.head_dim, c.layers[layer].rope)
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(not frozen(f"layers.{layer}.{name}"))
+    if compiled:
+        compile_parts(block, lambda function: one_kernel(function, timeline))
+
+    def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = float(sum(pairs(n, of.window) for n in lengths))
+        return cast("Tensor", _Flex.apply(q, k, v, kept, costs))
+
+    with timeline:
+        y = block(x, table, attend, real)
+        if recomputed == "block":
+            block(x, table, attend, real)
+        elif recomputed == "selective":
+            timeline.only_recomputed = True
+            block(x, table, lambda of, q, k, v: torch.empty_like(q), real)
+            timeline.only_recomputed = False
+        y.backward(torch.empty_like(y))
+    return costs
+
+
+def head_costs(gpu: Gpu, positions: int, dim: int, vocab: int, chunk_bytes: int, trained: bool) -> Costs:
+    """Return the costs of the loss head over so many trained positions, and of the last norm."""
+    costs = Costs(gpu)
+    chunk = max(1, chunk_bytes // (4 * vocab))
+    for first in range(0, positions, chunk):
+        n = min(chunk, positions - first)
+        product, logits, narrow = 2.0 * n * dim * vocab, 4.0 * n * vocab, 2.0 * n * vocab
+        weight, hidden = 2.0 * dim * vocab, 2.0 * n * dim
+        costs.add("head: logits", flops=product, bytes_=hidden + weight + logits)
+        costs.add("head: softmax and loss", bytes_=4 * logits, times=1)  # log-softmax and exp, in place
+        costs.add("head: gradient of the logits", bytes_=logits + narrow)
+        costs.add("head: gradient of the input", flops=product, bytes_=narrow + weight + hidden)
+        if trained:
+            costs.add("head: gradient of the weight", flops=product, bytes_=narrow + hidden + 4 * weight)
+    return costs
+
+
+def optimizer_costs(gpu: Gpu, parameters: float) -> Costs:
+    """Return the costs of clipping and AdamW over the fp32 shards of one rank."""
+    costs = Costs(gpu)
+    costs.add("clipping", bytes_=12 * parameters)
+    costs.add("AdamW", bytes_=28 * parameters)
+    return costs
+
+
+def collective_seconds(gpu: Gpu, ranks: int, parameters: float, trained: float) -> float:
+    """Return the seconds of FSDP's collectives in one pass: weights gathered twice in bf16, gradients scattered in
+    fp32."""
+    return (2 * 2 * parameters + 4 * trained) * (ranks - 1) / ranks / (gpu.link * LINK)
+
+
+def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
+    """Return the bound of an SFT step of the job on `gpus` GPUs of a kind; `directory` needs only a config.json.
+
+    Every position is trained. Raises UserError for what it does not count: other recipes and backends, components of
+    the user's own, tensor parallelism, fp32, and GPUs whose speeds are not known.
+    """
+    refuse_uncounted(job, gpu)
+    speeds, data = GPUS[gpu], gpus
+    if job.train.sequences % data:
+        raise UserError(f"train.sequences ({job.train.sequences}) must be a multiple of the {data} data-parallel ranks")
+    rows = min(job.train.micro_sequences, job.train.sequences // data)
+    passes = math.ceil(job.train.sequences / (data * rows))
+    model, family = bridge.build(directory, parts=parts_of(job.model, adapted=True))
+    freeze(model, family, job.model.trainable)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    lengths, tokens = document_lengths(rows, job.data.seq_len), rows * job.data.seq_len
+    step = Costs(speeds)
+    c = model.config
+    for kind, count in Counter(c.layers).items():
+        layer = c.layers.index(kind)
+        one = layer_costs(
+            c,
+            layer,
+            model.parts,
+            speeds,
+            lengths,
+            rows=rows,
+            recomputed=job.train.activation_checkpointing,
+            compiled=job.train.compile is not False,
+            frozen=frozen.__contains__,
+        )
+        step.merge(one, count)
+    step.merge(
+        head_costs(speeds, tokens, c.dim, c.padded, chunk_bytes(torch.device("cuda")), "head.weight" not in frozen)
+    )
+    step.add("embedding", bytes_=4.0 * tokens * c.dim)
+    if "embed.weight" not in frozen:
+        step.add("embedding, backward", bytes_=4.0 * tokens * c.dim + 2.0 * c.padded * c.dim)
+    # FSDP, also over one rank: cast and copy weights for each forward and backward pass, gradients into fp32 shards
+    step.add("sharding: copies", bytes_=20.0 * parameters + 6.0 * trained + 12.0 * trained / data)
+    exposed = passes * max(0.0, collective_seconds(speeds, data, parameters, trained) - step.total)
+    whole = Costs(speeds)
+    whole.merge(step, passes)
+    whole.merge(optimizer_costs(speeds, trained / data))
+    seconds = whole.total + exposed
+    work = passes * Flops.of(model).step(lengths, tokens)
+    operators = dict(sorted(whole.seconds.items(), key=lambda item: -item[1]))
+    return Roofline(work / (seconds * speeds.flops), seconds, operators, exposed)
+
+
+def refuse_uncounted(job: Job, gpu: str) -> None:
+    """Raise UserError for a job or a GPU that the roofline does not count."""
+    refused = {
+        f"the GPU {gpu}: it has {', '.join(GPUS)}": gpu not in GPUS,
+        "recipes other than sft": job.recipe != "sft",
+        "model.backend: hf": job.model.backend == "hf",
+        "components of your own (model.replace, model.head)": bool(job.model.replace or job.model.head),
+        "compute.mesh.tensor": job.compute.mesh.tensor > 1,
+        "train.precision: fp32": job.train.precision == "fp32",
+    }
+    for what, applies in refused.items():
+        if applies:
+            raise UserError(f"ptf plan --roofline does not count {what}")
