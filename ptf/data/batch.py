@@ -81,11 +81,13 @@ class Batch:
 class Memory:
     """Arrays that are used again once nothing refers to what was made of them.
 
-    Touching fresh memory for the first time costs more than laying out a row there.
+    Touching fresh memory for the first time costs more than laying out a row there. `pinned`: page-locked memory, from
+    which a GPU copies while the host goes on; what is made of it must be kept until the copy is made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pinned: bool = False) -> None:
         self._blocks: list[np.ndarray] = []
+        self._pinned = pinned
 
     def block(self, n: int) -> np.ndarray:
         """Return a block of n bytes, not initialised. It is in use as long as a view of it exists."""
@@ -93,7 +95,9 @@ class Memory:
         for i in range(len(self._blocks)):
             if sys.getrefcount(self._blocks[i]) == HELD_HERE:
                 return self._blocks[i]
-        self._blocks.append(np.empty(n, np.uint8))
+        fresh = torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy() if self._pinned else np.empty(n, np.uint8)
+        self._blocks.append(fresh)
+        del fresh
         return self._blocks[-1]
 
 

@@ -89,11 +89,12 @@ class Loader:
         prefetch: int = 2,
         timeout_s: float = 1800.0,
         peers: Peers | None = None,
+        pinned: bool = False,
     ):
         """Make a loader for one rank.
 
         `peers` is the group of neighbouring ranks with which rows are exchanged; without it, a rank trains the rows
-        that it makes.
+        that it makes. `pinned`: lay rows out in page-locked memory, for a GPU.
         """
         if lanes % world_size or rows % world_size:
             raise UserError(
@@ -104,7 +105,7 @@ class Loader:
         self._rank, self._world = rank, world_size
         self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
         self._peers = peers if peers is not None and peers.size > 1 else None
-        self._memory = Memory()
+        self._memory = Memory(pinned=pinned)
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self._template: PackUnit | None = None

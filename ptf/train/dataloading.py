@@ -63,6 +63,7 @@ def make_loader(job: Job, lanes: Lanes, world: World) -> Loader:
         prefetch=data.prefetch,
         timeout_s=job.compute.timeout_s,
         peers=peers(world, group_size(world.data_size), job.compute.timeout_s),
+        pinned=world.device.type == "cuda",
     )
 
 

@@ -4,6 +4,7 @@ and memory is used again only when nobody holds it."""
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,8 +99,17 @@ def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(
         assert torch.equal(Batch.of(part, WIDTH).tokens, batch.tokens)
 
 
-def test_memory_is_used_again_when_nobody_holds_it() -> None:
-    memory, rows = Memory(), [[(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
+@pytest.mark.parametrize("pinned", [False, True])
+def test_memory_is_used_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    """Page-locked memory is asked for where there is a GPU; without one, torch gives other memory for it here."""
+    asked, empty = [], torch.empty
+
+    def without_gpu(*size: int, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*size, **more)
+
+    monkeypatch.setattr(torch, "empty", without_gpu)
+    memory, rows = Memory(pinned=pinned), [[(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
     first = lay_out(Documents.of(rows), WIDTH, 1, memory)
     place, kept = first[0].tokens.data_ptr(), first[1].weights[0, 3:]
     del first
@@ -108,3 +118,4 @@ def test_memory_is_used_again_when_nobody_holds_it() -> None:
     assert kept[:5].tolist() == [1.0] * 5
     del kept
     assert lay_out(Documents.of(rows), WIDTH, 1, memory)[0].tokens.data_ptr() == place
+    assert asked == [True] * 2 * pinned

@@ -7,7 +7,8 @@ from tests.gpu_rehearsal.step import RECIPES, host_syncs
 MOST = 2  # the metrics, and the norm of the gradient
 
 
-CASES = [*(("Qwen3-0.6B", recipe) for recipe in RECIPES), ("Gemma-3-4B", "sft")]
+OTHERS = ("Gemma-3-4B", "gpt-oss-20b", "Qwen3-30B-A3B")
+CASES = [*(("Qwen3-0.6B", recipe) for recipe in RECIPES), *((shape, "sft") for shape in OTHERS)]
 
 
 @pytest.mark.parametrize(("shape", "recipe"), CASES)
