@@ -542,3 +542,15 @@ def unquantised(directory: Path, without: Path) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key != "quantization_config"}
     (without / "config.json").write_text(json.dumps(kept))
     return {"model": str(without), "load_format": "dummy"}
+
+
+def copied_without_loader(model: Any, loaded: Set[str]) -> list[str]:
+    """Return the parameters that a model reports as loaded in a reload, and of which no loader was called."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, layer in model.named_modules()
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.is_meta and f"{prefix}.{name}".lstrip(".") in loaded and not get_layerwise_info(layer).load_numel
+    ]

@@ -3,15 +3,16 @@
 vLLM's reload packs every layer again except, on a CPU, a head that is tied to the embedding. That head would compute
 with the old weights while all other layers have the new ones, and log-probs would be wrong by up to 0.4. Therefore the
 head is packed here. Weights that a model loses in vLLM's reload are an error. vLLM imports this class by name and mixes
-it into its worker.
+it into its worker; it needs no import of vllm.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
+from ptf.rl.engines.vllm_engine import copied_without_loader
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Receipt, SyncError
 
@@ -41,18 +42,6 @@ def refusing_lost_weights(model: Any) -> Iterator[None]:
             f"vLLM cannot replace weights of {type(model).__name__}: {len(lost)} parameters keep their old values, "
             f"{sorted(lost)[:3]}, …; use rollout.engine: native"
         )
-
-
-def copied_without_loader(model: Any, loaded: Set[str]) -> list[str]:
-    """Return the parameters that a model reports as loaded in a reload, and of which no loader was called."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, layer in model.named_modules()
-        for name, parameter in layer.named_parameters(recurse=False)
-        if parameter.is_meta and f"{prefix}.{name}".lstrip(".") in loaded and not get_layerwise_info(layer).load_numel
-    ]
 
 
 class WeightLoader:
