@@ -208,7 +208,6 @@ CEILING = """
     import psutil
     from ptf.config import load
     from ptf.run import run
-    from ptf.compute.offload import give_back
     import ptf.rl.assemble, ptf.rl.controller, torch  # what is there before any role is
 
     ceiling = float(sys.argv[2]) * 2**20 + psutil.Process().memory_info().rss

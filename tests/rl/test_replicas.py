@@ -172,9 +172,9 @@ def test_one_that_dies_at_a_sync_or_before_it_or_offloaded_is_as_the_others_afte
 @pytest.mark.ray
 @pytest.mark.cluster
 def test_a_successor_that_does_not_start_has_one_too(group, monkeypatch):
-    made, failures = group.made, iter([True, False])
+    start, failures = group.start_gang, iter([True, False])
     group.restarts = 2
-    group.made = lambda i: (_ for _ in ()).throw(RuntimeError("no memory yet")) if next(failures) else made(i)
+    group.start_gang = lambda i: (_ for _ in ()).throw(RuntimeError("no memory yet")) if next(failures) else start(i)
     assert group.call("squares", ITEMS, "raise") == [(i * i, 7) for i in ITEMS]
 
 

@@ -45,5 +45,5 @@ def test_heads_that_cannot_be_shared_are_said_before_an_engine_starts(raw, ray_c
         "rollout": {**raw["rollout"], "engine": "vllm", "tensor": 3},
         "compute": {"launcher": "ray", "device": "cpu", "threads": 1},
     }
-    with pytest.raises(UserError, match=r"rollout.tensor: 3 engines' parts cannot share 4 attention heads equally"):
+    with pytest.raises(UserError, match=r"rollout.tensor: 4 attention heads cannot be divided among 3 processes"):
         train(raw)
