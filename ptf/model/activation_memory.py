@@ -29,7 +29,7 @@ class ActivationBytes:
     """Bytes of activations a token, in one layer of one rank of a tensor group."""
 
     everything: float  # with `none`
-    products: float  # with `selective`: the outputs of matrix products and attention
+    products: float  # with `selective`: the outputs of matrix products, and what attention keeps
     input: float  # with `block`: the layer's input
 
     def of(self, mode: Recompute) -> float:
@@ -106,11 +106,21 @@ def activation_bytes(
         ]
         inside = [_run(block.attn, lambda: block.attn(x.clone(), table, _attend)), _feed(block, x, c, ranks)]
     size = c.dim * x.element_size()
-    heads = c.heads // ranks
-    # attention's output and log-sum-exp
-    attended = heads * (c.head_dim * x.element_size() + 4) if isinstance(block.attn, Attention) else 0
+    attended = _attended(block.attn, local, x.element_size()) if isinstance(block.attn, Attention) else 0
     everything = sum(n[0] for n in norms) / ranks + sum(i[0] for i in inside)
     return ActivationBytes(everything, sum(i[1] for i in inside) + attended, size / ranks)
+
+
+def _attended(attn: Attention, local: DecoderConfig, element: int) -> int:
+    """Return the bytes that attention keeps with `selective`: rotated queries and keys, its output, its log-sum-exp.
+
+    Values are what their projection put out, unless adapters add to it. With sinks, the output is kept before and after
+    their share is taken.
+    """
+    adapted = type(attn.v_proj) is not nn.Linear
+    outputs = 1 if attn.sinks is None else 2
+    heads = local.heads * (1 + outputs) + local.kv_heads * (1 + adapted)
+    return heads * local.head_dim * element + 4 * local.heads * outputs
 
 
 def _attend(of: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

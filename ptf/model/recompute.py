@@ -2,37 +2,60 @@
 
 `block` saves only a block's input. `selective` (Korthikanti et al., 2022) saves the outputs of matrix products and
 attention, which are slow to compute, and recomputes the rest: norms, rotations, activation functions, casts.
+
+torch's policy sees the operators that are called, which a compiled attention hides. So attention is kept from outside:
+what its backward needs (queries, keys, values, output) stays saved, and the recomputation is given its output.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Recompute = Literal["none", "block", "selective"]
-aten, c10d = torch.ops.aten, torch.ops.c10d
-SAVED = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten._grouped_mm.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.higher_order.flex_attention,
-}
+aten = torch.ops.aten
+SAVED = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the outputs of matrix products and attention; recompute the others."""
-    # a product of one row is cheap, and matmul reshapes it in place, which a saved tensor must not be
-    row = op is aten.mm.default and len(args[0]) == 1
-    return CheckpointPolicy.MUST_SAVE if op in SAVED and not row else CheckpointPolicy.PREFER_RECOMPUTE
+class _Kept:
+    """An `Attend` that runs once: in the recomputation it returns the outputs of the forward pass."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        self.attend, self.outputs = attend, deque[Tensor]()
+        self.inside = self.again = False  # attention runs; the block is recomputed
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        if self.again:
+            return self.outputs.popleft()
+        self.inside = True
+        try:
+            with saved_tensors_hooks(lambda t: t, lambda t: t):  # in place of the hooks that drop what is saved
+                out = self.attend(*inputs)
+        finally:
+            self.inside = False
+        if torch.is_grad_enabled():
+            self.outputs.append(out.detach().requires_grad_(out.requires_grad))
+        return out
+
+    def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Save the outputs of matrix products, outside attention; recompute the others."""
+        # a product of one row is cheap, and matmul reshapes it in place, which a saved tensor must not be
+        row = op is aten.mm.default and len(args[0]) == 1
+        saved = op in SAVED and not row and not self.inside
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    @contextlib.contextmanager
+    def recomputing(self, inner: Any) -> Iterator[None]:
+        """Enter the recomputation."""
+        self.again = True
+        with inner:
+            yield
 
 
 @contextlib.contextmanager
@@ -47,28 +70,32 @@ def _without_routing(block: nn.Module, inner: Any) -> Iterator[None]:
             moe.routing = None
 
 
-def _contexts(block: nn.Module, selective: bool) -> tuple[Any, Any]:
+def _contexts(block: nn.Module, kept: _Kept | None) -> tuple[Any, Any]:
     """Return the contexts of the forward pass and of the recomputation."""
     first, second = contextlib.nullcontext(), contextlib.nullcontext()
-    if selective:
-        first, second = create_selective_checkpoint_contexts(_policy)
+    if kept is not None:
+        first, second = create_selective_checkpoint_contexts(kept.policy)
+        second = kept.recomputing(second)
     return first, _without_routing(block, second)
 
 
 def recompute(block: nn.Module, mode: Recompute) -> None:
-    """Wrap a block's forward in activation checkpointing of this mode."""
+    """Wrap the forward of a block, whose third argument is its `Attend`, in activation checkpointing of this mode."""
     if mode == "none":
         return
     own = block.forward
 
-    def forward(*inputs: Any, **named: Any) -> Any:
+    def forward(x: Tensor, rope: Any, attend: Any, *inputs: Any) -> Any:
+        kept = _Kept(attend) if mode == "selective" else None
         return checkpoint(
             own,
+            x,
+            rope,
+            attend if kept is None else kept,
             *inputs,
-            **named,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=partial(_contexts, block, mode == "selective"),
+            context_fn=partial(_contexts, block, kept),
         )
 
     block.forward = forward

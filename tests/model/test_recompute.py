@@ -1,0 +1,157 @@
+"""Activation checkpointing: how often attention runs, what stays the same, and what is freed."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptf.model import attention
+from ptf.model.activation_memory import _attend, _attended
+from ptf.model.attention import Flex, PerDocument
+from ptf.model.decoder import Decoder
+from ptf.model.layers import Parts
+from ptf.model.lora import Lora
+from ptf.model.plan import parallelize
+from ptf.model.recompute import SAVED, Recompute
+from ptf.model.rope import rotary
+from tests.model.test_attention import model_of
+from tests.tiny import packed
+
+MODES: list[Recompute] = ["none", "block", "selective"]
+FAMILIES = ["qwen3", "gpt_oss"]
+
+
+class Counting:
+    """A function, and how often it was called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.function(*args)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
+    """What FlexAttention computes; torch has no backward of that on a CPU."""
+    rows, heads, width, _ = q.shape
+    seen = create_mask(mask.mask_mod, rows, 1, width, width, device="cpu")
+    k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def gradients(model_type: str, mode: Recompute, attend: Callable[..., Any], frozen: bool = False) -> list[Tensor]:
+    model = parallelize(deepcopy(model_of(model_type)), None, "fp32", recomputed=mode)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen or "mlp_norm" in name)
+    batch = packed([[10, 20, 18], [30, 1]], 48)
+    tokens = batch.tokens % model.config.vocab
+    logits = model(tokens, batch.positions, batch.segments, lambda x, head: head.logits(x), attend)
+    return list(torch.autograd.grad(logits.square().mean(), [p for p in model.parameters() if p.requires_grad]))
+
+
+def made_of(kind: type[Flex] | type[PerDocument]) -> Any:
+    batch = packed([[10, 20, 18], [30, 1]], 48)
+    return kind(batch.segments, batch.positions)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("kind", [Flex, PerDocument])
+def test_attention_runs_once_unless_the_whole_block_is_recomputed(model_type, kind, monkeypatch) -> None:
+    flex = Counting(dense)
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex)
+    found = {}
+    for mode in MODES:
+        flex.calls, attend = 0, Counting(made_of(kind))
+        found[mode] = gradients(model_type, mode, attend)
+        layers = model_of(model_type).config.layers
+        assert attend.calls == (2 if mode == "block" else 1) * layers
+        assert flex.calls == (attend.calls if kind is Flex else 0)
+    for mode in ("block", "selective"):
+        assert all(torch.equal(a, b) for a, b in zip(found["none"], found[mode], strict=True))
+
+
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_a_block_whose_attention_does_not_train_is_recomputed_too(mode) -> None:
+    plain, again = (gradients("qwen3", m, made_of(PerDocument), frozen=True) for m in ("none", mode))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+class Keeping(Function):
+    """Attention that saves its output; whoever has its context can see whether that is alive."""
+
+    contexts: list[weakref.ref[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor) -> Tensor:
+        out = q.clone()
+        ctx.save_for_backward(out)
+        Keeping.contexts.append(weakref.ref(ctx))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+def test_what_is_kept_goes_with_the_graph() -> None:
+    def step() -> None:
+        gradients("qwen3", "selective", lambda of, q, k, v: Keeping.apply(q) + k.mean() + v.mean())
+
+    step()  # what torch does only once
+    gc.collect()
+    gc.disable()
+    Keeping.contexts.clear()
+    try:
+        step()
+        assert [ref() for ref in Keeping.contexts] == [None] * model_of("qwen3").config.layers
+    finally:
+        gc.enable()
+
+
+class Products(TorchDispatchMode):
+    """The storages that matrix products put out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function in SAVED:
+            self.outputs[out.untyped_storage()._cdata] = out
+        return out
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_plan_counts_what_attention_keeps_beside_products(model_type, adapted) -> None:
+    config, tokens = model_of(model_type).config, 32
+    attn = Decoder(config, Parts(lora=Lora(rank=4) if adapted else None)).layers[0].attn
+    kept: dict[int, Tensor] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage()._cdata] = t
+        return t
+
+    def attend(*inputs: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            return _attend(*inputs)
+
+    with Products() as products:
+        attn(
+            torch.randn(1, tokens, config.dim),
+            rotary(torch.arange(tokens)[None], config.head_dim, config.kinds[0].rope),
+            attend,
+        )
+    found = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in products.outputs)
+    assert _attended(attn, config, 4) == found / tokens
