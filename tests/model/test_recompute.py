@@ -19,9 +19,9 @@ from ptf.model.attention import Flex, PerDocument
 from ptf.model.decoder import Decoder
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora
-from ptf.model.plan import parallelize
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary
+from ptf.model.sharding import parallelize
 from tests.model.test_attention import model_of
 from tests.tiny import packed
 
@@ -73,7 +73,7 @@ def test_attention_runs_once_unless_the_whole_block_is_recomputed(model_type, ki
     for mode in MODES:
         flex.calls, attend = 0, Counting(made_of(kind))
         found[mode] = gradients(model_type, mode, attend)
-        layers = model_of(model_type).config.layers
+        layers = model_of(model_type).config.num_layers
         assert attend.calls == (2 if mode == "block" else 1) * layers
         assert flex.calls == (attend.calls if kind is Flex else 0)
     for mode in ("block", "selective"):
@@ -113,7 +113,7 @@ def test_what_is_kept_goes_with_the_graph() -> None:
     Keeping.contexts.clear()
     try:
         step()
-        assert [ref() for ref in Keeping.contexts] == [None] * model_of("qwen3").config.layers
+        assert [ref() for ref in Keeping.contexts] == [None] * model_of("qwen3").config.num_layers
     finally:
         gc.enable()
 
@@ -150,7 +150,7 @@ def test_the_plan_counts_what_attention_keeps_beside_products(model_type, adapte
     with Products() as products:
         attn(
             torch.randn(1, tokens, config.dim),
-            rotary(torch.arange(tokens)[None], config.head_dim, config.kinds[0].rope),
+            rotary(torch.arange(tokens)[None], config.head_dim, config.layers[0].rope),
             attend,
         )
     found = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in products.outputs)
