@@ -19,7 +19,7 @@ from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe
-from ptf.train.trainer import Means, Trainer, discard_gradients, is_largest
+from ptf.train.trainer import Means, Trainer, is_largest
 
 MAX_GRADIENT_BYTES = 4 << 30  # of all rows of a rank
 
@@ -70,7 +70,7 @@ class DeterministicTrainer(Trainer):
             gradients.append(
                 torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
             )
-            discard_gradients(self.model)
+            self.optimizer.zero_grad(set_to_none=True)
             row_metrics.append({name: float(value.detach().double()) for name, value in metrics.items()})
         total = torch.zeros_like(gradients[0])
         values = self.world.all_gather_object(row_metrics)

@@ -83,11 +83,11 @@ class Costs:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     flops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def add(self, name: str, *, flops: float = 0.0, share: float = MATRIX, bytes_: float = 0.0, times: int = 1) -> None:
-        """Add an operator that runs `times` times."""
+    def add(self, name: str, *, flops: float = 0.0, share: float = MATRIX, bytes_: float = 0.0) -> None:
+        """Add an operator that runs once."""
         kernel = max(flops / (self.gpu.flops * share), bytes_ / (self.gpu.bandwidth * MEMORY), KERNEL_S)
-        self.seconds[name] += times * kernel
-        self.flops[name] += times * flops
+        self.seconds[name] += kernel
+        self.flops[name] += flops
 
     def merge(self, other: "Costs", times: int = 1) -> None:
         """Add all operators of others, which run `times` times."""
@@ -264,7 +264,7 @@ def layer_costs(
 
 
 def head_costs(gpu: Gpu, positions: int, dim: int, vocab: int, chunk_bytes: int, trained: bool) -> Costs:
-    """Return the costs of the loss head over so many trained positions, and of the last norm."""
+    """Return the costs of the loss head over so many trained positions."""
     costs = Costs(gpu)
     chunk = max(1, chunk_bytes // (4 * vocab))
     for first in range(0, positions, chunk):
@@ -272,7 +272,7 @@ def head_costs(gpu: Gpu, positions: int, dim: int, vocab: int, chunk_bytes: int,
         product, logits, narrow = 2.0 * n * dim * vocab, 4.0 * n * vocab, 2.0 * n * vocab
         weight, hidden = 2.0 * dim * vocab, 2.0 * n * dim
         costs.add("head: logits", flops=product, bytes_=hidden + weight + logits)
-        costs.add("head: softmax and loss", bytes_=4 * logits, times=1)  # log-softmax and exp, in place
+        costs.add("head: softmax and loss", bytes_=4 * logits)  # log-softmax and exp, in place
         costs.add("head: gradient of the logits", bytes_=logits + narrow)
         costs.add("head: gradient of the input", flops=product, bytes_=narrow + weight + hidden)
         if trained:
@@ -328,9 +328,8 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
             frozen=frozen.__contains__,
         )
         step.merge(one, count)
-    step.merge(
-        head_costs(speeds, tokens, c.dim, c.padded, chunk_bytes(torch.device("cuda")), "head.weight" not in frozen)
-    )
+    head = cast("Tensor", model.head.weight)  # which may be the embedding's, and have its name alone
+    step.merge(head_costs(speeds, tokens, c.dim, c.padded, chunk_bytes(torch.device("cuda")), head.requires_grad))
     step.add("embedding", bytes_=4.0 * tokens * c.dim)
     if "embed.weight" not in frozen:
         step.add("embedding, backward", bytes_=4.0 * tokens * c.dim + 2.0 * c.padded * c.dim)

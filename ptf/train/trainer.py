@@ -130,7 +130,15 @@ Means = tuple[dict[str, float], float]  # metrics as means over all ranks, and t
 
 
 def is_largest(metric: str) -> bool:
-    """Return whether a metric is the largest value of any rank, not a mean."""
+    """Return whether a metric is the largest value of any rank, not a mean.
+
+    Raises UserError for a name that begins as those of the largest values once did: it would be averaged.
+    """
+    if metric.startswith("max_"):
+        raise UserError(
+            f"the recipe reports {metric}: the name of a largest value ends with {LARGEST}; "
+            f"call it {metric.removeprefix('max_')}{LARGEST}"
+        )
     return metric.endswith(LARGEST)
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("pydantic")
 from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.run import run
+from tests.gpu.test_cli import GRPO
 from tests.tiny import arithmetic
 
 
@@ -29,16 +30,7 @@ def test_a_run_follows_the_cpus(tmp_path, precision, bound):
 
 def test_grpo_with_the_native_engine_agrees_with_itself(tmp_path):
     raw = arithmetic(tmp_path)
-    raw |= {
-        "recipe": "grpo",
-        "rollout": {
-            "engine": "native",
-            "prompts": 8,
-            "group_size": 4,
-            "max_new_tokens": 6,
-            "reward": {"use": "ptf.rl.rewards:numeric"},
-        },
-    }
+    raw |= GRPO
     raw["data"] = {
         **raw["data"],
         "sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},

@@ -20,6 +20,7 @@ from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
+from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Metrics
 from ptf.recipes.sft.recipe import SFT
@@ -199,3 +200,20 @@ def test_weight_decay_reaches_what_was_not_used(found):
     last = [p.grad for p in model.layers[-1].parameters() if p.requires_grad]
     assert last
     assert all(grad is not None and not torch.any(grad) for grad in last)
+
+
+@dataclass(frozen=True)
+class OldName(SFT):
+    """A recipe that names a largest value as they once were named."""
+
+    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(model, batch, companions)
+        return loss, {**metrics, "max_loss": loss.detach()}
+
+
+def test_a_largest_value_with_its_old_name_is_refused_before_it_is_averaged(found):
+    assert found["held"]
+    model, trainer = loaded(World())
+    with pytest.raises(UserError, match="call it loss_max"):
+        trainer.step(micro(0), OldName(), 0)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -116,6 +116,18 @@ def test_what_saves_traffic_raises_the_bound_and_what_is_made_again_lowers_it(tm
     )
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_frozen_head_has_no_gradient_of_its_weight(tmp_path, tied):
+    write_config("Qwen3-0.6B", tmp_path, num_hidden_layers=1, tie_word_embeddings=tied)
+    whole = roofline(job(tmp_path), tmp_path, 1, "H200").operators
+    adapted = raw(tmp_path)
+    adapted["model"]["lora"] = {"rank": 8}
+    frozen = roofline(loads(json.dumps(adapted)), tmp_path, 1, "H200").operators
+    assert "head: gradient of the weight" in whole
+    assert "head: gradient of the weight" not in frozen
+    assert "embedding, backward" not in frozen
+
+
 def test_the_parts_add_up_to_the_step(tmp_path):
     write_config("Qwen3-0.6B", tmp_path, num_hidden_layers=2)
     bound = roofline(job(tmp_path), tmp_path, 2, "H200")
