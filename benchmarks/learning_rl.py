@@ -127,7 +127,7 @@ TWICE = {"epochs": 2}
 EXPLORING = TWICE | {"entropy": 0.05}
 CHECKS = {
     "GRPO": Check("count", algo=EXPLORING),
-    "RLOO": Check("count", algo=TWICE | {"baseline": "leave_one_out", "scale_by_std": False, "entropy": 0.01}),
+    "RLOO": Check("count", algo=TWICE | {"baseline": "leave_one_out", "scale_by_std": False, "entropy": 0.02}),
     "Dr.GRPO": Check("count", algo=TWICE | {"scale_by_std": False, "mean_over": "length", "entropy": 0.01}),
     "DAPO": Check(
         "count",
@@ -146,6 +146,7 @@ CHECKS = {
         lr=2e-3,
         steps=60,
         schedule="cosine",
+        imitated=80,
         bar="pass@1 ≥ 0.99",
     ),
     # with 0.95 a seed of five settled on wrong answers
@@ -163,7 +164,11 @@ CHECKS = {
         imitated=80,
         bar="pass@1 ≥ 0.99",
     ),
-    "On-policy distillation": Check("reverse", "opd", steps=200, teacher=True, schedule="cosine", bar="pass@1 ≥ 0.99"),
+    # from a model stopped earlier a seed of ten settled on wrong answers that the teacher never gives: the divergence is
+    # measured on the student's answers only
+    "On-policy distillation": Check(
+        "reverse", "opd", steps=200, teacher=True, schedule="cosine", imitated=80, bar="pass@1 ≥ 0.99"
+    ),
     "SFT, then GRPO, calculator": Check(
         "calculate",
         algo=TWICE,
@@ -438,7 +443,7 @@ def write() -> int:
         "* `count`: from random weights, the next four digits after one; "
         "the reward is the share of them that is right.\n"
         "* `reverse`: six digits turned round, from a model that SFT was stopped on after "
-        f"{STOPPED['reverse']} steps (80 before `SFT, then …`); the reward is 1 for the right answer. "
+        f"80 steps; the reward is 1 for the right answer. "
         "200 held-out numbers.\n"
         "* `calculate`: an agent that has to ask a calculator and to say what it answered, "
         f"from SFT that was stopped after {STOPPED['calculate']} steps.\n\n"
