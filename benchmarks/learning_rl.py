@@ -164,8 +164,8 @@ CHECKS = {
         imitated=80,
         bar="pass@1 ≥ 0.99",
     ),
-    # from a model stopped earlier a seed of ten settled on wrong answers that the teacher never gives: the divergence is
-    # measured on the student's answers only
+    # from a model that was stopped earlier, one seed of ten settled on wrong answers: the divergence is measured on the
+    # student's answers only
     "On-policy distillation": Check(
         "reverse", "opd", steps=200, teacher=True, schedule="cosine", imitated=80, bar="pass@1 ≥ 0.99"
     ),

@@ -1,7 +1,8 @@
 """The console script `ptf`.
 
-torch is imported only by the commands that need it; rich is imported here and in ptf/inspection/terminal.py only. A
-`UserError` is printed as one message with exit status 2; any other exception is a fault of ptf and keeps its traceback.
+torch is imported only by the commands that need it; rich is imported here, in ptf/plan_report.py and in
+ptf/inspection/terminal.py only. A `UserError` is printed as one message with exit status 2; any other exception is a
+fault of ptf and keeps its traceback.
 """
 
 import argparse
@@ -35,8 +36,6 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 if TYPE_CHECKING:
     from ptf.model.verify import Report
-    from ptf.train.budget import Budget
-    from ptf.train.roofline import Roofline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,6 +125,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Print memory, FLOPs and time of a step, and with `--roofline` the upper bound of its MFU."""
     job = load(*options.config, overrides=[*options.set, f"compute.workers={options.gpus}", "compute.launcher=ray"])
+    from ptf import plan_report
     from ptf.run import resolved
     from ptf.train.budget import budget, config_directory
 
@@ -139,85 +139,11 @@ def plan(options: argparse.Namespace) -> int:
         mfu = bound.mfu
     step_budget = budget(job, directory, options.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu)
     if options.json:
-        print(json.dumps(_plan_as_json(step_budget, bound), indent=2))
-        return 0 if step_budget.fits else 1
-    if bound is not None:
-        console(width=None if sys.stdout.isatty() else 180).print(_roofline_table(bound), highlight=False)
-    console(width=None if sys.stdout.isatty() else 180).print(
-        _budget_table(step_budget), *map(Text, _budget_advice(step_budget)), sep="\n", highlight=False
-    )
+        print(json.dumps(plan_report.as_json(step_budget, bound), indent=2))
+    else:
+        out = console(width=None if sys.stdout.isatty() else 180)
+        out.print(*plan_report.lines(step_budget, bound), sep="\n", highlight=False)
     return 0 if step_budget.fits else 1
-
-
-def _plan_as_json(step: "Budget", bound: "Roofline | None") -> dict[str, object]:
-    """Return the plan for programs: memory by phase, and the bound with its operators, the costliest first."""
-    memory = {name: getattr(step.memory, name) / 2**30 for name in step.memory.__slots__}
-    found: dict[str, object] = {"memory_gib": {"step": {**memory, "total": step.memory.total / 2**30}}}
-    found |= {"fits": step.fits, "flops": step.flops, "tokens": step.tokens, "seconds": step.seconds}
-    if bound is not None:
-        operators = [
-            {"name": name, "seconds": seconds, "share": seconds / bound.seconds}
-            for name, seconds in bound.operators.items()
-        ]
-        found |= {"mfu": bound.mfu, "seconds": bound.seconds, "operators": operators, "exposed_s": bound.exposed}
-    return found
-
-
-LARGEST_COSTS = 12  # operators that the table of the roofline shows
-
-
-def _roofline_table(bound: "Roofline") -> Table:
-    """Return the upper bound of MFU, and the operators that take most of the step."""
-    table = Table("operator", "seconds", "share of the step", box=SIMPLE)
-    table.title = Text(f"MFU at most {bound.mfu:.1%}: at least {bound.seconds:.3g} s a step on each GPU")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    shown = list(bound.operators.items())[:LARGEST_COSTS]
-    rest = bound.seconds - bound.exposed - sum(seconds for _, seconds in shown)
-    for name, seconds in [*shown, ("all others", rest), ("collectives that nothing hides", bound.exposed)]:
-        table.add_row(name, f"{seconds:.3g}", f"{seconds / bound.seconds:.1%}")
-    return table
-
-
-def _budget_table(step: "Budget") -> Table:
-    """Return the memory of the fullest GPU, line by line."""
-
-    def gib(n):
-        return f"{n / 2**30:.2f}"
-
-    memory = step.memory
-    lines = {
-        "weights (fp32 shard)": memory.weights,
-        "gradients (fp32 shard)": memory.gradients,
-        "optimizer (AdamW)": memory.optimizer,
-        "gathered blocks": memory.gathered,
-        f"activations ({step.micro_rows} rows at a time)": memory.activations,
-        "logits and head": memory.logits,
-    }
-    table = Table("GiB on each GPU", "", box=SIMPLE)
-    table.title = Text(f"{step.model}: {step.parameters:,} parameters, {step.trained:,} trained")
-    table.columns[1].justify = "right"
-    for name, value in lines.items():
-        table.add_row(name, gib(value))
-    table.add_section()
-    table.add_row("total", f"{gib(memory.total)} of {gib(step.room)}", style=None if step.fits else "red")
-    return table
-
-
-def _budget_advice(step: "Budget") -> list[str]:
-    """Return what a step costs, and, if it does not fit, what takes most and what to change."""
-    mesh = " × ".join(f"{name} {size}" for name, size in step.mesh.items())
-    rate = step.tokens / step.seconds
-    lines = [
-        (
-            f"{step.gpus} GPUs ({mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens a step; "
-            f"{step.seconds:.3g} s, {rate:,.0f} tokens/s"
-        )
-    ]
-    if not step.fits:
-        lines.append(f"does not fit: {step.memory.largest} take most. Change:")
-        lines += [f"  {what}  → {total / 2**30:.2f} GiB" for what, total in step.advice]
-    return lines
 
 
 def inspect(options: argparse.Namespace) -> int:

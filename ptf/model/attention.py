@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig
-from ptf.model.document_mask import DocumentMasks
+from ptf.model.document_mask import BLOCK, DocumentMasks
 from ptf.model.layers import Parts, RMSNorm
 from ptf.model.rope import Table, rotate
 
@@ -181,19 +181,39 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: object, scale: float) -> tuple[
     return out, more.lse
 
 
+FLEX_VARIANTS = 128  # compiled at most: for each shape, window, scale, dtype, and with and without gradients
+
+
 @functools.cache
 def _compiled_flex() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_flex, dynamic=False)
+    """Compile FlexAttention. Without `fullgraph`, torch would silently run the unfused version, which computes the
+    scores of all pairs, for every variant beyond its limit (8)."""
+    return torch.compile(_flex, dynamic=False, fullgraph=True, recompile_limit=FLEX_VARIANTS)
+
+
+def bucket(size: int) -> int:
+    """Return the smallest size not below this one of those that attention is compiled for.
+
+    These are 1 to 8, and of each doubling beyond them four: 10, 12, 14, 16, 20, 24, ….
+    """
+    step = 1 << max(0, (size - 1).bit_length() - 3)
+    return -(-size // step) * step
 
 
 class Flex:
     """The same attention on a GPU: one FlexAttention call a layer, whose block mask is causal inside each document.
 
     There is one mask a window size. A sink takes its share of the softmax afterwards: out · sigmoid(log-sum-exp −
-    sink).
+    sink). Rows and blocks of a row are padded to the numbers of `bucket`, so that batches of many shapes (contexts to
+    answer, rows to score) need few compiled variants.
     """
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
+        self.rows, self.length = rows, length = segments.shape
+        self.added = bucket(rows) - rows, BLOCK * bucket(-(-length // BLOCK)) - length
+        if any(self.added):
+            added = (0, self.added[1], 0, self.added[0])
+            segments, positions = F.pad(segments, added, value=-1), F.pad(positions, added)
         self.documents = DocumentMasks(segments, positions)
         self.masks: dict[int | None, object] = {}
 
@@ -204,12 +224,25 @@ class Flex:
         return self.masks[window]
 
     def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
+        """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`.
+
+        Raises RuntimeError where this would compile more than FLEX_VARIANTS variants.
+        """
+        if any(self.added):  # before the transposition: torch compiles for strides, too
+            q, k, v = (F.pad(t, (0, 0, 0, 0, 0, self.added[1], 0, self.added[0])) for t in (q, k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse = _compiled_flex()(q, k, v, self.mask(of.window), of.scale)
+        try:
+            out, lse = _compiled_flex()(q, k, v, self.mask(of.window), of.scale)
+        except Exception as error:
+            if type(error).__name__ != "FailOnRecompileLimitHit":  # whose module takes a second to import
+                raise
+            raise RuntimeError(
+                f"FlexAttention would be compiled for more than {FLEX_VARIANTS} variants; the last has q of shape "
+                f"{list(q.shape)} in {q.dtype} and window {of.window}. Please report the job that asks for so many"
+            ) from error
         if of.sinks is not None:
             out = out * torch.sigmoid(lse - of.sinks.float()[:, None])[..., None].to(out.dtype)
-        return out.transpose(1, 2)
+        return out[: self.rows, :, : self.length].transpose(1, 2)
 
 
 def backend(device: torch.device) -> type[PerDocument] | type[Flex]:

@@ -24,8 +24,8 @@ class Scalar:
     weight: Tensor  # [1, D]
 
     def values(self, x: Tensor) -> Tensor:
-        """Return the value of each position, [..., D] → fp32 [...]."""
-        return (x.float() @ self.weight.float().t()).squeeze(-1)
+        """Return the value of each position, [..., D] → fp32 [...]. It is no view: FSDP warns of outputs that are."""
+        return (x.float() @ self.weight.float().t()).squeeze(-1).clone()
 
 
 def is_scalar(config: Mapping[str, Any]) -> bool:

@@ -2,14 +2,17 @@
 
 import random
 import tempfile
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from ptf.model import attention, bridge
-from ptf.model.attention import Flex, PerDocument, band
+from ptf.model.attention import Flex, PerDocument, band, bucket
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
 from ptf.model.verify import random_reference
@@ -72,6 +75,58 @@ def test_the_masks_of_a_gpu_see_what_a_cpu_sees(model_type: str, monkeypatch: py
             for kind in (PerDocument, Flex)
         ]
     assert (both[0] - both[1])[batch.segments >= 0].abs().max() <= 1e-5 * both[0].abs().max()
+
+
+@given(st.integers(1, 1 << 20))
+def test_a_bucket_wastes_a_quarter_at_most(size: int) -> None:
+    assert size <= bucket(size) <= 1.25 * size or bucket(size) == size
+    assert bucket(bucket(size)) == bucket(size)
+    assert len({bucket(n) for n in range(size, min(2 * size, size + 5000) + 1)}) <= 8
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(("rows", "length"), [(9, 130), (1, 128), (3, 700)])
+def test_padding_to_a_bucket_changes_no_token(rows: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def seen(q: Tensor, k: Tensor, v: Tensor, mask: object, scale: float) -> tuple[Tensor, Tensor]:
+        shapes.append(q.shape)
+        return attention._flex(q, k, v, mask, scale)
+
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: seen)
+    of = model_of("gpt_oss").layers[0].attn
+    heads, g = model_of("gpt_oss").config, torch.Generator().manual_seed(rows)
+    batch = packed([[length // 2, length - length // 2] for _ in range(rows)], length)
+    q, k, v = (torch.randn(rows, length, n, heads.head_dim, generator=g) for n in (heads.heads, *[heads.kv_heads] * 2))
+    with torch.no_grad():
+        mine, theirs = (kind(batch.segments, batch.positions)(of, q, k, v) for kind in (Flex, PerDocument))
+    assert mine.shape == theirs.shape == q.shape
+    assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    assert [(s[0], s[2]) for s in shapes] == [(bucket(rows), 128 * bucket(-(-length // 128)))]
+
+
+def test_more_variants_than_the_limit_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never the unfused attention, which torch would run without a word."""
+    torch._dynamo.reset()
+    attention._compiled_flex.cache_clear()
+    monkeypatch.setattr(attention, "FLEX_VARIANTS", 2)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    of, heads = model_of("llama").layers[0].attn, model_of("llama").config
+
+    def attend(length: int) -> Tensor:
+        batch = packed([[length]], length)
+        q, k, v = (torch.randn(1, length, n, heads.head_dim) for n in (heads.heads, *[heads.kv_heads] * 2))
+        with torch.no_grad():
+            return Flex(batch.segments, batch.positions)(of, q, k, v)
+
+    try:
+        for length in (5, 100, 128, 250):  # two buckets
+            assert attend(length).shape[1] == length
+        with pytest.raises(RuntimeError, match=r"more than 2 variants; the last has q of shape \[1, \d+, 384, \d+\]"):
+            attend(257)
+    finally:
+        attention._compiled_flex.cache_clear()
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 30, 31])

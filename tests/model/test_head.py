@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ptf.model.head import Head
+from ptf.model.scalar import Scalar
 from tests.bounds import ROUNDINGS, excess, traced
 from tests.model.ranks import two_ranks
 
@@ -65,3 +66,11 @@ def test_a_group_gathers_the_whole_vocabulary_on_every_rank(tmp_path):
     for rank in two_ranks(several_cuts, tmp_path):
         for logits in rank:
             torch.testing.assert_close(logits, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_values_of_a_scalar_head_are_no_view() -> None:
+    """FSDP warns of each output that is one, and a change in place would then lose its gradient."""
+    x, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(1, 8)
+    values = Scalar(weight).values(x)
+    assert values._base is None
+    assert torch.allclose(values, x @ weight[0], atol=1e-6)
