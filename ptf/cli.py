@@ -1,8 +1,8 @@
 """The console script `ptf`.
 
-torch is imported only by the commands that need it; rich is imported here, in ptf/plan_report.py and in
-ptf/inspection/terminal.py only. A `UserError` is printed as one message with exit status 2; any other exception is a
-fault of ptf and keeps its traceback.
+torch is imported only by the commands that need it; rich is imported here and in
+ptf/inspection/{plan,terminal}.py only. A `UserError` is printed as one message with exit status 2; any other exception
+is a fault of ptf and keeps its traceback.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Print memory, FLOPs and time of a step, and with `--roofline` the upper bound of its MFU."""
     job = load(*options.config, overrides=[*options.set, f"compute.workers={options.gpus}", "compute.launcher=ray"])
-    from ptf import plan_report
+    from ptf.inspection import plan as plan_report
     from ptf.run import resolved
     from ptf.train.budget import budget, config_directory
 

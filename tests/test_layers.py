@@ -94,7 +94,7 @@ PACKAGES = {
     "fsspec": ["ptf/storage/store.py"],
     "s3fs": ["ptf/storage/store.py"],
     "pydantic": ["ptf/config/*", "ptf/recipes/on_policy.py", "ptf/recipes/*/knobs.py"],
-    "rich": ["ptf/cli.py", "ptf/inspection/terminal.py", "ptf/plan_report.py"],
+    "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py"],
 }
 KNOBS = ["ptf/recipes/registry.py", "ptf/recipes/on_policy.py", "ptf/recipes/rules.py", "ptf/recipes/*/knobs.py"]
 REGISTRIES = ("ptf.recipes.registry.", "ptf.rl.weights.transports.")  # which the config asks, inside functions
