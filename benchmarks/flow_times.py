@@ -28,7 +28,7 @@ TINY = [
     "train.decay_at_loss=null",
     "train.validate_every=2",
     "evaluate.limit=8",
-    "evaluate.samples=2",
+    "evaluate.samples_per_prompt=2",
     "compute.launcher=local",
     "compute.device=cpu",
 ]

@@ -128,7 +128,7 @@ EXPLORING = TWICE | {"entropy": 0.05}
 CHECKS = {
     "GRPO": Check("count", algo=EXPLORING),
     "RLOO": Check("count", algo=TWICE | {"baseline": "leave_one_out", "scale_by_std": False, "entropy": 0.02}),
-    "Dr.GRPO": Check("count", algo=TWICE | {"scale_by_std": False, "mean_over": "length", "entropy": 0.01}),
+    "Dr.GRPO": Check("count", algo=TWICE | {"scale_by_std": False, "mean_over": "constant_length", "entropy": 0.01}),
     "DAPO": Check(
         "count",
         algo=EXPLORING | {"clip_high": 0.28, "overlong": 2, "entropy": 0.1},

@@ -29,7 +29,7 @@ evaluate:
   sources:
     questions: {{path: {output}/questions.jsonl, kind: prompt}}
   reward: {{use: "ptf.tasks.arithmetic:exact"}}
-  samples: 1
+  samples_per_prompt: 1
   max_new_tokens: 8
 """
 

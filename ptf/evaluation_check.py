@@ -28,7 +28,7 @@ def check_evaluation(job: Job) -> None:
     metric = job.publish.metric
     if metric is None or metric.startswith("train/"):
         return
-    rates = ["pass@1", f"pass@{evaluate_config.samples}", "reward", "no_result", *evaluate_config.metrics]
+    rates = ["pass@1", f"pass@{evaluate_config.samples_per_prompt}", "reward", "no_result", *evaluate_config.metrics]
     names = [f"{source}/{rate}" for source in evaluate_config.sources for rate in rates]
     if evaluate_config.ranking:
         names += [

@@ -311,7 +311,7 @@ def measure_answers_to(
         prompts,
         0,
         f"evaluate {source}",
-        samples=evaluate_config.samples,
+        samples=evaluate_config.samples_per_prompt,
         temperature=evaluate_config.temperature,
         max_new_tokens=evaluate_config.max_new_tokens,
         max_no_result=job.rollout.max_no_result if job.rollout else 0.1,

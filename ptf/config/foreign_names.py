@@ -48,7 +48,7 @@ FOREIGN: dict[str, Here] = {
         ("warmup_ratio", "lr_warmup_steps_ratio"), at("train.warmup", note="below 1 it is a share of the run")
     ),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule"), at("train.schedule")),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), at("train.clip")),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), at("train.max_grad_norm")),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), at("train.betas", note="both in one list")),
     "adam_epsilon": at("train.eps"),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), at("train.precision")),

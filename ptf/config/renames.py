@@ -16,6 +16,7 @@ KEYS = {
     "data.lanes": "data.partitions",
     "data.share_beginnings": "data.share_prefixes",
     "evaluate.start": "evaluate.starting_model",
+    "evaluate.samples": "evaluate.samples_per_prompt",
     "model.train": "model.trainable",
     "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
     "rollout.equal": "rollout.zero_variance_groups",
@@ -24,7 +25,9 @@ KEYS = {
     "rollout.max_logprob_diff": "rollout.logprob_diff_bound",
     "rollout.processes": "rollout.reward_processes",
     "rollout.retries": "rollout.reward_retries",
+    "track.samples": "track.sample_prompts",
     "train.checkpointing": "train.activation_checkpointing",
+    "train.clip": "train.max_grad_norm",
     "train.decay_at": "train.decay_at_loss",
     "train.micro_rows": "train.micro_sequences",
     "train.min_lr": "train.min_lr_ratio",
@@ -55,7 +58,7 @@ MODULES = {
     "ptf.rl.vllm_engine": "ptf.rl.engines.vllm_engine",
 }
 # dotted key → old value → new value; the keys are not in KEYS
-VALUES = {"publish.gate": {"start": "starting_model"}}
+VALUES = {"algo.mean_over": {"length": "constant_length"}, "publish.gate": {"start": "starting_model"}}
 FIRST_KEYS = {new: old for old, new in KEYS.items()}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
 FIRST_VALUES = {key: {new: old for old, new in values.items()} for key, values in VALUES.items()}

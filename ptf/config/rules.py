@@ -91,7 +91,7 @@ def held_out(job: Job) -> list[str]:
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
     if job.evaluate.metrics and not job.evaluate.sources:
         faults.append("evaluate.metrics needs evaluate.sources: they are found from the answers to held-out prompts")
-    taken = {"pass@1", f"pass@{job.evaluate.samples}", "reward", "no_result"}
+    taken = {"pass@1", f"pass@{job.evaluate.samples_per_prompt}", "reward", "no_result"}
     faults += [
         f"evaluate.metrics.{name}: that name is taken; give it another"
         for name in job.evaluate.metrics
@@ -102,6 +102,12 @@ def held_out(job: Job) -> list[str]:
         for name in job.data.validation
         if name in job.data.sources
     ]
+    if job.rollout and job.train.validate_every and len(job.data.sources) > 1:
+        faults += [
+            f"evaluate.sources.{name} has the name of one of data.sources, whose reward is the metric reward/{name}, too"
+            for name in job.evaluate.sources
+            if name in job.data.sources
+        ]
     return faults
 
 

@@ -32,7 +32,7 @@ class Samples:
         lease: Lease = UNSHARED,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.every, self.prompts, self.tokenizer = track_config.samples_every, track_config.samples, tokenizer
+        self.every, self.prompts, self.tokenizer = track_config.samples_every, track_config.sample_prompts, tokenizer
         self.rows = Rows(run / "samples.jsonl", resumed, lease, state) if self.every else None
 
     def log(self, step: int, groups: Sequence[Group], units: Sequence[PackUnit]) -> None:

@@ -149,7 +149,7 @@ class Trainer:
         self, model: Decoder, world: World, config: TrainConfig, companions: Mapping[str, Decoder] | None = None
     ) -> None:
         self.model, self.world, self.companions = model, world, companions or {}
-        self.clip = config.clip
+        self.max_grad_norm = config.max_grad_norm
         self.schedule = Schedule.of(config, config.steps or 1)
         self.groups = groups(model, config.weight_decay, config.lr_groups)
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -197,7 +197,7 @@ class Trainer:
 
     def update(self, loss: float, step: int) -> dict[str, float]:
         """Update the weights from the accumulated gradients; return the gradient norm and the learning rate."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             discard_gradients(self.model)

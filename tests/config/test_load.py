@@ -200,7 +200,7 @@ def test_all_problems_of_all_files_at_once(write):
         base="evaluate: {sources: {a: {path: x}, b: }}\n",
         a="extends: base.yaml\nrecipe: grpo\nmodel:\n  path: m\n  revison: main\nlr: 1e-4\ndata:\n  sources:\n"
         "    chat: {path: a, kind: chats}\n  partitions: '8'\n",
-        b="train:\n  steps: 0\n  clip: 1\n  clip: 2\nrollout:\n  group_size: 0\n",
+        b="train:\n  steps: 0\n  max_grad_norm: 1\n  max_grad_norm: 2\nrollout:\n  group_size: 0\n",
     )
     assert problems("a.yaml", "b.yaml", overrides=("trian.lr=3", "compute.workers=x", "seed")) == [
         "--set compute.workers=x  compute.workers  expected a whole number, got the text 'x'",
@@ -214,7 +214,7 @@ def test_all_problems_of_all_files_at_once(write):
         "a.yaml:10  data.partitions  expected a whole number, got the text '8'",
         "b.yaml:1  train.lr  is missing",
         "b.yaml:2  train.steps  must be greater than 0, got 0",
-        "b.yaml:4  train.clip  written twice; first at b.yaml:3",
+        "b.yaml:4  train.max_grad_norm  written twice; first at b.yaml:3",
         "b.yaml:6  rollout.group_size  must be greater than 0, got 0",
         "base.yaml:1  evaluate.sources.b  expected a section, got nothing",
     ]
@@ -269,6 +269,17 @@ def test_rules_between_keys_are_reported_together(write):
         "v.yaml:6  evaluate.sources  needs evaluate.reward to score the answers",
         "v.yaml:6  evaluate.sources.e.kind  must be prompt, not chat",
     ]
+
+
+def test_a_held_out_reward_does_not_overwrite_that_of_a_source(write):
+    """Both metrics would be reward/chat, in one row."""
+    write(a=GRPO)
+    held_out = ("evaluate={sources: {chat: {path: x, kind: prompt}}}", "train.validate_every=2")
+    more = "data.sources.other={path: y, kind: prompt}"
+    (problem,) = problems("a.yaml", overrides=(*held_out, more))
+    assert problem.endswith("has the name of one of data.sources, whose reward is the metric reward/chat, too")
+    load("a.yaml", overrides=held_out)  # one source has no metric of its own
+    load("a.yaml", overrides=(more, held_out[0].replace("{chat:", "{test:"), held_out[1]))
 
 
 def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
@@ -517,11 +528,11 @@ def test_a_plug_is_replaced_when_it_names_another(write):
 
 def test_merge_keeps_the_place_of_every_key(write):
     write(a=SFT, b="train:\n  lr: 1\n")
-    root = merge("a.yaml", "b.yaml", overrides=["train.clip=2"]).root
-    assert [str(root.nearest(["train", key])) for key in ("steps", "lr", "clip", "absent")] == [
+    root = merge("a.yaml", "b.yaml", overrides=["train.max_grad_norm=2"]).root
+    assert [str(root.nearest(["train", key])) for key in ("steps", "lr", "max_grad_norm", "absent")] == [
         "a.yaml:4",
         "b.yaml:2",
-        "--set train.clip=2",
+        "--set train.max_grad_norm=2",
         "b.yaml:1",
     ]
 

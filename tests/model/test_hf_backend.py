@@ -34,7 +34,7 @@ BATCHES = [
     packed([[25], [7, 7, 7]], 30, seed=2),
     packed([[11, 12], [2, 2]], 30, seed=3),
 ]
-TRAIN = TrainConfig(steps=3, lr=1e-2, schedule="constant", weight_decay=0.1, clip=1.0, precision="fp32")
+TRAIN = TrainConfig(steps=3, lr=1e-2, schedule="constant", weight_decay=0.1, max_grad_norm=1.0, precision="fp32")
 
 
 # AdamW would make a whole step of the rounding in a gradient that is 0, such as a key bias's

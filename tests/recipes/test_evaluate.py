@@ -157,7 +157,7 @@ def generating(tmp_path) -> dict:
     }
     return raw | {
         "train": {**raw["train"], "validate_every": 0, "steps": 2},
-        "evaluate": asked | {"samples": 1, "max_new_tokens": 4},
+        "evaluate": asked | {"samples_per_prompt": 1, "max_new_tokens": 4},
     }
 
 

@@ -25,13 +25,13 @@ LONGEST = 12
 FORMS = {
     "tokens": GRPO(clip_high=0.3),
     "answers": GRPO(mean_over="answers"),
-    "length": GRPO(mean_over="length", scale_by_std=False, max_new_tokens=LONGEST),
+    "length": GRPO(mean_over="constant_length", scale_by_std=False, max_new_tokens=LONGEST),
     "gspo": GRPO(ratio="answer", mean_over="answers", clip_low=0.02, clip_high=0.03),
     "gspo of tokens": GRPO(ratio="answer", clip_low=0.02, clip_high=0.03),
     "trusted": GRPO(max_importance=1.1),
     "rloo": GRPO(baseline="leave_one_out", scale_by_std=False),
 }
-AGGREGATION = {"tokens": "token-mean", "answers": "seq-mean-token-mean", "length": "seq-mean-token-sum-norm"}
+AGGREGATION = {"tokens": "token-mean", "answers": "seq-mean-token-mean", "constant_length": "seq-mean-token-sum-norm"}
 
 
 class Given:
@@ -89,7 +89,7 @@ def test_loss_and_gradient_are_verls(form):
         if recipe.max_importance
         else None
     )
-    config.global_batch_info.update({"loss_scale_factor": LONGEST} if recipe.mean_over == "length" else {})
+    config.global_batch_info.update({"loss_scale_factor": LONGEST} if recipe.mean_over == "constant_length" else {})
     theirs = core_algos.get_policy_loss_fn("gspo" if recipe.ratio == "answer" else "vanilla")
     wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.mean_over], config, weights)
     (gradient,) = torch.autograd.grad(wanted, logprobs)

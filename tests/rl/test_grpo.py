@@ -86,7 +86,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     "recipe",
     [
         GRPO(),
-        GRPO(processing=LogitsProcessing(0.8), mean_over="length", max_new_tokens=7),
+        GRPO(processing=LogitsProcessing(0.8), mean_over="constant_length", max_new_tokens=7),
         GRPO(ratio="answer", mean_over="answers"),
     ],
 )
@@ -140,8 +140,33 @@ def test_answers_without_a_result_enter_no_advantage():
     assert GRPO().credit([(ok[0], failed)]) == []
 
 
+@pytest.mark.parametrize("rest", [{}, {"kl": 0.1, "epochs": 2, "clip_low": 0.01, "max_importance": 0.9}])
+def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path, rest):
+    """Its coefficients do not add up to the number of answers that a step divides by."""
+    model, family = bridge.build(checkpoint(tmp_path / "m"))
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, tmp_path / "m", family)
+    found = []
+    for mean_over in ("constant_length", "answers"):
+        recipe = GRPO(mean_over=mean_over, max_new_tokens=1000, **rest)
+        made = groups() if rest else [tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]
+        batch = Batch.of(pack_all(recipe.credit(made), 40), 40)
+        loss, metrics = recipe.loss(model, batch, {})
+        assert metrics.keys() >= {
+            "entropy",
+            "clip_share",
+            "kl_old",
+            *(("kl_reference", "importance_capped") if rest else ()),
+        }
+        assert float(metrics["entropy"]) > 0.1
+        found.append({name: float(value) for name, value in metrics.items() if name != "loss"})
+    assert found[0] == found[1]
+    assert not rest or 0 < found[0]["clip_share"] <= float(recipe.denominator(batch))
+
+
 @pytest.mark.parametrize(
-    "recipe", [GRPO(), GRPO(mean_over="length", max_new_tokens=7, kl=0.1), GRPO(ratio="answer", mean_over="answers")]
+    "recipe",
+    [GRPO(), GRPO(mean_over="constant_length", max_new_tokens=7, kl=0.1), GRPO(ratio="answer", mean_over="answers")],
 )
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
     """As if its group were there so often."""

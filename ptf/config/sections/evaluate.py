@@ -41,7 +41,7 @@ class EvaluateConfig(Section):
     """Also measure the model that training started from; its metrics begin with `start/`."""
     limit: Positive = free(512)
     """Most prompts of each source; the first ones are used."""
-    samples: Positive = free(8)
+    samples_per_prompt: Positive = free(8)
     """k of pass@k, whose answers are sampled at `temperature`; the answer of pass@1 is greedy."""
     temperature: Temperature = free(1.0)
     """Sampling temperature of pass@k."""

@@ -13,7 +13,7 @@ class TrackConfig(Section):
     samples_every: Count = free(20)
     """Online recipes: every so many steps, write answers token by token to `RUN/samples.jsonl`, with log-probs and
     advantages; 0: never."""
-    samples: Positive = free(2)
+    sample_prompts: Positive = free(2)
     """Number of prompts in such a step; all answers to each of them are written."""
     print_every: Positive = free(10)
     """Steps between lines on the console."""

@@ -55,7 +55,7 @@ class TrainConfig(Section):
     """AdamW's averages of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    clip: PositiveFloat = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Largest global norm of the gradient."""
     on_nonfinite: Literal["stop", "skip"] = free("stop")
     """What to do if the loss or the gradient is not finite: end the run, or skip the step (at most 10 in a row). The

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 class GRPOKnobs(RewardedKnobs):
     """Group-relative policy optimisation and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`.
-    Dr.GRPO: `scale_by_std: false`, `mean_over: length`. DAPO: `clip_high: 0.28`, `overlong`,
+    Dr.GRPO: `scale_by_std: false`, `mean_over: constant_length`. DAPO: `clip_high: 0.28`, `overlong`,
     `rollout.zero_variance_groups: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
@@ -19,9 +19,9 @@ class GRPOKnobs(RewardedKnobs):
     """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
     ratio: Literal["token", "answer"] = "token"
     """What is clipped: each token's ratio to the old policy, or the geometric mean over its answer's tokens."""
-    mean_over: Literal["tokens", "answers", "length"] = "tokens"
+    mean_over: Literal["tokens", "answers", "constant_length"] = "tokens"
     """What the loss is a mean over. `tokens`: all tokens of a step. `answers`: the answers, of each answer's mean over
-    its tokens. `length`: the answers, of each answer's sum over its tokens divided by `rollout.max_new_tokens`."""
+    its tokens. `constant_length`: the answers, of each answer's sum over its tokens divided by `rollout.max_new_tokens`."""
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

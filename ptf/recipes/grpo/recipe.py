@@ -48,7 +48,7 @@ class GRPO:
     baseline: Literal["mean", "leave_one_out"] = "mean"
     scale_by_std: bool = True
     ratio: Literal["token", "answer"] = "token"
-    mean_over: Literal["tokens", "answers", "length"] = "tokens"
+    mean_over: Literal["tokens", "answers", "constant_length"] = "tokens"
     kl: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
@@ -138,7 +138,7 @@ class GRPO:
         loss, outputs = model(batch.tokens, batch.positions, batch.segments, reduce)
         metrics = {
             "loss": loss.detach(),
-            "entropy": (outputs.entropy * coefficients).sum(),
+            "entropy": (outputs.entropy * self.metric_coefficients(batch)).sum(),
             "clip_share": torch.zeros_like(loss),
             "kl_old": torch.zeros_like(loss),
         }
@@ -158,16 +158,15 @@ class GRPO:
     def logprob_differences(self, outputs: TokenLogprobs, batch: Batch) -> Metrics:
         """Return metrics of the difference between the engine's and the trainer's log-probs.
 
-        A difference that rounding at the edge of a nucleus explains (`TokenLogprobs.slack`) is subtracted. With
-        `mean_over: length`, whose coefficients do not add up to the denominator, the mean is that over answers.
+        A difference that rounding at the edge of a nucleus explains (`TokenLogprobs.slack`) is subtracted.
         """
-        counts = batch.weights if self.mean_over == "tokens" else self.answer_coefficients(batch)
+        coefficients = self.metric_coefficients(batch)
         difference = (
             (outputs.logprobs.detach() - batch.token_columns["rollout_logprobs"]).abs() - outputs.slack
         ).clamp(min=0) * (batch.weights != 0)
         return {
-            "logprob_diff_mean": (difference * counts).sum(),
-            "logprob_diff_share": ((difference > self.logprob_diff_bound) * counts).sum(),
+            "logprob_diff_mean": (difference * coefficients).sum(),
+            "logprob_diff_share": ((difference > self.logprob_diff_bound) * coefficients).sum(),
             "logprob_diff_max": difference.max(),
         }
 
@@ -189,7 +188,7 @@ class GRPO:
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-        coefficients = self.token_coefficients(batch)
+        coefficients = self.metric_coefficients(batch)
         metrics = {
             "entropy": (entropy * coefficients).sum(),
             "clip_share": ((clipped * advantages < ratio * advantages) * coefficients).sum(),
@@ -208,7 +207,7 @@ class GRPO:
             metrics["kl_reference"] = (kl * coefficients).sum()
             if self.kl_in == "loss":
                 per_token = per_token + self.kl * kl
-        loss = (per_token * coefficients).sum()
+        loss = (per_token * self.token_coefficients(batch)).sum()
         return loss, {k: v.detach() for k, v in {"loss": loss, **metrics}.items()}
 
     @property
@@ -220,15 +219,20 @@ class GRPO:
         return self.epochs * self.minibatches > 1 or bool(self.kl and self.kl_in == "reward")
 
     def token_coefficients(self, batch: Batch) -> Tensor:
-        """Return how much each token coefficients in the sum that the step divides by `denominator`: [B, T]."""
+        """Return the coefficient of each token in the loss, a sum that the step divides by `denominator`: [B, T]."""
+        return (
+            batch.weights / self.max_new_tokens
+            if self.mean_over == "constant_length"
+            else self.metric_coefficients(batch)
+        )
+
+    def metric_coefficients(self, batch: Batch) -> Tensor:
+        """Return the coefficient of each token in the sums of metrics, which the step divides by `denominator`: [B, T].
+
+        The quotient is the mean over tokens, or over answers of the mean over their tokens.
+        """
         if self.mean_over == "tokens":
             return batch.weights
-        if self.mean_over == "length":
-            return batch.weights / self.max_new_tokens
-        return self.answer_coefficients(batch)
-
-    def answer_coefficients(self, batch: Batch) -> Tensor:
-        """Return how much each token counts in a sum over answers of the means over their tokens: [B, T]."""
         tokens = sums(torch.ones_like(batch.weights), batch).clamp(min=1)
         return batch.weights / broadcast_to_tokens(tokens, batch)
 
