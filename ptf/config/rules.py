@@ -104,7 +104,7 @@ def held_out(job: Job) -> list[str]:
     ]
     if job.rollout and job.train.validate_every and len(job.data.sources) > 1:
         faults += [
-            f"evaluate.sources.{name} has the name of one of data.sources, whose reward is the metric reward/{name}, too"
+            f"evaluate.sources.{name} has the name of one of data.sources, whose reward is the metric reward/{name}"
             for name in job.evaluate.sources
             if name in job.data.sources
         ]

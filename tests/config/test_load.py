@@ -277,7 +277,7 @@ def test_a_held_out_reward_does_not_overwrite_that_of_a_source(write):
     held_out = ("evaluate={sources: {chat: {path: x, kind: prompt}}}", "train.validate_every=2")
     more = "data.sources.other={path: y, kind: prompt}"
     (problem,) = problems("a.yaml", overrides=(*held_out, more))
-    assert problem.endswith("has the name of one of data.sources, whose reward is the metric reward/chat, too")
+    assert problem.endswith("has the name of one of data.sources, whose reward is the metric reward/chat")
     load("a.yaml", overrides=held_out)  # one source has no metric of its own
     load("a.yaml", overrides=(more, held_out[0].replace("{chat:", "{test:"), held_out[1]))
 

@@ -21,7 +21,8 @@ class GRPOKnobs(RewardedKnobs):
     """What is clipped: each token's ratio to the old policy, or the geometric mean over its answer's tokens."""
     mean_over: Literal["tokens", "answers", "constant_length"] = "tokens"
     """What the loss is a mean over. `tokens`: all tokens of a step. `answers`: the answers, of each answer's mean over
-    its tokens. `constant_length`: the answers, of each answer's sum over its tokens divided by `rollout.max_new_tokens`."""
+    its tokens. `constant_length`: the answers, of each answer's sum over its tokens divided by
+    `rollout.max_new_tokens`."""
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
