@@ -70,9 +70,27 @@ class HFDecoder(nn.Module):
         """
         assert attend is None, "generation with a cache needs the native decoder or an engine"
         index, back = rows(segments)
+        if self.switches_at is not None:
+            self._refuse_mixed_lengths(segments, self.switches_at)
         hidden = self.hf.base_model(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
         x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1)
         return reduce(x if self.scale == 1 else x * self.scale, self.output())
+
+    @property
+    def switches_at(self) -> int | None:
+        """The number of tokens beyond which the rotary frequencies of all documents of a batch change, if they do."""
+        rope = getattr(self.hf.config, "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings")
+        return int(original) if rope.get("rope_type") == "longrope" and original else None
+
+    def _refuse_mixed_lengths(self, segments: Tensor, limit: int) -> None:
+        lengths = segments[segments >= 0].unique_consecutive(return_counts=True)[1]
+        if len(lengths) and int(lengths.min()) <= limit < int(lengths.max()):
+            raise UserError(
+                f"model.backend: hf: with longrope, transformers computes a document of at most {limit} tokens with "
+                f"other frequencies where one of its batch is longer (here {int(lengths.max())}). Train documents of "
+                f"at most {limit} tokens (data.seq_len: {limit}), or longer ones alone"
+            )
 
     def output(self) -> Head:
         """Return the head that `reduce` is given. Call it inside `forward` only."""
@@ -206,10 +224,12 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
     values = dict(whole.named_parameters())
     for name, parameter in model.hf.named_parameters():
         bridge.fill(parameter, values[name].detach().__getitem__)
-    for name, buffer in whole.named_buffers():
+    # one tensor may be two buffers, such as the frequencies of longrope and those that it returns to
+    for name, buffer in whole.named_buffers(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         model.hf.get_submodule(owner)._buffers[leaf] = buffer.to(device)
     model.hf._weight_conversions = whole._weight_conversions if hasattr(whole, "_weight_conversions") else None
+    check_assembled(model, whole)
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -264,9 +284,7 @@ def check(model: HFDecoder, whole: Any) -> None:
     Raise UserError for a model that computes them in another way, and for one that attends to later tokens.
     """
     c, name = whole.config, whole.config.model_type
-    tokens = torch.randint(
-        0, c.vocab_size, (1, min(PROBE, model.config.max_positions)), generator=torch.Generator().manual_seed(0)
-    )
+    tokens = _probe(c, model.config.max_positions)
     hidden = whole.base_model(input_ids=tokens, use_cache=False)[0]
     logits = whole(input_ids=tokens, use_cache=False).logits.float()
     other = tokens.clone()
@@ -290,6 +308,42 @@ def check(model: HFDecoder, whole: Any) -> None:
             f"model.backend: hf: the logits of {name} are not its head applied to its hidden states; "
             "ptf cannot train it"
         )
+
+
+@torch.no_grad()
+def check_assembled(model: HFDecoder, whole: Any) -> None:
+    """Compare the hidden states of the model that trains with those of the one that its tensors were copied from.
+
+    Raise UserError where they differ, or, in a sharded model, where a buffer does: such a model has state that was not
+    copied.
+    """
+    name = whole.config.model_type
+    theirs = dict(whole.named_buffers(remove_duplicate=False))
+    mine = dict(model.hf.named_buffers(remove_duplicate=False))
+    wrong = sorted(
+        n for n in mine.keys() | theirs.keys() if n not in mine or n not in theirs or _differ(mine[n], theirs[n])
+    )
+    if not wrong and not isinstance(model, FSDPModule):
+        tokens = _probe(whole.config, model.config.max_positions)
+        device = next(model.parameters()).device
+        expected = whole.base_model(input_ids=tokens, use_cache=False)[0]
+        got = model.hf.base_model(input_ids=tokens.to(device), use_cache=False)[0].cpu()
+        if not float((got - expected).abs().max()) <= TOLERANCE * float(expected.abs().max()):
+            wrong = ["its hidden states"]
+    if wrong:
+        raise UserError(
+            f"model.backend: hf: {name} was not copied whole from transformers' model; these differ: {', '.join(wrong)}"
+        )
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return a.shape != b.shape or not torch.equal(a.cpu(), b.cpu())
+
+
+def _probe(c: Any, max_positions: int) -> Tensor:
+    """Return a row of tokens that two models are compared with, [1, T]."""
+    g = torch.Generator().manual_seed(0)
+    return torch.randint(0, c.vocab_size, (1, min(PROBE, max_positions)), generator=g)
 
 
 def _first_line(error: Exception) -> str:

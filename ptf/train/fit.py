@@ -248,7 +248,10 @@ class Fit:
         directory = nonfinite.write_rows(self.run, self.step, micro, self.tokenizer, self.world)
         if self.job.train.on_nonfinite == "stop" or self.skipped >= nonfinite.MOST:
             repeats = f", {self.skipped} times in a row" if self.skipped > 1 else ""
-            advice = "continue this run with train.on_nonfinite: skip, or start one with a lower train.lr or train.max_grad_norm"
+            advice = (
+                "continue this run with train.on_nonfinite: skip, or start one with a lower train.lr or "
+                "train.max_grad_norm"
+            )
             raise UserError(f"{error}{repeats}. The rows of this step are in {directory}; {advice}") from error
         if self.world.leads:
             print(f"{error}; the step is skipped. Its rows are in {directory}", flush=True)

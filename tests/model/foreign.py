@@ -24,6 +24,22 @@ CONFIGS = {
     },  # stored an expert at a time, computed stacked
     # scaled logits
     "cohere": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    # frequencies that change beyond 32 tokens, and change back
+    "phi3": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [2.0, 4.0, 8.0, 16.0],
+            "original_max_position_embeddings": 32,
+        },
+    },
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2},  # no attention
 }
 

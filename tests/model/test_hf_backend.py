@@ -121,6 +121,45 @@ def test_documents_of_a_row_do_not_see_each_other(model_type, tmp_path):
     assert (again - hidden)[batch.segments == 0].abs().max() > 1e-3  # control
 
 
+@torch.no_grad()
+def test_longrope_changes_its_frequencies_and_changes_them_back(tmp_path):
+    """Its two buffers are one tensor in transformers' model: the second one was not copied, and held no value."""
+    directory = foreign(tmp_path / "m", "phi3")
+    model, _ = loaded(directory)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def logits(lengths: list[int]) -> torch.Tensor:
+        batch = packed([lengths], 80)
+        return model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x))[0, : lengths[0]]
+
+    found = {}
+    for length in (20, 60, 20):
+        tokens = packed([[length]], 80).tokens[:, :length]
+        found[length] = logits([length])
+        assert torch.allclose(found[length], reference(input_ids=tokens).logits[0], atol=1e-5)
+    with pytest.raises(UserError, match=r"of at most 32 tokens with other frequencies where one .* \(here 60\)"):
+        logits([60, 10])
+    logits([20, 10]), logits([40, 35])
+
+
+def test_state_that_was_not_copied_is_refused(tmp_path, monkeypatch):
+    directory = foreign(tmp_path / "m", "phi3")
+    named = torch.nn.Module.named_buffers
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch.nn.Module, "named_buffers", lambda self, *a, remove_duplicate=True, **k: named(self, *a, **k)
+        )
+        patch.setattr(hf_backend, "check_assembled", lambda *_: None)
+        model, _ = loaded(directory)
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with pytest.raises(UserError, match=r"phi3 was not copied whole .*: model.rotary_emb.original_inv_freq"):
+        hf_backend.check_assembled(model, whole)
+    good, _ = loaded(directory)
+    next(good.parameters()).data.mul_(1.01)
+    with pytest.raises(UserError, match=r"these differ: its hidden states"):
+        hf_backend.check_assembled(good, whole)
+
+
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_checkpoint_comes_back_byte_for_byte(model_type, tmp_path):
     directory = foreign(tmp_path / "m", model_type)

@@ -151,7 +151,7 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
         recipe = GRPO(mean_over=mean_over, max_new_tokens=1000, **rest)
         made = groups() if rest else [tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]
         batch = Batch.of(pack_all(recipe.credit(made), 40), 40)
-        loss, metrics = recipe.loss(model, batch, {})
+        _, metrics = recipe.loss(model, batch, {})
         assert metrics.keys() >= {
             "entropy",
             "clip_share",
