@@ -137,13 +137,19 @@ def plan(options: argparse.Namespace) -> int:
 
         bound = roofline(job, directory, options.gpus, options.gpu)
         mfu = bound.mfu
-    step_budget = budget(job, directory, options.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu)
-    if options.json:
-        print(json.dumps(plan_report.as_json(step_budget, bound), indent=2))
+    if job.rollout:
+        from ptf.rl.online_budget import online_budget
+
+        plan = online_budget(job, directory, options.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu)
+        found, shown = plan_report.online_as_json(plan), plan_report.online_lines(plan)
     else:
-        out = console(width=None if sys.stdout.isatty() else 180)
-        out.print(*plan_report.lines(step_budget, bound), sep="\n", highlight=False)
-    return 0 if step_budget.fits else 1
+        plan = budget(job, directory, options.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu)
+        found, shown = plan_report.as_json(plan, bound), plan_report.lines(plan, bound)
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        console(width=None if sys.stdout.isatty() else 180).print(*shown, sep="\n", highlight=False)
+    return 0 if plan.fits else 1
 
 
 def inspect(options: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "publishing": TRAIN | {"published", "gate", "measurement", "train", "artifact", "load_check", "model_card"},
     "conversation": DATA | {"rl"},
     "doctor": set(),
-    "inspection": DATA | {"recipes", "train", "run"},
+    "inspection": DATA | {"recipes", "train", "rl", "run"},
     "api": BASE
     | {
         "config",

@@ -5,7 +5,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ptf.train.budget import Budget
+from ptf.rl.online_budget import OnlineBudget, PoolBudget
+from ptf.train.budget import GIB, Budget
 from ptf.train.roofline import Roofline
 
 LARGEST_COSTS = 12  # operators that the table of the roofline shows
@@ -23,6 +24,60 @@ def as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:
         ]
         found |= {"mfu": bound.mfu, "seconds": bound.seconds, "operators": operators, "exposed_s": bound.exposed}
     return found
+
+
+def online_as_json(plan: OnlineBudget) -> dict[str, object]:
+    """Return the plan of an online job for programs: memory by phase, of each role on its pool's fullest device."""
+    phases = {
+        phase: {"pool": pool.name, **{role: size / GIB for role, size in of.items()}, "total": pool.total(phase) / GIB}
+        for pool in plan.pools
+        for phase, of in pool.phases.items()
+    }
+    engine = {"weights_gib": plan.engine.weights / GIB, "cache_gib": plan.engine.cache / GIB}
+    sync = {"transport": plan.transport, "gib": plan.sync.sent / GIB, "seconds": plan.sync.seconds}
+    update = {"flops": plan.update.flops, "tokens": plan.update.tokens, "seconds": plan.update.seconds}
+    return {
+        "memory_gib": phases,
+        "host_gib_per_worker": plan.host / GIB,
+        "engine": engine | {"answers": plan.engine.answers},
+        "sync": sync,
+        **update,
+        "fits": plan.fits,
+        "problems": list(plan.problems),
+    }
+
+
+def online_lines(plan: OnlineBudget) -> list[RenderableType]:
+    """Return the tables of an online job's plan and the sentences below them, in the order of printing."""
+    engine, sync, update = plan.engine, plan.sync, plan.update
+    texts = [
+        (
+            f"rollout: {engine.cache / GIB:.1f} GiB of keys and values on each device, beside "
+            f"{engine.weights / GIB:.1f} GiB of weights: room for {engine.answers:,.0f} answers of data.seq_len tokens"
+        ),
+        (
+            f"sync: {sync.sent / GIB:.2f} GiB by {plan.transport}, at least {sync.seconds:.2g} s; host memory for each "
+            f"worker: {plan.host / GIB:.1f} GiB"
+        ),
+        (
+            f"update: {update.flops:.3g} FLOPs for {update.tokens:,} tokens, {update.seconds:.3g} s on "
+            f"{update.gpus} GPUs"
+        ),
+        *(f"does not fit: {problem}" for problem in plan.problems),
+    ]
+    title = Text(f"{update.model}: {update.parameters:,} parameters, {update.trained:,} trained")
+    return [title, *(_pool_table(pool, plan.room) for pool in plan.pools), *map(Text, texts)]
+
+
+def _pool_table(pool: PoolBudget, room: float) -> Table:
+    """Return the memory of a pool, phase by phase."""
+    table = Table(f"pool {pool.name}, {pool.devices} GPUs: phase", "GiB on each GPU", "of", box=SIMPLE)
+    table.columns[1].justify = "right"
+    for phase, of in pool.phases.items():
+        total = pool.total(phase)
+        parts = ", ".join(f"{role} {size / GIB:.2f}" for role, size in of.items())
+        table.add_row(phase, f"{total / GIB:.2f} of {room / GIB:.2f}", parts, style="red" if total > room else None)
+    return table
 
 
 def lines(step: Budget, bound: Roofline | None) -> list[RenderableType]:

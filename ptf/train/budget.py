@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from ptf.model.flops import Flops
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize, refuse_mesh
 from ptf.recipes import registry
-from ptf.recipes.protocol import Companion
+from ptf.recipes.protocol import Companion, Recipe
 from ptf.train.companions import forward_flops, needs_weights
 from ptf.train.components import parts_of
 from ptf.train.trainable import freeze, frozen_dtype
@@ -140,11 +141,20 @@ class _Run:
 
 
 def budget(
-    job: Job, directory: Path, gpus: int, *, room_gib: float = 80.0, mfu: float = 0.4, gpu: str = "H100"
+    job: Job,
+    directory: Path,
+    gpus: int,
+    *,
+    room_gib: float = 80.0,
+    mfu: float = 0.4,
+    gpu: str = "H100",
+    recipe: Recipe | None = None,
+    beside: Mapping[str, Companion] | None = None,
 ) -> Budget:
     """Return the budget of an offline job on `gpus` GPUs; `directory` needs only a config.json.
 
-    Raises UserError for an unknown GPU, or a model that cannot be sharded so.
+    `recipe` and `beside`, the frozen models on the same GPUs, are by default the job's; an online job has a budget for
+    each role (`ptf.rl.online_budget`). Raises UserError for an unknown GPU, or a model that cannot be sharded so.
     """
     if gpu not in PEAKS:
         raise UserError(f"ptf plan has no speed for the GPU {gpu}; it has {', '.join(PEAKS)}")
@@ -158,14 +168,14 @@ def budget(
             "each trains at least one row"
         )
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
-        recipe = registry.build(job)
+        recipe = recipe or registry.build(job)
         model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
         refuse_mesh(model.config, mesh)
         freeze(model, family, job.model.trainable)
         parameters = list(model.parameters())
         counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
         flops = Flops.of(model)
-        by_role = {} if getattr(recipe, "precomputed", False) else recipe.companions
+        by_role = beside if beside is not None else {} if getattr(recipe, "precomputed", False) else recipe.companions
         others = [_companion(companion, role, model, mesh, precision) for role, companion in by_role.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor)
@@ -191,6 +201,35 @@ def budget(
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
     return Budget(
         str(directory), gpus, shape, *counts, memory, rows, work, tokens, work / (gpus * peak * mfu), room, advice
+    )
+
+
+def frozen_memory(
+    job: Job, directory: Path, workers: int, head: Literal["lm", "scalar"] = "lm", width: int | None = None
+) -> Memory:
+    """Return the memory of a role whose model is not trained, while it computes; `width` is tokens a row.
+
+    Raises UserError for a model that cannot be sharded so.
+    """
+    precision = job.train.precision
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    mesh = job.compute.mesh
+    with fake_mesh(workers, mesh.replicate, mesh.tensor) as device_mesh:
+        model, _ = bridge.build(directory, head=head)
+        model.requires_grad_(False)
+        layers = _layers(model, dtype, mesh.tensor)
+        parallelize(model, device_mesh, precision)
+        sizes = _sizes(model)
+    tokens = job.train.micro_sequences * (width or job.data.seq_len)
+    held = frozen_dtype(directory, precision, exported=False).itemsize
+    logits = min(chunk_bytes(torch.device("cuda")), 4 * tokens * sizes.head // model.config.dim)
+    return Memory(
+        weights=float(held * sizes.here),
+        gradients=0.0,
+        optimizer=0.0,
+        gathered=float(dtype.itemsize * (2 * sizes.block + sizes.root)),
+        activations=tokens * max(layer.everything for layer in layers),  # of one layer, whose parts are freed in turn
+        logits=float(logits + tokens * model.config.dim * dtype.itemsize),
     )
 
 

@@ -1,0 +1,258 @@
+"""The memory of an online job on the devices of each pool, phase by phase, computed before the job is started.
+
+Between its phases a role holds its weights, and a trained one its gradients and optimizer. On a GPU, the other roles of
+its pool are offloaded to host memory while it works; vLLM, which takes a share of the GPU for its weights and cache,
+then holds nothing. A sync has the policy and the engines in memory in turn, or together (`ipc`).
+
+The policy, the critic and the frozen models are counted as in offline jobs (`ptf.train.budget`). CUDA's own memory, and
+what libraries take for their kernels, is not counted.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ptf.compute.meter import PEAKS
+from ptf.config import Job
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.config import DecoderConfig
+from ptf.recipes import registry
+from ptf.recipes.protocol import Online, Recipe
+from ptf.rl.weights.stored import BUCKET_BYTES
+from ptf.rl.weights.traffic import SyncTraffic, sync_traffic
+from ptf.rl.weights.transports import TRANSPORTS, chosen
+from ptf.train.budget import GIB, Budget, Memory, budget, config_directory, frozen_memory
+from ptf.train.starting_model import is_own_reference
+
+NATIVE_BATCH = 1024  # requests that the native engine answers at once (ptf.rl.engines.native)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """Bytes of a role on the fullest of its devices."""
+
+    workers: int  # devices
+    held: float  # between its phases, while it is not offloaded
+    phases: Mapping[str, float]  # phase → bytes beside what it holds
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a rollout engine has room for."""
+
+    memory: RoleMemory
+    weights: float  # bytes on each device
+    cache: float  # bytes on each device for keys and values
+    answers: float  # of `data.seq_len` tokens that the cache of all engines holds at once
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBudget:
+    """The devices that some roles share."""
+
+    name: str
+    devices: int
+    phases: Mapping[str, Mapping[str, float]]  # phase → role → bytes on the fullest device
+
+    def total(self, phase: str) -> float:
+        """Return the bytes of all roles in a phase."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak(self) -> float:
+        """Bytes in the phase that needs most."""
+        return max(map(self.total, self.phases))
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineBudget:
+    """What an online job needs, and what a step moves from the policy to the engines."""
+
+    pools: Sequence[PoolBudget]
+    update: Budget  # of the policy alone
+    engine: Engine
+    transport: str
+    sync: SyncTraffic
+    host: float  # bytes of host memory for each worker, for what its pool offloads and a sync carries
+    room: float  # bytes of a GPU
+    problems: Sequence[str] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits the GPU."""
+        return not self.problems
+
+
+def online_budget(
+    job: Job, directory: Path, gpus: int, *, room_gib: float = 80.0, mfu: float = 0.4, gpu: str = "H100"
+) -> OnlineBudget:
+    """Return the budget of an online job whose policy has `gpus` GPUs; `directory` needs only a config.json.
+
+    Raises UserError for an unknown GPU, a model that cannot be sharded so, or an engine of the user's own.
+    """
+    if gpu not in PEAKS:
+        raise UserError(f"ptf plan has no speed for the GPU {gpu}; it has {', '.join(PEAKS)}")
+    assert job.rollout is not None
+    recipe, room = cast("Online", registry.build(job)), room_gib * GIB
+    update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=cast("Recipe", recipe), beside={})
+    engine = _engine(job, directory, room)
+    transport = chosen(job, gpu=True)
+    roles = {"policy": _policy(job, directory, recipe, update, gpus), **_frozen(job, directory, recipe, gpus)}
+    if recipe.critic is not None:
+        trained = budget(job, directory, gpus, room_gib=room_gib, gpu=gpu, recipe=recipe.critic, beside={})
+        roles["critic"] = _trained(trained.memory, gpus, "update critic", "values")
+    roles["rollout"] = engine.memory
+    sent = update.trained if job.rollout.lora == "adapter" else update.parameters
+    members = _members(job, roles)
+    pools = [_pool(name, of, roles, engine, transport) for name, of in members.items()]
+    host = max(_offloaded(job, [(role, roles[role]) for role in of], engine) for of in members.values())
+    sync = sync_traffic(sent, job.train.precision, transport)
+    problems = tuple(_problems(pools, engine, room, job))
+    return OnlineBudget(pools, update, engine, transport, sync, host + sync.host, room, problems)
+
+
+def _trained(memory: Memory, workers: int, update: str, forward: str | None) -> RoleMemory:
+    """Return the memory of a role that trains, with the phase of its update and that of a forward pass alone."""
+    held = memory.weights + memory.gradients + memory.optimizer
+    phases = {update: memory.gathered + memory.activations + memory.logits}
+    if forward:
+        phases[forward] = memory.gathered + memory.logits
+    return RoleMemory(workers, held, phases)
+
+
+def _policy(job: Job, directory: Path, recipe: Online, update: Budget, gpus: int) -> RoleMemory:
+    """Return the memory of the policy; with LoRA it is its own reference."""
+    memory = _trained(update.memory, gpus, "update", "logprobs" if recipe.needs_old else None)
+    own = {role for role in recipe.companions if not _has_own_role(job, recipe, role)}
+    forward = update.memory.gathered + update.memory.logits
+    return RoleMemory(gpus, memory.held, {**memory.phases, **dict.fromkeys(sorted(own), forward)})
+
+
+def _has_own_role(job: Job, recipe: Online, role: str) -> bool:
+    return recipe.companions[role].path is not None or not is_own_reference(job.model)
+
+
+def _frozen(job: Job, directory: Path, recipe: Online, gpus: int) -> dict[str, RoleMemory]:
+    """Return the memory of the frozen models that have a role: reference, teacher, reward model."""
+    assert job.rollout is not None
+    found: dict[str, RoleMemory] = {}
+    models: dict[str, tuple[Path, Any, int | None]] = {}
+    for role, companion in recipe.companions.items():
+        if _has_own_role(job, recipe, role):
+            path = companion.path
+            models[role] = (directory if path is None else config_directory(str(path), companion.revision), "lm", None)
+    if reward := job.rollout.reward_model:
+        models["reward"] = (config_directory(reward.path, reward.revision), "scalar", 2 * job.data.seq_len)
+    for role, (place, head, width) in models.items():
+        memory = frozen_memory(job, place, gpus, head, width)
+        found[role] = RoleMemory(gpus, memory.weights, {role: memory.total - memory.weights})
+    return found
+
+
+def _engine(job: Job, directory: Path, room: float) -> Engine:
+    """Return the memory of one rollout engine on each of its devices."""
+    rollout = job.rollout
+    assert rollout is not None
+    if rollout.engine not in ("vllm", "native"):
+        raise UserError("ptf plan cannot count the memory of a rollout engine of your own; plan with vllm or native")
+    model, _ = bridge.build(directory)
+    size = torch.finfo(torch.bfloat16 if job.train.precision == "bf16" else torch.float32).bits // 8
+    weights = size * sum(p.numel() for p in model.parameters()) / rollout.tensor
+    each = size * cache_elements(model.config) / rollout.tensor  # bytes of a token
+    if rollout.engine == "vllm":
+        held = rollout.gpu_memory_utilization * room
+        cache = max(0.0, held - weights)
+        answers = rollout.workers * cache / (each * job.data.seq_len)
+        memory = RoleMemory(rollout.workers * rollout.tensor, held, {"rollout": 0.0})
+        return Engine(memory, weights, cache, answers)
+    share = -(-rollout.prompts // rollout.workers)  # prompts of one engine
+    answered = min(NATIVE_BATCH, share * rollout.group_size)
+    contexts = -(-answered // rollout.group_size) * (job.data.seq_len - rollout.max_new_tokens)
+    cache = each * (contexts + answered * rollout.max_new_tokens)
+    memory = RoleMemory(rollout.workers, weights, {"rollout": cache})
+    return Engine(memory, weights, cache, float(answered * rollout.workers))
+
+
+def cache_elements(config: DecoderConfig) -> int:
+    """Return the number of keys and values that a token has in all layers."""
+    return 2 * config.num_layers * config.kv_heads * config.head_dim
+
+
+def _offloaded(job: Job, own: Sequence[tuple[str, RoleMemory]], engine: Engine) -> float:
+    """Return the bytes of host memory for what the roles of a pool leave a device with; nothing if one is alone.
+
+    vLLM discards its weights where a sync sends all of them, and its cache always.
+    """
+    assert job.rollout is not None
+    if len(own) < 2:
+        return 0.0
+    discards = job.rollout.engine == "vllm" and job.rollout.lora == "merged"
+    rollout = 0.0 if discards else engine.weights
+    return sum(rollout if role == "rollout" else memory.held for role, memory in own)
+
+
+def _members(job: Job, roles: Mapping[str, RoleMemory]) -> dict[str, list[str]]:
+    """Return the roles of each pool. Raises UserError unless every role, and no other, is in one."""
+    if not job.compute.pools:
+        return {"all": list(roles)}
+    members = {name: list(pool.roles) for name, pool in job.compute.pools.items()}
+    placed = {role for of in members.values() for role in of}
+    if wrong := sorted(placed ^ roles.keys()):
+        what = "no pool has the role" if wrong[0] in roles else "this job has no role"
+        raise UserError(f"compute.pools: {what} {wrong[0]}")
+    return members
+
+
+def _pool(
+    name: str, members: Sequence[str], roles: Mapping[str, RoleMemory], engine: Engine, transport: str
+) -> PoolBudget:
+    """Return the memory of a pool in each phase in which one of its roles works."""
+    own = {role: roles[role] for role in members}
+    phases = {
+        phase: {role: memory.held + more} for role, memory in own.items() for phase, more in memory.phases.items()
+    }
+    phases |= {f"sync {role}": of for role, of in _sync(own, engine, transport)}
+    return PoolBudget(name, max(memory.workers for memory in own.values()), phases)
+
+
+def _sync(own: Mapping[str, RoleMemory], engine: Engine, transport: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the roles of a pool that a sync has in memory, together or one after the other, with their bytes."""
+    buckets = 2.0 * BUCKET_BYTES if TRANSPORTS[transport].streams or TRANSPORTS[transport].in_files else 0.0
+    policy = {"policy": own["policy"].held + buckets} if "policy" in own else {}
+    # an engine that has no cache yet, and that vLLM fills in place
+    rollout = {"rollout": engine.weights + buckets} if "rollout" in own else {}
+    if transport == "ipc":
+        yield "policy and rollout", {**policy, **rollout}
+        return
+    for of in (policy, rollout):
+        for role in of:
+            yield role, of
+
+
+def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job) -> Iterator[str]:
+    """Yield why the job does not fit, with the keys that change it."""
+    for pool in pools:
+        for phase in pool.phases:
+            if (total := pool.total(phase)) > room:
+                yield (
+                    f"pool {pool.name}, phase {phase}: {total / GIB:.1f} of {room / GIB:.1f} GiB; more GPUs (--gpus), "
+                    f"{_advice(phase)}"
+                )
+    if engine.answers < 1:
+        yield (
+            f"rollout: the weights take {engine.weights / GIB:.1f} GiB, and no answer of data.seq_len "
+            f"({job.data.seq_len}) tokens fits beside them; raise rollout.gpu_memory_utilization or rollout.tensor"
+        )
+
+
+def _advice(phase: str) -> str:
+    """Return the keys that lower the memory of a phase."""
+    if phase.startswith("update"):
+        return "train.activation_checkpointing: block, train.micro_sequences: 1, or compute.mesh.tensor"
+    if phase == "sync policy and rollout":
+        return "or another pool for rollout (rollout.transport: nccl)"
+    return "or a pool of its own for this role (compute.pools)"

@@ -1,0 +1,146 @@
+"""What `ptf plan` says of an online job: every role, in every phase, on the devices of its pool."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptf.cli import main
+from ptf.config import Job, loads
+from ptf.errors import UserError
+from ptf.rl.online_budget import OnlineBudget, online_budget
+from ptf.rl.weights.stored import BUCKET_BYTES
+from ptf.train.budget import GIB
+from tests.train.test_budget import DENSE, directory
+
+LAYERS, KV_HEADS, HEAD = DENSE["num_hidden_layers"], DENSE["num_key_value_heads"], DENSE.get("head_dim", 64)
+TOKEN = 2 * 2 * LAYERS * KV_HEADS * HEAD  # bytes of keys and values in bf16
+APART = {"gang": {"roles": ["policy", "reference"]}, "generate": {"roles": ["rollout"]}}
+
+
+def job(path: Path, *, recipe: str = "grpo", algo: dict | None = None, model: dict | None = None, **sections) -> Job:
+    raw = {
+        "recipe": recipe,
+        "algo": algo or {},
+        "output": str(path / "runs"),
+        "model": {"path": str(directory(path, DENSE)), **(model or {})},
+        "data": {"sources": {"a": {"path": "a.jsonl", "kind": "prompt"}}, "seq_len": 1024},
+        "train": {"steps": 1, "lr": 1e-5, "sequences": 64, "micro_sequences": 2, "precision": "bf16"},
+        "rollout": {
+            "reward": {"use": "ptf.rl.rewards:exact"},
+            "workers": 4,
+            "prompts": 64,
+            "group_size": 8,
+            "max_new_tokens": 256,
+            "gpu_memory_utilization": 0.5,
+            **sections.pop("rollout", {}),
+        },
+        "compute": {"workers": 4, **sections.pop("compute", {})},
+    }
+    return loads(yaml.safe_dump(raw | sections))
+
+
+def planned(path: Path, *, gpus: int = 4, room_gib: float = 80.0, **more) -> OnlineBudget:
+    return online_budget(job(path, **more), path, gpus, room_gib=room_gib)
+
+
+def phases(plan: OnlineBudget, pool: int = 0) -> dict[str, set[str]]:
+    return {phase: set(of) for phase, of in plan.pools[pool].phases.items()}
+
+
+def test_a_policy_alone_has_an_update_a_rollout_and_a_sync(tmp_path) -> None:
+    plan = planned(tmp_path)
+    (pool,) = plan.pools
+    assert phases(plan) == {
+        "update": {"policy"},
+        "rollout": {"rollout"},
+        "sync policy and rollout": {"policy", "rollout"},
+    }
+    assert plan.transport == "ipc"  # one pool, an engine for each worker
+    assert pool.phases["update"]["policy"] == plan.update.memory.total
+    assert pool.phases["rollout"]["rollout"] == 0.5 * plan.room
+    held = plan.update.memory.weights + plan.update.memory.gradients + plan.update.memory.optimizer
+    assert held == 16 * plan.update.parameters / 4
+    weights = 2 * plan.update.parameters
+    assert plan.engine.weights == weights
+    assert pool.phases["sync policy and rollout"] == {
+        "policy": held + 2 * BUCKET_BYTES,
+        "rollout": weights + 2 * BUCKET_BYTES,
+    }
+    assert plan.engine.cache == 0.5 * plan.room - weights
+    assert plan.engine.answers == pytest.approx(4 * plan.engine.cache / (TOKEN * 1024))
+    assert plan.host == held  # offloaded while the engines answer; vLLM discards its weights
+    assert plan.fits
+    assert plan.sync.sent == weights
+
+
+def test_a_reference_and_a_critic_are_roles_and_lora_is_its_own_reference(tmp_path) -> None:
+    kl = {"kl": 0.01, "epochs": 2}
+    plan = planned(tmp_path, algo=kl)
+    assert {"update", "logprobs", "reference", "rollout"} <= phases(plan).keys()
+    (pool,) = plan.pools
+    assert pool.phases["reference"].keys() == {"reference"}
+    frozen = 2 * plan.update.parameters / 4  # bf16 shards, without gradients and optimizer
+    assert (
+        frozen
+        < pool.phases["reference"]["reference"]
+        < pool.phases["logprobs"]["policy"]
+        < pool.phases["update"]["policy"]
+    )
+    assert plan.host == 16 * plan.update.parameters / 4 + frozen
+
+    adapted = planned(tmp_path, algo=kl, model={"lora": {"rank": 8}})
+    assert adapted.pools[0].phases["reference"].keys() == {"policy"}
+    assert adapted.pools[0].phases["update"]["policy"] < 0.8 * pool.phases["update"]["policy"]
+
+    ppo = planned(tmp_path, recipe="ppo", algo={"epochs": 2})
+    assert {"values", "update critic"} <= phases(ppo).keys()
+    update = ppo.pools[0].phases
+    assert update["values"]["critic"] < update["update critic"]["critic"] < update["update"]["policy"]  # no vocabulary
+
+
+def test_roles_with_devices_of_their_own_do_not_share_them(tmp_path) -> None:
+    kl = {"kl": 0.01}
+    plan = planned(tmp_path, algo=kl, compute={"workers": 4, "pools": APART}, rollout={"workers": 1, "tensor": 2})
+    assert plan.transport == "nccl"
+    gang, generate = plan.pools
+    assert (gang.devices, generate.devices) == (4, 2)
+    assert phases(plan) == {"update": {"policy"}, "reference": {"reference"}, "sync policy": {"policy"}}
+    assert phases(plan, 1) == {"rollout": {"rollout"}, "sync rollout": {"rollout"}}
+    assert plan.engine.weights == plan.update.parameters  # half of them, two bytes each
+    with pytest.raises(UserError, match=r"compute\.pools: no pool has the role reference"):
+        planned(tmp_path, algo=kl, compute={"pools": {"all": {"roles": ["policy", "rollout"]}}})
+    with pytest.raises(UserError, match=r"compute\.pools: this job has no role reference"):
+        planned(tmp_path, compute={"pools": APART})
+
+
+def test_the_native_engine_holds_contexts_once_and_each_answer(tmp_path) -> None:
+    plan = planned(tmp_path, rollout={"engine": "native", "prompts": 40, "transport": "path"})
+    cache = TOKEN * (10 * (1024 - 256) + 80 * 256)  # ten prompts, eight answers to each
+    assert plan.engine.cache == cache
+    assert plan.pools[0].phases["rollout"]["rollout"] == plan.engine.weights + cache
+    assert plan.host == 16 * plan.update.parameters / 4 + plan.engine.weights + plan.sync.host
+
+
+def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path, capsys) -> None:
+    plan = planned(tmp_path, room_gib=0.2)
+    assert not plan.fits
+    assert any("pool all, phase update" in problem and "train.micro_sequences" in problem for problem in plan.problems)
+    none = planned(tmp_path, rollout={"gpu_memory_utilization": 0.0001})
+    assert any("raise rollout.gpu_memory_utilization or rollout.tensor" in problem for problem in none.problems)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job(tmp_path).model_dump(mode="json", exclude_defaults=True)))
+    assert main(["plan", str(file), "--gpus", "4", "--memory", "0.2"]) == 1
+    assert "does not fit: pool all, phase update" in capsys.readouterr().out
+    assert main(["plan", str(file), "--gpus", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    whole = planned(tmp_path)
+    assert found["memory_gib"]["update"] == {
+        "pool": "all",
+        "policy": whole.update.memory.total / GIB,
+        "total": whole.update.memory.total / GIB,
+    }
+    assert found["sync"]["transport"] == "ipc"
+    with pytest.raises(UserError, match=r"a rollout engine of your own"):
+        planned(tmp_path, rollout={"engine": {"use": "a.b:C"}})
