@@ -35,7 +35,12 @@ JOB = "job.yaml"  # what makes a directory that of a run (ptf.run)
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 if TYPE_CHECKING:
+    from ptf.config import Job
     from ptf.model.verify import Report
+    from ptf.rl.online_budget import OnlineBudget
+    from ptf.train.budget import Budget
+    from ptf.train.fitting import Setting
+    from ptf.train.roofline import Roofline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,33 +128,45 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print memory, FLOPs and time of a step, and with `--roofline` the upper bound of its MFU."""
-    job = load(*options.config, overrides=[*options.set, f"compute.workers={options.gpus}", "compute.launcher=ray"])
+    """Print memory, FLOPs and time of a step; with `--roofline` the upper bound of its MFU, with `--fit` what fits."""
     from ptf.inspection import plan as plan_report
-    from ptf.run import resolved
-    from ptf.train.budget import budget, config_directory
+    from ptf.train.fitting import Setting, search
 
-    job = resolved(job)
-    directory = config_directory(job.model.path, job.model.revision)
-    mfu, bound = options.mfu, None
-    if options.roofline:
-        from ptf.train.roofline import roofline
-
-        bound = roofline(job, directory, options.gpus, options.gpu)
-        mfu = bound.mfu
-    if job.rollout:
-        from ptf.rl.online_budget import online_budget
-
-        plan = online_budget(job, directory, options.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu)
-        found, shown = plan_report.online_as_json(plan), plan_report.online_lines(plan)
-    else:
-        plan = budget(job, directory, options.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu)
-        found, shown = plan_report.as_json(plan, bound), plan_report.lines(plan, bound)
+    given = Setting(options.gpus, {})
+    trials = []
+    if options.fit:
+        trials = list(search(_planned_job(options, given), options.gpus, lambda one: _plan(options, one)[0]))
+        given = trials[-1].setting if trials[-1].fits else given
+    found, bound = _plan(options, given)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(plan_report.as_json(found, bound) | plan_report.trials_as_json(trials), indent=2))
     else:
-        console(width=None if sys.stdout.isatty() else 180).print(*shown, sep="\n", highlight=False)
-    return 0 if plan.fits else 1
+        out = console(width=None if sys.stdout.isatty() else 180)
+        out.print(*plan_report.trial_lines(trials), *plan_report.lines(found, bound), sep="\n", highlight=False)
+    return 0 if found.fits else 1
+
+
+def _planned_job(options: argparse.Namespace, setting: "Setting") -> "Job":
+    """Load the job of `ptf plan` on the GPUs and with the keys of a setting."""
+    from ptf.run import resolved
+
+    keys = [f"{key}={value}" for key, value in setting.keys.items()]
+    where = [f"compute.workers={setting.gpus}", "compute.launcher=ray"]
+    return resolved(load(*options.config, overrides=[*options.set, *keys, *where]))
+
+
+def _plan(options: argparse.Namespace, setting: "Setting") -> "tuple[Budget | OnlineBudget, Roofline | None]":
+    """Return the budget of the job with a setting, and with `--roofline` the bound of its MFU."""
+    from ptf.rl.online_budget import online_budget
+    from ptf.train.budget import budget, config_directory
+    from ptf.train.roofline import roofline
+
+    job = _planned_job(options, setting)
+    directory = config_directory(job.model.path, job.model.revision)
+    bound = roofline(job, directory, setting.gpus, options.gpu) if options.roofline else None
+    mfu = bound.mfu if bound else options.mfu
+    counted = online_budget if job.rollout else budget
+    return counted(job, directory, setting.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu), bound
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -444,6 +461,11 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument("--gpu", default="H100", help="whose peak (default: H100)")
     command.add_argument(
         "--roofline", action="store_true", help="the upper bound of MFU by operator, and the time of a step from it"
+    )
+    command.add_argument(
+        "--fit",
+        action="store_true",
+        help="find checkpointing, sequences a pass, mesh and GPUs with which it fits, and say why others do not",
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.set_defaults(run=plan)

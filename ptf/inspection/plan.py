@@ -1,5 +1,7 @@
 """What `ptf plan` prints of a budget and of a roofline: tables for people, a dictionary for programs."""
 
+from collections.abc import Sequence
+
 from rich.box import SIMPLE
 from rich.console import RenderableType
 from rich.table import Table
@@ -7,13 +9,59 @@ from rich.text import Text
 
 from ptf.rl.online_budget import OnlineBudget, PoolBudget
 from ptf.train.budget import GIB, Budget
+from ptf.train.fitting import Trial
 from ptf.train.roofline import Roofline
 
 LARGEST_COSTS = 12  # operators that the table of the roofline shows
 
 
-def as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:
+def as_json(plan: Budget | OnlineBudget, bound: Roofline | None) -> dict[str, object]:
     """Return the plan for programs: memory by phase, and the bound with its operators, the costliest first."""
+    return _online_as_json(plan) if isinstance(plan, OnlineBudget) else _step_as_json(plan, bound)
+
+
+def lines(plan: Budget | OnlineBudget, bound: Roofline | None) -> list[RenderableType]:
+    """Return the tables of a plan and the sentences below them, in the order in which they are printed."""
+    if isinstance(plan, OnlineBudget):
+        return _online_lines(plan)
+    above = [] if bound is None else [_roofline_table(bound)]
+    return [*above, _budget_table(plan), *map(Text, _budget_advice(plan))]
+
+
+def trials_as_json(trials: Sequence[Trial]) -> dict[str, object]:
+    """Return what `--fit` tried, the last one of which fits if any does; empty without trials."""
+    tried = [
+        {"gpus": trial.setting.gpus, "set": dict(trial.setting.keys), "fits": trial.fits, "why": why_not(trial)}
+        for trial in trials
+    ]
+    return {"tried": tried} if trials else {}
+
+
+def trial_lines(trials: Sequence[Trial]) -> list[RenderableType]:
+    """Return a line for each setting that `--fit` tried, and the arguments that make the job fit."""
+    texts = [f"{trial.setting}: {'fits' if trial.fits else why_not(trial)}" for trial in trials]
+    if trials and trials[-1].fits:
+        setting = trials[-1].setting
+        arguments = [f"--gpus {setting.gpus}", *(f"--set {key}={value}" for key, value in setting.keys.items())]
+        texts.append(f"Give {' '.join(arguments)}")
+    elif trials:
+        texts.append("nothing that was tried fits")
+    return [Text(text) for text in texts]
+
+
+def why_not(trial: Trial) -> str:
+    """Return why a setting does not fit; an empty text if it does."""
+    if trial.fits:
+        return ""
+    if isinstance(trial.plan, OnlineBudget):
+        return trial.plan.problems[0]
+    if isinstance(trial.plan, Budget):
+        memory = trial.plan.memory
+        return f"{memory.total / GIB:.1f} of {trial.plan.room / GIB:.1f} GiB, of which {memory.largest} take most"
+    return trial.refused
+
+
+def _step_as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:
     memory = {name: getattr(step.memory, name) / 2**30 for name in step.memory.__slots__}
     found: dict[str, object] = {"memory_gib": {"step": {**memory, "total": step.memory.total / 2**30}}}
     found |= {"fits": step.fits, "flops": step.flops, "tokens": step.tokens, "seconds": step.seconds}
@@ -26,7 +74,7 @@ def as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:
     return found
 
 
-def online_as_json(plan: OnlineBudget) -> dict[str, object]:
+def _online_as_json(plan: OnlineBudget) -> dict[str, object]:
     """Return the plan of an online job for programs: memory by phase, of each role on its pool's fullest device."""
     phases = {
         phase: {"pool": pool.name, **{role: size / GIB for role, size in of.items()}, "total": pool.total(phase) / GIB}
@@ -47,7 +95,7 @@ def online_as_json(plan: OnlineBudget) -> dict[str, object]:
     }
 
 
-def online_lines(plan: OnlineBudget) -> list[RenderableType]:
+def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
     """Return the tables of an online job's plan and the sentences below them, in the order of printing."""
     engine, sync, update = plan.engine, plan.sync, plan.update
     texts = [
@@ -78,12 +126,6 @@ def _pool_table(pool: PoolBudget, room: float) -> Table:
         parts = ", ".join(f"{role} {size / GIB:.2f}" for role, size in of.items())
         table.add_row(phase, f"{total / GIB:.2f} of {room / GIB:.2f}", parts, style="red" if total > room else None)
     return table
-
-
-def lines(step: Budget, bound: Roofline | None) -> list[RenderableType]:
-    """Return the tables of a plan and the sentences below them, in the order in which they are printed."""
-    above = [] if bound is None else [_roofline_table(bound)]
-    return [*above, _budget_table(step), *map(Text, _budget_advice(step))]
 
 
 def _roofline_table(bound: Roofline) -> Table:

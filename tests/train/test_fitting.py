@@ -1,0 +1,81 @@
+"""`ptf plan --fit`: what it finds fits, nothing cheaper does, and why is said."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ptf.cli import main
+from ptf.config import loads
+from ptf.errors import UserError
+from ptf.train.fitting import MODES, Setting, search
+from tests.train.test_budget import DENSE, directory, job
+
+
+@dataclass
+class Room:
+    """A plan of a job of 8 units a GPU, which every change makes smaller."""
+
+    units: float
+    fits: bool
+
+
+def planned(room: float, asked: list[Setting]):
+    def plan(setting: Setting) -> Room:
+        asked.append(setting)
+        if setting.keys.get("compute.mesh.tensor") == "8":
+            raise UserError("the heads are 4\nsecond line")
+        mode = MODES.index(setting.keys.get("train.activation_checkpointing", "none"))
+        rows = int(setting.keys.get("train.micro_sequences", 4))
+        units = (4 + rows / (1 + mode)) / setting.gpus / int(setting.keys.get("compute.mesh.tensor", 1)) ** 0.1
+        return Room(units, units <= room)
+
+    return plan
+
+
+@pytest.mark.parametrize("room", [9.0, 7.9, 6.1, 5.1, 4.4, 4.0, 2.0, 0.5])
+def test_the_first_that_fits_costs_least(tmp_path: Path, room: float) -> None:
+    asked: list[Setting] = []
+    trials = list(search(loads(job(tmp_path)), 1, planned(room, asked)))
+    assert trials[-1].fits
+    assert not any(trial.fits for trial in trials[:-1])
+    found = trials[-1].setting
+    assert planned(room, [])(found).fits
+    if room == 9.0:
+        assert found == Setting(1, {})  # nothing needs to change
+    if room == 4.4:
+        assert found.keys == {"train.activation_checkpointing": "block", "train.micro_sequences": "1"}
+    if room < 4.3:  # no setting of one GPU fits, which one trial shows
+        assert [trial.setting.gpus for trial in trials].count(1) == 1
+        assert found.gpus > 1
+    assert len(asked) <= len(trials) + 1
+
+
+def test_without_any_that_fits_every_number_of_gpus_was_tried(tmp_path: Path) -> None:
+    trials = list(search(loads(job(tmp_path)), 8, planned(0.0, [])))
+    assert not any(trial.fits for trial in trials)
+    assert {trial.setting.gpus for trial in trials} == {8 * 2**n for n in range(7)}
+    assert {trial.refused for trial in trials if trial.plan is None} == {"the heads are 4"}
+
+
+def test_the_arguments_that_are_printed_make_the_job_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory(tmp_path, DENSE)
+    file = tmp_path / "job.yaml"
+    file.write_text(job(tmp_path))
+    given = ["plan", str(file), "--memory", "0.9"]
+    assert main([*given, "--gpus", "8"]) == 1
+    assert main([*given, "--gpus", "8", "--fit"]) == 0
+    text = capsys.readouterr().out
+    assert "GiB, of which activations take most" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("Give ")]
+    assert main([*given, *line.removeprefix("Give ").split()]) == 0
+    capsys.readouterr()
+    assert main([*given, "--gpus", "8", "--fit", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    *others, last = found["tried"]
+    assert last["fits"]
+    assert all(not one["fits"] and "GiB" in one["why"] for one in others)
+    assert found["memory_gib"]["step"]["total"] <= 0.9
+    assert main(["plan", str(file), "--gpus", "8", "--memory", "0.01", "--fit"]) == 1
+    assert "nothing that was tried fits" in capsys.readouterr().out
