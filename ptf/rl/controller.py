@@ -302,7 +302,7 @@ class Controller:
         transport, directory = TRANSPORTS[self.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
-            expected = self.policy.call("score", self.canary)
+            expected = self.policy.call("prompt_logprobs", self.canary)
             if transport.streams:
                 engines = self.rollout_config.workers * self.rollout_config.tensor
                 arguments = (self.transport, self.step, engines, self.job.compute.timeout_s)

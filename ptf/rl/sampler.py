@@ -22,6 +22,7 @@ from ptf.config.logprob_limits import LogprobLimits
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.data.trie import Trie
+from ptf.errors import UserError
 from ptf.rl.cluster import broadcast, replayed_broadcast, sharded, unreplayable_broadcast
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
 from ptf.rl.environments.protocol import Environments
@@ -161,7 +162,7 @@ class Sampler:
 
         Raises SyncError if the differences exceed the limits.
         """
-        differences = [np.abs(a - b) for a, b in zip(self.engine.score(tokens), expected, strict=True)]
+        differences = [np.abs(a - b) for a, b in zip(self.engine.prompt_logprobs(tokens), expected, strict=True)]
         difference = LogprobDifference.of(np.concatenate(differences), limits.bound)
         difference.refuse(
             limits,
@@ -213,9 +214,13 @@ def make_engine(
     """Start the engine that `rollout.engine` names, with the weights of a Hugging Face directory."""
     dtype = "bfloat16" if precision == "bf16" else "float32"
     if isinstance(kind, Plug):
-        return plugin.bind(kind)(
+        made = plugin.bind(kind)(
             directory, device=str(world.device), dtype=dtype, version=version, seed=seed, max_length=max_length
         )
+        if not hasattr(made, "prompt_logprobs"):
+            renamed = ": rename its method `score`" if hasattr(made, "score") else ""
+            raise UserError(f"the rollout engine {kind.use} has no method `prompt_logprobs(tokens)`{renamed}")
+        return made
     if kind == "native":
         from ptf.rl.engines.native import NativeEngine
 
