@@ -217,10 +217,10 @@ def smaller_model(spec: ModelConfig, model: Path, source: str) -> ModelConfig:
     return spec.model_copy(update=start)
 
 
-def smaller_rollout(knobs: RolloutConfig) -> RolloutConfig:
+def smaller_rollout(rollout: RolloutConfig) -> RolloutConfig:
     """Return the section `rollout` with two short answers to two prompts, of one native engine."""
-    answer = knobs.max_new_tokens if knobs.allowed else min(knobs.max_new_tokens, 8)
-    return knobs.model_copy(
+    answer = rollout.max_new_tokens if rollout.allowed else min(rollout.max_new_tokens, 8)
+    return rollout.model_copy(
         update={
             "engine": "native",
             "prompts": 2,

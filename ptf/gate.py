@@ -17,7 +17,7 @@ import numpy as np
 
 from ptf import storage, verified
 from ptf.config import Job
-from ptf.config.section import Knobs
+from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 
 ROWS = "held_out"  # directory in the run's: loss and denominator of each held-out row
@@ -95,7 +95,7 @@ def defaults(job: Job) -> Iterator[list[str]]:
     yield [f"{source}/{rate}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
     if ranking := job.evaluate.ranking:
         yield [f"{source}/all/ndcg@{ranking.k}" for source in ranking.sources]
-    metric = job.algo.held_out_metric if isinstance(job.algo, Knobs) else "loss"
+    metric = job.algo.held_out_metric if isinstance(job.algo, AlgoConfig) else "loss"
     yield [f"{metric}/{name}" for name in job.data.validation]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ptf.config.cron import schedule
 from ptf.config.rollout_rules import engines, pools, prompts, rollouts
 from ptf.config.schema import Job
-from ptf.config.section import Knobs
+from ptf.config.section import AlgoConfig
 from ptf.credentials import is_secret
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
@@ -81,7 +81,7 @@ def launch(job: Job) -> list[str]:
 
 def of_recipe(job: Job) -> list[str]:
     """Return the problems that the recipe's own rules find."""
-    return job.algo.faults(job) if isinstance(job.algo, Knobs) else []
+    return job.algo.faults(job) if isinstance(job.algo, AlgoConfig) else []
 
 
 def held_out(job: Job) -> list[str]:
@@ -266,7 +266,7 @@ def own_components(job: Job) -> list[str]:
         faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
     if tokens and tokens.init == "description" and not tokens.file:
         faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
-    shares = isinstance(job.algo, Knobs) and job.algo.may_share_beginnings and model.backend == "ptf"
+    shares = isinstance(job.algo, AlgoConfig) and job.algo.may_share_beginnings and model.backend == "ptf"
     if job.data.share_prefixes and (model.replace or not shares):
         faults.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
     declared = model.head or "head" in model.replace

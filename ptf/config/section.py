@@ -67,7 +67,7 @@ class Plug(Section):
     the environment variable that holds it."""
 
 
-class Knobs(Section):
+class AlgoConfig(Section):
     """Base of the keys of one algorithm, the section `algo`. What other parts must know of an algorithm before torch is
     imported stands here."""
 
@@ -86,7 +86,7 @@ class Knobs(Section):
         """One line for each broken rule that involves this algorithm; it begins with the key to change."""
         return []
 
-    def in_force(self, job: "Job") -> "Knobs":
+    def in_force(self, job: "Job") -> "AlgoConfig":
         """Return these keys, with `auto` replaced by what it is for the job."""
         return self
 

@@ -94,8 +94,8 @@ def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
 
     with_logits_processing = assemble.with_logits_processing
 
-    def unaware(recipe, knobs, trie):
-        return recipe, with_logits_processing(recipe, knobs, None)[1]
+    def unaware(recipe, rollout, trie):
+        return recipe, with_logits_processing(recipe, rollout, None)[1]
 
     monkeypatch.setattr(assemble, "with_logits_processing", unaware)
     with pytest.raises(SyncError, match=r"rollout\.max_logprob_diff_mean is .*\. Either the engine computes otherwise"):

@@ -28,7 +28,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.divergence import Form, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
-from ptf.recipes.kd.knobs import TeacherConfig
+from ptf.recipes.kd.config import TeacherConfig
 from ptf.recipes.protocol import Companion, Metrics
 
 TeacherOutput = tuple[str, Tensor, Head]  # a teacher's name, hidden states [B, T, D] and head
