@@ -266,7 +266,7 @@ def own_components(job: Job) -> list[str]:
         faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
     if tokens and tokens.init == "description" and not tokens.file:
         faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
-    shares = isinstance(job.algo, AlgoConfig) and job.algo.may_share_beginnings and model.backend == "ptf"
+    shares = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
     if job.data.share_prefixes and (model.replace or not shares):
         faults.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
     declared = model.head or "head" in model.replace

@@ -75,7 +75,7 @@ class AlgoConfig(Section):
     """Whether it trains on what it generates, and so needs the section `rollout`."""
     held_out_metric: ClassVar[str] = "loss"
     """Name of its held-out loss, as in `loss/NAME`; the publication gate compares it."""
-    may_share_beginnings: ClassVar[bool] = False
+    may_share_prefixes: ClassVar[bool] = False
     """Whether `data.share_prefixes` is implemented for it."""
 
     def model_paths(self) -> dict[str, str]:

@@ -196,9 +196,9 @@ class Learner:
             else:
                 micro, numbers = deal(rows, self.world, self.micro_rows, self.width), []
             results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
-        units = [r["denominator"] for r in results]
+        denominators = [r["denominator"] for r in results]
         return {
-            name: float(np.average([r[name] for r in results], weights=None if name == "denominator" else units))
+            name: float(np.average([r[name] for r in results], weights=None if name == "denominator" else denominators))
             for name in results[0]
         }
 

@@ -247,8 +247,8 @@ def layer_costs(
     if compiled:
         compile_parts(block, lambda function: one_kernel(function, timeline))
 
-    def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kept = float(sum(pairs(n, of.window) for n in lengths))
+    def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = float(sum(pairs(n, layer.window) for n in lengths))
         return cast("Tensor", _Flex.apply(q, k, v, kept, costs))
 
     with timeline:
@@ -257,7 +257,7 @@ def layer_costs(
             block(x, table, attend, real)
         elif recomputed == "selective":
             timeline.only_recomputed = True
-            block(x, table, lambda of, q, k, v: torch.empty_like(q), real)
+            block(x, table, lambda layer, q, k, v: torch.empty_like(q), real)
             timeline.only_recomputed = False
         y.backward(torch.empty_like(y))
     return costs

@@ -8,4 +8,4 @@ from ptf.config.section import AlgoConfig
 class SFTConfig(AlgoConfig):
     """Supervised fine-tuning has no keys of its own."""
 
-    may_share_beginnings: ClassVar[bool] = True
+    may_share_prefixes: ClassVar[bool] = True
