@@ -238,8 +238,9 @@ def check_rewards(job: Job, directory: Path) -> None:
     """Raise UserError if the reward had no result for what the small model said."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     if job.rollout and (failed := rows[-1].get("no_result", 0.0)) > 0:
-        what, plug = ("reward", job.rollout.reward) if job.rollout.reward else ("environment", job.rollout.environment)
+        what = "reward" if job.rollout.reward else "environment"
+        plugin = job.rollout.reward or job.rollout.environment
         raise UserError(
-            f"rollout.{what}: {plug and plug.use} gave no result for {failed:.0%} of the answers; "
+            f"rollout.{what}: {plugin and plugin.use} gave no result for {failed:.0%} of the answers; "
             "the lines above say why"
         )

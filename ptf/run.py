@@ -333,9 +333,8 @@ def main(arguments: list[str] | None = None) -> int:
                 ),
             )
             job = loads(str(text))
-            lineage = str(
-                world.broadcast_object(given.lineage or new_lineage(job))
-            )  # an empty lineage was refused before
+            # an empty lineage was refused before
+            lineage = str(world.broadcast_object(given.lineage or new_lineage(job)))
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)

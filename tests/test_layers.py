@@ -33,7 +33,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "model": BASE | {"config", "storage", "published", "verified"},
     "compute": BASE | {"config", "storage"},
     "events": TRAIN | {"rl"},
-    "tasks": BASE | {"config", "data", "rl", "events"},  # demo plugs: found by name, imported by nobody
+    "tasks": BASE | {"config", "data", "rl", "events"},  # demo plugins: found by name, imported by nobody
     "recipes": DATA,
     "train": TRAIN,
     "rl": TRAIN | {"train", "events"},

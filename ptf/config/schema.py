@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import create_model, model_validator
 
-from ptf.config.section import AlgoConfig, Count, Plug, Section, free
+from ptf.config.section import AlgoConfig, Count, Plugin, Section, free
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.compute import ComputeConfig
 from ptf.config.sections.data import DataConfig
@@ -28,7 +28,7 @@ from ptf.config.sections.train import TrainConfig
 class Job(Section):
     """One run, from data to a published model. `job_class` picks the subclass that types `algo` by `recipe`."""
 
-    recipe: str | Plug
+    recipe: str | Plugin
     """Name of a recipe of ptf, or `use: pkg.mod:MyRecipe`."""
     output: str = free("runs")
     """Directory under which each run gets one of its own, named by its lineage."""
@@ -66,10 +66,10 @@ class Job(Section):
         return self
 
 
-class PlugJob(Job):
+class PluginJob(Job):
     """A job whose recipe is a plugin."""
 
-    recipe: Plug  # type: ignore[assignment]
+    recipe: Plugin  # type: ignore[assignment]
     algo: dict[str, Any] = {}  # type: ignore[assignment]
 
 
@@ -97,4 +97,4 @@ def jobs() -> dict[str, type[Job]]:
 
 def job_class(recipe: object) -> type[Job] | None:
     """Return the Job subclass for a raw `recipe` value, or None if there is no such recipe."""
-    return PlugJob if isinstance(recipe, dict | Plug) else jobs().get(recipe) if isinstance(recipe, str) else None
+    return PluginJob if isinstance(recipe, dict | Plugin) else jobs().get(recipe) if isinstance(recipe, str) else None

@@ -57,7 +57,7 @@ class Section(BaseModel):
     )
 
 
-class Plug(Section):
+class Plugin(Section):
     """Anything of your own: `use: pkg.mod:name`, called with `args`."""
 
     use: str = Field(pattern=r"^[\w.]+:\w+$")

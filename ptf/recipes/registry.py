@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ptf.config.section import AlgoConfig, Plug
+from ptf.config.section import AlgoConfig, Plugin
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -50,7 +50,7 @@ def build(job: "Job") -> "Recipe":
     Its class is called with the keys of `algo` (a plugin also with its `args`) and with those values of `facts` that it
     has parameters for; built-in and plugin recipes get the same.
     """
-    if isinstance(job.recipe, Plug):
+    if isinstance(job.recipe, Plugin):
         from ptf.config import plugin
 
         recipe: Callable[..., Any] = plugin.bind(job.recipe)
@@ -60,7 +60,7 @@ def build(job: "Job") -> "Recipe":
         recipe = getattr(importlib.import_module(f"{package}.recipe"), name)
         settings = cast(AlgoConfig, job.algo).in_force(job).arguments()
     parameters = inspect.signature(recipe).parameters
-    bound = recipe.keywords if isinstance(job.recipe, Plug) else {}  # type: ignore[attr-defined]
+    bound = recipe.keywords if isinstance(job.recipe, Plugin) else {}  # type: ignore[attr-defined]
     requested = {name: value for name, value in facts(job).items() if name in parameters and name not in bound}
     made = recipe(**(requested | settings))
     if not hasattr(made, "denominator"):

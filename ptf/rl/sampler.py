@@ -17,7 +17,7 @@ import torch
 from ptf.compute.meter import memory_gib
 from ptf.compute.offload import own_file, release_freed_memory
 from ptf.compute.world import World
-from ptf.config import Plug, plugin
+from ptf.config import Plugin, plugin
 from ptf.config.logprob_limits import LogprobLimits
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
@@ -37,7 +37,7 @@ from ptf.train.components import parts_of
 class EnvironmentSpec:
     """The environment of a rollout role and its limits: picklable values that are sent to the workers."""
 
-    plugin: Plug
+    plugin: Plugin
     max_turns: int
     processes: int
     timeout_s: float
@@ -57,7 +57,7 @@ class Sampler:
         self,
         world: World,
         *,
-        engine: str | Plug,
+        engine: str | Plugin,
         directory: str,
         tokenizer: str,
         version: int,
@@ -201,7 +201,7 @@ def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int
 
 
 def make_engine(
-    kind: str | Plug,
+    kind: str | Plugin,
     directory: str,
     world: World,
     *,
@@ -213,7 +213,7 @@ def make_engine(
 ) -> RolloutEngine:
     """Start the engine that `rollout.engine` names, with the weights of a Hugging Face directory."""
     dtype = "bfloat16" if precision == "bf16" else "float32"
-    if isinstance(kind, Plug):
+    if isinstance(kind, Plugin):
         made = plugin.bind(kind)(
             directory, device=str(world.device), dtype=dtype, version=version, seed=seed, max_length=max_length
         )

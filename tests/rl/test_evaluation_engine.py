@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ptf.config import ConfigError, Job, Plug, loads
+from ptf.config import ConfigError, Job, Plugin, loads
 from ptf.rl.rollout_role import evaluation_engine
 
 
@@ -40,7 +40,7 @@ REPLACED = {"replace": {"layers.*.mlp": {"use": "a:b"}}}
         ({"backend": "hf"}, False, True, "vllm"),
         ({"engine": "vllm"}, False, False, "vllm"),
         ({"engine": "native"}, True, True, "native"),
-        ({"engine": {"use": "a:b"}}, True, True, Plug(use="a:b")),
+        ({"engine": {"use": "a:b"}}, True, True, Plugin(use="a:b")),
     ],
 )
 def test_the_engine_of_an_evaluation(keys, gpu, installed, engine):

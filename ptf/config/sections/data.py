@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Count, Fraction, Plug, Positive, PositiveFloat, Section, free
+from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, free
 
 
 class Source(Section):
@@ -65,7 +65,7 @@ class DataConfig(Section):
     """Training data by name."""
     validation: dict[str, Source] = {}
     """Held-out data: its loss is reported every `train.validate_every` steps."""
-    prepare: Plug | None = None
+    prepare: Plugin | None = None
     """Function that makes data, a tokenizer or a model config before all other stages: called as `f(directory,
     **args)`."""
     partitions: Positive = 8

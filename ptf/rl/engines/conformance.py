@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from ptf.compute.world import World, pick_device
-from ptf.config import Plug
+from ptf.config import Plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import LOGPROB_BOUND
 from ptf.data.trajectory import Call
@@ -74,10 +74,10 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
 
     `args` are KEY=VALUE arguments of a plugin engine. For vLLM, its environment variables are set in this process.
     """
-    kind: str | Plug = name
+    kind: str | Plugin = name
     if name not in ("native", "vllm"):
         pairs = [arg.partition("=") for arg in args]
-        kind = Plug(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
+        kind = Plugin(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
     if kind == "vllm":
         from ptf.rl.engines.vllm_engine import engine_env
 
