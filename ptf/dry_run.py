@@ -74,8 +74,8 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         shrink(source, model)
         small = smaller(with_small_companions(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(
-            f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, "
-            f"{ROWS} rows of each source:"
+            f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model with hidden size "
+            f"64, {ROWS} rows of each source:"
         )
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
@@ -114,7 +114,8 @@ def writable(key: str, place: str) -> None:
 
 
 def shrink(source: Path, into: Path) -> None:
-    """Return a directory with the same tokenizer and a config of the same family and depth, but narrow."""
+    """Write a directory with the tokenizer of `source`, and its config with the same family and number of layers but
+    small sizes (`narrow`). It has no weights."""
     into.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and file.name.startswith(KEPT_ANYWAY):

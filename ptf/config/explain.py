@@ -111,7 +111,7 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
         and (members[0] == "Plugin") == isinstance(error["input"], str)
         and error["type"] in ("model_type", "literal_error")
     ):
-        return  # of the member that was not meant
+        return  # an error of the union member that the user did not mean
     name, kind, value, context = str(path[-1]) if path else "", error["type"], error["input"], error.get("ctx", {})
     if kind == "value_error":  # a validator of ours: one problem a line, each begins with its key
         for line in str(context["error"]).splitlines():

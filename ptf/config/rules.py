@@ -202,7 +202,7 @@ def length(job: Job) -> list[str]:
 
 
 def foreign_model(job: Job) -> list[str]:
-    """Return the problems of keys that ask for what `model.backend: hf` does not have."""
+    """Return the problems of keys that `model.backend: hf` does not support."""
     if job.model.backend != "hf":
         return []
     uses = {
@@ -215,7 +215,7 @@ def foreign_model(job: Job) -> list[str]:
         "evaluate.engine: native": bool(job.evaluate.sources)
         and (job.evaluate.engine == "native" or (job.evaluate.engine == "auto" and job.compute.launcher != "ray")),
     }
-    return [f"{key} is not there with model.backend: hf" for key, there in uses.items() if there]
+    return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
 
 
 def deterministic(job: Job) -> list[str]:
@@ -269,13 +269,13 @@ def own_components(job: Job) -> list[str]:
     shares = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
     if job.data.share_prefixes and (model.replace or not shares):
         faults.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
-    declared = model.head or "head" in model.replace
-    if declared and job.rollout:
+    custom_head = model.head or "head" in model.replace
+    if custom_head and job.rollout:
         faults.append(
-            "model.head: rollouts are sampled from logits over the vocabulary; "
-            "a declared head trains with offline recipes"
+            "model.head: rollouts are sampled from logits over the vocabulary, not from a custom head; "
+            "train it with an offline recipe, or remove the custom head"
         )
-    if declared and job.evaluate.sources:
+    if custom_head and job.evaluate.sources:
         faults.append("model.head: evaluate.sources needs a model that generates text")
     engines = {
         "rollout.engine": job.rollout.engine if job.rollout else None,

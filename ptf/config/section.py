@@ -43,7 +43,7 @@ def _steps(value: Any) -> int | float:
 WHOLE_OR_SHARE = {
     "anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]
 }
-# a number, or a share of a run's
+# a number of steps, or a share of the run's steps
 Steps = Annotated[int | float, PlainValidator(_steps), WithJsonSchema(WHOLE_OR_SHARE)]
 Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
 Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is

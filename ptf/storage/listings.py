@@ -38,7 +38,7 @@ def children(uri: str) -> list[str]:
     return sorted({name.rstrip("/").rpartition("/")[2] for name in names})
 
 
-# as file systems call it
+# keys of a listing that change with a file, by the names of various stores; the first that is there is used
 STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_modified", "LastModified", "updated")
 
 

@@ -306,7 +306,10 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
             "rollout.environment={use: 'a:b'}",
             "rollout.reward  rollout.environment gives the rewards of its episodes; give one, not both",
         ),
-        ("rollout.reward=null", "rollout.reward  it, or reward_model or environment, must say how good an answer is"),
+        (
+            "rollout.reward=null",
+            "rollout.reward  answers need a reward; give rollout.reward, reward_model or environment",
+        ),
         ("rollout.reward_model={path: a, revision: 3}", "rollout.reward_model.revision  expected text, got 3"),
         (
             "compute.launcher=torchrun",

@@ -52,5 +52,5 @@ def test_auto_is_the_default():
 
 
 def test_models_of_transformers_need_vllm_and_so_ray():
-    with pytest.raises(ConfigError, match=r"evaluate\.engine  native is not there"):
+    with pytest.raises(ConfigError, match=r"evaluate\.engine  native is not supported with model\.backend: hf"):
         job(backend="hf", launcher="local")

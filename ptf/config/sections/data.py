@@ -106,8 +106,9 @@ class DataConfig(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with a row that cannot be encoded. `skip` writes it to `quarantine` with the reason, and counts it."""
     max_bad: Fraction = 0.01
-    """Largest share of a source's rows that may be skipped before the run stops; with fewer than 1,000 rows read, the
-    share of 1,000."""
+    """Largest share of the rows read from a source that may be skipped (`on_bad_row: skip`); above it the run stops.
+    Before 1,000 rows are read, as many may be skipped as of 1,000, so that a few bad rows at the beginning do not end
+    the run."""
     pretokenize: bool = True
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
     prefetch: Positive = free(4)

@@ -93,8 +93,8 @@ class RolloutConfig(Section):
     directory, which engines on other machines must be able to read. `ipc`: through memory of the GPU that policy and
     engine share. `nccl`: from GPU to GPU."""
     max_logprob_diff_mean: PositiveFloat | None = free(None)
-    """Largest permitted mean of the differences between the engine's and the trainer's log-probs of the sampled tokens;
-    above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
+    """Largest permitted mean absolute difference between the engine's and the trainer's log-probs of the sampled
+    tokens; above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
     logprob_diff_bound: PositiveFloat | None = free(None)
     """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
     fp32, 0.5 in bf16."""

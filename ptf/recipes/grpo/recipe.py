@@ -220,7 +220,7 @@ class GRPO:
         return self.epochs * self.minibatches > 1 or bool(self.kl and self.kl_in == "reward")
 
     def token_coefficients(self, batch: Batch) -> Tensor:
-        """Return how much each token coefficients in the sum that the step divides by `denominator`: [B, T]."""
+        """Return the coefficient of each token in the sum that the step divides by `denominator`, [B, T]."""
         if self.mean_over == "tokens":
             return batch.weights
         if self.mean_over == "length":
@@ -228,7 +228,7 @@ class GRPO:
         return self.answer_coefficients(batch)
 
     def answer_coefficients(self, batch: Batch) -> Tensor:
-        """Return how much each token counts in a sum over answers of the means over their tokens: [B, T]."""
+        """Return the coefficient of each token in a sum over answers of the means over their tokens, [B, T]."""
         tokens = sums(torch.ones_like(batch.weights), batch).clamp(min=1)
         return batch.weights / broadcast_to_tokens(tokens, batch)
 

@@ -162,7 +162,7 @@ def test_vllm_will_do():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "vllm: it will do" in done.stdout
+    assert "vllm: all checks passed" in done.stdout
     assert done.stdout.count("ok   ") == 15
 
 
