@@ -73,7 +73,7 @@ class OnlyWhatIsSeen:
 
 
 class Deep(nn.Module):
-    """A declared head of two layers that drops what is not trained."""
+    """A custom head of two layers that drops what is not trained."""
 
     def __init__(self, c: Any, parts: Parts, path: str) -> None:
         super().__init__()
