@@ -237,8 +237,8 @@ def ratings(seed: int, base: Path, on: str, sums: np.ndarray | None) -> tuple[np
     train, held_out = split(every, on, encode_scored)
     sources = {"ratings": written(f"ratings-{on}", conversations(train)) | {"kind": "scored"}}
     validation = {on: written(f"ratings-held-out-{on}", conversations(held_out)) | {"kind": "scored"}}
-    knobs = {"epochs": 3, "lr": 1e-3, "warmup": 20, "weight_decay": 0.1}
-    one = job("rm", seed, {"path": str(base)}, sources, validation, knobs, algo={"loss": "binary"})
+    settings = {"epochs": 3, "lr": 1e-3, "warmup": 20, "weight_decay": 0.1}
+    one = job("rm", seed, {"path": str(base)}, sources, validation, settings, algo={"loss": "binary"})
     made = trained(one, f"ratings-{on}-{seed}")
     found = measure_run(one, made)
     scores = scored(made / "model", held_out)
@@ -321,11 +321,11 @@ def preferences(seed: int, base: Path, on: str) -> dict[str, float]:
         "trained": len(train),
         "too long": len(rows) - len(train) - len(held_out) if on == "test" else 0,
     }
-    for name, recipe, knobs, algo in (
+    for name, recipe, settings, algo in (
         ("reward model", "rm", {"epochs": 2, "lr": 2e-4}, {}),
         ("DPO", "dpo", {"epochs": 2, "lr": 1e-4}, {"beta": 0.1}),
     ):
-        one = job(recipe, seed, {"path": str(base)}, sources, validation, {**knobs, "warmup": 5}, algo=algo)
+        one = job(recipe, seed, {"path": str(base)}, sources, validation, {**settings, "warmup": 5}, algo=algo)
         measured = measure_run(one, trained(one, f"{recipe}-{on}-{seed}"))
         found |= {
             f"{name}, accuracy": measured[f"accuracy/{on}"],

@@ -468,6 +468,6 @@ def shown(bar: str, one: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    from benchmarks import learning_rl  # plugs are resolved by that name
+    from benchmarks import learning_rl  # plugins are resolved by that name
 
     sys.exit(learning_rl.main())

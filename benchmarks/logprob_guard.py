@@ -39,8 +39,8 @@ from ptf.model import bridge  # noqa: E402
 from ptf.model.sampling import NO_LOGITS_PROCESSING  # noqa: E402
 from ptf.rl.engines.native import NativeEngine, refuse_other_values  # noqa: E402
 from ptf.rl.engines.protocol import Request, Sampling, generate_all  # noqa: E402
+from ptf.rl.forward_passes import sample_logprobs  # noqa: E402
 from ptf.rl.logprob_guard import LogprobDifference  # noqa: E402
-from ptf.rl.scoring import sample_logprobs  # noqa: E402
 from ptf.rl.weights.verification import SyncError, check, manifest_of  # noqa: E402
 from ptf.train.trainer import load_model  # noqa: E402
 
@@ -218,7 +218,7 @@ def found_by(engine: NativeEngine, right: Tensors, wrong: Tensors, probes: dict[
     except SyncError:
         found["read back"] = True
     for name, (texts, expected) in probes.items():
-        apart = [np.abs(a - b) for a, b in zip(engine.score(texts), expected, strict=True)]
+        apart = [np.abs(a - b) for a, b in zip(engine.prompt_logprobs(texts), expected, strict=True)]
         found[name] = asdict(LogprobDifference.of(np.concatenate(apart), bound))
     return found
 

@@ -109,8 +109,8 @@ def ours(given: dict[str, Any]) -> None:
     total = given["steps"] + given["warmup"]
     with joined("cpu", 600, threads=1) as world:
         place = Path(given["model"])
-        knobs = {"betas": (0.9, 0.999), "weight_decay": 0.0, **given["train"]}
-        train = TrainConfig(steps=total, lr=given["lr"], schedule="constant", precision=given["dtype"], **knobs)
+        settings = {"betas": (0.9, 0.999), "weight_decay": 0.0, **given["train"]}
+        train = TrainConfig(steps=total, lr=given["lr"], schedule="constant", precision=given["dtype"], **settings)
         model, _ = load_model(
             place, world, ModelConfig(path=str(place)), seed=0, precision=train.precision, compiled=train.compile
         )

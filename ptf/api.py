@@ -70,7 +70,7 @@ def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":
 
 def train(job: Job, lineage: str | None = None) -> "Run":
     """Train a job and return its run. `lineage` names the run: one that exists goes on from its newest checkpoint; None
-    mints a new name. The launcher of the config (`compute`) decides which processes train. Raises UserError, and Held
+    makes a new one. The launcher of the config (`compute`) decides which processes train. Raises UserError, and Held
     where another process is training this lineage."""
     from ptf.training_run import train as train_lineage
 

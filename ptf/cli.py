@@ -282,7 +282,7 @@ def check_engine(options: argparse.Namespace) -> int:
             mark = "[red]WRONG[/]" if finding.wrong else "[yellow]no   [/]" if finding.refused else "[green]ok   [/]"
             more = f": {finding.wrong}" if finding.wrong else ": it refuses, and says so" if finding.refused else ""
             console(width=200).print(mark, escape(finding.what + more), highlight=False, soft_wrap=True)
-    print(f"{options.engine}: " + ("it will do" if not wrong else f"{wrong} things are wrong"))
+    print(f"{options.engine}: " + ("all checks passed" if not wrong else f"{wrong} checks failed"))
     return 1 if wrong else 0
 
 
@@ -458,7 +458,7 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the peak FLOP/s that is reached (default: 0.4)",
     )
-    command.add_argument("--gpu", default="H100", help="whose peak (default: H100)")
+    command.add_argument("--gpu", default="H100", help="type of GPU, which decides the peak FLOP/s (default: H100)")
     command.add_argument(
         "--roofline", action="store_true", help="the upper bound of MFU by operator, and the time of a step from it"
     )
@@ -548,7 +548,7 @@ def _add_chat(commands: Commands) -> None:
         metavar="P",
         help="draw from the likeliest tokens that together have this probability",
     )
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sampling (default: 0)")
     command.set_defaults(run=chat)
 
 
@@ -569,7 +569,11 @@ def _add_publish(commands: Commands) -> None:
     what = command.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="all versions, with an arrow before the one that counts")
     what.add_argument(
-        "--rollback", nargs="?", const="", metavar="VERSION", help="let the one before count again, or this one"
+        "--rollback",
+        nargs="?",
+        const="",
+        metavar="VERSION",
+        help="publish the version before the present one again, or VERSION",
     )
     command.set_defaults(run=publish)
 

@@ -74,8 +74,8 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         shrink(source, model)
         small = smaller(with_small_companions(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(
-            f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model of 64 columns, "
-            f"{ROWS} rows of each source:"
+            f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model with hidden size "
+            f"64, {ROWS} rows of each source:"
         )
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
@@ -114,7 +114,8 @@ def writable(key: str, place: str) -> None:
 
 
 def shrink(source: Path, into: Path) -> None:
-    """Return a directory with the same tokenizer and a config of the same family and depth, but narrow."""
+    """Write a directory with the tokenizer of `source`, and its config with the same family and number of layers but
+    small sizes (`narrow`). It has no weights."""
     into.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and file.name.startswith(KEPT_ANYWAY):
@@ -217,10 +218,10 @@ def smaller_model(spec: ModelConfig, model: Path, source: str) -> ModelConfig:
     return spec.model_copy(update=start)
 
 
-def smaller_rollout(knobs: RolloutConfig) -> RolloutConfig:
+def smaller_rollout(rollout: RolloutConfig) -> RolloutConfig:
     """Return the section `rollout` with two short answers to two prompts, of one native engine."""
-    answer = knobs.max_new_tokens if knobs.allowed else min(knobs.max_new_tokens, 8)
-    return knobs.model_copy(
+    answer = rollout.max_new_tokens if rollout.allowed else min(rollout.max_new_tokens, 8)
+    return rollout.model_copy(
         update={
             "engine": "native",
             "prompts": 2,
@@ -238,8 +239,9 @@ def check_rewards(job: Job, directory: Path) -> None:
     """Raise UserError if the reward had no result for what the small model said."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     if job.rollout and (failed := rows[-1].get("no_result", 0.0)) > 0:
-        what, plug = ("reward", job.rollout.reward) if job.rollout.reward else ("environment", job.rollout.environment)
+        what = "reward" if job.rollout.reward else "environment"
+        plugin = job.rollout.reward or job.rollout.environment
         raise UserError(
-            f"rollout.{what}: {plug and plug.use} gave no result for {failed:.0%} of the answers; "
+            f"rollout.{what}: {plugin and plugin.use} gave no result for {failed:.0%} of the answers; "
             "the lines above say why"
         )

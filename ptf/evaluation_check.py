@@ -5,7 +5,7 @@ It imports no torch: the first step of a flow with work to do calls it.
 
 from ptf.config import ConfigError, Job
 from ptf.config.plugin import bind
-from ptf.config.section import Plug
+from ptf.config.section import Plugin
 from ptf.events.ranking_metrics import MEASURES, TASKS
 from ptf.recipes import registry
 
@@ -14,15 +14,15 @@ def check_evaluation(job: Job) -> None:
     """Check the evaluation before anything is trained: that its plugins exist, and that it will measure
     `publish.metric`. Raises ConfigError."""
     evaluate_config = job.evaluate
-    plugs = {
+    plugins = {
         "reward": evaluate_config.reward,
         "engine": evaluate_config.engine,
-        **{f"metrics.{name}": plug for name, plug in evaluate_config.metrics.items()},
+        **{f"metrics.{name}": plugin for name, plugin in evaluate_config.metrics.items()},
     }
-    for name, plug in plugs.items():
-        if isinstance(plug, Plug):
+    for name, plugin in plugins.items():
+        if isinstance(plugin, Plugin):
             try:
-                bind(plug)
+                bind(plugin)
             except ConfigError as error:
                 raise ConfigError(f"evaluate.{name}: {error}") from None
     metric = job.publish.metric

@@ -17,7 +17,7 @@ import numpy as np
 
 from ptf import storage, verified
 from ptf.config import Job
-from ptf.config.section import Knobs
+from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 
 ROWS = "held_out"  # directory in the run's: loss and denominator of each held-out row
@@ -65,9 +65,10 @@ class Comparison:
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
     """Compare the trained model with the model that training started from.
 
-    Compares `publish.metric` if it is set and was measured on both models; otherwise the first that both have of: the
-    greedy answers (reward and pass@1), the ranking (NDCG), the held-out loss. The list is empty if nothing is held out
-    or `evaluate.starting_model` is off. Raises UserError if the stored rows of the two models are not the same rows.
+    `publish.metric` is compared if it is set and was measured on both models. Otherwise it is the first of these that
+    was measured on both: reward and pass@1 of greedy answers, NDCG of the ranking, the held-out loss. The list is empty
+    if nothing is held out or `evaluate.starting_model` is off. Raises UserError if the stored rows of the two models
+    are not the same rows.
     """
     named = job.publish.metric
     if named is not None and f"start/{named}" in metrics:
@@ -95,7 +96,7 @@ def defaults(job: Job) -> Iterator[list[str]]:
     yield [f"{source}/{rate}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
     if ranking := job.evaluate.ranking:
         yield [f"{source}/all/ndcg@{ranking.k}" for source in ranking.sources]
-    metric = job.algo.held_out_metric if isinstance(job.algo, Knobs) else "loss"
+    metric = job.algo.held_out_metric if isinstance(job.algo, AlgoConfig) else "loss"
     yield [f"{metric}/{name}" for name in job.data.validation]
 
 

@@ -21,7 +21,7 @@ from ptf.compute.launch import default_threads, needs_ray, on_ray
 from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plugin import bind
-from ptf.config.section import Plug
+from ptf.config.section import Plugin
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -238,11 +238,11 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 
     return sum(gaps) / len(truth)
 
 
-def _engine_here(job: Job) -> str | Plug:
+def _engine_here(job: Job) -> str | Plugin:
     """Return the engine that generates held-out answers on this machine, and print its name."""
     gpu = pick_device(job.compute.device).type == "cuda"
     engine = evaluation_engine(job, gpu, importlib.util.find_spec("vllm") is not None)
-    print(f"evaluate: engine={engine.use if isinstance(engine, Plug) else engine}", flush=True)
+    print(f"evaluate: engine={engine.use if isinstance(engine, Plugin) else engine}", flush=True)
     return engine
 
 
@@ -317,7 +317,7 @@ def measure_answers_to(
         max_no_result=job.rollout.max_no_result if job.rollout else 0.1,
     )
     storage.write_text(str(file), "".join(json.dumps(a, default=str) + "\n" for a in answers))
-    own = {name: compute_own_metric(name, plug, answers) for name, plug in evaluate_config.metrics.items()}
+    own = {name: compute_own_metric(name, plugin, answers) for name, plugin in evaluate_config.metrics.items()}
     return metrics | own
 
 
@@ -354,19 +354,19 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     return metrics
 
 
-def compute_own_metric(name: str, plug: Plug, answers: Sequence[Mapping[str, Any]]) -> float:
+def compute_own_metric(name: str, plugin: Plugin, answers: Sequence[Mapping[str, Any]]) -> float:
     """Return the value of a user's metric (`evaluate.metrics`), computed from all answers to the prompts of a source.
 
     Raises UserError if the function fails, or if its value is not finite.
     """
     try:
-        value = float(bind(plug)(answers))
+        value = float(bind(plugin)(answers))
     except ConfigError:
         raise
     except Exception as error:
-        raise UserError(f"evaluate.metrics.{name}: {plug.use} failed: {type(error).__name__}: {error}") from error
+        raise UserError(f"evaluate.metrics.{name}: {plugin.use} failed: {type(error).__name__}: {error}") from error
     if not math.isfinite(value):
-        raise UserError(f"evaluate.metrics.{name}: {plug.use} returned {value}")
+        raise UserError(f"evaluate.metrics.{name}: {plugin.use} returned {value}")
     return value
 
 

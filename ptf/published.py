@@ -19,10 +19,10 @@ POINTER = "latest.json"
 
 @dataclass(frozen=True)
 class Pointer:
-    """The version that counts, and those that counted before it."""
+    """The version that is published now, and those that were before it."""
 
     version: str
-    before: tuple[str, ...] = ()  # what it has named, oldest first: where a rollback goes
+    before: tuple[str, ...] = ()  # earlier versions, oldest first; a rollback goes to the last one
 
 
 def pointer(root: str) -> Pointer | None:
@@ -62,7 +62,7 @@ def _read_current(root: str) -> tuple[Pointer, dict[str, Any]] | None:
 
 
 def point(root: str, version: str, seen: Pointer | None) -> bool:
-    """Let the pointer name `version`, if it still says what was `seen`; whether it now does."""
+    """Set the pointer to `version` if it still is `seen`; return whether it names `version` afterwards."""
     now = _text(root)
     _refuse_name(version)
     if (None if now is None else _read(root, now)) != seen:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ptf.compute.world import World
 
 
-def mint(job: Job) -> str:
+def new_lineage(job: Job) -> str:
     """Return a new lineage: the name of one training run and of every resume of it. It begins with the recipe."""
     recipe = job.recipe if isinstance(job.recipe, str) else "plugin"
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -182,7 +182,7 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
         shutdown.forget(directory)
         remove_leftovers(job, lineage)
     if registry.build(job).online:
-        from ptf.rl.assemble import fit_online
+        from ptf.rl.fit import fit_online
 
         fit_online(job, directory, lease)
     elif launch.needs_ray(compute):
@@ -333,7 +333,8 @@ def main(arguments: list[str] | None = None) -> int:
                 ),
             )
             job = loads(str(text))
-            lineage = str(world.broadcast_object(given.lineage or mint(job)))  # an empty lineage was refused before
+            # an empty lineage was refused before
+            lineage = str(world.broadcast_object(given.lineage or new_lineage(job)))
             directory = Path(job.output) / lineage
             if world.leads:
                 print(f"lineage {lineage}", flush=True)

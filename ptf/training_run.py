@@ -11,7 +11,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import Job, dump, loads
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
-from ptf.run import JOB, mint, read_job_file, recorded_models, refuse_lineage, resolved, run
+from ptf.run import JOB, new_lineage, read_job_file, recorded_models, refuse_lineage, resolved, run
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.source_specs import specs
 
@@ -88,10 +88,10 @@ class Run:
 
 
 def train(job: Job, lineage: str | None = None) -> Run:
-    """Train a job from its config to the exported model, without an orchestrator. None mints a new lineage; one that
+    """Train a job from its config to the exported model, without an orchestrator. None starts a new lineage; one that
     exists goes on from its newest checkpoint."""
     if lineage is None:
-        lineage = mint(job)
+        lineage = new_lineage(job)
     refuse_lineage(lineage)
     print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
     job = resolved(job, recorded_models(job, lineage), lineage)

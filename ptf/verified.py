@@ -112,7 +112,7 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
     are compared.
     """
     base = directory.rstrip("/")
-    present = storage.marks(base)
+    present = storage.file_identities(base)
     for name in sorted(present.keys() - entries.keys()):
         if not (manifest and name == MANIFEST):
             raise Corrupt(f"{base}/{name} does not belong there: it is not one of the files that were written")
@@ -140,7 +140,7 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
             if _sha256(f"{base}/{name}") != entry["sha256"]:
                 raise Corrupt(f"{base}/{name} has changed: its SHA-256 is not the one that was written")
         if unknown:
-            after = storage.marks(base)
+            after = storage.file_identities(base)
             now = time.time_ns()
             for name, entry in unknown.items():
                 if name in after and after[name] == present[name] and _settled(after[name][1], now):

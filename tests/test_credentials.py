@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ptf import credentials
-from ptf.config import Plug, dump, loads, plugin, shown
+from ptf.config import Plugin, dump, loads, plugin, shown
 from ptf.config.load import ConfigError
 from ptf.errors import UserError
 from tests.flows.toy import Toy
@@ -80,11 +80,11 @@ def test_what_is_no_secret_is_taken_and_kept_out_of_what_is_published(tmp_path, 
 
 def test_a_plug_gets_what_a_reference_stands_for(monkeypatch):
     monkeypatch.setenv("PLANTED", SECRET)
-    bound = plugin.bind(Plug(use="builtins:dict", args={"api_key": "env:PLANTED", "text": "env:PLANTED"}))
+    bound = plugin.bind(Plugin(use="builtins:dict", args={"api_key": "env:PLANTED", "text": "env:PLANTED"}))
     assert bound() == {"api_key": SECRET, "text": "env:PLANTED"}
     monkeypatch.delenv("PLANTED")
     with pytest.raises(UserError, match=r"api_key is env:PLANTED, but the environment variable PLANTED is not set"):
-        plugin.bind(Plug(use="builtins:dict", args={"api_key": "env:PLANTED"}))
+        plugin.bind(Plugin(use="builtins:dict", args={"api_key": "env:PLANTED"}))
 
 
 def test_texts_are_printed_without_secrets(monkeypatch):

@@ -33,7 +33,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "model": BASE | {"config", "storage", "published", "verified"},
     "compute": BASE | {"config", "storage"},
     "events": TRAIN | {"rl"},
-    "tasks": BASE | {"config", "data", "rl", "events"},  # demo plugs: found by name, imported by nobody
+    "tasks": BASE | {"config", "data", "rl", "events"},  # demo plugins: found by name, imported by nobody
     "recipes": DATA,
     "train": TRAIN,
     "rl": TRAIN | {"train", "events"},
@@ -93,13 +93,18 @@ PACKAGES = {
     ],
     "fsspec": ["ptf/storage/store.py"],
     "s3fs": ["ptf/storage/store.py"],
-    "pydantic": ["ptf/config/*", "ptf/recipes/on_policy.py", "ptf/recipes/*/knobs.py"],
+    "pydantic": ["ptf/config/*", "ptf/recipes/on_policy.py", "ptf/recipes/*/config.py"],
     "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py"],
 }
-KNOBS = ["ptf/recipes/registry.py", "ptf/recipes/on_policy.py", "ptf/recipes/rules.py", "ptf/recipes/*/knobs.py"]
+ALGO_CONFIGS = [
+    "ptf/recipes/registry.py",
+    "ptf/recipes/on_policy.py",
+    "ptf/recipes/rules.py",
+    "ptf/recipes/*/config.py",
+]
 REGISTRIES = ("ptf.recipes.registry.", "ptf.rl.weights.transports.")  # which the config asks, inside functions
 TORCH_FREE = [
-    *KNOBS,
+    *ALGO_CONFIGS,
     "ptf/rl/weights/transports.py",
     "ptf/config/*",
     "ptf/storage/*",
@@ -172,18 +177,18 @@ def broken_rule(file: str, found: Import) -> str | None:
         )
     if home == "flows":
         return None if part in FLOWS else f"flows may import steps and ptf.config, not ptf.{part}"
-    if home == "ptf" and is_in(KNOBS) and not found.lazy:
-        knows = found.module.startswith("ptf.config.section.") or is_knobs(found.module)
-        return None if knows else "knobs know ptf.config.section and each other alone"
+    if home == "ptf" and is_in(ALGO_CONFIGS) and not found.lazy:
+        knows = found.module.startswith("ptf.config.section.") or is_algo_config(found.module)
+        return None if knows else "keys of algorithms know ptf.config.section and each other alone"
     if file.startswith("ptf/config/") and found.lazy and found.module.startswith(REGISTRIES):
         return None
     own = file.split("/")[1].removesuffix(".py").replace("__init__", "")
     return None if part == own or part in MAY_IMPORT.get(own, set()) else f"ptf.{own} may not import ptf.{part}"
 
 
-def is_knobs(module: str) -> bool:
+def is_algo_config(module: str) -> bool:
     parent = module.rpartition(".")[0].replace(".", "/")
-    return any(fnmatch(f"{parent}.py", pattern) for pattern in KNOBS)
+    return any(fnmatch(f"{parent}.py", pattern) for pattern in ALGO_CONFIGS)
 
 
 def violations(root: Path) -> list[str]:
@@ -225,9 +230,9 @@ def test_every_part_has_a_place_in_the_layers():
         ),
         ("ptf/data/a.py", "def f():\n    import torch", "ptf/data/a.py:2  torch: torch may not appear here"),
         (
-            "ptf/recipes/a/knobs.py",
+            "ptf/recipes/a/config.py",
             "from ptf.config.schema import Job",
-            "ptf/recipes/a/knobs.py:1  ptf.config.schema.Job: knobs know ptf.config.section",
+            "ptf/recipes/a/config.py:1  ptf.config.schema.Job: keys of algorithms know ptf.config.section",
         ),
         (
             "ptf/config/a.py",
@@ -241,8 +246,8 @@ def test_every_part_has_a_place_in_the_layers():
         ),
         (
             "ptf/train/a.py",
-            "def f():\n    import ptf.rl.assemble",
-            "ptf/train/a.py:2  ptf.rl.assemble: ptf.train may not import ptf.rl",
+            "def f():\n    import ptf.rl.fit",
+            "ptf/train/a.py:2  ptf.rl.fit: ptf.train may not import ptf.rl",
         ),
         ("ptf/rl/a.py", "from ptf.tasks import demo", "ptf/rl/a.py:1  ptf.tasks.demo: ptf.rl may not import ptf.tasks"),
         (

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ptf import cli, disk, published, storage
-from ptf.config import Plug, loads
+from ptf.config import Plugin, loads
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
 from ptf.rl.rewards.functions import RewardWorkers
@@ -130,7 +130,7 @@ def big(row: dict, text: str) -> float:
 
 
 def test_a_reward_beyond_what_training_can_count_is_no_result():
-    rewards = RewardWorkers(Plug(use="tests.test_plain_errors:big"), retries=0)
+    rewards = RewardWorkers(Plugin(use="tests.test_plain_errors:big"), retries=0)
     try:
         found = rewards.score([({}, text) for text in ("1", "1e308", "-1e308", "nan", "inf", "1e12")])
     finally:

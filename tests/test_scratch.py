@@ -21,14 +21,14 @@ from ptf import scratch
 from ptf.data.prepare import prepare
 from ptf.storage.writing import replacing
 
-def plug(directory):
+def plugin(directory):
     Path(directory, "half").write_text("x")
     with replacing(Path(sys.argv[1], "run", "metrics.json")) as part:
         part.write_text("y")
         print("made", flush=True)
         time.sleep(600)
 
-prepare(plug, "key", f"{sys.argv[1]}/prepared")
+prepare(plugin, "key", f"{sys.argv[1]}/prepared")
 """
 
 

@@ -37,12 +37,12 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prepared(tmp_path: Path) -> tuple[Path, Open]:
-    def plug(directory: str) -> None:
+    def plugin(directory: str) -> None:
         for name in "ab":
             (Path(directory) / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
 
-    directory = preparing.prepare(plug, "key", str(tmp_path / "prepared"))
-    return Path(directory), lambda: preparing.prepare(plug, "key", str(tmp_path / "prepared"))
+    directory = preparing.prepare(plugin, "key", str(tmp_path / "prepared"))
+    return Path(directory), lambda: preparing.prepare(plugin, "key", str(tmp_path / "prepared"))
 
 
 def prepared_before(tmp_path: Path) -> tuple[Path, Open]:

@@ -213,7 +213,7 @@ class Gang:
             if (silent_s := self._monitor.silent_seconds(rank)) > limit_s:
                 about = self._monitor.describe(rank)
                 raise Lost(
-                    f"{self.label} {self._name(rank)} was not heard of for {silent_s:.0f} s while doing {doing}{about}"
+                    f"{self.label} {self._name(rank)} sent no heartbeat for {silent_s:.0f} s while doing {doing}{about}"
                 )
 
     def _verdict(

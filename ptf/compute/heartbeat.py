@@ -213,12 +213,12 @@ class Monitor:
                     stuck.append(rank)
                     self._state[rank] = "stuck"
             elif state:
-                messages.append(f"{self.name} rank {rank} goes on")
+                messages.append(f"{self.name} rank {rank} continues")
                 del self._state[rank]
         if stuck:
             messages.append(
-                f"{self.name}: not moving, in one phase for longer than ever before "
-                "(a rank that waits for a stuck one is listed, too)"
+                f"{self.name}: these ranks seem to be stuck, each in one phase for more than {SLOWER:g} times as long "
+                "as ever before (ranks that only wait for a stuck rank are listed, too)"
             )
             messages += [f"  rank {rank}{self.describe(rank)}" for rank in stuck[:8]]
         return messages

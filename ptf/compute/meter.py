@@ -24,7 +24,8 @@ OTHERS = {"MIG", "Laptop"}  # a slice of a GPU, or another GPU of the same name
 
 
 def known_gpu(name: str) -> str | None:
-    """Return the entry of PEAKS for a device's name: all words of it occur, and of several the one with the most."""
+    """Return the key of PEAKS for a device's name, or None: all words of the key occur in the name. If several keys
+    match, it is the one with the most words."""
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     found = [key for key in PEAKS if words.issuperset(key.split()) and not words & OTHERS]
     return max(found, key=lambda key: len(key.split()), default=None)

@@ -13,12 +13,12 @@ from ptf.config.load import (
     sources_of,
 )
 from ptf.config.schema import Job
-from ptf.config.section import Plug
+from ptf.config.section import Plugin
 
 __all__ = [
     "ConfigError",
     "Job",
-    "Plug",
+    "Plugin",
     "dump",
     "fingerprint",
     "frozen_differences",

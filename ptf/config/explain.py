@@ -41,7 +41,7 @@ LIMITS = {
 
 
 LONG = 200  # characters of a value that a message shows
-WORD_OR_PLUG = ("engine",)  # keys whose value is one of some words, or a plug
+WORD_OR_PLUGIN = ("engine",)  # keys whose value is one of some words, or a plugin
 PARALLELISM = {
     "pipeline": "pipeline parallelism",
     "pp": "pipeline parallelism",
@@ -104,14 +104,14 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
     """Return the problems behind one pydantic error."""
     loc = error["loc"]
     # pydantic names the member of a union that it tried
-    members = [step for before, step in pairwise(("", *loc)) if before in WORD_OR_PLUG]
+    members = [step for before, step in pairwise(("", *loc)) if before in WORD_OR_PLUGIN]
     path = tuple(step for step in loc if step != "[key]" and step not in members)
     if (
         members
-        and (members[0] == "Plug") == isinstance(error["input"], str)
+        and (members[0] == "Plugin") == isinstance(error["input"], str)
         and error["type"] in ("model_type", "literal_error")
     ):
-        return  # of the member that was not meant
+        return  # an error of the union member that the user did not mean
     name, kind, value, context = str(path[-1]) if path else "", error["type"], error["input"], error.get("ctx", {})
     if kind == "value_error":  # a validator of ours: one problem a line, each begins with its key
         for line in str(context["error"]).splitlines():

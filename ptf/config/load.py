@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from ptf.config.explain import explain, given
 from ptf.config.renames import first_key, with_first_names
 from ptf.config.schema import Job, job_class, jobs
-from ptf.config.section import Knobs, Section
+from ptf.config.section import AlgoConfig, Section
 from ptf.config.sections.data import Source
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
 from ptf.credentials import HIDDEN, REFERENCE
@@ -107,7 +107,7 @@ def model_paths(job: Job) -> dict[str, str]:
     paths = {"model.path": job.model.path}
     if job.rollout and job.rollout.reward_model:
         paths["rollout.reward_model.path"] = job.rollout.reward_model.path
-    if isinstance(job.algo, Knobs):
+    if isinstance(job.algo, AlgoConfig):
         paths |= {f"algo.{key}": path for key, path in job.algo.model_paths().items()}
     return paths
 
@@ -172,7 +172,7 @@ def frozen_differences(old: Job, new: Job) -> list[str]:
 
 def _in_force(job: Job) -> Job:
     """Return the job with the values of its algorithm's keys that depend on other keys."""
-    return job.model_copy(update={"algo": job.algo.in_force(job)}) if isinstance(job.algo, Knobs) else job
+    return job.model_copy(update={"algo": job.algo.in_force(job)}) if isinstance(job.algo, AlgoConfig) else job
 
 
 ABSENT = object()

@@ -1,6 +1,6 @@
 """The user's own code by name: `use: pkg.mod:name` and its `args`.
 
-A plug is resolved to a callable with its keyword arguments bound; a wrong name is refused with the nearest right one.
+A plugin is resolved to a callable with its keyword arguments bound; a wrong name is refused with the nearest right one.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 from ptf.config import renames
 from ptf.config.load import ConfigError
-from ptf.config.section import Plug
+from ptf.config.section import Plugin
 from ptf.config.tree import near
 from ptf.credentials import resolved
 
@@ -35,12 +35,12 @@ def resolve(use: str) -> Any:
     return getattr(module_object, name)
 
 
-def bind(plug: Plug) -> Callable[..., Any]:
-    """Return the plug's callable with its `args` bound as keyword arguments."""
-    target = resolve(plug.use)
+def bind(plugin: Plugin) -> Callable[..., Any]:
+    """Return the plugin's callable with its `args` bound as keyword arguments."""
+    target = resolve(plugin.use)
     if not callable(target):
-        raise ConfigError(f"{plug.use} is not callable: it is of type {type(target).__name__}")
-    return functools.partial(target, **resolved(plug.args, plug.use))
+        raise ConfigError(f"{plugin.use} is not callable: it is of type {type(target).__name__}")
+    return functools.partial(target, **resolved(plugin.args, plugin.use))
 
 
 def _module(name: str, use: str) -> ModuleType:

@@ -69,7 +69,7 @@ def plugins(value: Any, where: Keys) -> Iterator[tuple[Keys, str, dict[str, Any]
 def recipe(
     root: Node, target: Callable[..., Any], use: str, args: Mapping[str, Any], algo: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Knobs of a recipe that ptf does not have: those of `algo` that it does not take,
+    """Wrong keys of a recipe that ptf does not have: those of `algo` that it does not take,
     and those that it needs and is not given."""
     from ptf.recipes.registry import FACTS
 

@@ -16,15 +16,15 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticUndefined
 
 from ptf.config.explain import core, section_at
-from ptf.config.schema import Job, PlugJob, jobs
-from ptf.config.section import Plug, Section
+from ptf.config.schema import Job, PluginJob, jobs
+from ptf.config.section import Plugin, Section
 
 INTRO = """# Config
 
 Written from `ptf/config/schema.py` by `python -m ptf.config.reference`; do not edit.
 
 * A config is one YAML file or several, merged left to right: `ptf train what.yaml where.yaml --set train.lr=1e-5`.
-  Sections merge key by key, everything else replaces; a plug that names another `use` replaces the whole plug.
+  Sections merge key by key, everything else replaces; a plugin that names another `use` replaces the whole plugin.
 * `extends: other.yaml` (or a list) at the top of a file puts the file over others;
   the path is relative to the file that says it.
 * Numbers may be written `1e-4`. Only `true` and `false` are booleans. There is no interpolation.
@@ -100,7 +100,7 @@ def field_at(key: str) -> tuple[FieldInfo, bool]:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of one config file. No key is required in it, since the file may be merged with others."""
-    kinds = (*jobs().values(), PlugJob)
+    kinds = (*jobs().values(), PluginJob)
     references, schema = models_json_schema([(job, "validation") for job in kinds], ref_template="#/$defs/{model}")
     for definition in schema["$defs"].values():
         definition.pop("required", None)
@@ -132,17 +132,17 @@ def _sections(section: type[Section], above: str, free: bool) -> Iterator[tuple[
         if section is Job and name == "algo":
             for recipe, job in jobs().items():
                 yield f"algo, recipe {recipe}", section_at(job, ["algo"]) or Section, False
-        elif inner and inner is not Plug:
+        elif inner and inner is not Plugin:
             yield from _sections(inner, f"{above}{name}." + ("NAME." if named else ""), free or _free(field))
     if section is Job:
-        yield "a plug", Plug, False
+        yield "a plugin", Plugin, False
 
 
 def _table(title: str, section: type[Section], free: bool) -> str:
     head = f"## {title}\n\n{_line(section.__doc__)}\n"
     if not section.model_fields:
         return head
-    return _rows(head, [(name, (field, free)) for name, field in section.model_fields.items()], section is not Plug)
+    return _rows(head, [(name, (field, free)) for name, field in section.model_fields.items()], section is not Plugin)
 
 
 def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool]]], resumes: bool = True) -> str:
@@ -154,7 +154,7 @@ def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool]]], resumes: 
     rows = []
     for name, (field, free) in fields:
         inner = section_at(field.annotation, [])
-        inner = None if inner is Plug else inner
+        inner = None if inner is Plugin else inner
         resume = "" if inner or not resumes else "free" if free or _free(field) else "frozen"
         about = _line(field.description or (inner and inner.__doc__)).replace("|", "\\|")
         rows.append(
@@ -196,7 +196,7 @@ def _word(annotation: Any, limits: Any = ()) -> str:
     if origin is Union or (not isinstance(annotation, type) and inner):
         return " or ".join(dict.fromkeys(_word(choice) for choice in inner))
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "plug" if annotation is Plug else "section"
+        return "plugin" if annotation is Plugin else "section"
     bounds = [
         f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in SIGNS.items() if hasattr(limit, name)
     ]

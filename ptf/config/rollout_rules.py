@@ -44,12 +44,12 @@ def rollouts(job: Job) -> list[str]:
 
 
 def rewarded(job: Job) -> list[str]:
-    """Something must say how good an answer is."""
+    """Return the problems of the rewards: answers get one, from one place."""
     rollout_config = job.rollout
     assert rollout_config is not None
     of_answers = [f"rollout.{name}" for name in ("reward", "reward_model") if getattr(rollout_config, name) is not None]
     if not of_answers and not rollout_config.environment:
-        return ["rollout.reward: it, or reward_model or environment, must say how good an answer is"]
+        return ["rollout.reward: answers need a reward; give rollout.reward, reward_model or environment"]
     if of_answers and rollout_config.environment:
         return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
     if rollout_config.reward_model and not rollout_config.reward and job.evaluate.sources and not job.evaluate.reward:
@@ -108,9 +108,9 @@ def engines(job: Job) -> list[str]:
 
 
 def pools(job: Job) -> list[str]:
-    """Return the problems of pools: every role sits in one.
+    """Return the problems of pools: policy and rollout must be in one, and no role in several.
 
-    The recipe knows which roles there are beside these two.
+    Which other roles a job has depends on its recipe; `ptf.rl.job_cluster.pools_of` checks that they are in a pool.
     """
     given = job.compute.pools
     if not given:

@@ -11,7 +11,7 @@ from typing import Any
 from ptf.config.cron import schedule
 from ptf.config.rollout_rules import engines, pools, prompts, rollouts
 from ptf.config.schema import Job
-from ptf.config.section import Knobs
+from ptf.config.section import AlgoConfig
 from ptf.credentials import is_secret
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
@@ -81,7 +81,7 @@ def launch(job: Job) -> list[str]:
 
 def of_recipe(job: Job) -> list[str]:
     """Return the problems that the recipe's own rules find."""
-    return job.algo.faults(job) if isinstance(job.algo, Knobs) else []
+    return job.algo.faults(job) if isinstance(job.algo, AlgoConfig) else []
 
 
 def held_out(job: Job) -> list[str]:
@@ -208,7 +208,7 @@ def length(job: Job) -> list[str]:
 
 
 def foreign_model(job: Job) -> list[str]:
-    """Return the problems of keys that ask for what `model.backend: hf` does not have."""
+    """Return the problems of keys that `model.backend: hf` does not support."""
     if job.model.backend != "hf":
         return []
     uses = {
@@ -221,7 +221,7 @@ def foreign_model(job: Job) -> list[str]:
         "evaluate.engine: native": bool(job.evaluate.sources)
         and (job.evaluate.engine == "native" or (job.evaluate.engine == "auto" and job.compute.launcher != "ray")),
     }
-    return [f"{key} is not there with model.backend: hf" for key, there in uses.items() if there]
+    return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
 
 
 def deterministic(job: Job) -> list[str]:
@@ -272,16 +272,16 @@ def own_components(job: Job) -> list[str]:
         faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
     if tokens and tokens.init == "description" and not tokens.file:
         faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
-    shares = isinstance(job.algo, Knobs) and job.algo.may_share_beginnings and model.backend == "ptf"
+    shares = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
     if job.data.share_prefixes and (model.replace or not shares):
         faults.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
-    declared = model.head or "head" in model.replace
-    if declared and job.rollout:
+    custom_head = model.head or "head" in model.replace
+    if custom_head and job.rollout:
         faults.append(
-            "model.head: rollouts are sampled from logits over the vocabulary; "
-            "a declared head trains with offline recipes"
+            "model.head: rollouts are sampled from logits over the vocabulary, not from a custom head; "
+            "train it with an offline recipe, or remove the custom head"
         )
-    if declared and job.evaluate.sources:
+    if custom_head and job.evaluate.sources:
         faults.append("model.head: evaluate.sources needs a model that generates text")
     engines = {
         "rollout.engine": job.rollout.engine if job.rollout else None,

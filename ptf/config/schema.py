@@ -1,6 +1,6 @@
 """The schema of a config: every key of ptf. A `Job` is one YAML file: what to train, from what data, how, and where.
 
-Keys are declared in the sections (ptf.config.sections), those of a recipe in its `knobs.py`, and nowhere else. Each is
+Keys are declared in the sections (ptf.config.sections), those of a recipe in its `config.py`, and nowhere else. Each is
 *frozen* on resume (changing it would change what is trained) unless it is declared with `free(...)`. Paths are relative
 to the working directory and may be local or any fsspec URI; two prefixes point at what other stages make:
 `prepare:NAME` (a file or directory that `data.prepare` wrote) and `job:CONFIG` (the model which that config last
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import create_model, model_validator
 
-from ptf.config.section import Count, Knobs, Plug, Section, free
+from ptf.config.section import AlgoConfig, Count, Plugin, Section, free
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.compute import ComputeConfig
 from ptf.config.sections.data import DataConfig
@@ -28,7 +28,7 @@ from ptf.config.sections.train import TrainConfig
 class Job(Section):
     """One run, from data to a published model. `job_class` picks the subclass that types `algo` by `recipe`."""
 
-    recipe: str | Plug
+    recipe: str | Plugin
     """Name of a recipe of ptf, or `use: pkg.mod:MyRecipe`."""
     output: str = free("runs")
     """Directory under which each run gets one of its own, named by its lineage."""
@@ -36,8 +36,8 @@ class Job(Section):
     """Seed of everything random."""
     model: ModelConfig
     data: DataConfig
-    algo: Knobs | dict[str, Any] = {}
-    """Settings of the recipe, which its `knobs.py` declares; with `recipe: {use: …}`, its keyword arguments."""
+    algo: AlgoConfig | dict[str, Any] = {}
+    """Settings of the recipe, which its `config.py` declares; with `recipe: {use: …}`, its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
     compute: ComputeConfig = ComputeConfig()
@@ -66,24 +66,24 @@ class Job(Section):
         return self
 
 
-class PlugJob(Job):
+class PluginJob(Job):
     """A job whose recipe is a plugin."""
 
-    recipe: Plug  # type: ignore[assignment]
+    recipe: Plugin  # type: ignore[assignment]
     algo: dict[str, Any] = {}  # type: ignore[assignment]
 
 
 @cache
 def job_of(recipe: str) -> type[Job]:
-    """Return the `Job` whose `algo` and `rollout` are typed as the algorithm's `knobs.py` says."""
-    from ptf.recipes.registry import RECIPES, knobs_of  # whose knobs are made of the classes of ptf.config.section
+    """Return the `Job` whose `algo` and `rollout` are typed as the algorithm's `config.py` says."""
+    from ptf.recipes.registry import RECIPES, algo_config_of  # which reads ptf.config.section
 
-    knobs = knobs_of(recipe)
-    required = any(field.is_required() for field in knobs.model_fields.values())
+    algo_config = algo_config_of(recipe)
+    required = any(field.is_required() for field in algo_config.model_fields.values())
     fields: dict[str, Any] = {
         "recipe": (Literal[recipe], ...),
-        "algo": (knobs, ... if required else knobs()),
-        "rollout": (RolloutConfig, ...) if knobs.on_policy else (None, None),
+        "algo": (algo_config, ... if required else algo_config()),
+        "rollout": (RolloutConfig, ...) if algo_config.on_policy else (None, None),
     }
     return create_model(f"{RECIPES[recipe].name}Job", __base__=Job, __module__=__name__, **fields)
 
@@ -97,4 +97,4 @@ def jobs() -> dict[str, type[Job]]:
 
 def job_class(recipe: object) -> type[Job] | None:
     """Return the Job subclass for a raw `recipe` value, or None if there is no such recipe."""
-    return PlugJob if isinstance(recipe, dict | Plug) else jobs().get(recipe) if isinstance(recipe, str) else None
+    return PluginJob if isinstance(recipe, dict | Plugin) else jobs().get(recipe) if isinstance(recipe, str) else None

@@ -43,7 +43,7 @@ def _steps(value: Any) -> int | float:
 WHOLE_OR_SHARE = {
     "anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]
 }
-# a number, or a share of a run's
+# a number of steps, or a share of the run's steps
 Steps = Annotated[int | float, PlainValidator(_steps), WithJsonSchema(WHOLE_OR_SHARE)]
 Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
 Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
@@ -57,7 +57,7 @@ class Section(BaseModel):
     )
 
 
-class Plug(Section):
+class Plugin(Section):
     """Anything of your own: `use: pkg.mod:name`, called with `args`."""
 
     use: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -67,7 +67,7 @@ class Plug(Section):
     the environment variable that holds it."""
 
 
-class Knobs(Section):
+class AlgoConfig(Section):
     """Base of the keys of one algorithm, the section `algo`. What other parts must know of an algorithm before torch is
     imported stands here."""
 
@@ -75,7 +75,7 @@ class Knobs(Section):
     """Whether it trains on what it generates, and so needs the section `rollout`."""
     held_out_metric: ClassVar[str] = "loss"
     """Name of its held-out loss, as in `loss/NAME`; the publication gate compares it."""
-    may_share_beginnings: ClassVar[bool] = False
+    may_share_prefixes: ClassVar[bool] = False
     """Whether `data.share_prefixes` is implemented for it."""
 
     def model_paths(self) -> dict[str, str]:
@@ -86,7 +86,7 @@ class Knobs(Section):
         """One line for each broken rule that involves this algorithm; it begins with the key to change."""
         return []
 
-    def in_force(self, job: "Job") -> "Knobs":
+    def in_force(self, job: "Job") -> "AlgoConfig":
         """Return these keys, with `auto` replaced by what it is for the job."""
         return self
 

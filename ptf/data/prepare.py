@@ -12,8 +12,8 @@ from ptf import storage, verified
 from ptf.errors import UserError
 
 
-def prepare(plug: Callable[[str], Any], key: str, root: str, verify_up_to: float = float("inf")) -> str:
-    """Run `plug(directory)` and return `{root}/{key}`, which then holds its files and a manifest.
+def prepare(plugin: Callable[[str], Any], key: str, root: str, verify_up_to: float = float("inf")) -> str:
+    """Run `plugin(directory)` and return `{root}/{key}`, which then holds its files and a manifest.
 
     A directory that an earlier run wrote under this key is verified (ptf.verified.verify) and reused. `key` must
     identify the plugin and its arguments. Exceptions of the plugin propagate, and nothing is left behind.
@@ -21,7 +21,7 @@ def prepare(plug: Callable[[str], Any], key: str, root: str, verify_up_to: float
     target = Path(root) / key
     if target.exists() and not (target / storage.MANIFEST).exists():
         raise UserError(f"{target} exists but was not written by prepare (it has no {storage.MANIFEST}): move it away")
-    if verified.make_once(target, {"key": key}, lambda part: plug(str(part)), verify_up_to):
+    if verified.make_once(target, {"key": key}, lambda part: plugin(str(part)), verify_up_to):
         print(f"prepare: reusing {target}")
     return str(target)
 

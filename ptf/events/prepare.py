@@ -300,9 +300,9 @@ def write_model(directory: Path, tokenizer: Any, window: int, sizes: Mapping[str
 
 
 def generated(
-    directory: str, *, users: int = 200, items: int = 120, kinds: int = 6, seed: int = 0, **knobs: Any
+    directory: str, *, users: int = 200, items: int = 120, kinds: int = 6, seed: int = 0, **arguments: Any
 ) -> None:
-    """Generate events and items, and `prepare` them; `knobs` are arguments of `prepare`.
+    """Generate events and items, and `prepare` them; `arguments` are further ones of `prepare`.
 
     Each user likes one kind of items, buys items again, and now and then tries a new one of that kind.
     """
@@ -331,4 +331,4 @@ def generated(
                 had.append(int(item))
             time += float(rng.integers(1, 60)) * DAY
     write_lines(root / "events.jsonl", events)
-    prepare(directory, events=str(root / "events.jsonl"), items=str(root / "items.jsonl"), seed=seed, **knobs)
+    prepare(directory, events=str(root / "events.jsonl"), items=str(root / "items.jsonl"), seed=seed, **arguments)

@@ -17,8 +17,8 @@ def glance(job: Job) -> str:
     Does not use the network, and imports torch only if all the files that it needs are on this machine. Raises
     UserError for data that cannot be read.
     """
-    if there := _missing(job):
-        return f"{there}; {HOW}"
+    if missing := _missing(job):
+        return f"{missing}; {HOW}"
     from ptf.data.added import tokenizer_of
     from ptf.data.sources.blocks import Location, resolve_files
     from ptf.recipes import registry

@@ -123,7 +123,7 @@ def _attended(attn: Attention, local: DecoderConfig, element: int) -> int:
     return heads * local.head_dim * element + 4 * local.heads * outputs
 
 
-def _attend(of: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return cast("Tensor", _FusedAttention.apply(q, k, v))
 
 

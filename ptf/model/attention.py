@@ -25,10 +25,10 @@ from ptf.model.rope import Table, rotate
 class Attend(Protocol):
     """How queries attend to keys: causal over packed documents in training, over a KV cache in generation."""
 
-    def __call__(self, of: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, T, heads, D].
 
-        `q` is [B, T, heads, D], `k` and `v` are [B, T, kv_heads, D]; `of` is the layer, which has the window, the scale
+        `q` is [B, T, heads, D], `k` and `v` are [B, T, kv_heads, D]; `layer` has the window, the scale
         and the sinks.
         """
         ...
@@ -72,7 +72,7 @@ def has_tiles() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def sdpa(of: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """Run torch's scaled dot-product attention with this layer's scale and sinks.
 
     `q` is [n, heads, Tq, D], `k` and `v` are [n, kv_heads, Tk, D]; `visible` [.., Tq, Tk] is the mask, None for causal.
@@ -82,23 +82,23 @@ def sdpa(of: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None)
     causality alone lets each query attend to the sink.
     """
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not has_tiles():
-        return sdpa(of, q.float(), k.float(), v.float(), visible).to(q.dtype)
-    if of.sinks is None:
+        return sdpa(layer, q.float(), k.float(), v.float(), visible).to(q.dtype)
+    if layer.sinks is None:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True, scale=of.scale
+            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True, scale=layer.scale
         )
-    logit = (of.sinks.to(q.dtype) / of.scale)[:, None, None].expand(*q.shape[:3], 1)
+    logit = (layer.sinks.to(q.dtype) / layer.scale)[:, None, None].expand(*q.shape[:3], 1)
     q = torch.cat((q, logit), -1)
     key = k.new_zeros(*k.shape[:2], 1, k.shape[3] + 1)
     key[..., -1] = 1
     k, v = torch.cat((key, F.pad(k, (0, 1))), 2), F.pad(v, (0, 1, 1, 0))
     if visible is None:
         out = F.scaled_dot_product_attention(
-            F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True, enable_gqa=True, scale=of.scale
+            F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True, enable_gqa=True, scale=layer.scale
         )[:, :, 1:]
     else:
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=F.pad(visible, (1, 0), value=True), enable_gqa=True, scale=of.scale
+            q, k, v, attn_mask=F.pad(visible, (1, 0), value=True), enable_gqa=True, scale=layer.scale
         )
     return out[..., :-1]
 
@@ -147,14 +147,14 @@ class PerDocument:
         back[back < 0] = done
         self.back = torch.from_numpy(back)
 
-    def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
         flat = [t.flatten(0, 1) for t in (q, k, v)]  # [B·T, heads, D]
         parts = []
         for index, keep in self.groups:
             # [n, heads, width, D]
             a, b, c = (t.index_select(0, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2) for t in flat)
-            out = sdpa(of, a, b, c, band(index.shape[1], of.window)).transpose(1, 2).flatten(0, 1)
+            out = sdpa(layer, a, b, c, band(index.shape[1], layer.window)).transpose(1, 2).flatten(0, 1)
             parts.append(out if keep is None else out.index_select(0, keep))
         parts.append(flat[0].new_zeros(1, *flat[0].shape[1:]))
         # indexing with brackets takes three times as long, forward and backward together
@@ -188,7 +188,8 @@ FLEX_VARIANTS = 128  # compiled at most: for each shape, window, scale, dtype, a
 def _compiled_flex() -> Callable[..., tuple[Tensor, Tensor]]:
     """Compile FlexAttention. Without `fullgraph`, torch would silently run the unfused version, which computes the
     scores of all pairs, for every variant beyond its limit (8)."""
-    return torch.compile(_flex, dynamic=False, fullgraph=True, recompile_limit=FLEX_VARIANTS)
+    compiler: Any = torch.compile  # whose type knows no recompile_limit yet
+    return compiler(_flex, dynamic=False, fullgraph=True, recompile_limit=FLEX_VARIANTS)
 
 
 def bucket(size: int) -> int:
@@ -223,7 +224,7 @@ class Flex:
             self.masks[window] = self.documents.mask(window)
         return self.masks[window]
 
-    def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`.
 
         Raises RuntimeError where this would compile more than FLEX_VARIANTS variants.
@@ -232,16 +233,16 @@ class Flex:
             q, k, v = (F.pad(t, (0, 0, 0, 0, 0, self.added[1], 0, self.added[0])) for t in (q, k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         try:
-            out, lse = _compiled_flex()(q, k, v, self.mask(of.window), of.scale)
+            out, lse = _compiled_flex()(q, k, v, self.mask(layer.window), layer.scale)
         except Exception as error:
             if type(error).__name__ != "FailOnRecompileLimitHit":  # whose module takes a second to import
                 raise
             raise RuntimeError(
                 f"FlexAttention would be compiled for more than {FLEX_VARIANTS} variants; the last has q of shape "
-                f"{list(q.shape)} in {q.dtype} and window {of.window}. Please report the job that asks for so many"
+                f"{list(q.shape)} in {q.dtype} and window {layer.window}. Please report the job that asks for so many"
             ) from error
-        if of.sinks is not None:
-            out = out * torch.sigmoid(lse - of.sinks.float()[:, None])[..., None].to(out.dtype)
+        if layer.sinks is not None:
+            out = out * torch.sigmoid(lse - layer.sinks.float()[:, None])[..., None].to(out.dtype)
         return out[: self.rows, :, : self.length].transpose(1, 2)
 
 

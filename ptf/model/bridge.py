@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ptf import published, storage, verified
 from ptf.errors import UserError
 from ptf.model import hub
+from ptf.model.checkpoint_mapping import Rename, Rows, Slices, TensorMapping
 from ptf.model.components import (
     OWN,
     constructor_values,
@@ -40,7 +41,6 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora, Merged, adapter_names, initial_value, refuse_unmatched_targets
-from ptf.model.ops import Op, Rename, Rows, Slices
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, weight_map
 
@@ -226,28 +226,30 @@ def _in_vocabulary(name: str, config: DecoderConfig) -> bool:
     return name == "embed.weight" or (name == "head.weight" and config.head == "lm")
 
 
-def checkpoint_ops(model: Decoder, family: Family) -> list[Op]:
-    """Return the ops of this model.
+def checkpoint_mappings(model: Decoder, family: Family) -> list[TensorMapping]:
+    """Return the mappings of this model.
 
     They leave the padding of the vocabulary out of checkpoints, give a scalar head its own name, and have none for own
     components and adapters.
     """
     config = model.config
-    without_ops = {*own_tensors(model, family), *adapter_names(model)}
-    ops = family.ops_for(n for n, _ in model.named_parameters() if n not in without_ops)
-    changed: dict[str, Op] = {
+    without_mappings = {*own_tensors(model, family), *adapter_names(model)}
+    mappings = family.mappings_for(n for n, _ in model.named_parameters() if n not in without_mappings)
+    changed: dict[str, TensorMapping] = {
         name: Rows(name, other, config.vocab)
-        for name, other in _names_outside_layers(ops)
+        for name, other in _names_outside_layers(mappings)
         if _in_vocabulary(name, config)
     }
     if config.head == "scalar":
         changed["head.weight"] = Rename("head.weight", HF_NAME)
-    return [changed.get(op.ours[0], op) for op in ops]
+    return [changed.get(mapping.ours[0], mapping) for mapping in mappings]
 
 
-def _names_outside_layers(ops: Sequence[Op]) -> list[tuple[str, str]]:
+def _names_outside_layers(mappings: Sequence[TensorMapping]) -> list[tuple[str, str]]:
     """Return (our name, their name) of the tensors outside the layers."""
-    return [(op.ours[0], op.theirs(0)[0]) for op in ops if not op.ours[0].startswith("layers.")]
+    return [
+        (mapping.ours[0], mapping.theirs(0)[0]) for mapping in mappings if not mapping.ours[0].startswith("layers.")
+    ]
 
 
 def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> tuple[str, ...]:
@@ -257,22 +259,24 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
     these are drawn from `seed`. Raise UserError that lists every missing, unexpected or misshapen tensor.
     """
     parameters = dict(model.named_parameters())
-    ops, experts = checkpoint_ops(model, family), model.config.experts
+    mappings, experts = checkpoint_mappings(model, family), model.config.experts
     own = own_tensors(model, family)
     beside = own_files(directory, {name: tuple(parameters[name].shape) for name in own})
     new: dict[str, Tensor] = constructor_values(model, [n for n in own if n not in beside], seed)
     with TensorFiles(directory, family.aliases) as files:
         missing = ("head.weight",) if model.config.head == "scalar" and HF_NAME not in files.names else ()
-        ops = [op for op in ops if op.ours != missing]
+        mappings = [mapping for mapping in mappings if mapping.ours != missing]
         shapes = {
-            family.prefix + name: op.shape(parameters[op.ours[0]].shape) for op in ops for name in op.theirs(experts)
+            family.prefix + name: mapping.shape(parameters[mapping.ours[0]].shape)
+            for mapping in mappings
+            for name in mapping.theirs(experts)
         }
         extra = {n for n in files.names - set(shapes) if not n.startswith(family.carried)}
         ignorable = {f"{family.prefix}lm_head.weight"} if model.config.tied or model.config.head != "lm" else set()
         ignorable |= {HF_NAME} if model.config.head != "scalar" else set()
         if model.parts.constructors:  # the checkpoint may hold tensors of components that were replaced
-            usual = family.ops_for(standard_shapes(model.config))
-            ignorable |= {family.prefix + name for op in usual for name in op.theirs(experts)}
+            usual = family.mappings_for(standard_shapes(model.config))
+            ignorable |= {family.prefix + name for mapping in usual for name in mapping.theirs(experts)}
         problems = [f"missing: {n}" for n in sorted(set(shapes) - files.names)]
         problems += [f"unexpected: {n}" for n in sorted(extra - ignorable) if not n.endswith("rotary_emb.inv_freq")]
         for name in sorted(set(shapes) & files.names):
@@ -284,9 +288,9 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
         def read(name, part):
             return files.read(family.prefix + name, part)
 
-        for op in ops:
-            for i, ours in enumerate(op.ours):
-                fill(parameters[ours], partial(op.read, i, read=read, experts=experts))
+        for mapping in mappings:
+            for i, ours in enumerate(mapping.ours):
+                fill(parameters[ours], partial(mapping.read, i, read=read, experts=experts))
     for name in own:
         fill(parameters[name], beside.get(name) or new[name].__getitem__)
     for name in missing:
@@ -304,9 +308,9 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], family: Famil
     def read(name, part):
         return tensors[family.prefix + name][part]
 
-    for op in checkpoint_ops(model, family):
-        for i, ours in enumerate(op.ours):
-            fill(parameters[ours], partial(op.read, i, read=read, experts=experts))
+    for mapping in checkpoint_mappings(model, family):
+        for i, ours in enumerate(mapping.ours):
+            fill(parameters[ours], partial(mapping.read, i, read=read, experts=experts))
     for name in own_tensors(model, family):
         fill(parameters[name], tensors[OWN + name].__getitem__)
 
@@ -314,7 +318,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], family: Famil
 def hf_names(model: Decoder, family: Family) -> set[str]:
     """Return the names under which `hf_tensors` gives this model's tensors."""
     experts = model.config.experts
-    return {family.prefix + n for op in checkpoint_ops(model, family) for n in op.theirs(experts)} | {
+    return {family.prefix + n for mapping in checkpoint_mappings(model, family) for n in mapping.theirs(experts)} | {
         OWN + n for n in own_tensors(model, family)
     }
 
@@ -328,9 +332,9 @@ def under_hf_names(values: Mapping[str, Tensor], model: Decoder, family: Family)
     def whole(name):
         return value.full_tensor() if isinstance(value := values[name], DTensor) else value
 
-    for op in checkpoint_ops(model, family):
+    for mapping in checkpoint_mappings(model, family):
         for name, tensor in zip(
-            op.theirs(model.config.experts), op.write([whole(ours) for ours in op.ours]), strict=True
+            mapping.theirs(model.config.experts), mapping.write([whole(ours) for ours in mapping.ours]), strict=True
         ):
             yield family.prefix + name, tensor
     for name in own_tensors(model, family):

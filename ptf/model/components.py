@@ -15,12 +15,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ptf.errors import UserError
+from ptf.model.checkpoint_mapping import Slices
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.layers import Parts
 from ptf.model.lora import adapter_names
-from ptf.model.ops import Slices
 
 # prefix of unified names → the file of an export that holds them
 FILES = {"head.": "head.safetensors", "layers.": "components.safetensors"}
@@ -73,9 +73,9 @@ def own_tensors(model: Decoder, family: Family) -> tuple[str, ...]:
     unlike = {n for n in mine if n.startswith(replaced) and mine[n] != usual.get(n)}
     if model.config.head == "custom":
         unlike |= {n for n in mine if n.startswith("head.")}
-    for op in family.ops_for(usual):  # an op of several tensors needs all of them
-        if not set(op.ours) <= mine.keys() - unlike:
-            unlike |= set(op.ours) & mine.keys()
+    for mapping in family.mappings_for(usual):  # a mapping of several tensors needs all of them
+        if not set(mapping.ours) <= mine.keys() - unlike:
+            unlike |= set(mapping.ours) & mine.keys()
     return tuple(n for n in mine if n in unlike)
 
 

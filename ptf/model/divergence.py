@@ -8,9 +8,10 @@ tokens and the rest; computed chunk by chunk, like the losses of chunked.py.
     js        β KL(t ‖ m) + (1 − β) KL(s ‖ m),  m = β t + (1 − β) s
               generalised Jensen–Shannon (Agarwal et al. 2024, eq. 1)
 
-The gradient of D(s) = Σ d(sᵥ) by the logits is sᵥ (d′(sᵥ) − Σ s d′), whatever d is: it takes one mean over the
-vocabulary, and everything else happens where the logits are. With the likeliest k tokens, all others are one further
-outcome, so that D is 0 only where those k and their sum are right, and is never larger than over the whole vocabulary.
+The gradient of D(s) = Σ d(sᵥ) with respect to the logits is sᵥ (d′(sᵥ) − Σ s d′), whatever d is: it takes one mean
+over the vocabulary, and everything else happens where the logits are. With the likeliest k tokens, all others are one
+further outcome, so that D is 0 only where those k and their sum are right, and is never larger than over the whole
+vocabulary.
 """
 
 import math
@@ -36,8 +37,8 @@ BUFFERS = 5
 def compare(log_s: Tensor, s: Tensor, log_t: Tensor, t: Tensor, form: Form, beta: float, head: Head | None) -> Tensor:
     """Return D of each position [n], from log-probs and probabilities of outcomes, [n, outcomes] each.
 
-    `log_s` becomes the gradient by the student's logits; `log_t` is overwritten. The ranks of the group of `head` hold
-    other outcomes.
+    `log_s` becomes the gradient with respect to the student's logits; `log_t` is overwritten. Each rank of the group of
+    `head` holds a part of the outcomes.
     """
     group = head.group if head else None
     if form == "forward":

@@ -1,9 +1,9 @@
 """Adapters as PEFT and vLLM read them: `adapter_config.json` and `adapter_model.safetensors`.
 
-A family's ops also determine how its adapters are stored. Where Hugging Face has one tensor for all experts, PEFT has
-one pair of matrices, [experts · rank, in] and [out, rank · experts]; gate and up that share a tensor share an adapter
-of twice the rank, half of it zero. A file has one rank and one α, so narrower adapters are padded with zeros, and
-rsLoRA's scale is written as the α that gives it.
+A family's tensor mappings also determine how its adapters are stored. Where Hugging Face has one tensor for all
+experts, PEFT has one pair of matrices, [experts · rank, in] and [out, rank · experts]; gate and up that share a tensor
+share an adapter of twice the rank, half of it zero. A file has one rank and one α, so narrower adapters
+are padded with zeros, and rsLoRA's scale is written as the α that gives it.
 """
 
 import json
@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ptf.model import bridge
+from ptf.model.checkpoint_mapping import Interleave, Rename, Stack, TensorMapping, Transpose
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.lora import adapter_names, adapters, projection_name, whole
-from ptf.model.ops import Interleave, Op, Rename, Stack, Transpose
 
 Pair = tuple[Tensor, Tensor]  # A [.., rank, in], B [.., out, rank]
 
@@ -41,10 +41,10 @@ class PeftFormat:
         self.model, self.family, self.lora = model, family, model.parts.lora
         self.adapters = adapters(model)
         self.parameters = dict(model.named_parameters())
-        self.ops = [
-            op
-            for op in bridge.checkpoint_ops(model, family)
-            if any(self._adapted_name(name) in self.adapters for name in op.ours)
+        self.mappings = [
+            mapping
+            for mapping in bridge.checkpoint_mappings(model, family)
+            if any(self._adapted_name(name) in self.adapters for name in mapping.ours)
         ]
 
     def _adapted_name(self, name: str) -> str:
@@ -61,7 +61,7 @@ class PeftFormat:
     @cached_property
     def rank(self) -> int:
         """The rank in the file: that of the adapters, or twice it where gate and up share a tensor."""
-        return self.lora.rank * (2 if any(isinstance(op, Interleave) for op in self.ops) else 1)
+        return self.lora.rank * (2 if any(isinstance(mapping, Interleave) for mapping in self.mappings) else 1)
 
     def obstacles(self) -> list[str]:
         """Return what is trained and cannot be expressed in this format; [] if everything can."""
@@ -70,29 +70,29 @@ class PeftFormat:
         obstacles = [f"{n} (not an adapter)" for n in base]
         obstacles += [f"{n} (Hugging Face has no such projection)" for n in self.adapters if n in own]
         obstacles += [f"{n} (PEFT and vLLM adapt no routers)" for n in self.adapters if n.endswith(".router.weight")]
-        if any(isinstance(op, Stack) for op in bridge.checkpoint_ops(self.model, self.family)):
+        if any(isinstance(mapping, Stack) for mapping in bridge.checkpoint_mappings(self.model, self.family)):
             obstacles += [
                 f"{n} (beside experts, PEFT would take it for one of them)"
                 for n in self.adapters
                 if ".mlp." in n and n not in own
             ]
         return obstacles + [
-            f"{op.ours[0]} (stored in a way that PEFT has no format for)"
-            for op in self.ops
-            if not isinstance(op, Rename | Interleave)
+            f"{mapping.ours[0]} (stored in a way that PEFT has no format for)"
+            for mapping in self.mappings
+            if not isinstance(mapping, Rename | Interleave)
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the file, whole tensor in fp32). Every rank must iterate, because each gathers its part."""
         if isinstance(self.model, FSDPModule):
             self.model.reshard()
-        for op in self.ops:
+        for mapping in self.mappings:
             for module, (a, b) in zip(
-                self._modules(op), self._write(op, [self._pair(name) for name in op.ours]), strict=True
+                self._modules(mapping), self._write(mapping, [self._pair(name) for name in mapping.ours]), strict=True
             ):
                 missing = self.rank - a.shape[-2]
                 a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
-                if isinstance(op, Transpose | Interleave):  # one pair for all experts
+                if isinstance(mapping, Transpose | Interleave):  # one pair for all experts
                     a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
                 yield f"base_model.model.{module}.lora_A.weight", a
                 yield f"base_model.model.{module}.lora_B.weight", b
@@ -104,9 +104,9 @@ class PeftFormat:
 
     def copy(self, tensor: Callable[[str], Tensor]) -> None:
         """Load this model's adapters from whole tensors by their names; the reverse of `tensors`."""
-        for op in self.ops:
-            pairs = [self._stored(tensor, module, op) for module in self._modules(op)]
-            for name, (a, b) in zip(op.ours, self._read(op, pairs), strict=True):
+        for mapping in self.mappings:
+            pairs = [self._stored(tensor, module, mapping) for module in self._modules(mapping)]
+            for name, (a, b) in zip(mapping.ours, self._read(mapping, pairs), strict=True):
                 if name in self.adapters:
                     adapter = self.adapters[name]
                     bridge.fill(self.parameters[adapter.a], a[..., : self.lora.rank, :].__getitem__)
@@ -116,8 +116,8 @@ class PeftFormat:
         """Return the names of all `tensors`."""
         return {
             f"base_model.model.{module}.lora_{which}.weight"
-            for op in self.ops
-            for module in self._modules(op)
+            for mapping in self.mappings
+            for module in self._modules(mapping)
             for which in "AB"
         }
 
@@ -125,15 +125,20 @@ class PeftFormat:
         """Unified names of the projections whose tensors are among `names`."""
         return tuple(
             projection_name(ours)
-            for op in self.ops
-            if any(f"base_model.model.{module}.lora_A.weight" in names for module in self._modules(op))
-            for ours in op.ours
+            for mapping in self.mappings
+            if any(f"base_model.model.{module}.lora_A.weight" in names for module in self._modules(mapping))
+            for ours in mapping.ours
             if ours in self.adapters
         )
 
     def config(self, base: str) -> dict[str, Any]:
         """Return adapter_config.json, for the base model called `base`."""
-        modules = [m for op in self.ops if not isinstance(op, Transpose | Interleave) for m in self._modules(op)]
+        modules = [
+            m
+            for mapping in self.mappings
+            if not isinstance(mapping, Transpose | Interleave)
+            for m in self._modules(mapping)
+        ]
         alpha = self.lora.scale * self.rank
         return {
             "peft_type": "LORA",
@@ -143,7 +148,11 @@ class PeftFormat:
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
             "target_modules": self._target_modules(modules),
             "target_parameters": sorted(
-                {self.family.prefix + op.theirs(0)[0] for op in self.ops if isinstance(op, Transpose | Interleave)}
+                {
+                    self.family.prefix + mapping.theirs(0)[0]
+                    for mapping in self.mappings
+                    if isinstance(mapping, Transpose | Interleave)
+                }
             )
             or None,
             "use_rslora": False,
@@ -170,16 +179,20 @@ class PeftFormat:
         def leaf(name):
             return name.rpartition(".")[2]
 
-        in_model = Counter(leaf(n) for op in bridge.checkpoint_ops(self.model, self.family) for n in self._modules(op))
+        in_model = Counter(
+            leaf(n) for mapping in bridge.checkpoint_mappings(self.model, self.family) for n in self._modules(mapping)
+        )
         adapted = Counter(map(leaf, modules))
         return sorted({leaf(n) if ".experts." in n or adapted[leaf(n)] == in_model[leaf(n)] else n for n in modules})
 
-    def _modules(self, op: Op) -> list[str]:
-        """Return PEFT's names of the modules of an op."""
-        names = [self.family.prefix + name.removesuffix(".weight") for name in op.theirs(self.model.config.experts)]
-        if isinstance(op, Interleave):  # PEFT wraps gate_up_proj first, and down_proj around that
+    def _modules(self, mapping: TensorMapping) -> list[str]:
+        """Return PEFT's names of the modules of a mapping."""
+        names = [
+            self.family.prefix + name.removesuffix(".weight") for name in mapping.theirs(self.model.config.experts)
+        ]
+        if isinstance(mapping, Interleave):  # PEFT wraps gate_up_proj first, and down_proj around that
             return [name.rpartition(".")[0] + ".base_layer" for name in names]
-        return [name.rpartition(".")[0] for name in names] if isinstance(op, Transpose) else names
+        return [name.rpartition(".")[0] for name in names] if isinstance(mapping, Transpose) else names
 
     def _pair(self, name: str) -> Pair:
         """Return A and B of a weight in fp32, zero where it has no adapter."""
@@ -190,32 +203,32 @@ class PeftFormat:
         *experts, out, into = self.parameters[name].shape
         return torch.zeros(*experts, self.lora.rank, into), torch.zeros(*experts, out, self.lora.rank)
 
-    def _write(self, op: Op, pairs: list[Pair]) -> list[Pair]:
+    def _write(self, mapping: TensorMapping, pairs: list[Pair]) -> list[Pair]:
         """Convert pairs of ours into pairs of the file."""
         (a, b), *others = pairs
-        if isinstance(op, Stack):
+        if isinstance(mapping, Stack):
             return list(zip(a.unbind(0), b.unbind(0), strict=True))
-        if not isinstance(op, Interleave):
+        if not isinstance(mapping, Interleave):
             return [(a, b)]
         ((a2, b2),) = others
         both = b.new_zeros(len(b), 2 * b.shape[1], 2 * b.shape[2])
         both[:, ::2, : b.shape[2]], both[:, 1::2, b.shape[2] :] = b, b2
         return [(torch.cat((a, a2), 1), both)]
 
-    def _read(self, op: Op, pairs: list[Pair]) -> list[Pair]:
+    def _read(self, mapping: TensorMapping, pairs: list[Pair]) -> list[Pair]:
         """Convert pairs of the file into pairs of ours."""
-        if isinstance(op, Stack):
+        if isinstance(mapping, Stack):
             return [(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))]
-        if not isinstance(op, Interleave):
+        if not isinstance(mapping, Interleave):
             return pairs
         ((a, b),) = pairs
         half = a.shape[1] // 2
         return [(a[:, :half], b[:, ::2, :half]), (a[:, half:], b[:, 1::2, half:])]
 
-    def _stored(self, tensor: Callable[[str], Tensor], module: str, op: Op) -> Pair:
+    def _stored(self, tensor: Callable[[str], Tensor], module: str, mapping: TensorMapping) -> Pair:
         """Read the pair of a module of the file."""
         a, b = (tensor(f"base_model.model.{module}.lora_{which}.weight") for which in "AB")
-        if isinstance(op, Transpose | Interleave):
+        if isinstance(mapping, Transpose | Interleave):
             experts = self.model.config.experts
             a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
         return a, b

@@ -156,8 +156,8 @@ class Projection:
     def accumulate(self, chunk: slice, grad: Tensor, weights: Tensor) -> None:
         """Add a chunk's contribution to the gradients.
 
-        `grad` [n, V] is the gradient by the logits over the temperature, not yet weighted; it may be the buffer of
-        `logprobs`, and is overwritten.
+        `grad` [n, V] is the gradient with respect to the logits divided by the temperature, not yet weighted; it may be
+        the buffer of `logprobs`, and is overwritten.
         """
         grad = self._weighted(grad, (weights / self.processing.temperature)[:, None])
         if self.dx is not None:
@@ -173,7 +173,8 @@ class Projection:
                 self.dweight[i : i + BLOCK] += grad[:, i : i + BLOCK].t() @ self.x[chunk]
 
     def _weighted(self, grad: Tensor, weights: Tensor) -> Tensor:
-        """Return a chunk's gradient by what the GEMM gave, in its dtype, and add it to the bias's."""
+        """Return a chunk's gradient with respect to the output of the matrix product, in its dtype, and add it to the
+        gradient of the bias."""
         narrow = self.narrow[: len(grad)]
         if self.fused and self.slope is None and self.dbias is None:
             return torch.mul(grad, weights, out=narrow)  # one pass, where a CPU would make a copy of its own

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ptf.errors import UserError
-from ptf.model.ops import Slices
+from ptf.model.checkpoint_mapping import Slices
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 32

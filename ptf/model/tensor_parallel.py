@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
-from ptf.model.sequence import all_gather, divide_gradient, fill_up, reduce_scatter
+from ptf.model.sequence_parallel import all_gather, divide_gradient, fill_up, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)

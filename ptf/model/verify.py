@@ -2,7 +2,7 @@
 against the run that made it.
 
 Everything is compared under Hugging Face's names and from one saved checkpoint, so a mistake anywhere (config mapping,
-op, layer, attention mask) shows as a number, with the first module whose outputs differ.
+tensor mapping, layer, attention mask) shows as a number, with the first module whose outputs differ.
 """
 
 import json
@@ -174,7 +174,7 @@ def compare(directory: Path, hf: "PreTrainedModel", change: Callable[[Decoder], 
         if change is not None:
             change(ours)
         return _compare(config, ours, family, hf, problems)
-    except (UserError, AssertionError) as error:  # a setting, a tensor, or a parameter without an op
+    except (UserError, AssertionError) as error:  # a setting, a tensor, or a parameter without a mapping
         return Case(config, problems=tuple(str(error).splitlines()))
 
 

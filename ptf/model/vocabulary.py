@@ -102,9 +102,9 @@ def extend(source: Path, directory: Path, tokenizer: str, new: NewRows) -> None:
 def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the checkpoint but those that `save_hf` carries over by itself."""
     tables = {
-        family.prefix + op.theirs(0)[0]: op.ours[0].removesuffix(".weight")
-        for op in family.ops
-        if op.ours[0] in ("embed.weight", "head.weight")
+        family.prefix + mapping.theirs(0)[0]: mapping.ours[0].removesuffix(".weight")
+        for mapping in family.mappings
+        if mapping.ours[0] in ("embed.weight", "head.weight")
     }
     copies = {
         name for name, which in tables.items() if which == "head" and family.config(bridge.read_config(source)).tied

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Count, Knobs, Positive, PositiveFloat
+from ptf.config.section import AlgoConfig, Count, Positive, PositiveFloat
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 IMPORTANCE = {"fp32": None, "bf16": 2.0}  # what `max_importance: auto` is; 2 as in Yao et al. 2025
 
 
-class PolicyKnobs(Knobs):
+class OnPolicyConfig(AlgoConfig):
     """The clipped objective, which all recipes with rollouts share."""
 
     clip_low: PositiveFloat = 0.2
@@ -32,7 +32,7 @@ class PolicyKnobs(Knobs):
 
     on_policy: ClassVar[bool] = True
 
-    def in_force(self, job: "Job") -> "PolicyKnobs":
+    def in_force(self, job: "Job") -> "OnPolicyConfig":
         """Return these keys with the value of `max_importance` at the job's precision."""
         if self.max_importance != "auto":
             return self
@@ -52,7 +52,7 @@ class PolicyKnobs(Knobs):
         return {"several updates from the same rollouts; give algo.epochs: 1 and algo.minibatches: 1": several}
 
 
-class RewardedKnobs(PolicyKnobs):
+class RewardedConfig(OnPolicyConfig):
     """What GRPO and PPO share beyond the clipped objective."""
 
     kl: Annotated[float, Field(ge=0)] = 0.0

@@ -39,7 +39,7 @@ class Recipe(Protocol):
         ...
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
-        """Encode a row: no entry skips it, several split it."""
+        """Return the pack units of a row: several split the row, and an empty list skips it."""
         ...
 
     def denominator(self, batch: Batch) -> Tensor:

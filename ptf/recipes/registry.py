@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ptf.config.section import Knobs, Plug
+from ptf.config.section import AlgoConfig, Plugin
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """The location of an algorithm: `knobs.py` and `recipe.py` of `package`, with the classes `NAMEKnobs` and
+    """The location of an algorithm: `config.py` and `recipe.py` of `package`, with the classes `NAMEConfig` and
     `NAME`."""
 
     package: str
@@ -38,10 +38,10 @@ FACTS = ("train_on", "sources", "processing", "max_new_tokens", "logprob_diff_bo
 
 
 @cache
-def knobs_of(recipe: str) -> type[Knobs]:
+def algo_config_of(recipe: str) -> type[AlgoConfig]:
     """Return the class of an algorithm's section `algo`; it imports no torch. Raises KeyError for an unknown name."""
     package, name = RECIPES[recipe]
-    return getattr(importlib.import_module(f"{package}.knobs"), f"{name}Knobs")
+    return getattr(importlib.import_module(f"{package}.config"), f"{name}Config")
 
 
 def build(job: "Job") -> "Recipe":
@@ -50,19 +50,19 @@ def build(job: "Job") -> "Recipe":
     Its class is called with the keys of `algo` (a plugin also with its `args`) and with those values of `facts` that it
     has parameters for; built-in and plugin recipes get the same.
     """
-    if isinstance(job.recipe, Plug):
+    if isinstance(job.recipe, Plugin):
         from ptf.config import plugin
 
         recipe: Callable[..., Any] = plugin.bind(job.recipe)
-        knobs: dict[str, Any] = cast("dict[str, Any]", job.algo)
+        settings: dict[str, Any] = cast("dict[str, Any]", job.algo)
     else:
         package, name = RECIPES[job.recipe]
         recipe = getattr(importlib.import_module(f"{package}.recipe"), name)
-        knobs = cast(Knobs, job.algo).in_force(job).arguments()
+        settings = cast(AlgoConfig, job.algo).in_force(job).arguments()
     parameters = inspect.signature(recipe).parameters
-    bound = recipe.keywords if isinstance(job.recipe, Plug) else {}  # type: ignore[attr-defined]
+    bound = recipe.keywords if isinstance(job.recipe, Plugin) else {}  # type: ignore[attr-defined]
     requested = {name: value for name, value in facts(job).items() if name in parameters and name not in bound}
-    made = recipe(**(requested | knobs))
+    made = recipe(**(requested | settings))
     if not hasattr(made, "denominator"):
         from ptf.errors import UserError
 

@@ -251,7 +251,7 @@ class Controller:
     def annotate(
         self, groups: Sequence[Group], role: RoleGroup, name: str, method: str = "logprobs"
     ) -> tuple[list[Group], np.ndarray]:
-        """Add a role's values per sampled token as the stream `name`; also return |role − engine| of each token."""
+        """Add a role's values per sampled token as the token column `name`; also return |role − engine| of each."""
         samples = [samples_of(t) for g in groups for t in g]
         values = iter(role.call(method, [sample for of in samples for sample in of]))
         token_columns = []  # one per trajectory: [n], a value for each sampled token
@@ -302,7 +302,7 @@ class Controller:
         transport, directory = TRANSPORTS[self.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
-            expected = self.policy.call("score", self.canary)
+            expected = self.policy.call("prompt_logprobs", self.canary)
             if transport.streams:
                 engines = self.rollout_config.workers * self.rollout_config.tensor
                 arguments = (self.transport, self.step, engines, self.job.compute.timeout_s)

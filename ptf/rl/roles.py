@@ -30,8 +30,8 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.model.sharding import compilation
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, sharded
+from ptf.rl.forward_passes import packer_of, per_token, sample_logprobs
 from ptf.rl.logprob_guard import LogprobDifference
-from ptf.rl.scoring import packer_of, per_token, sample_logprobs
 from ptf.rl.weights import stored
 from ptf.rl.weights.streamed import Sender, Transfer
 from ptf.rl.weights.transports import TRANSPORTS
@@ -196,9 +196,9 @@ class Learner:
             else:
                 micro, numbers = deal(rows, self.world, self.micro_rows, self.width), []
             results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
-        units = [r["denominator"] for r in results]
+        denominators = [r["denominator"] for r in results]
         return {
-            name: float(np.average([r[name] for r in results], weights=None if name == "denominator" else units))
+            name: float(np.average([r[name] for r in results], weights=None if name == "denominator" else denominators))
             for name in results[0]
         }
 
@@ -226,7 +226,7 @@ class Learner:
             return self.logprobs(samples)
 
     @sharded
-    def score(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
+    def prompt_logprobs(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probs of tokens 1…n-1 of each sequence at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
         return [values[1:] for values in self._logprobs(samples, NO_LOGITS_PROCESSING)]

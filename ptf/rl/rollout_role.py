@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ptf import storage
-from ptf.config import Job, Plug
+from ptf.config import Job, Plugin
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
@@ -19,7 +19,7 @@ from ptf.rl.rewards.functions import RewardWorkers
 from ptf.rl.sampler import EnvironmentSpec, Sampler
 
 
-def evaluation_engine(job: Job, gpu: bool, installed: bool) -> str | Plug:
+def evaluation_engine(job: Job, gpu: bool, installed: bool) -> str | Plugin:
     """Return the engine that generates held-out answers (`evaluate.engine`).
 
     `gpu` is whether this machine has a GPU for it, `installed` whether it has vLLM. The native engine computes no
@@ -39,7 +39,7 @@ def sampler_spec(
     tokenizer: str,
     run: Path,
     *,
-    engine: str | Plug,
+    engine: str | Plugin,
     version: int,
     workers: int,
     length: int,
@@ -85,7 +85,7 @@ def sampler_spec(
     return RoleSpec("rollout", Sampler, kwargs, workers * tensor, env, tensor=tensor)
 
 
-def _engine_options(job: Job, engine: str | Plug, trie: Trie | None, adapter: bool, tensor: int) -> dict[str, object]:
+def _engine_options(job: Job, engine: str | Plugin, trie: Trie | None, adapter: bool, tensor: int) -> dict[str, object]:
     """Return the arguments of the engine alone; a plugin has none."""
     options: dict[str, object] = {}
     if engine == "vllm":
@@ -179,7 +179,7 @@ def with_logits_processing(
     return recipe, processing
 
 
-def rewards_of(job: Job, reward: Plug | None) -> RewardWorkers | None:
+def rewards_of(job: Job, reward: Plugin | None) -> RewardWorkers | None:
     """Return the processes that score answers with this reward; None if there is none."""
     if reward is None:
         return None

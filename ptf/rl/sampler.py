@@ -17,11 +17,12 @@ import torch
 from ptf.compute.meter import memory_gib
 from ptf.compute.offload import own_file, release_freed_memory
 from ptf.compute.world import World
-from ptf.config import Plug, plugin
+from ptf.config import Plugin, plugin
 from ptf.config.logprob_limits import LogprobLimits
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.data.trie import Trie
+from ptf.errors import UserError
 from ptf.rl.cluster import broadcast, replayed_broadcast, sharded, unreplayable_broadcast
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
 from ptf.rl.environments.protocol import Environments
@@ -36,7 +37,7 @@ from ptf.train.components import parts_of
 class EnvironmentSpec:
     """The environment of a rollout role and its limits: picklable values that are sent to the workers."""
 
-    plugin: Plug
+    plugin: Plugin
     max_turns: int
     processes: int
     timeout_s: float
@@ -56,7 +57,7 @@ class Sampler:
         self,
         world: World,
         *,
-        engine: str | Plug,
+        engine: str | Plugin,
         directory: str,
         tokenizer: str,
         version: int,
@@ -161,7 +162,7 @@ class Sampler:
 
         Raises SyncError if the differences exceed the limits.
         """
-        differences = [np.abs(a - b) for a, b in zip(self.engine.score(tokens), expected, strict=True)]
+        differences = [np.abs(a - b) for a, b in zip(self.engine.prompt_logprobs(tokens), expected, strict=True)]
         difference = LogprobDifference.of(np.concatenate(differences), limits.bound)
         difference.refuse(
             limits,
@@ -200,7 +201,7 @@ def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int
 
 
 def make_engine(
-    kind: str | Plug,
+    kind: str | Plugin,
     directory: str,
     world: World,
     *,
@@ -212,10 +213,14 @@ def make_engine(
 ) -> RolloutEngine:
     """Start the engine that `rollout.engine` names, with the weights of a Hugging Face directory."""
     dtype = "bfloat16" if precision == "bf16" else "float32"
-    if isinstance(kind, Plug):
-        return plugin.bind(kind)(
+    if isinstance(kind, Plugin):
+        made = plugin.bind(kind)(
             directory, device=str(world.device), dtype=dtype, version=version, seed=seed, max_length=max_length
         )
+        if not hasattr(made, "prompt_logprobs"):
+            renamed = ": rename its method `score`" if hasattr(made, "score") else ""
+            raise UserError(f"the rollout engine {kind.use} has no method `prompt_logprobs(tokens)`{renamed}")
+        return made
     if kind == "native":
         from ptf.rl.engines.native import NativeEngine
 

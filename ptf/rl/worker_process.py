@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptf.compute.launch import start
-from ptf.config import Plug, plugin
+from ptf.config import Plugin, plugin
 from ptf.data.trajectory import MAX_REWARD, is_reward
 from ptf.errors import UserError
 from ptf.rl.rewards import concurrent
@@ -75,7 +75,7 @@ class Deadline:
 class WorkerProcess:
     """One process that serves a plugin as `kind`: "reward" or "environment". It starts with the first question."""
 
-    def __init__(self, kind: str, what: Plug, timeout_s: float) -> None:
+    def __init__(self, kind: str, what: Plugin, timeout_s: float) -> None:
         plugin.bind(what)  # raises here, in this process, if the name cannot be resolved
         self.kind, self.what, self.timeout_s = kind, what, timeout_s
         self.question_count = 0  # questions that were sent to the current process
@@ -168,7 +168,7 @@ class WorkerProcess:
         self.pipe = self.process = None
 
 
-def reward_of(what: Plug) -> Callable[[Any], Any]:
+def reward_of(what: Plugin) -> Callable[[Any], Any]:
     """Return a function that maps a question, (row, text), to the reward, a number, or to a Fault.
 
     It is a coroutine function if the reward is one.
@@ -195,7 +195,7 @@ def reward_of(what: Plug) -> Callable[[Any], Any]:
     return answer_later if concurrent.is_asynchronous(function) else answer
 
 
-def environment_of(what: Plug) -> Callable[[Any], Any]:
+def environment_of(what: Plugin) -> Callable[[Any], Any]:
     """Return a function that answers questions to environments.
 
     Questions are ("begin", episode, row, seed), ("act", episode, text) and ("end", episode).
@@ -224,7 +224,7 @@ def serve(pipe: mpc.Connection) -> None:
     The process also ends with its parent (ptf.entry), even while the users' code hangs.
     """
     kind, what = pipe.recv()
-    answer = {"reward": reward_of, "environment": environment_of}[kind](Plug(**what))
+    answer = {"reward": reward_of, "environment": environment_of}[kind](Plugin(**what))
     pipe.send("ready")
     count = 0
     while True:

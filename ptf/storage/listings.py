@@ -28,7 +28,7 @@ def listing(uri: str) -> list[str]:
 
     Raises Missing if there are none.
     """
-    return list(stamps(uri))
+    return list(change_stamps(uri))
 
 
 def children(uri: str) -> list[str]:
@@ -38,11 +38,11 @@ def children(uri: str) -> list[str]:
     return sorted({name.rstrip("/").rpartition("/")[2] for name in names})
 
 
-# as file systems call it
+# keys of a listing that change with a file, by the names of various stores; the first that is there is used
 STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_modified", "LastModified", "updated")
 
 
-def stamps(uri: str) -> dict[str, str]:
+def change_stamps(uri: str) -> dict[str, str]:
     """Return a stamp for each file that `listing` returns, sorted by name.
 
     A stamp changes when its file does: it is the size with the modification time or, in an object store, the ETag.
@@ -73,7 +73,7 @@ def stamps(uri: str) -> dict[str, str]:
     }
 
 
-def marks(directory: str) -> dict[str, tuple[int, str]]:
+def file_identities(directory: str) -> dict[str, tuple[int, str]]:
     """Return the size and a version tag of each file below a directory or URI, by its relative name.
 
     The tag differs after any write to the file; it is empty if the store provides none.
@@ -96,13 +96,13 @@ def marks(directory: str) -> dict[str, tuple[int, str]]:
     return {name.removeprefix(root): (int(about["size"]), named(about)) for name, about in entries.items()}
 
 
-def stamps_below(uri: str) -> tuple[str, dict[str, str]]:
-    """Return the base directory of a URI and its `stamps`.
+def change_stamps_below(uri: str) -> tuple[str, dict[str, str]]:
+    """Return the base directory of a URI and its `change_stamps`.
 
     The base is the directory itself, the parent of a file, or the directory that all matches of a glob are below.
     """
     files, path = store_of(uri)
-    stamped = stamps(uri)
+    stamped = change_stamps(uri)
     if retry(files, uri, lambda: files.isdir(path)):
         below = path
     elif len(stamped) == 1 and retry(files, uri, lambda: files.isfile(path)):

@@ -48,7 +48,7 @@ class Ranged(io.RawIOBase):
 
 
 class _Remote(Ranged):
-    """A remote file as it was when it was opened: nothing of it is held here."""
+    """A remote file with the size that it had when it was opened. Each read is a request; nothing is cached."""
 
     def __init__(self, files: Any, path: str, uri: str) -> None:
         super().__init__(int(retry(files, uri, lambda: files.size(path))))

@@ -19,11 +19,11 @@ def files(data: str | None) -> tuple[Path, Path]:
     return bought, items
 
 
-def prepare(directory: str, *, data: str | None = None, **knobs: Any) -> None:
-    """Call `ptf.events.prepare.prepare` with `knobs` on the files in `events/` under `data`.
+def prepare(directory: str, *, data: str | None = None, **arguments: Any) -> None:
+    """Call `ptf.events.prepare.prepare` with `arguments` on the files in `events/` under `data`.
 
     The default of `data` is $PTF_DATA, or else ../shared/data.
     """
     bought, items = files(data)
     columns = {"columns": {"user": "customer", "time": "unix_ts"}, "item_columns": {"value": "median_price"}}
-    events.prepare(directory, events=str(bought), items=str(items), **columns, **knobs)
+    events.prepare(directory, events=str(bought), items=str(items), **columns, **arguments)

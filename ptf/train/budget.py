@@ -44,8 +44,8 @@ GIB = 2.0**30
 class Memory:
     """Bytes on one GPU at the peak of a step."""
 
-    weights: float  # shards: fp32 of what trains, and of the others as they are held
-    gradients: float  # fp32 shards, of what trains
+    weights: float  # shards: trained weights in fp32, the others in `frozen_dtype`
+    gradients: float  # shards of the gradients of trained weights, in fp32
     optimizer: float  # AdamW's two averages
     # whole blocks in the type of the computation: two while they are prefetched, one's gradients, and the root's
     gathered: float

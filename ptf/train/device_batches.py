@@ -10,8 +10,8 @@ from ptf.data.batch import Batch
 def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield the batches on a device. While one is used on a GPU, the next is copied there on a stream of its own.
 
-    The host's batches must stay as they are until the GPU has done all that was asked of it before they are dropped:
-    a copy from pinned memory returns before it is made.
+    The caller must keep the host's batches unchanged until the GPU has finished the work that was queued: a copy from
+    pinned memory returns before it is complete.
     """
     if device.type != "cuda":
         yield from batches

@@ -90,7 +90,7 @@ class Costs:
         self.flops[name] += flops
 
     def merge(self, other: "Costs", times: int = 1) -> None:
-        """Add all operators of others, which run `times` times."""
+        """Add all operators of `other`, each of which runs `times` times."""
         for name, seconds in other.seconds.items():
             self.seconds[name] += times * seconds
             self.flops[name] += times * other.flops[name]
@@ -171,7 +171,8 @@ class _Kernel(Function):
 
 
 def one_kernel(function: Callable[..., Tensor], timeline: Timeline) -> Callable[..., Tensor]:
-    """Return the function as torch.compile makes it: one kernel, whatever is not a tensor being part of it."""
+    """Return the function with the costs that it has under torch.compile: one kernel. Arguments that are not tensors
+    are constants of the kernel."""
     name = f"compiled {function.__name__}"
 
     def call(*args: Any) -> Tensor:
@@ -247,8 +248,8 @@ def layer_costs(
     if compiled:
         compile_parts(block, lambda function: one_kernel(function, timeline))
 
-    def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kept = float(sum(pairs(n, of.window) for n in lengths))
+    def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = float(sum(pairs(n, layer.window) for n in lengths))
         return cast("Tensor", _Flex.apply(q, k, v, kept, costs))
 
     with timeline:
@@ -257,7 +258,7 @@ def layer_costs(
             block(x, table, attend, real)
         elif recomputed == "selective":
             timeline.only_recomputed = True
-            block(x, table, lambda of, q, k, v: torch.empty_like(q), real)
+            block(x, table, lambda layer, q, k, v: torch.empty_like(q), real)
             timeline.only_recomputed = False
         y.backward(torch.empty_like(y))
     return costs

@@ -43,7 +43,7 @@ def load_model(
     """Build a sharded model with its weights, read from the directory or drawn from the seed.
 
     What it has beyond the checkpoint (a new scalar head, components of the user's own) is drawn from the seed and
-    reported. Nothing trains of a `frozen` model, and its weights are held in the type of the computation.
+    reported. A `frozen` model has no trained parameter, and its weights are held in the dtype of the computation.
     """
     if spec.backend == "hf":
         return _load_foreign(
@@ -64,7 +64,7 @@ def load_model(
 
 
 def _hold(model: nn.Module, directory: Path, precision: str, *, frozen: bool) -> None:
-    """Set the dtypes of the parameters: masters in fp32 of what trains, the others as narrow as loses nothing."""
+    """Set the dtypes of the parameters: fp32 for those that are trained, and `frozen_dtype` for the others."""
     if frozen:
         model.requires_grad_(False)
     hold_frozen(model, frozen_dtype(directory, precision, exported=not frozen))

@@ -90,12 +90,12 @@ def test_a_stopped_rank_is_named_with_step_phase_place_and_last_lines_and_once(c
     assert not rank.hear("nothing more to say", 1.5)
     assert rank.news == [said]
     rank.process.send_signal(signal.SIGCONT)
-    assert rank.hear("train rank 1 goes on", 10), rank.news
+    assert rank.hear("train rank 1 continues", 10), rank.news
 
 
 def test_a_rank_that_hangs_in_a_phase_whose_length_is_known_is_named(child):
     rank = child("forward_backward")
-    assert rank.hear("not moving", 10), rank.news
+    assert rank.hear("seem to be stuck", 10), rank.news
     assert rank.news[1].startswith("  rank 1: step 6, forward_backward for ")
 
 

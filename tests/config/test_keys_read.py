@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ptf.config.explain import keys, section_at
 from ptf.config.schema import jobs
-from ptf.config.section import Plug
+from ptf.config.section import Plugin
 
 ROOT = Path(__file__).parents[2]
 DECLARED_HERE = {
@@ -35,7 +35,7 @@ def strings(file: Path) -> set[str]:
 def test_every_key_is_read():
     read = attributes(ROOT / "ptf", ROOT / "steps", ROOT / "flows") | strings(ROOT / "flows" / "settings.py")
     leaves = {
-        key for job in jobs().values() for key, field in keys(job) if section_at(field.annotation, []) in (None, Plug)
+        key for job in jobs().values() for key, field in keys(job) if section_at(field.annotation, []) in (None, Plugin)
     }
     assert len(leaves) > 60
     unread = sorted(key for key in leaves if key.rpartition(".")[2] not in read)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.config import ConfigError, Plug, dump, explain, fingerprint, frozen_differences, load, loads, plugin, resolve
+from ptf.config import ConfigError, Plugin, dump, explain, fingerprint, frozen_differences, load, loads, plugin, resolve
 from ptf.config.foreign_names import FOREIGN, hint
 from ptf.config.schema import jobs as jobs_by_name
 from ptf.config.tree import Node, Place, _over, merge, parse
@@ -66,7 +66,7 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=6,
 )
-plugs = st.fixed_dictionaries({"use": st.just("pkg.mod:name"), "args": st.dictionaries(names, plain, max_size=3)})
+plugins = st.fixed_dictionaries({"use": st.just("pkg.mod:name"), "args": st.dictionaries(names, plain, max_size=3)})
 sources = st.dictionaries(
     names.filter(lambda name: not name.startswith("v")),
     st.fixed_dictionaries(
@@ -100,7 +100,7 @@ jobs = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries({"path": texts}, optional={"revision": st.none() | texts}),
         "data": st.fixed_dictionaries(
-            {"sources": sources}, optional={"seq_len": positive, "prepare": st.none() | plugs}
+            {"sources": sources}, optional={"seq_len": positive, "prepare": st.none() | plugins}
         ),
         "train": st.fixed_dictionaries(
             {"steps": positive, "lr": st.floats(1e-300, 1e300)},
@@ -120,11 +120,11 @@ jobs = st.fixed_dictionaries(
             lambda recipe: (
                 st.just(recipe)
                 if recipe["recipe"] == "sft"
-                else plugs.map(lambda reward: recipe | {"rollout": {"reward": reward}})
+                else plugins.map(lambda reward: recipe | {"rollout": {"reward": reward}})
             )
         )
         .map(lambda recipe: values | recipe)
-        | plugs.map(lambda own: values | {"recipe": own, "algo": {"k": 1}})
+        | plugins.map(lambda own: values | {"recipe": own, "algo": {"k": 1}})
     ).map(agreeing)
 )
 
@@ -139,7 +139,7 @@ def test_dump_and_loads_are_inverse(values):
 
 @given(plain)
 def test_any_value_survives_yaml_and_json(value):
-    job = loads(SFT).model_copy(update={"recipe": Plug(use="a:b", args={"value": value})})
+    job = loads(SFT).model_copy(update={"recipe": Plugin(use="a:b", args={"value": value})})
     infinite = "Infinity" in json.dumps(value)  # JSON has no word for it
     for written in (dump(job), *([] if infinite else [json.dumps(job.model_dump())])):
         args = loads(written).recipe.args  # type: ignore[union-attr]
@@ -317,7 +317,10 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
             "rollout.environment={use: 'a:b'}",
             "rollout.reward  rollout.environment gives the rewards of its episodes; give one, not both",
         ),
-        ("rollout.reward=null", "rollout.reward  it, or reward_model or environment, must say how good an answer is"),
+        (
+            "rollout.reward=null",
+            "rollout.reward  answers need a reward; give rollout.reward, reward_model or environment",
+        ),
         ("rollout.reward_model={path: a, revision: 3}", "rollout.reward_model.revision  expected text, got 3"),
         (
             "compute.launcher=torchrun",
@@ -519,7 +522,7 @@ def test_a_plug_is_replaced_when_it_names_another(write):
 
     assert reward("rollout.reward.args.b=2").args == {"a": 1, "b": 2}
     assert reward("rollout.reward={use: 'ptf.rl.rewards:exact', args: {b: 2}}").args == {"a": 1, "b": 2}
-    assert reward("rollout.reward.use=my.mod:other") == Plug(use="my.mod:other")
+    assert reward("rollout.reward.use=my.mod:other") == Plugin(use="my.mod:other")
     assert reward("rollout.reward={use: my.mod:other, args: {b: 2}}").args == {"b": 2}
     assert load(
         "a.yaml", overrides=["data.sources.use.path=x", "data.sources.use.kind=prompt"]
@@ -581,7 +584,7 @@ def test_resolve_puts_paths_in_place():
     pinned = resolve(loads(SFT.replace("a.jsonl", "open/gsm")), commits={"data.sources.chat": "c0ffee"})
     assert pinned.data.sources["chat"].revision == "c0ffee"
     assert done.evaluate.sources["e"].path == "s3://p/e"
-    assert done.evaluate.reward == Plug(use="a:b", args={"tables": ["s3://p/t", "plain"]})
+    assert done.evaluate.reward == Plugin(use="a:b", args={"tables": ["s3://p/t", "plain"]})
     assert resolve(loads(SFT)).model.path == "m"
     assert type(done) is type(job)
 
@@ -618,12 +621,12 @@ def test_frozen_differences_names_the_frozen_keys_only(write):
     ]
 
 
-# --- plugs ------------------------------------------------------------------------------------------------------
+# --- plugins ------------------------------------------------------------------------------------------------------
 
 
 def test_a_plug_is_its_callable_with_args_bound():
     assert plugin.resolve("json:dumps") is json.dumps
-    assert plugin.bind(Plug(use="json:dumps", args={"indent": 1}))([1]) == "[\n 1\n]"
+    assert plugin.bind(Plugin(use="json:dumps", args={"indent": 1}))([1]) == "[\n 1\n]"
 
 
 @pytest.mark.parametrize(
@@ -648,7 +651,7 @@ def test_an_error_inside_the_plugged_module_is_not_hidden(tmp_path, monkeypatch)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         plugin.resolve("broken_plug:x")
     with pytest.raises(ConfigError, match="not callable"):
-        plugin.bind(Plug(use="sys:path"))
+        plugin.bind(Plugin(use="sys:path"))
 
 
 def test_config_and_storage_load_no_torch():

@@ -10,29 +10,29 @@ from ptf.errors import UserError
 def test_runs_once_for_each_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 
-    def plug(directory: str) -> None:
+    def plugin(directory: str) -> None:
         calls.append(directory)
         Path(directory, "model").mkdir()
         Path(directory, "model/config.json").write_text(str(len(calls)))
 
-    first = prepare(plug, "k1", str(tmp_path / "prepared"))
+    first = prepare(plugin, "k1", str(tmp_path / "prepared"))
     assert first == str(tmp_path / "prepared/k1")
     assert set(storage.verify(first)["files"]) == {"model/config.json"}
     assert capsys.readouterr().out == ""
-    assert prepare(plug, "k1", str(tmp_path / "prepared")) == first
+    assert prepare(plugin, "k1", str(tmp_path / "prepared")) == first
     assert capsys.readouterr().out == f"prepare: reusing {first}\n"
     assert len(calls) == 1
-    other = prepare(plug, "k2", str(tmp_path / "prepared"))
+    other = prepare(plugin, "k2", str(tmp_path / "prepared"))
     assert Path(other, "model/config.json").read_text() == "2"
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
-    def plug(directory: str) -> None:
+    def plugin(directory: str) -> None:
         Path(directory, "half").touch()
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        prepare(plug, "k", str(tmp_path))
+        prepare(plugin, "k", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -145,7 +145,7 @@ def test_users_with_nothing_to_learn_from_are_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("settings", "message"),
     [
         ({"hold_out": -1.0}, "no user has a basket to train on"),
         ({"ids": "names"}, "ids must be `items`, or `levels`"),
@@ -160,10 +160,10 @@ def test_users_with_nothing_to_learn_from_are_said(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_refused(
-    made: Path, tmp_path: Path, knobs: dict[str, Any], message: str
+    made: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        prepare(str(tmp_path), events=str(made / "events.jsonl"), items=str(made / "items.jsonl"), **knobs)
+        prepare(str(tmp_path), events=str(made / "events.jsonl"), items=str(made / "items.jsonl"), **settings)
 
 
 def test_items_that_are_alike_share_codes_and_new_ones_take_free_ones(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ VOCAB, ITEMS, D = 40, 24, 16
 IDS = torch.arange(10, 10 + ITEMS)
 
 
-def head(place: Path, dtype: torch.dtype = torch.float32, **knobs: Any) -> NextItem:
+def head(place: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> NextItem:
     torch.manual_seed(0)
     save_file({"ids": IDS, "rows": torch.randn(ITEMS, D)}, place / "items.safetensors")
-    made = NextItem(config(), Parts(), "head", items=str(place / "items.safetensors"), **knobs)
+    made = NextItem(config(), Parts(), "head", items=str(place / "items.safetensors"), **settings)
     return made.to(dtype)
 
 
@@ -153,10 +153,10 @@ def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path) -> None:
     assert all(g is not None for g in torch.autograd.grad(made.loss(x, without), [x, *made.parameters()]))
 
 
-@pytest.mark.parametrize("knobs", [{"sampled": ITEMS}, {"sampled": 0}])
-def test_what_cannot_be_is_refused(tmp_path: Path, knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"sampled": ITEMS}, {"sampled": 0}])
+def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="sampled must be between 1 and 23"):
-        head(tmp_path, **knobs)
+        head(tmp_path, **settings)
     save_file({"ids": IDS, "rows": torch.randn(ITEMS, D + 1)}, tmp_path / "wide.safetensors")
     with pytest.raises(
         UserError, match=r"rows of width 17 and tokens up to 33, but the model has width 16 and a vocabulary of 40"

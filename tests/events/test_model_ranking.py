@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptf.config import Plug
+from ptf.config import Plugin
 from ptf.config.sections.model import TokensConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
@@ -193,4 +193,4 @@ def test_nothing_later_is_seen(place: Path) -> None:
 def test_plugs_of_slates_are_found() -> None:
     from ptf.config.plugin import bind
 
-    assert bind(Plug(use="ptf.tasks.slates:revenue", args={"catalogue": "x"}))
+    assert bind(Plugin(use="ptf.tasks.slates:revenue", args={"catalogue": "x"}))

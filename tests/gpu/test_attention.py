@@ -32,17 +32,17 @@ def inputs() -> list[torch.Tensor]:
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_flex_equals_per_document(dtype, bound, window, sinks):
-    batch, of = packed(ROWS, 256), attention(window, sinks)
+    batch, layer = packed(ROWS, 256), attention(window, sinks)
     real = batch.segments >= 0
     upstream = torch.randn(3, 256, 4, 32, generator=torch.Generator().manual_seed(2)) * real[..., None, None]
     results = []
     for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
-        of.to(device)
-        of.zero_grad()
+        layer.to(device)
+        layer.zero_grad()
         q, k, v = (t.to(device, kind).requires_grad_() for t in inputs())
-        out = backend(q.device)(batch.segments.to(device), batch.positions.to(device))(of, q, k, v)
+        out = backend(q.device)(batch.segments.to(device), batch.positions.to(device))(layer, q, k, v)
         (out.float() * upstream.to(device)).sum().backward()
-        grads = [t.grad for t in (q, k, v)] + ([of.sinks.grad] if of.sinks is not None else [])
+        grads = [t.grad for t in (q, k, v)] + ([layer.sinks.grad] if layer.sinks is not None else [])
         results.append(
             [(out * real.to(device)[..., None, None]).detach().float().cpu(), *(g.float().cpu() for g in grads)]
         )
@@ -86,14 +86,14 @@ def test_attention_is_compiled_once_for_rows_of_one_shape():
     from torch._dynamo.testing import CompileCounter  # noqa: F401  (its import enables the counters)
     from torch._dynamo.utils import counters
 
-    of = attention(None, False)
+    layer = attention(None, False)
     q, k, v = (t.cuda() for t in inputs())
 
     def seen(batch):
         return Flex(batch.segments.cuda(), batch.positions.cuda())
 
-    seen(packed(ROWS, 256))(of, q, k, v)
+    seen(packed(ROWS, 256))(layer, q, k, v)
     counters.clear()
     for seed in range(5):
-        seen(packed([[50 + seed, 100], [256 - seed], [9, 9, 9]], 256, seed))(of, q, k, v)
+        seen(packed([[50 + seed, 100], [256 - seed], [9, 9, 9]], 256, seed))(layer, q, k, v)
     assert counters["stats"].get("unique_graphs", 0) == 0

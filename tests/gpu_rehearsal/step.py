@@ -19,7 +19,7 @@ from ptf.model import attention, bridge
 from ptf.model.decoder import Decoder
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.recipes.kd.knobs import TeacherConfig
+from ptf.recipes.kd.config import TeacherConfig
 from ptf.recipes.kd.recipe import KD
 from ptf.recipes.protocol import Recipe
 from ptf.recipes.rm.recipe import RM

@@ -54,7 +54,7 @@ class Pointwise(TorchDispatchMode):
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
 
 
-def attend(of: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Products through which gradients reach queries, keys and values; no attention."""
     return (q.transpose(1, 2) @ (k.transpose(1, 2).mT @ v.transpose(1, 2))[:, :1]).transpose(1, 2)
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ptf.model import moe
+from ptf.model.checkpoint_mapping import Interleave, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family
-from ptf.model.ops import Interleave, Op, Rename
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,14 @@ def experts(**values: Any) -> Callable[[Family], Family]:
 def swapped(one: str, other: str) -> Callable[[Family], Family]:
     """Swap two of ptf's parameter names."""
 
-    def swap(op: Op) -> Op:
-        if not isinstance(op, Rename) or not (one in op.name or other in op.name):
-            return op
-        return replace(op, name=op.name.replace(one, other) if one in op.name else op.name.replace(other, one))
+    def swap(mapping: TensorMapping) -> TensorMapping:
+        if not isinstance(mapping, Rename) or not (one in mapping.name or other in mapping.name):
+            return mapping
+        return replace(
+            mapping, name=mapping.name.replace(one, other) if one in mapping.name else mapping.name.replace(other, one)
+        )
 
-    return lambda family: replace(family, ops=tuple(swap(op) for op in family.ops))
+    return lambda family: replace(family, mappings=tuple(swap(mapping) for mapping in family.mappings))
 
 
 def each(part: str, change: Callable[[nn.Module], Any]) -> Callable[[Decoder], None]:
@@ -131,11 +133,11 @@ def _norm_last(attention: nn.Module) -> None:
     attention.forward = forward
 
 
-def _halves(op: Interleave, which: int, part: Any, read: Any, experts: int) -> torch.Tensor:
+def _halves(mapping: Interleave, which: int, part: Any, read: Any, experts: int) -> torch.Tensor:
     """Read gate and up as the two halves of the tensor, instead of alternating rows."""
-    both = read(op.other, tuple(slice(0, 10**6) for _ in part))
+    both = read(mapping.other, tuple(slice(0, 10**6) for _ in part))
     one = both.chunk(2, -1)[which]
-    return (one.transpose(-2, -1) if op.transposed else one)[part]
+    return (one.transpose(-2, -1) if mapping.transposed else one)[part]
 
 
 def _zero(name: str) -> Callable[[nn.Module], None]:

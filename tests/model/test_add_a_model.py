@@ -51,7 +51,7 @@ def test_swapped_projections_show_as_a_place(mixtral):
     ("change", "problem"),
     [
         (('"down": "w2"', '"down": "w4"'), "missing: model.layers.0.block_sparse_moe.experts.0.w4.weight"),
-        (("    *NORMS,\n", ""), "no op for ['layers.0.attn_norm.weight'"),
+        (("    *NORMS,\n", ""), "no tensor mapping for ['layers.0.attn_norm.weight'"),
         (('c["num_local_experts"]', 'c["num_experts"]'), "config.json has no num_experts"),
     ],
 )
@@ -67,7 +67,7 @@ def test_every_field_is_in_the_table():
 
     from ptf.model.config import DecoderConfig, MoE
 
-    table = REFERENCE[REFERENCE.index("| `DecoderConfig`") : REFERENCE.index("**The ops**")]
+    table = REFERENCE[REFERENCE.index("| `DecoderConfig`") : REFERENCE.index("**The tensor mappings**")]
     of_a_job = {"head", "rows"}
     assert not [
         f.name

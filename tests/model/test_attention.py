@@ -94,12 +94,12 @@ def test_padding_to_a_bucket_changes_no_token(rows: int, length: int, monkeypatc
         return attention._flex(q, k, v, mask, scale)
 
     monkeypatch.setattr(attention, "_compiled_flex", lambda: seen)
-    of = model_of("gpt_oss").layers[0].attn
+    layer = model_of("gpt_oss").layers[0].attn
     heads, g = model_of("gpt_oss").config, torch.Generator().manual_seed(rows)
     batch = packed([[length // 2, length - length // 2] for _ in range(rows)], length)
     q, k, v = (torch.randn(rows, length, n, heads.head_dim, generator=g) for n in (heads.heads, *[heads.kv_heads] * 2))
     with torch.no_grad():
-        mine, theirs = (kind(batch.segments, batch.positions)(of, q, k, v) for kind in (Flex, PerDocument))
+        mine, theirs = (kind(batch.segments, batch.positions)(layer, q, k, v) for kind in (Flex, PerDocument))
     assert mine.shape == theirs.shape == q.shape
     assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     assert [(s[0], s[2]) for s in shapes] == [(bucket(rows), 128 * bucket(-(-length // 128)))]
@@ -111,13 +111,13 @@ def test_more_variants_than_the_limit_are_an_error(monkeypatch: pytest.MonkeyPat
     attention._compiled_flex.cache_clear()
     monkeypatch.setattr(attention, "FLEX_VARIANTS", 2)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    of, heads = model_of("llama").layers[0].attn, model_of("llama").config
+    layer, heads = model_of("llama").layers[0].attn, model_of("llama").config
 
     def attend(length: int) -> Tensor:
         batch = packed([[length]], length)
         q, k, v = (torch.randn(1, length, n, heads.head_dim) for n in (heads.heads, *[heads.kv_heads] * 2))
         with torch.no_grad():
-            return Flex(batch.segments, batch.positions)(of, q, k, v)
+            return Flex(batch.segments, batch.positions)(layer, q, k, v)
 
     try:
         for length in (5, 100, 128, 250):  # two buckets
@@ -141,13 +141,13 @@ def test_a_window_is_the_last_keys_its_own_included(window: int) -> None:
 def test_sinks_take_attention_from_every_key() -> None:
     """Against softmax with one more logit, written out."""
     model = model_of("gpt_oss")
-    of = model.layers[0].attn
+    layer = model.layers[0].attn
     heads, size = model.config.heads, model.config.head_dim
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 9, size, generator=g) for n in (heads, model.config.kv_heads, model.config.kv_heads))
     seen = torch.ones(9, 9).tril().bool()
     keys, values = (t.repeat_interleave(heads // model.config.kv_heads, 1) for t in (k, v))
-    logits = (q @ keys.transpose(-2, -1) * of.scale).masked_fill(~seen, -torch.inf)
-    share = torch.cat((logits, of.sinks[None, :, None, None].expand(1, heads, 9, 1)), -1).softmax(-1)[..., :-1]
+    logits = (q @ keys.transpose(-2, -1) * layer.scale).masked_fill(~seen, -torch.inf)
+    share = torch.cat((logits, layer.sinks[None, :, None, None].expand(1, heads, 9, 1)), -1).softmax(-1)[..., :-1]
     for mask in (None, seen):
-        assert (attention.sdpa(of, q, k, v, mask) - share @ values).abs().max() <= 1e-6
+        assert (attention.sdpa(layer, q, k, v, mask) - share @ values).abs().max() <= 1e-6

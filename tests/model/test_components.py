@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ptf.compute.checkpoint import load_tensors, tensors_of, write
 from ptf.compute.world import World, make_mesh
-from ptf.config.section import Plug
+from ptf.config.section import Plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -186,10 +186,10 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
 def test_sharded_components_begin_train_and_checkpoint_as_one_process_does(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
     replace = {
-        pattern: Plug(use=f"tests.model.own:{kind.__name__}")
+        pattern: Plugin(use=f"tests.model.own:{kind.__name__}")
         for pattern, kind in {**narrow(model_type), "layers.*.attn": GatedAttention}.items()
     }
-    spec = ModelConfig(path=str(directory), replace=replace, head=Plug(use="tests.model.own:DeepHead"))
+    spec = ModelConfig(path=str(directory), replace=replace, head=Plugin(use="tests.model.own:DeepHead"))
     alone = _trained(directory, spec, tmp_path / "alone", False)
     ranks = two_ranks(partial(_trained, directory, spec, tmp_path / "both", True), tmp_path)
     begun = dict(bridge.hf_tensors(*load_model(directory, World(), spec, seed=3, precision="fp32")))

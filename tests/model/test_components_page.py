@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ptf.compute.world import joined
-from ptf.config.section import Plug
+from ptf.config.section import Plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.model import bridge
@@ -19,7 +19,7 @@ from tests.model.test_components import DENSE, checkpoint
 from tests.tiny import packed as packed_rows
 
 TEXT = (Path(__file__).parents[2] / "docs" / "components.md").read_text()
-REPLACED = {"layers.*.mlp": Plug(use="components_page:SharedExpertMLP", args={"width": 16})}
+REPLACED = {"layers.*.mlp": Plugin(use="components_page:SharedExpertMLP", args={"width": 16})}
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("model_type", DENSE)
 def test_the_example_trains_and_comes_back(model_type: str, tmp_path: Path) -> None:
     directory = checkpoint(model_type, tmp_path / "m")
-    spec = ModelConfig(path=str(directory), replace=REPLACED, head=Plug(use="components_page:BiasedHead"))
+    spec = ModelConfig(path=str(directory), replace=REPLACED, head=Plugin(use="components_page:BiasedHead"))
     with joined("cpu", 60) as world:
         model, family = load_model(directory, world, spec, seed=0, precision="fp32")
         plain, _ = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="fp32")

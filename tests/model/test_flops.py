@@ -55,25 +55,25 @@ class OnlyWhatIsSeen:
         ]
         self.lengths = batch.lengths
 
-    def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows: list[list[Tensor]] = [[] for _ in q]
         group = q.shape[2] // k.shape[2]
         for (row, start), n in zip(self.starts, self.lengths, strict=True):
             for i in range(n):
-                first = start + (0 if of.window is None else max(0, i + 1 - of.window))
+                first = start + (0 if layer.window is None else max(0, i + 1 - layer.window))
                 query = q[row, start + i].unflatten(0, (-1, group))  # [kv_heads, group, D]
                 keys, values = (t[row, first : start + i + 1].transpose(0, 1) for t in (k, v))
-                scores = query @ keys.transpose(1, 2) * of.scale
-                if of.sinks is None:
+                scores = query @ keys.transpose(1, 2) * layer.scale
+                if layer.sinks is None:
                     share = scores.softmax(-1)
                 else:
-                    share = torch.cat((scores, of.sinks.view(-1, group, 1)), -1).softmax(-1)[..., :-1]
+                    share = torch.cat((scores, layer.sinks.view(-1, group, 1)), -1).softmax(-1)[..., :-1]
                 rows[row].append((share @ values).flatten(0, 1))
         return torch.stack([torch.stack(outs) for outs in rows])
 
 
 class Deep(nn.Module):
-    """A declared head of two layers that drops what is not trained."""
+    """A custom head of two layers that drops what is not trained."""
 
     def __init__(self, c: Any, parts: Parts, path: str) -> None:
         super().__init__()
@@ -158,9 +158,9 @@ def test_attention_over_squares_is_not_what_is_counted() -> None:
     the counts part."""
 
     class Squares(OnlyWhatIsSeen):
-        def __call__(self, of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-                return sdpa(of, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None).transpose(1, 2)
+                return sdpa(layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None).transpose(1, 2)
 
     batch, model = rows([[40]], 40), made("mistral")
     assert counted(model, batch, Squares(batch)) > 1.02 * expected(model, batch)

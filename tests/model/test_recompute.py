@@ -107,7 +107,7 @@ class Keeping(Function):
 
 def test_what_is_kept_goes_with_the_graph() -> None:
     def step() -> None:
-        gradients("qwen3", "selective", lambda of, q, k, v: Keeping.apply(q) + k.mean() + v.mean())
+        gradients("qwen3", "selective", lambda layer, q, k, v: Keeping.apply(q) + k.mean() + v.mean())
 
     step()  # what torch does only once
     gc.collect()

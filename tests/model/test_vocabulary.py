@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from ptf.compute.world import make_mesh
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.checkpoint_mapping import Rows
 from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.head import Head
-from ptf.model.ops import Rows
 from ptf.model.sharding import parallelize
 from ptf.model.verify import random_reference
 from ptf.model.vocabulary import NewRows, extend, read_vectors, refuse_larger_tokenizer, rows

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.config import ConfigError, loads
-from ptf.config.section import Plug
+from ptf.config.section import Plugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.evaluation_check import check_evaluation
@@ -182,7 +182,7 @@ def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
 )
 def test_a_metric_that_fails_is_named(name, message):
     with pytest.raises((UserError, ConfigError), match=message):
-        compute_own_metric("mine", Plug(use=f"{HERE}:{name}"), [])
+        compute_own_metric("mine", Plugin(use=f"{HERE}:{name}"), [])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import PackUnit, Sample
 from ptf.errors import UserError
-from ptf.recipes.kd.knobs import TeacherConfig
+from ptf.recipes.kd.config import TeacherConfig
 from ptf.recipes.kd.recipe import KD, shared_vocabulary
 from ptf.train.precompute import of_samples
 from tests.recipes import dense

@@ -213,14 +213,14 @@ def annotated_data(made: Made) -> Scene:
 
 
 def prepared_data(made: Made) -> Scene:
-    def plug(directory: str, seed: int) -> None:
+    def plugin(directory: str, seed: int) -> None:
         rng = np.random.default_rng(seed)
         write_jsonl(Path(directory) / "train.jsonl", [{"text": str(n)} for n in rng.integers(0, 100, 30).tolist()])
         np.save(Path(directory) / "vectors.npy", rng.normal(size=(5, 3)))
         (Path(directory) / "catalogue.json").write_text(json.dumps({"items": rng.integers(0, 100, 9).tolist()}))
 
     def make(root: Path, seed: int) -> list[str]:
-        return [prepare.prepare(partial(plug, seed=seed + key), f"key{key}", str(root)) for key in range(2)]
+        return [prepare.prepare(partial(plugin, seed=seed + key), f"key{key}", str(root)) for key in range(2)]
 
     root, counterpart = made.place("scenes", "prepared", "all"), made.place("others", "prepared", "all")
     first, _ = make(root, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ptf.config import ConfigError, Plug
+from ptf.config import ConfigError, Plugin
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def environments(request):
     made = Environments(
-        Plug(use="tests.rl.environments:Echo", args=getattr(request, "param", {})), processes=2, timeout_s=1.5
+        Plugin(use="tests.rl.environments:Echo", args=getattr(request, "param", {})), processes=2, timeout_s=1.5
     )
     yield made
     made.close()
@@ -134,7 +134,7 @@ def test_real_conversations_are_replayed_with_the_ids_that_are_trained(shared):
 def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
     """How many were split into several samples."""
     split = 0
-    environments = Environments(Plug(use="tests.rl.environments:Replay"))
+    environments = Environments(Plugin(use="tests.rl.environments:Replay"))
     try:
         for c in conversations:
             wanted = chat_samples(c.messages, tokenizer, tools=c.tools)
@@ -329,7 +329,7 @@ def test_an_environment_that_goes_on_without_a_message_is_named(tokenizer, envir
 
 
 def test_one_that_cannot_be_played_again_is_not_taken_for_the_same(tokenizer):
-    environments = Environments(Plug(use="tests.rl.environments:Moody"), processes=1, timeout_s=1.5)
+    environments = Environments(Plugin(use="tests.rl.environments:Moody"), processes=1, timeout_s=1.5)
     try:
         steady, gone = played([{}, {"at": 2, "fault": "die"}], tokenizer, environments, in_batches=True)
         assert isinstance(gone.outcome, NoResult)
@@ -364,7 +364,7 @@ def test_a_failed_episode_enters_no_advantage(tokenizer, environments):
 
 def test_an_environment_that_does_not_exist_is_refused_at_once():
     with pytest.raises(ConfigError, match="Echo"):
-        Environments(Plug(use="tests.rl.environments:Ecco"))
+        Environments(Plugin(use="tests.rl.environments:Ecco"))
 
 
 def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeypatch):
@@ -372,7 +372,7 @@ def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeyp
     (tmp_path / "shop_of_the_page.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    environments = Environments(Plug(use="shop_of_the_page:Shop"))
+    environments = Environments(Plugin(use="shop_of_the_page:Shop"))
     try:
         (found,) = played([{"messages": [{"role": "user", "content": "1"}], "answer": "2"}], tokenizer, environments)
         assert found.complete

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ptf.config import ConfigError, Job, Plug, loads
+from ptf.config import ConfigError, Job, Plugin, loads
 from ptf.rl.rollout_role import evaluation_engine
 
 
@@ -40,7 +40,7 @@ REPLACED = {"replace": {"layers.*.mlp": {"use": "a:b"}}}
         ({"backend": "hf"}, False, True, "vllm"),
         ({"engine": "vllm"}, False, False, "vllm"),
         ({"engine": "native"}, True, True, "native"),
-        ({"engine": {"use": "a:b"}}, True, True, Plug(use="a:b")),
+        ({"engine": {"use": "a:b"}}, True, True, Plugin(use="a:b")),
     ],
 )
 def test_the_engine_of_an_evaluation(keys, gpu, installed, engine):
@@ -52,5 +52,5 @@ def test_auto_is_the_default():
 
 
 def test_models_of_transformers_need_vllm_and_so_ray():
-    with pytest.raises(ConfigError, match=r"evaluate\.engine  native is not there"):
+    with pytest.raises(ConfigError, match=r"evaluate\.engine  native is not supported with model\.backend: hf"):
         job(backend="hf", launcher="local")

@@ -177,7 +177,7 @@ def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
         ({"overlong": 999}, r"algo\.overlong +\(999\) is more than rollout\.max_new_tokens"),
     ],
 )
-def test_knobs_that_do_not_go_together_are_refused(algo, message):
+def test_settings_that_do_not_go_together_are_refused(algo, message):
     import yaml
 
     from ptf.config import loads

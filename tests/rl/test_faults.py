@@ -65,10 +65,10 @@ def test_faults_of_a_trainer_change_nothing(job, tmp_path, ray_cluster, capfd):
 def test_weights_whose_way_is_cut_are_sent_again(job, tmp_path, ray_cluster, capfd, transport, fault, sending):
     """All roles go on from the checkpoint, long before the deadline, and whoever failed is named."""
     job["train"]["steps"] = 4
-    plug = {"use": "tests.rl.faulty:Reading", "args": {"place": str(tmp_path), "fault": "", "sending": ""}}
-    job["model"] = {**job["model"], "replace": {"layers.0.mlp": plug}}
+    plugin = {"use": "tests.rl.faulty:Reading", "args": {"place": str(tmp_path), "fault": "", "sending": ""}}
+    job["model"] = {**job["model"], "replace": {"layers.0.mlp": plugin}}
     want = left(train(job, "whole"))
-    plug["args"] |= {"fault": fault, "sending": sending}
+    plugin["args"] |= {"fault": fault, "sending": sending}
     faulty = on_ray(job, 300.0)
     faulty["rollout"] = {**job["rollout"], "transport": transport}
     if transport == "nccl":

@@ -208,7 +208,7 @@ CEILING = """
     import psutil
     from ptf.config import load
     from ptf.run import run
-    import ptf.rl.assemble, ptf.rl.controller, torch  # what is there before any role is
+    import ptf.rl.fit, ptf.rl.controller, torch  # what is there before any role is
 
     ceiling = float(sys.argv[2]) * 2**20 + psutil.Process().memory_info().rss
     most = 0
@@ -317,7 +317,7 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
 
 
 def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
-    """In bf16 a learner is FSDP's on one rank too; after `score` its root holds gathered copies."""
+    """In bf16 a learner is FSDP's on one rank too; after `prompt_logprobs` its root holds gathered copies."""
     job = loads(
         yaml.safe_dump(
             {k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")}
@@ -338,12 +338,12 @@ def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
             offload_path=str(tmp_path / "offloaded"),
         )
         tokens = [np.arange(9, dtype=np.int32)]
-        (before,) = learner.score(tokens)
+        (before,) = learner.prompt_logprobs(tokens)
         learner.offload()
         learner.model.reshard()  # type: ignore[operator]
         assert all(p.to_local().untyped_storage().nbytes() == 0 for p in learner.model.parameters())
         learner.onload()
-        assert (learner.score(tokens)[0] == before).all()
+        assert (learner.prompt_logprobs(tokens)[0] == before).all()
 
 
 @pytest.mark.cluster

@@ -186,7 +186,7 @@ def test_one_that_was_stopped_is_named_within_10_seconds_and_replaced(group, cap
     assert group.call("squares", ITEMS, "SIGSTOP") == [(i * i, 7) for i in ITEMS]
     said = capsys.readouterr().out
     assert "has not answered for" in said
-    assert "was not heard of for" in said, "replaced for its silence, not at the deadline"
+    assert "sent no heartbeat for" in said, "replaced for its silence, not at the deadline"
 
 
 def test_in_this_process_the_results_come_in_order_too(tmp_path):

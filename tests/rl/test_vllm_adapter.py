@@ -101,7 +101,7 @@ def test_vllm_reads_the_adapter(tmp_path):
 
 def sync(place: str) -> None:
     """In a process of its own: two adapters one after the other, sent to our engine;
-    greedy answers and scores with each, to `place/found.pt`."""
+    greedy answers and prompt log-probs with each, to `place/found.pt`."""
     engine = make_engine(
         "vllm",
         f"{place}/m",
@@ -127,7 +127,7 @@ def sync(place: str) -> None:
         judged = logprobs(model, said.tolist())[len(TOKENS) - 1 :].numpy()
         found.append(
             {
-                "scores": engine.score([np.array(TOKENS)])[0],
+                "prompt_logprobs": engine.prompt_logprobs([np.array(TOKENS)])[0],
                 "ours": logprobs(model).numpy(),
                 "drawn": call.logprobs,
                 "judged": judged,
@@ -142,7 +142,7 @@ def test_adapters_are_sent_to_our_engine_one_after_the_other(tmp_path):
     in_process("sync", tmp_path)
     first, second = torch.load(tmp_path / "found.pt", weights_only=False)
     for found in (first, second):
-        assert np.abs(found["scores"] - found["ours"]).max() <= 1e-5
+        assert np.abs(found["prompt_logprobs"] - found["ours"]).max() <= 1e-5
         assert np.abs(found["drawn"] - found["judged"]).max() <= 1e-5
     assert np.abs(first["ours"] - second["ours"]).max() > 1e-2, "negative control: they differ"
 

@@ -21,18 +21,18 @@ def catalogue(tmp_path: Path) -> str:
 
 
 def test_revenue_counts_what_was_bought_by_what_it_is_worth_once(catalogue: str) -> None:
-    knobs: dict[str, Any] = {"catalogue": catalogue, "size": 4, "diversity": 0.0, "novelty": 0.0}
-    assert worth("<i_3><i_0>", ["n3", "n1"], **knobs)["reward"] == pytest.approx(4 / 6)
-    assert worth("<i_3><i_3><i_3>", ["n3", "n1"], **knobs)["reward"] == pytest.approx(4 / 6), (
+    settings: dict[str, Any] = {"catalogue": catalogue, "size": 4, "diversity": 0.0, "novelty": 0.0}
+    assert worth("<i_3><i_0>", ["n3", "n1"], **settings)["reward"] == pytest.approx(4 / 6)
+    assert worth("<i_3><i_3><i_3>", ["n3", "n1"], **settings)["reward"] == pytest.approx(4 / 6), (
         "the same thing four times is one thing"
     )
-    assert worth("<i_9><i_3>", ["n3"], **knobs)["distinct"] == 0.25
-    assert worth("", ["n3"], **knobs)["reward"] == 0
+    assert worth("<i_9><i_3>", ["n3"], **settings)["distinct"] == 0.25
+    assert worth("", ["n3"], **settings)["reward"] == 0
     for first in ("<i_9><i_9>", "<i_0><i_0>"):  # what names nothing, or the same again, has its place
-        assert worth(f"{first}<i_3>", ["n3"], **{**knobs, "size": 2})["revenue"] == 0
+        assert worth(f"{first}<i_3>", ["n3"], **{**settings, "size": 2})["revenue"] == 0
     with pytest.raises(UserError, match="'n9' was bought, but is not in"):
-        worth("<i_0>", ["n9"], **knobs)
-    assert worth("<i_0><i_1><i_2><i_0><i_3>", ["n3"], **{**knobs, "size": 3})["reward"] == 0, (
+        worth("<i_0>", ["n9"], **settings)
+    assert worth("<i_0><i_1><i_2><i_0><i_3>", ["n3"], **{**settings, "size": 3})["reward"] == 0, (
         "it is behind the last place"
     )
 

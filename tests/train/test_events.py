@@ -27,7 +27,7 @@ from tests.train.test_fit import (
 )
 from tests.train.test_fit import test_another_seed_is_another_run as test_another_seed_is_another_run
 
-KNOBS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "users": 60,
     "items": 48,
     "kinds": 4,
@@ -36,7 +36,7 @@ KNOBS: dict[str, Any] = {
 }
 
 
-def histories(directory: Path, head: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
+def histories(directory: Path, head: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     """The raw job that trains on made-up histories in `directory`; `head`: with one over the catalogue."""
     made = directory / "made"
     declared = (
@@ -49,7 +49,7 @@ def histories(directory: Path, head: dict[str, Any] | None = None, **knobs: Any)
             }
         }
     )
-    generated(str(made), **KNOBS | knobs)
+    generated(str(made), **SETTINGS | settings)
     held_out = {"path": str(made / "held_out.jsonl"), "kind": "prompt"}
     return {
         "recipe": "sft",
@@ -126,14 +126,14 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
     assert found["loss/next"] < read_metrics(directory / "metrics.jsonl")[0]["loss"]
 
 
-def slates(directory: Path, users: int = 100, steps: int = 40, **knobs: Any) -> dict[str, Any]:
+def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) -> dict[str, Any]:
     """The raw job of slates of four items, from a model that was trained on made-up histories for so many steps."""
-    raw = histories(directory, users=users, **knobs)
+    raw = histories(directory, users=users, **settings)
     raw["train"] |= {"steps": steps, "validate_every": 0, "sequences": 8, "micro_sequences": 8}
     raw["checkpoint"] = {"every": 40}
     _, start = trained(raw, "sft")
     made = directory / "made"
-    size = 4 * (1 if knobs.get("ids", "items") == "items" else 3) + 1
+    size = 4 * (1 if settings.get("ids", "items") == "items" else 3) + 1
     worth = {"use": "ptf.tasks.slates:revenue", "args": {"catalogue": str(made / "catalogue.json"), "size": 4}}
     return {key: raw[key] for key in ("output", "seed", "compute", "checkpoint")} | {
         "recipe": "grpo",
@@ -194,7 +194,7 @@ def agreed(directory: Path, place: Path) -> int:
 def test_vllm_says_items_alone_and_finds_them_as_likely_as_the_trainer(
     tmp_path: Path, ray_cluster: Any, ids: Any
 ) -> None:
-    raw = slates(tmp_path, ids=ids, model={**KNOBS["model"], "head_dim": 32})  # of 16, vLLM on a CPU has none
+    raw = slates(tmp_path, ids=ids, model={**SETTINGS["model"], "head_dim": 32})  # of 16, vLLM on a CPU has none
     raw["rollout"] |= {"engine": "vllm"}
     raw["train"] |= {"steps": 3}
     raw["compute"] = {"launcher": "ray", "device": "cpu", "workers": 1, "threads": 1}

@@ -261,10 +261,10 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
         "of a whole model": whole[0][0],
     }[fault]
     tokens = tiny.sample(30, 2).tokens
-    before = engine.score([tokens])[0]
+    before = engine.prompt_logprobs([tokens])[0]
     with pytest.raises(SyncError):
         engine.load_weights([arrived], right)
-    assert (engine.score([tokens])[0] == before).all()
+    assert (engine.prompt_logprobs([tokens])[0] == before).all()
     engine.load_weights([after], right)  # the control
-    assert float(abs(engine.score([tokens])[0] - learner.score([tokens])[0]).max()) < 1e-5
-    assert (engine.score([tokens])[0] != before).any()
+    assert float(abs(engine.prompt_logprobs([tokens])[0] - learner.prompt_logprobs([tokens])[0]).max()) < 1e-5
+    assert (engine.prompt_logprobs([tokens])[0] != before).any()

@@ -64,7 +64,7 @@ def test_a_replaced_layer_trains_resumes_generates_and_is_not_published_as_plain
     engine = NativeEngine(
         str(whole / "model"), device=torch.device("cpu"), dtype=torch.float32, version=0, parts=parts_of(job.model)
     )
-    assert np.allclose(engine.score([np.array(probe["tokens"])])[0], probe["logprobs"], atol=1e-5)
+    assert np.allclose(engine.prompt_logprobs([np.array(probe["tokens"])])[0], probe["logprobs"], atol=1e-5)
     with pytest.raises(UserError, match=r"not published: layers of model\.replace.*components\.safetensors"):
         model_difference(job, whole, whole / "model")
     capsys.readouterr()

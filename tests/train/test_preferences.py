@@ -313,7 +313,7 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
         ({"model": {"path": "m", "replace": {"head": {"use": "a:b"}}}}, r"model\.head +recipe dpo compares log-probs"),
     ],
 )
-def test_knobs_that_do_not_go_together_are_refused(tmp_path, changes, message):
+def test_settings_that_do_not_go_together_are_refused(tmp_path, changes, message):
     raw = preferences(tmp_path, "dpo")
     with pytest.raises(UserError, match=message):
         train({**raw, **changes, "data": raw["data"] | changes.get("data", {})}, "a")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Count, Fraction, Plug, Positive, PositiveFloat, Section, free
+from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, free
 
 
 class Source(Section):
@@ -65,7 +65,7 @@ class DataConfig(Section):
     """Training data by name."""
     validation: dict[str, Source] = {}
     """Held-out data: its loss is reported every `train.validate_every` steps."""
-    prepare: Plug | None = None
+    prepare: Plugin | None = None
     """Function that makes data, a tokenizer or a model config before all other stages: called as `f(directory,
     **args)`."""
     partitions: Positive = 8
@@ -106,8 +106,9 @@ class DataConfig(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with a row that cannot be encoded. `skip` writes it to `quarantine` with the reason, and counts it."""
     max_bad: Fraction = 0.01
-    """Largest share of a source's rows that may be skipped before the run stops; with fewer than 1,000 rows read, the
-    share of 1,000."""
+    """Largest share of the rows read from a source that may be skipped (`on_bad_row: skip`); above it the run stops.
+    Before 1,000 rows are read, as many may be skipped as of 1,000, so that a few bad rows at the beginning do not end
+    the run."""
     pretokenize: bool = True
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
     prefetch: Positive = free(4)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ptf.config.section import Plug, Positive, Section, Temperature, free
+from ptf.config.section import Plugin, Positive, Section, Temperature, free
 from ptf.config.sections.data import Source
 
 
@@ -27,14 +27,14 @@ class EvaluateConfig(Section):
 
     sources: dict[str, Source] = free({})
     """Held-out prompts by name; without any, only the held-out loss is measured."""
-    reward: Plug | None = free(None)
+    reward: Plugin | None = free(None)
     """Score of an answer, where 1 is a pass; default: `rollout.reward`."""
-    metrics: dict[str, Plug] = free({})
+    metrics: dict[str, Plugin] = free({})
     """More metrics by name: a function of all greedy answers to a source, each with `prompt` (its row), `answer` and
     `outcome`, that returns a number."""
     ranking: RankingConfig | None = free(None)
     """Rank a catalogue and compare it with what users did next."""
-    engine: Literal["auto", "vllm", "native"] | Plug = free("auto")
+    engine: Literal["auto", "vllm", "native"] | Plugin = free("auto")
     """What generates the answers, with the values of `rollout.engine`. `auto`: vllm on a GPU where it is installed,
     `compute.launcher` is ray and the model has no `model.replace`; otherwise native."""
     starting_model: bool = free(True)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from ptf.config.section import Patterns, Plug, Positive, PositiveFloat, Section
+from ptf.config.section import Patterns, Plugin, Positive, PositiveFloat, Section
 
 
 class TokensConfig(Section):
@@ -60,10 +60,10 @@ class ModelConfig(Section):
     slower and with fewer features (ptf.model.hf_backend)."""
     tokens: TokensConfig | None = None
     """Tokens to add."""
-    replace: dict[str, Plug] = {}
+    replace: dict[str, Plugin] = {}
     """Components of your own, by a pattern of unified names (`layers.*.mlp`, `layers.0.attn`). Each is constructed in
     place of the class there, with that class's arguments."""
-    head: Plug | None = None
+    head: Plugin | None = None
     """An output head of your own, with its loss (ptf.model.custom_head);
     its tensors are exported to `head.safetensors`."""
     lora: LoraConfig | None = None

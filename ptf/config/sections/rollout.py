@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Count, Fraction, Plug, Positive, PositiveFloat, Section, Temperature, free
+from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, Temperature, free
 
 # Largest difference between two forward passes' log-prob of a token of one short text that is rounding and not a fault.
 # A small model trained to a sharp function turns fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of:
@@ -37,11 +37,11 @@ class AllowedConfig(Section):
 class RolloutConfig(Section):
     """How the policy generates (online recipes)."""
 
-    reward: Plug | None = None
+    reward: Plugin | None = None
     """`f(row, text, **args) -> float`; an exception counts as no result, never as 0."""
     reward_model: RewardModelConfig | None = None
     """A reward model that replaces `reward`, or whose score is added to it; it is a role of its own."""
-    environment: Plug | None = None
+    environment: Plugin | None = None
     """For conversations with several turns, in place of `reward`: `make(row, seed, **args) -> Environment`
     (ptf.rl.environments.protocol), which returns the rewards."""
     max_turns: Positive = 8
@@ -53,7 +53,7 @@ class RolloutConfig(Section):
     """Deadline of one reward, or of one reply of an environment; a process that misses it is killed."""
     reward_retries: Count = free(1)
     """How often a reward or an environment that failed is called again before its answer counts as having no result."""
-    engine: Literal["vllm", "native"] | Plug = "vllm"
+    engine: Literal["vllm", "native"] | Plugin = "vllm"
     """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
     (ptf.rl.engines.protocol), which `ptf check-engine` tests."""
     prompts: Positive = 64
@@ -93,8 +93,8 @@ class RolloutConfig(Section):
     directory, which engines on other machines must be able to read. `ipc`: through memory of the GPU that policy and
     engine share. `nccl`: from GPU to GPU."""
     max_logprob_diff_mean: PositiveFloat | None = free(None)
-    """Largest permitted mean of the differences between the engine's and the trainer's log-probs of the sampled tokens;
-    above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
+    """Largest permitted mean absolute difference between the engine's and the trainer's log-probs of the sampled
+    tokens; above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
     logprob_diff_bound: PositiveFloat | None = free(None)
     """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
     fp32, 0.5 in bf16."""

@@ -63,9 +63,10 @@ class TrainConfig(Section):
     early_stopping: StopConfig | None = None
     """Offline recipes: end the run when a held-out metric no longer improves."""
     precision: Literal["fp32", "bf16"] = "bf16"
-    """`bf16` computes in bfloat16 over fp32 master weights, optimizer and reductions. Weights that do not train are
-    held in bfloat16, which computes the same; those of a model of which something trains (`model.lora`,
-    `model.trainable`) only if its checkpoint is stored so, because they are exported."""
+    """`bf16` computes in bfloat16 over fp32 master weights, optimizer and reductions. Frozen models, such as
+    a reference or a teacher, are then held in bfloat16. Frozen weights of the trained model (`model.lora`,
+    `model.trainable`) are held in bfloat16 only if its checkpoint is stored in bfloat16, otherwise in fp32, so that the
+    export loses nothing."""
     activation_checkpointing: Literal["none", "block", "selective"] = free("none")
     """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer.
     `selective`: only cheap operations, that is all but matrix products and attention."""

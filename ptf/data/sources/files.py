@@ -91,7 +91,7 @@ class Location:
 class DataFiles:
     """The files that are read, and those beside them that are not."""
 
-    # URI → its size and a mark that changes with its content (ptf.storage.stamps), in the order they are read.
+    # URI → its size and a mark that changes with its content (ptf.storage.change_stamps), in the order they are read.
     stamps: Mapping[str, str]
     not_read: tuple[str, ...] = ()  # names below the location
     commit: str | None = None  # of a repository of the Hub
@@ -103,7 +103,8 @@ class DataFiles:
 
 
 def data_files(location: str | Location) -> dict[str, str]:
-    """Return the data files of a location, in the order they are read, and the stamp of each (ptf.storage.stamps)."""
+    """Return the data files of a location, in the order they are read, and the stamp of each
+    (ptf.storage.change_stamps)."""
     return dict(resolve_files(location).stamps)
 
 
@@ -123,7 +124,7 @@ def resolve_files(location: str | Location) -> DataFiles:
     path, config, split = hub.without_names(location.path, location.config, location.split)
     if location.revision is not None:
         raise UserError(f"{path} is not a dataset of the Hugging Face Hub: `revision` is for those, remove it")
-    below, stamps = storage.stamps_below(path)
+    below, stamps = storage.change_stamps_below(path)
     uris = {uri[len(below) :].lstrip("/"): uri for uri in stamps}
     if list(uris) == [posixpath.basename(path.rstrip("/"))] and not (config or split):
         chosen = [name for name in uris if format_of(name)]  # one file, whatever its name says of splits

@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from ptf.errors import UserError
+from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import Layer, Rope
-from ptf.model.ops import Op, Rename
 
 MODULES = {  # model_type → the file of its family
     "llama": "llama",
@@ -32,7 +32,7 @@ class Family:
     model_type: str
     # config.json → DecoderConfig; raises UserError naming every setting that is not implemented
     config: Callable[[Mapping[str, Any]], Any]
-    ops: tuple[Op, ...]
+    mappings: tuple[TensorMapping, ...]
     small: Callable[[random.Random], dict[str, Any]]  # a random config.json for the verifier
     prefix: str = ""  # prefix of all names of the language model in a checkpoint
     # other prefixes of names that checkpoints use → the one that ptf writes
@@ -40,15 +40,17 @@ class Family:
     # prefixes of the tensors that are copied from the checkpoint to the export unchanged
     carried: tuple[str, ...] = ()
 
-    def ops_for(self, parameters: Iterable[str]) -> list[Op]:
-        """Return the ops of a model with these parameters. Raise AssertionError if one of them has no op."""
+    def mappings_for(self, parameters: Iterable[str]) -> list[TensorMapping]:
+        """Return the mappings of a model with these parameters. Raise AssertionError if one has none."""
         names = set(parameters)
         layers = 1 + max((int(n.split(".")[1]) for n in names if n.startswith("layers.")), default=-1)
-        every = [op.at(i) for op in self.ops for i in (range(layers) if "{i}" in op.ours[0] else (0,))]
-        ops = [op for op in every if names.issuperset(op.ours)]
-        if lost := names - {n for op in ops for n in op.ours}:
-            raise AssertionError(f"{self.model_type}: no op for {sorted(lost)[:5]}")
-        return ops
+        every = [
+            mapping.at(i) for mapping in self.mappings for i in (range(layers) if "{i}" in mapping.ours[0] else (0,))
+        ]
+        mappings = [mapping for mapping in every if names.issuperset(mapping.ours)]
+        if lost := names - {n for mapping in mappings for n in mapping.ours}:
+            raise AssertionError(f"{self.model_type}: no tensor mapping for {sorted(lost)[:5]}")
+        return mappings
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -137,12 +139,12 @@ def common(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LAYER = "model.layers.{i}."
-OUTER: tuple[Op, ...] = (
+OUTER: tuple[TensorMapping, ...] = (
     Rename("embed.weight", "model.embed_tokens.weight"),
     Rename("norm.weight", "model.norm.weight"),
     Rename("head.weight", "lm_head.weight"),
 )
-ATTENTION: tuple[Op, ...] = (
+ATTENTION: tuple[TensorMapping, ...] = (
     *(
         Rename(f"layers.{{i}}.attn.{p}_proj.{w}", f"{LAYER}self_attn.{p}_proj.{w}")
         for p in "qkvo"
@@ -150,16 +152,16 @@ ATTENTION: tuple[Op, ...] = (
     ),
     *(Rename(f"layers.{{i}}.attn.{p}_norm.weight", f"{LAYER}self_attn.{p}_norm.weight") for p in "qk"),
 )
-NORMS: tuple[Op, ...] = (
+NORMS: tuple[TensorMapping, ...] = (
     Rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
     Rename("layers.{i}.mlp_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
 )
-MLP: tuple[Op, ...] = tuple(
+MLP: tuple[TensorMapping, ...] = tuple(
     Rename(f"layers.{{i}}.mlp.{p}_proj.{w}", f"{LAYER}mlp.{p}_proj.{w}")
     for p in ("gate", "up", "down")
     for w in ("weight", "bias")
 )
-DENSE: tuple[Op, ...] = (*OUTER, *ATTENTION, *NORMS, *MLP)
+DENSE: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MLP)
 
 
 def small(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:

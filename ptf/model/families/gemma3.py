@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import DecoderConfig
 from ptf.model.families import (
     ATTENTION,
@@ -24,9 +25,8 @@ from ptf.model.families import (
     small,
     small_rope,
 )
-from ptf.model.ops import Op, Rename
 
-OPS: tuple[Op, ...] = (
+MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
     *ATTENTION,
     *MLP,
@@ -132,7 +132,7 @@ def random_multimodal_config(r: random.Random) -> dict[str, Any]:
     }
 
 
-TEXT = Family("gemma3_text", config, OPS, random_config)
+TEXT = Family("gemma3_text", config, MAPPINGS, random_config)
 FAMILIES = {
     "gemma3_text": TEXT,
     "gemma3": replace(

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ptf.model.checkpoint_mapping import Interleave, Rename, TensorMapping, Transpose
 from ptf.model.config import DecoderConfig, MoE
 from ptf.model.families import ATTENTION, LAYER, NORMS, OUTER, Family, alternating, common, rope, small, small_rope
-from ptf.model.ops import Interleave, Op, Rename, Transpose
 
 OURS = "layers.{i}.moe.experts."
-OPS: tuple[Op, ...] = (
+MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
     *ATTENTION,
     *NORMS,
@@ -79,4 +79,4 @@ def random_config(r: random.Random) -> dict[str, Any]:
     )
 
 
-FAMILIES = {"gpt_oss": Family("gpt_oss", config, OPS, random_config)}
+FAMILIES = {"gpt_oss": Family("gpt_oss", config, MAPPINGS, random_config)}

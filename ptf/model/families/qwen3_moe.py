@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import DENSE, LAYER, Family, common, refuse, rope, small
-from ptf.model.ops import Op, Rename, Stack
 
-OPS: tuple[Op, ...] = (
+MAPPINGS: tuple[TensorMapping, ...] = (
     *DENSE,
     Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
     *(
@@ -58,4 +58,4 @@ def random_config(r: random.Random) -> dict[str, Any]:
     )
 
 
-FAMILIES = {"qwen3_moe": Family("qwen3_moe", config, OPS, random_config)}
+FAMILIES = {"qwen3_moe": Family("qwen3_moe", config, MAPPINGS, random_config)}

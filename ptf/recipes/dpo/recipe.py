@@ -8,7 +8,8 @@
     simpo    −log σ(β (log π(y₊|x)/|y₊| − log π(y₋|x)/|y₋|) − γ)
              SimPO (Meng et al. 2024, eq. 6); no reference
 
-With `length_normalised`, the first two take means over the tokens of an answer instead of sums. A unit is a pair.
+With `length_normalised`, the first two take means over the tokens of an answer instead of sums. The loss is a mean
+over pairs.
 """
 
 from collections.abc import Mapping

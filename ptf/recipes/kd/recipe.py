@@ -3,8 +3,8 @@ over the tokens that SFT would train.
 
     L = T² Σₖ wₖ D(student, teacherₖ) + ce · CE
 
-D at temperature T (ptf.model.divergence); Hinton et al. 2015, section 2: by T² the gradients of soft targets keep their
-size; weights wₖ sum to 1.
+D is the divergence of the two distributions at temperature T (ptf.model.divergence). The factor T² keeps the size of
+the gradients of soft targets independent of T (Hinton et al. 2015, section 2). The weights wₖ sum to 1.
 
 With `top_k`, D compares each teacher's likeliest tokens and the rest as one. Those can be computed once, before
 training (`precomputed`); otherwise the teachers are companions, and their forward passes are nested around the
@@ -28,7 +28,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.divergence import Form, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
-from ptf.recipes.kd.knobs import TeacherConfig
+from ptf.recipes.kd.config import TeacherConfig
 from ptf.recipes.protocol import Companion, Metrics
 
 TeacherOutput = tuple[str, Tensor, Head]  # a teacher's name, hidden states [B, T, D] and head

@@ -28,7 +28,7 @@ from ptf.recipes.protocol import Companion, Metrics
 
 @dataclass(frozen=True)
 class Critic:
-    """The recipe of the critic: regress the value of each state to the return. A unit is a token."""
+    """The recipe of the critic: regress the value of each state to the return. The loss is a mean over tokens."""
 
     value_clip: float = 0.2
     lr: float | None = None

@@ -8,7 +8,7 @@ conversation needs one forward pass.
     binary      −y log σ(r) − (1 − y) log σ(−r)        y in [0, 1], the answer's `reward`
     regression  (r − y)²
 
-A unit is a pair, or a scored answer.
+The loss is a mean over pairs, or over scored answers.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: minimise −Σ w log p(token | tokens before it) over the tokens that the assistant wrote, or
 over all tokens of plain text.
 
-There are no companions and no knobs. Where several sources are mixed, the loss of each is a metric of its own.
+It has no companions and no keys of `algo`. Where several sources are mixed, the loss of each is a metric of its own.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from ptf.compute.world import World, pick_device
-from ptf.config import Plug
+from ptf.config import Plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import LOGPROB_BOUND
 from ptf.data.trajectory import Call
@@ -74,10 +74,10 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
 
     `args` are KEY=VALUE arguments of a plugin engine. For vLLM, its environment variables are set in this process.
     """
-    kind: str | Plug = name
+    kind: str | Plugin = name
     if name not in ("native", "vllm"):
         pairs = [arg.partition("=") for arg in args]
-        kind = Plug(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
+        kind = Plugin(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
     if kind == "vllm":
         from ptf.rl.engines.vllm_engine import engine_env
 
@@ -140,7 +140,7 @@ class ConformanceSuite:
             self.logprobs,
             self.nucleus,
             self.allowed,
-            self.scores,
+            self.prompt_logprobs,
             self.seeds,
             self.batch_independence,
             self.greedy,
@@ -297,12 +297,14 @@ class ConformanceSuite:
             slack = nucleus(logprobs, sampling.top_p, torch.from_numpy(call.sampled).long(), ROUNDING[self.dtype])
         return logprobs.numpy(), slack.numpy()
 
-    def scores(self) -> None:
-        """Check that `score` gives the log-probs of all tokens but the first, at temperature 1."""
+    def prompt_logprobs(self) -> None:
+        """Check that `prompt_logprobs` gives the log-probs of all tokens but the first, at temperature 1."""
         sequences = [request.context for request in self.ask() if len(request.context) > 2]
-        for ours, theirs in zip(self.reference.score(sequences), self.engine.score(sequences), strict=True):
+        for ours, theirs in zip(
+            self.reference.prompt_logprobs(sequences), self.engine.prompt_logprobs(sequences), strict=True
+        ):
             if len(ours) != len(theirs) or not np.abs(ours - theirs).max() <= self.bound:
-                raise Violation("a score differs from that of ptf's decoder")
+                raise Violation("a log-prob of `prompt_logprobs` differs from that of ptf's decoder")
 
     def seeds(self) -> None:
         """Check that the same seed gives the same answer, and another seed another answer."""

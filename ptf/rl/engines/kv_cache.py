@@ -33,10 +33,10 @@ class Cache:
         real = segments.reshape(-1) >= 0
         row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
 
-        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for stored, values in zip(self.context[:, of.layer], (k, v), strict=True):
+        def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for stored, values in zip(self.context[:, layer.layer], (k, v), strict=True):
                 stored[row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
-            return inside(of, q, k, v)
+            return inside(layer, q, k, v)
 
         return attend
 
@@ -86,23 +86,23 @@ class Cache:
         after = at >= self.lengths[:, None]  # [contexts, longest]
         ragged = bool(after.any())
 
-        def attend(of: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.answers[0, of.layer, :, :, turn], self.answers[1, of.layer, :, :, turn] = k[:, 0], v[:, 0]
-            context, answers = self.context[:, of.layer], self.answers[:, of.layer, :, :, : turn + 1]
+        def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.answers[0, layer.layer, :, :, turn], self.answers[1, layer.layer, :, :, turn] = k[:, 0], v[:, 0]
+            context, answers = self.context[:, layer.layer], self.answers[:, layer.layer, :, :, : turn + 1]
             hidden = after if ragged else None
-            if of.window is not None:
-                answers = answers[:, :, :, max(0, turn + 1 - of.window) :]
-                hidden = after | (self.lengths[:, None] + turn - at >= of.window)
+            if layer.window is not None:
+                answers = answers[:, :, :, max(0, turn + 1 - layer.window) :]
+                hidden = after | (self.lengths[:, None] + turn - at >= layer.window)
             n, _, heads, size = q.shape
             kv_heads = answers.shape[2]
             context, answers = context.float(), answers.float()  # a cache of bf16 is computed with in fp32
-            query = (q[:, 0].float() * of.scale).view(n, kv_heads, heads // kv_heads, size)
+            query = (q[:, 0].float() * layer.scale).view(n, kv_heads, heads // kv_heads, size)
             before = self._together(query) @ context[0].mT
             if hidden is not None:
                 before.masked_fill_(hidden[:, None, None], float("-inf"))
             scores = [self._apart(before), query @ answers[0].mT]
-            if of.sinks is not None:
-                scores.append(of.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
+            if layer.sinks is not None:
+                scores.append(layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
             weights = torch.cat(scores, -1).softmax(-1)
             of_context, of_answer = weights.split([len(at), weights.shape[-1] - len(at)], -1)
             out = self._apart(self._together(of_context) @ context[1]) + of_answer[..., : answers.shape[3]] @ answers[1]

@@ -201,7 +201,7 @@ class NativeEngine:
         return Batch.of([row], sum(map(len, sequences))).to(self.device)
 
     @torch.no_grad()
-    def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
         batch = self._packed(tokens)
 

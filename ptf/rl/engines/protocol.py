@@ -71,7 +71,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probs of each sequence's tokens 1…n-1, given those before them, at temperature 1."""
         ...
 

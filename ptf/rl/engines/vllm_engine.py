@@ -251,27 +251,27 @@ class VLLMEngine:
         for id_ in ids:
             self._running.pop(id_, None)
 
-    def score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
         self._refuse_if_unusable()
-        self._refuse_if_busy("score")
+        self._refuse_if_busy("compute prompt log-probs")
         for sequence in tokens:
-            self._check_context(sequence, self.max_model_len - 1)  # vLLM scores a prompt only if it may add a token
+            self._check_context(sequence, self.max_model_len - 1)  # vLLM gives them only if it may add a token
         # one at a time: vLLM looks up the head's adapter once for each request, not for each token of the prompts
         if self._adapter:
-            return [self._score([sequence])[0] for sequence in tokens]
-        return self._score(tokens)
+            return [self._prompt_logprobs([sequence])[0] for sequence in tokens]
+        return self._prompt_logprobs(tokens)
 
-    def _score(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         order = {
             self._submit(sequence, temperature=0.0, max_tokens=1, prompt_logprobs=0): i
             for i, sequence in enumerate(tokens)
         }
-        scores: dict[int, np.ndarray] = {}
+        logprobs: dict[int, np.ndarray] = {}
         while self.engine.has_unfinished_requests():
             outputs: list[Any] = self.engine.step()
-            scores |= {order[o.request_id]: np.array(o.prompt_logprobs.logprobs, np.float32) for o in outputs}
-        return [scores[i] for i in range(len(tokens))]
+            logprobs |= {order[o.request_id]: np.array(o.prompt_logprobs.logprobs, np.float32) for o in outputs}
+        return [logprobs[i] for i in range(len(tokens))]
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ptf.config import Plug
+from ptf.config import Plugin
 from ptf.data.trajectory import is_reward
 from ptf.rl.worker_process import Fault, WorkerProcess
 
@@ -111,7 +111,7 @@ def checked_beginning(reply: Any) -> Any:
 class Environments:
     """Runs environments in `processes` worker processes."""
 
-    def __init__(self, plugin: Plug, *, processes: int = 1, timeout_s: float = 10.0, retries: int = 1) -> None:
+    def __init__(self, plugin: Plugin, *, processes: int = 1, timeout_s: float = 10.0, retries: int = 1) -> None:
         self.plugin, self.retries = plugin, retries
         workers = [WorkerProcess("environment", plugin, timeout_s) for _ in range(processes)]
         self.processes = [EnvironmentProcess(worker) for worker in workers]

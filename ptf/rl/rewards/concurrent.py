@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from ptf.config import Plug, plugin
+from ptf.config import Plugin, plugin
 
 IN_FLIGHT = 256  # of a reward without an attribute `in_flight`
 
@@ -37,7 +37,7 @@ def concurrent(
     return mark
 
 
-def asynchronous(what: Plug) -> Callable[..., Any]:
+def asynchronous(what: Plugin) -> Callable[..., Any]:
     """Return the reward with its arguments bound, as a coroutine function where it is one or has one."""
     function = plugin.resolve(what.use)
     if coroutine := getattr(function, "asynchronous", None):
@@ -45,7 +45,7 @@ def asynchronous(what: Plug) -> Callable[..., Any]:
     return plugin.bind(what)
 
 
-def first_lines(what: Plug) -> list[str]:
+def first_lines(what: Plugin) -> list[str]:
     """Return the first lines that a run prints about this reward. Raises UserError if it cannot be used here."""
     lines = getattr(plugin.resolve(what.use), "first_lines", None)
     return list(lines(**what.args)) if lines else []

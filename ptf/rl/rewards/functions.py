@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from ptf.config import Plug
+from ptf.config import Plugin
 from ptf.data.trajectory import Group, NoResult, Reward
 from ptf.rl.rewards.concurrent import asynchronous, concurrent, first_lines, is_asynchronous
 from ptf.rl.rewards.sandbox.judge import judge, sandbox_line
@@ -122,24 +122,24 @@ def brevity(row: Mapping[str, Any], text: str, *, longest: int, margin: int) -> 
     return max(-1.0, min(0.0, (longest - margin - len(text)) / margin))
 
 
-def plugs(parts: Sequence[Mapping[str, Any]]) -> list[Plug]:
+def plugins(parts: Sequence[Mapping[str, Any]]) -> list[Plugin]:
     """Return the rewards of `parts` as plugins."""
-    return [Plug(use=part["use"], args=part.get("args", {})) for part in parts]
+    return [Plugin(use=part["use"], args=part.get("args", {})) for part in parts]
 
 
 async def weighted_concurrently(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
     """Return what `weighted` returns; its calls may overlap."""
     total = 0.0
-    for part, plug in zip(parts, plugs(parts), strict=True):
-        value = asynchronous(plug)(row, text)
+    for part, plugin in zip(parts, plugins(parts), strict=True):
+        value = asynchronous(plugin)(row, text)
         total += part.get("weight", 1.0) * float(await value if inspect.isawaitable(value) else value)
     return total
 
 
 @concurrent(
     weighted_concurrently,
-    lambda *, parts: [line for plug in plugs(parts) for line in first_lines(plug)],
-    where=lambda *, parts: any(is_asynchronous(asynchronous(plug)) for plug in plugs(parts)),
+    lambda *, parts: [line for plugin in plugins(parts) for line in first_lines(plugin)],
+    where=lambda *, parts: any(is_asynchronous(asynchronous(plugin)) for plugin in plugins(parts)),
 )
 def weighted(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
     """Return Σ weight · reward over `parts`, each {use, args, weight}; the default weight is 1.
@@ -153,7 +153,7 @@ class RewardWorkers:
     """One reward function in `processes` worker processes, which `close` ends."""
 
     def __init__(
-        self, reward: Plug, timeout_s: float = 10.0, *, processes: int = 1, retries: int = 1, within_s: float = 1800.0
+        self, reward: Plugin, timeout_s: float = 10.0, *, processes: int = 1, retries: int = 1, within_s: float = 1800.0
     ) -> None:
         self.reward, self.retries, self.within_s = reward, retries, within_s
         for line in first_lines(reward):

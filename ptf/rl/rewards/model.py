@@ -19,8 +19,8 @@ from ptf.model import bridge
 from ptf.model.scalar import is_scalar
 from ptf.recipes.rm.recipe import RM
 from ptf.rl.cluster import RoleGroup, sharded
+from ptf.rl.forward_passes import per_document
 from ptf.rl.roles import FrozenModel
-from ptf.rl.scoring import per_document
 from ptf.train.trainer import forget_forwards
 
 

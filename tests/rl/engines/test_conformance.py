@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ptf.config import loads
+from ptf.errors import UserError
 from ptf.rl.engines.conformance import ConformanceSuite, Violation, make_of
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling
@@ -66,7 +67,7 @@ class Own(NativeEngine):
         return calls
 
     def raw(self, call):
-        return self.score([np.concatenate([call.context, call.sampled])])[0][len(call.context) - 1 :]
+        return self.prompt_logprobs([np.concatenate([call.context, call.sampled])])[0][len(call.context) - 1 :]
 
     def load_weights(self, buckets, manifest):
         if self.fault == "takes all":
@@ -130,6 +131,18 @@ def test_ours_and_one_that_is_plugged_in_will_do(tmp_path):
     ] == []
 
 
+class Old(Own):
+    """As engines were before `score` became `prompt_logprobs`."""
+
+    prompt_logprobs = property()
+    score = NativeEngine.prompt_logprobs
+
+
+def test_an_engine_whose_method_is_still_score_is_told_the_new_name(tmp_path):
+    with pytest.raises(UserError, match=r"no method `prompt_logprobs\(tokens\)`: rename its method `score`"):
+        ConformanceSuite(make_of("tests.rl.engines.test_conformance:Old", [], "fp32", tmp_path), tmp_path)
+
+
 def test_one_that_refuses_nuclei_and_tries_will_do(tmp_path):
     one = contract(tmp_path, "cannot")
     one.first_sync()
@@ -149,7 +162,7 @@ def test_vllm_will_do():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "vllm: it will do" in done.stdout
+    assert "vllm: all checks passed" in done.stdout
     assert done.stdout.count("ok   ") == 15
 
 

@@ -182,11 +182,11 @@ def test_after_a_sync_it_computes_with_the_new_weights(on, place, kind):
     wanted = [Request(p[:280], Sampling(8, 1.0, ()), i) for i, p in enumerate(long)]
     held = on(kind, version_of)
     on(kind, generate, wanted)
-    before = on(kind, VLLMEngine.score, long)
+    before = on(kind, VLLMEngine.prompt_logprobs, long)
     model = reference(place, kind, 1)
     receipt = on(kind, VLLMEngine.load_weights, *sent(model, held + 1))
     assert (receipt.version, receipt.tensors) == (held + 1, len(sent(model, 0)[1].digests))
-    after = on(kind, VLLMEngine.score, long)
+    after = on(kind, VLLMEngine.prompt_logprobs, long)
     for tokens, old, new in zip(long, before, after, strict=True):
         expected = logprobs(model, tokens)
         np.testing.assert_allclose(new, expected, atol=1e-5)
@@ -204,12 +204,12 @@ def test_vllms_own_reload_is_stale_where_ours_is_not(on, place):
 
     def reload(engine: VLLMEngine) -> np.ndarray:
         engine.engine.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=iter(pairs)))
-        return engine.score([tokens])[0]
+        return engine.prompt_logprobs([tokens])[0]
 
     held = on("tied", version_of)
     assert np.abs(on("tied", reload) - logprobs(model, tokens)).max() > 1e-2
     on("tied", VLLMEngine.load_weights, *sent(model, held + 1))
-    np.testing.assert_allclose(on("tied", VLLMEngine.score, [tokens])[0], logprobs(model, tokens), atol=1e-5)
+    np.testing.assert_allclose(on("tied", VLLMEngine.prompt_logprobs, [tokens])[0], logprobs(model, tokens), atol=1e-5)
 
 
 def _dropped(buckets: Buckets) -> None:
@@ -236,7 +236,7 @@ def _unannounced(buckets: Buckets) -> None:
 @pytest.mark.parametrize("fault", [_dropped, _garbled, _swapped, _twice, _unannounced, "a lost version", "never sent"])
 def test_a_bad_sync_is_refused_and_the_old_weights_stay(on, place, fault):
     tokens, held = prompts(2, 4), on("untied", version_of)
-    before = on("untied", VLLMEngine.score, tokens)
+    before = on("untied", VLLMEngine.prompt_logprobs, tokens)
     buckets, manifest = sent(reference(place, "untied", 3), held + 1)
     if fault == "a lost version":
         manifest = Manifest(held + 2, manifest.digests)
@@ -248,7 +248,7 @@ def test_a_bad_sync_is_refused_and_the_old_weights_stay(on, place, fault):
     with pytest.raises(SyncError, match="refused"):
         on("untied", VLLMEngine.load_weights, buckets, manifest)
     assert on("untied", version_of) == held
-    for a, b in zip(on("untied", VLLMEngine.score, tokens), before, strict=True):
+    for a, b in zip(on("untied", VLLMEngine.prompt_logprobs, tokens), before, strict=True):
         np.testing.assert_array_equal(a, b)
     on("untied", generate, requests(2, 1.0))
 
@@ -293,7 +293,10 @@ def test_a_sync_that_breaks_half_way_ends_the_engine(on, place):
     buckets[1][4] = (buckets[1][4][0], torch.zeros(3, 5))
     with pytest.raises(SyncError, match="failed half way"):
         on("untied", VLLMEngine.load_weights, buckets, manifest_of(buckets, manifest.version))
-    for use in (lambda engine: generate_all(engine, requests(1, 1.0), 10), lambda engine: engine.score(prompts(1, 0))):
+    for use in (
+        lambda engine: generate_all(engine, requests(1, 1.0), 10),
+        lambda engine: engine.prompt_logprobs(prompts(1, 0)),
+    ):
         with pytest.raises(SyncError, match="generates nothing"):
             on("untied", use)
 

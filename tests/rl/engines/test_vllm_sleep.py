@@ -67,11 +67,11 @@ def test_nothing_is_generated_from_weights_that_were_discarded(engine):
     with pytest.raises(SyncError, match="discarded its weights"):
         asyncio.run(engine.generate(request))
     with pytest.raises(SyncError, match="discarded its weights"):
-        engine.score([])
+        engine.prompt_logprobs([])
     with pytest.raises(SyncError, match="a sync was lost"):
         engine.load_weights([], Manifest(9, {}))
     with pytest.raises(SyncError, match="discarded its weights"):
-        engine.score([])
+        engine.prompt_logprobs([])
 
 
 @pytest.mark.parametrize("kept", ["the base of an adapter", "what is not sent"])

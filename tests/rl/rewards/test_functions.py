@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ptf.config import ConfigError, Plug
+from ptf.config import ConfigError, Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.rl.rewards.functions import RewardWorkers, numeric
 
@@ -34,7 +34,7 @@ def fickle(row, text):
 
 @pytest.fixture
 def rewards():
-    made = RewardWorkers(Plug(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0, retries=0)
+    made = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0, retries=0)
     yield made
     made.close()
 
@@ -83,7 +83,7 @@ def test_of_two_processes_that_answer_after_a_fork_no_answer_is_taken_for_anothe
 
 
 def test_the_first_fault_is_said_when_it_happens_and_not_after_the_step(capsys):
-    made = RewardWorkers(Plug(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0)
+    made = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0)
     try:
         made.score([({}, "raise"), ({}, "hang"), ({}, "ok")])
         assert capsys.readouterr().out.count("KeyError: 'gold'") == 1
@@ -117,7 +117,7 @@ def test_a_process_that_stops_listening_is_named(rewards):
 
 
 def test_what_failed_for_once_is_asked_again_and_what_is_left_at_the_end_is_not_asked():
-    made = RewardWorkers(Plug(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0, processes=2)
+    made = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0, processes=2)
     try:
         assert made.score([({}, "raise"), ({}, "ok")]) == [NoResult("KeyError: 'gold'"), Reward(1.0)]
         assert made.retried == 1
@@ -133,7 +133,7 @@ def test_what_failed_for_once_is_asked_again_and_what_is_left_at_the_end_is_not_
 
 def test_a_reward_that_does_not_exist_is_refused_at_once():
     with pytest.raises(ConfigError, match="fickle"):
-        RewardWorkers(Plug(use="tests.rl.rewards.test_functions:fickel"))
+        RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickel"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ptf.config import Plug
+from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
 from ptf.rl.rewards.functions import RewardWorkers, brevity, code, exact, mathematics, weighted
@@ -246,20 +246,20 @@ def test_strict_refuses_a_machine_without_namespaces():
 
 def test_the_first_lines_say_what_confines_code(capsys):
     RewardWorkers(
-        Plug(
+        Plugin(
             use="ptf.rl.rewards:weighted", args={"parts": [{"use": "ptf.rl.rewards:code", "args": {"sandbox": "auto"}}]}
         )
     ).close()
     assert capsys.readouterr().out == f"{sandbox_line('auto')}\n"
     with pytest.raises(UserError, match="auto or strict"):
-        RewardWorkers(Plug(use="ptf.rl.rewards:code", args={"sandbox": "none"}))
+        RewardWorkers(Plugin(use="ptf.rl.rewards:code", args={"sandbox": "none"}))
 
 
 def test_answers_are_judged_many_at_once_and_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(open_to_all(tmp_path)))  # in the command line of each judgement
     row = {"tests": "assert f(3) == 9"}
     texts = [SQUARE, "", "def f(x): return 9", "x", SQUARE] * 2
-    made = RewardWorkers(Plug(use="ptf.rl.rewards:code"), timeout_s=60.0, retries=0)
+    made = RewardWorkers(Plugin(use="ptf.rl.rewards:code"), timeout_s=60.0, retries=0)
     try:
         found = made.score([(row, text) for text in texts] + [({"tests": ""}, SQUARE)])
     finally:
@@ -270,7 +270,7 @@ def test_answers_are_judged_many_at_once_and_in_order(tmp_path, monkeypatch):
 
 
 def test_an_asynchronous_reward_has_many_in_flight():
-    made = RewardWorkers(Plug(use="tests.rl.plugs:together", args={"parties": 40}), timeout_s=30.0, retries=0)
+    made = RewardWorkers(Plugin(use="tests.rl.plugs:together", args={"parties": 40}), timeout_s=30.0, retries=0)
     try:
         assert made.score([({}, "a" * i) for i in range(40)]) == [Reward(float(i)) for i in range(40)]
     finally:

@@ -1,8 +1,8 @@
 """How our tensors and Hugging Face's correspond: data that a family's file declares once, used for reading and for
 writing.
 
-An op says which slices of their tensors make up a slice of ours, so that a rank reads from a checkpoint only what it
-owns. In a name, `{i}` runs over the layers and `{e}` over the experts.
+A `TensorMapping` says which slices of their tensors make up a slice of ours, so that a rank reads from a checkpoint
+only what it owns. In a name, `{i}` runs over the layers and `{e}` over the experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Slices = tuple[slice, ...]
 Read = Callable[[str, Slices], Tensor]  # a slice of the tensor of that name in a checkpoint
 
 
-class Op(Protocol):
+class TensorMapping(Protocol):
     """The correspondence of some of our tensors (`ours`) to some of Hugging Face's (`theirs`)."""
 
     @property
@@ -29,7 +29,7 @@ class Op(Protocol):
         ...
 
     def at(self, layer: int) -> Self:
-        """Return the op of one layer."""
+        """Return the mapping of one layer."""
         ...
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Rename:
         return (self.other,)
 
     def at(self, layer: int) -> Self:
-        """Return the op of one layer."""
+        """Return the mapping of one layer."""
         return replace(self, name=self.name.replace("{i}", str(layer)), other=self.other.replace("{i}", str(layer)))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class Interleave:
         return (self.other,)
 
     def at(self, layer: int) -> Self:
-        """Return the op of one layer."""
+        """Return the mapping of one layer."""
         first, second = (n.replace("{i}", str(layer)) for n in self.names)
         return replace(self, names=(first, second), other=self.other.replace("{i}", str(layer)))
 

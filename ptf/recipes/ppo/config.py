@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Literal
 
 from ptf.config.section import Count, Fraction, PositiveFloat
-from ptf.recipes.on_policy import RewardedKnobs
+from ptf.recipes.on_policy import RewardedConfig
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-class PPOKnobs(RewardedKnobs):
+class PPOConfig(RewardedConfig):
     """Proximal policy optimisation; the critic starts as a copy of the policy with a new scalar head."""
 
     gamma: Fraction = 1.0

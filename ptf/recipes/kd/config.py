@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Knobs, Positive, PositiveFloat, Section
+from ptf.config.section import AlgoConfig, Positive, PositiveFloat, Section
 from ptf.recipes.rules import backend_faults, custom_head_faults, precomputed_faults
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class TeacherConfig(Section):
     """Its share, relative to the other teachers."""
 
 
-class KDKnobs(Knobs):
+class KDConfig(AlgoConfig):
     """Knowledge distillation: the student learns to predict what teachers predict."""
 
     teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], TeacherConfig] = Field(min_length=1)

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from ptf.recipes.on_policy import RewardedKnobs
+from ptf.recipes.on_policy import RewardedConfig
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-class GRPOKnobs(RewardedKnobs):
+class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`.
     Dr.GRPO: `scale_by_std: false`, `mean_over: constant_length`. DAPO: `clip_high: 0.28`, `overlong`,
     `rollout.zero_variance_groups: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""

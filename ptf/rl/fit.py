@@ -12,7 +12,7 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal
 from ptf.compute.world import CPU
-from ptf.config import Job, Plug
+from ptf.config import Job, Plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.credentials import redacted
 from ptf.data.sources.rows import fingerprints, first_lines
@@ -106,7 +106,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         for role, spec in plans.items():
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
         policy, rollout = groups["policy"], groups["rollout"]
-        engine = rollout_config.engine.use if isinstance(rollout_config.engine, Plug) else rollout_config.engine
+        engine = rollout_config.engine.use if isinstance(rollout_config.engine, Plugin) else rollout_config.engine
         print(f"rollout: engine={engine} workers={rollout_config.workers} {', '.join(rollout.where())}", flush=True)
         controller = Controller(
             job,

@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-from ptf.config.section import Knobs
+from ptf.config.section import AlgoConfig
 
 
-class SFTKnobs(Knobs):
+class SFTConfig(AlgoConfig):
     """Supervised fine-tuning has no keys of its own."""
 
-    may_share_beginnings: ClassVar[bool] = True
+    may_share_prefixes: ClassVar[bool] = True

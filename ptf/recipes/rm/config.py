@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Knobs
+from ptf.config.section import AlgoConfig
 from ptf.recipes.rules import backend_faults, whole_answer_faults
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-class RMKnobs(Knobs):
+class RMConfig(AlgoConfig):
     """Reward models: a scalar head scores answers."""
 
     loss: Literal["pair", "binary", "regression"] = "pair"

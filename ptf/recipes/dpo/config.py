@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Knobs, PositiveFloat
+from ptf.config.section import AlgoConfig, PositiveFloat
 from ptf.recipes.rules import backend_faults, custom_head_faults, precomputed_faults, whole_answer_faults
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-class DPOKnobs(Knobs):
+class DPOConfig(AlgoConfig):
     """Preferences: the policy's log-probs are compared with those of a reference."""
 
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"

@@ -1,4 +1,4 @@
-"""Forward passes over samples without training: log-probs, values, scores.
+"""Forward passes over samples without training: log-probs, values, one value per document.
 
 Every rank has its own samples, but all ranks make the same number of passes, because gathering the weights of a sharded
 model is a collective.
