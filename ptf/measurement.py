@@ -131,7 +131,7 @@ def measure_on_rank(text: str, directory: str) -> None:
         metrics |= measure_rows(model, recipe, sets, job, world, beside)
         by_row = gate.needs_losses(job)
         if by_row:
-            write_row_losses(model, recipe, sets, job, world, beside, run / gate.ROWS)
+            write_row_losses(model, recipe, sets, job, world, beside, run / gate.LOSSES)
         if job.evaluate.starting_model:
             place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
             before = load(Path(str(place)))
@@ -139,7 +139,7 @@ def measure_on_rank(text: str, directory: str) -> None:
                 f"start/{name}": value for name, value in measure_rows(before, recipe, sets, job, world, beside).items()
             }
             if by_row:
-                write_row_losses(before, recipe, sets, job, world, beside, run / gate.ROWS / "start")
+                write_row_losses(before, recipe, sets, job, world, beside, run / gate.LOSSES / "start")
         for name, rows in sets.items():
             units = [unit for row in rows for unit in row]
             if all(len(unit) == 2 for unit in units):

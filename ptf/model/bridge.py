@@ -40,7 +40,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora, Merged, adapter_names, initial_value, refuse_unmatched_targets
-from ptf.model.ops import Op, Rename, Rows, Slices
+from ptf.model.ops import Op, PaddedRows, Rename, Slices
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, weight_map
 
@@ -218,7 +218,7 @@ def _initialise(name: str, parameter: Tensor, config: DecoderConfig, seed: int) 
     values = torch.empty(rows, *parameter.shape[1:]).normal_(
         0, config.init_std, generator=torch.Generator().manual_seed(key)
     )
-    fill(parameter, partial(Rows(name, name, rows).read, 0, read=lambda _, part: values[part], experts=0))
+    fill(parameter, partial(PaddedRows(name, name, rows).read, 0, read=lambda _, part: values[part], experts=0))
 
 
 def _in_vocabulary(name: str, config: DecoderConfig) -> bool:
@@ -236,7 +236,7 @@ def checkpoint_ops(model: Decoder, family: Family) -> list[Op]:
     without_ops = {*own_tensors(model, family), *adapter_names(model)}
     ops = family.ops_for(n for n, _ in model.named_parameters() if n not in without_ops)
     changed: dict[str, Op] = {
-        name: Rows(name, other, config.vocab)
+        name: PaddedRows(name, other, config.vocab)
         for name, other in _names_outside_layers(ops)
         if _in_vocabulary(name, config)
     }

@@ -318,7 +318,7 @@ class Fit:
             "watch": self.early_stopping.state_dict() if self.early_stopping else None,
         }
         manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": self.made_with}
-        manifest |= {"rows": self.track.rows.state} if self.track else {}
+        manifest |= {"rows": self.track.lines.state} if self.track else {}
         return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
 
     def export(self) -> None:

@@ -20,7 +20,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.head import Head
-from ptf.model.ops import Rows
+from ptf.model.ops import PaddedRows
 from ptf.model.sharding import parallelize
 from ptf.model.verify import random_reference
 from ptf.model.vocabulary import NewRows, extend, read_vectors, refuse_larger_tokenizer, rows
@@ -102,7 +102,7 @@ def test_any_slice_of_a_padded_table_is_read_from_the_shorter_one(count, a, b):
         return stored[part]
 
     part = (slice(first, last), slice(1, 3))
-    assert torch.equal(Rows("ours", "theirs", count).read(0, part, read, 0), whole[part])
+    assert torch.equal(PaddedRows("ours", "theirs", count).read(0, part, read, 0), whole[part])
 
 
 def _sharded(directory: Path, out: Path, drawn: bool) -> dict:
