@@ -1,5 +1,6 @@
-"""Items: what the streams of a lane pass on: a pack unit, or where its tokens lie, and the place that it was read
-from.
+"""An item is what the streams of a lane yield: a pack unit, with its length and the place that it was read from.
+
+Items of tokenized rows have, instead of the pack unit, the range of the block's tokens that it is made of.
 
 An item is a plain tuple, and the item of a tokenized row holds arrays, numbers and strings only. Such
 tuples are made many at a time, and the garbage collector stops tracking them; thousands of objects of a class in the
@@ -116,7 +117,7 @@ def _contents(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
 def place_of(item: Item) -> tuple[int, ...]:
     """Return the place of an item: epoch, file, block, row, index in the row, empty rows before it, checksum.
 
-    By the checksum of its tokens it is recognised when it is read again.
+    When the item is read again, the checksum of its tokens shows whether it is the same one.
     """
     tokens = [_contents([item])[0]] if item[UNIT] is None else [sample.tokens for sample in item[UNIT]]
     crc = 0

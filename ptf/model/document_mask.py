@@ -38,7 +38,7 @@ class DocumentMasks:
         self.start = last(starts)  # for each token, the first token of its document
         self.prefix_length = positions.gather(
             1, self.start
-        )  # the position at which its document begins, behind a shared prefix
+        )  # the position at which its document begins, after a shared prefix
         # the first token of the document whose first `prefix_length` tokens are its document's prefix
         self.whole_start = last(starts & (positions == 0))
         self.whole = segments.gather(1, self.whole_start)  # and that document's segment
