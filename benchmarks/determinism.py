@@ -1,10 +1,10 @@
-"""How far runs of the same training end from each other when rows are split into other passes, dealt to other numbers
-of workers, or the number of workers changes on the way: in the fast mode, and with `train.deterministic`.
+"""How far runs of the same training end from each other when sequences are split into other passes, dealt to other
+numbers of workers, or the number of workers changes on the way: in the fast mode, and with `train.deterministic`.
 Writes results/determinism.md.
 
     python benchmarks/determinism.py [--steps 40]
 
-Prints a JSON line a run. The reference of each mode is one worker with all rows in one pass.
+Prints a JSON line a run. The reference of each mode is one worker with all sequences in one pass.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from ptf.run import run  # noqa: E402
 from tests.tiny import arithmetic  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "determinism.md"
-ROWS = 8
-CASES: dict[str, list[tuple[int, int]]] = {  # workers and rows a pass, one attempt after the other
-    "1 worker, 8 rows a pass": [(1, 8)],
+SEQUENCES = 8
+CASES: dict[str, list[tuple[int, int]]] = {  # workers and sequences a pass, one attempt after the other
+    "1 worker, 8 sequences a pass": [(1, 8)],
     "the same again": [(1, 8)],
-    "1 worker, 4 rows a pass": [(1, 4)],
-    "1 worker, 1 row a pass": [(1, 1)],
+    "1 worker, 4 sequences a pass": [(1, 4)],
+    "1 worker, 1 sequence a pass": [(1, 1)],
     "2 workers": [(2, 4)],
     "4 workers": [(4, 2)],
     "1 → 2 → 4 → 1 workers": [(1, 8), (2, 4), (4, 2), (1, 8)],
@@ -43,11 +43,13 @@ CASES: dict[str, list[tuple[int, int]]] = {  # workers and rows a pass, one atte
 def trained(raw: dict, name: str, attempts: list[tuple[int, int]], steps: int) -> Path:
     """A run whose attempts each make an equal part of the steps."""
     directory = Path()
-    for number, (workers, micro_rows) in enumerate(attempts, 1):
+    for number, (workers, micro_sequences) in enumerate(attempts, 1):
         compute = {**raw["compute"], "workers": workers, "launcher": "torchrun" if workers > 1 else "local"}
         directory = run(
             loads(
-                yaml.safe_dump({**raw, "train": {**raw["train"], "micro_sequences": micro_rows}, "compute": compute})
+                yaml.safe_dump(
+                    {**raw, "train": {**raw["train"], "micro_sequences": micro_sequences}, "compute": compute}
+                )
             ),
             name,
         )
@@ -76,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         raw = arithmetic(Path(scratch), rows=2000)
         raw["data"] |= {"validation": {}}
-        raw["train"] |= {"steps": asked.steps, "sequences": ROWS, "validate_every": 0}
+        raw["train"] |= {"steps": asked.steps, "sequences": SEQUENCES, "validate_every": 0}
         raw["compute"] = {"threads": 1, "device": "cpu"}
         raw["checkpoint"] = {"every": asked.steps // 4, "keep": 9}
         for deterministic in (False, True):
@@ -98,8 +100,8 @@ def main() -> None:
         f"Command: `{' '.join(['python', 'benchmarks/determinism.py', *sys.argv[1:]])}`  \n"
         f"Hardware: {cpu()}, torch {torch.__version__}, fp32, ranks of one thread, gloo  \nDate: "
         f"{time.strftime('%Y-%m-%d')}\n\n"
-        f"The tests' tiny arithmetic model, {ROWS} rows a step, {asked.steps} steps, everything else equal; "
-        "against one worker with all rows in one\n"
+        f"The tests' tiny arithmetic model, {SEQUENCES} sequences a step, {asked.steps} steps, everything else equal; "
+        "against one worker with all sequences in one\n"
         "pass, in the same mode. Loss and gradient norm: the largest relative difference of any step. Weights: "
         "the norm of the difference of all final\n"
         "weights, relative to their norm. 0 is bit for bit. More than one worker shard the model in the fast mode "

@@ -5,10 +5,10 @@ thread, on the same pairs from the same weights, so that the losses of every ste
     python benchmarks/dpo_step.py [--models small4 bigvocab] [--rounds 3]
 
 Pairs: a prompt (log-normal, median 90 tokens) and two answers (median 180), of at most 600 each; 8 pairs a step. Both
-train Qwen3 shapes, AdamW, one thread, beside a reference that is a model of its own. ptf packs a step's pairs into rows
-of up to 2,048, a row a pass. TRL pads the pairs of a pass to the longest, so it runs twice: all pairs of a step in one
-pass, and each in a pass of its own (gradient accumulation), which pads less.
-Prints a JSON line a round and writes results/dpo_step.md.
+train Qwen3 shapes, AdamW, one thread, beside a reference that is a model of its own. ptf packs a step's pairs into
+sequences of up to 2,048, a sequence a pass. TRL pads the pairs of a pass to the longest, so it runs twice: all pairs of
+a step in one pass, and each in a pass of its own (gradient accumulation), which pads less. Prints a JSON line a round
+and writes results/dpo_step.md.
 """
 
 import argparse
@@ -78,9 +78,9 @@ def ours(given: dict[str, Any]) -> None:
         trainer, recipe = Trainer(model, world, train, {"reference": reference}), DPO(beta=BETA)
         cpu_s, tokens, losses = [], [], []
         for step in range(total):
-            rows = pack_all(units[step * PAIRS : (step + 1) * PAIRS], WIDTH)
-            # a run's rows are full; those of 8 pairs alone are not
-            micro = [Batch.of([row], sum(map(length, row))) for row in rows]
+            sequences = pack_all(units[step * PAIRS : (step + 1) * PAIRS], WIDTH)
+            # a run's sequences are full; those of 8 pairs alone are not
+            micro = [Batch.of([sequence], sum(map(length, sequence))) for sequence in sequences]
             began = time.process_time()
             losses.append(trainer.step(micro, recipe, step)["loss"])
             if step >= given["warmup"]:
@@ -186,7 +186,7 @@ def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
         f"warm-up, {PAIRS} pairs a step, the same for\n"
         "both and from the same weights; the policy's forward and backward pass, a reference's forward pass, AdamW. "
         "Prompts: log-normal lengths, median\n"
-        "90; answers: median 180. ptf: packed rows of up to 2,048 tokens, a row a pass, none filled up.\n"
+        "90; answers: median 180. ptf: packed sequences of up to 2,048 tokens, a sequence a pass, none filled up.\n"
         "TRL: DPOTrainer, versions in `benchmarks/requirements-peers.txt`; "
         "it pads the pairs of a pass to the longest of\n"
         "them (`padding_free` is switched off in that version). `small4`: Qwen3 shape, width 256, 4 layers, "

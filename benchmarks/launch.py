@@ -130,7 +130,7 @@ def main() -> None:
         f"Command: `{' '.join(['python', 'benchmarks/launch.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, "
         "2 ranks of one thread, gloo  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
-        f"A Qwen3 shape of width 256 with 4 layers, 8 rows of 512 tokens a step, {asked.steps} steps, "
+        f"A Qwen3 shape of width 256 with 4 layers, 8 sequences of 512 tokens a step, {asked.steps} steps, "
         f"{asked.rounds} runs of each in turn.\n\n"
         "| launcher | milliseconds a step, median of runs' medians (range) "
         "| CPU-milliseconds of both ranks a step | seconds for start and end |\n"

@@ -1,4 +1,4 @@
-"""Whether documents of packed rows see each other: 10,000 packings for each mixer and backend. Writes
+"""Whether documents of packed sequences see each other: 10,000 packings for each mixer and backend. Writes
 results/leakage.md, and leakage.jsonl as it goes.
 
     python benchmarks/leakage.py [--packings 10000] [--minutes 7]
@@ -28,24 +28,24 @@ from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look  # noqa: 
 
 RESULTS = results_page("leakage.md")
 BATCH = 1000
-FAULTY = 100  # rows of each fault in a batch
+FAULTY = 100  # sequences of each fault in a batch
 
 
 def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
     """Of one batch."""
     rng, crossing, apart, leaking, began = np.random.default_rng(seed), 0.0, 0.0, 0, time.process_time()
     documents = 0
-    for _ in range(BATCH // mixer.rows):
-        rows = lengths(rng, mixer.rows)
-        found = look(mixer, batch_of(rows, rng), rng)
-        documents += sum(map(len, rows))
+    for _ in range(BATCH // mixer.sequences):
+        sequences = lengths(rng, mixer.sequences)
+        found = look(mixer, batch_of(sequences, rng), rng)
+        documents += sum(map(len, sequences))
         crossing, apart = max(crossing, float(found.crossing.max())), max(apart, float(found.apart.max()))
         leaking += int(((found.crossing > 0) | (found.apart > mixer.bound)).sum())
     caught = {}
     for name, told in mixer.faults.items():
-        rows = [row for row in lengths(rng, 3 * FAULTY) if len(row) > 1][:FAULTY]
-        found = look(mixer, batch_of(rows, rng), rng, told)
-        caught[name] = [int(((found.crossing > 0) | (found.apart > mixer.bound)).sum()), len(rows)]
+        sequences = [each for each in lengths(rng, 3 * FAULTY) if len(each) > 1][:FAULTY]
+        found = look(mixer, batch_of(sequences, rng), rng, told)
+        caught[name] = [int(((found.crossing > 0) | (found.apart > mixer.bound)).sum()), len(sequences)]
     return {
         "mixer": mixer.name,
         "path": mixer.path,
@@ -82,7 +82,7 @@ def page(found: Sequence[dict[str, Any]], command: str) -> str:
         f"Command: `{command}` (`make leakage`)  \nHardware: {cpu()}; "
         f"{sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
-        "A packing is a row of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; "
+        "A packing is a sequence of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; "
         "tiny random models. Of each batch of packings\n"
         "some documents are asked, and the gradient of what the last layer says of them (in drawn directions) "
         "must be exactly zero at every other document's\n"
@@ -90,12 +90,13 @@ def page(found: Sequence[dict[str, Any]], command: str) -> str:
         "and no bit may move; it runs uncompiled, so this\n"
         "is of its mask, not of its kernel. Then every document is compared with itself alone, "
         "in a batch of documents of its length without padding (in\n"
-        "FlexAttention's rows: with SDPA's). Mixtures of experts run in fp32, where torch multiplies groups of rows, "
+        "FlexAttention's sequences: with SDPA's). Mixtures of experts run in fp32, "
+        "where torch multiplies groups of rows, "
         "and transformers normalises in fp32.\n\n"
-        "Faults are put in on purpose into rows of two and more documents: the mask's borders off by one, "
+        "Faults are put in on purpose into sequences of two and more documents: the mask's borders off by one, "
         "positions that are not reset (transformers counts\n"
-        "itself, so it has none of these), rows shifted against their documents. "
-        "Caught is a row where something crosses or differs beyond the bound.\n\n"
+        "itself, so it has none of these), sequences shifted against their documents. "
+        "Caught is a sequence where something crosses or differs beyond the bound.\n\n"
         "| mixer | backend | precision | packings | documents | leak | largest crossing | largest difference from "
         "alone (bound) | faults caught |\n"
         f"|---|---|---|---|---|---|---|---|---|\n{rows}"

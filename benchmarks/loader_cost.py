@@ -3,8 +3,8 @@
     python benchmarks/loader_cost.py [--documents 400000]
 
 Writes a tokenized data set of that many documents (log-normal lengths, mean about 298 tokens, ids without a pattern)
-and measures, with the defaults of `data.shuffle` and `data.lookahead`: what is read before the first row at 8, 64 and
-512 lanes that one rank serves; documents per CPU-second from the files to batches (reading, decompressing, order,
+and measures, with the defaults of `data.shuffle` and `data.lookahead`: what is read before the first sequence at 8, 64
+and 512 lanes that one rank serves; documents per CPU-second from the files to batches (reading, decompressing, order,
 shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files, which is compared once before,
 is not in it), and by stage; memory and the size of a lane's state; and how a set that is sorted by a binary label is
 mixed. What a rank spends on a step at 1, 8 and 128 ranks is in benchmarks/loader_ranks.py.
@@ -70,8 +70,8 @@ def made(directory: Path, tokenizer: Tokenizer, lanes: int, epochs: int | None =
     )  # type: ignore[arg-type]
 
 
-def first_row(lanes: Lanes) -> tuple[int, float, float]:
-    """Row groups that are read until every lane has given a row, those a lane,
+def first_sequence(lanes: Lanes) -> tuple[int, float, float]:
+    """Row groups that are read until every lane has given a sequence, those a lane,
     and seconds of CPU until the first lane has."""
     began = time.process_time()
     next(lanes(0))
@@ -86,7 +86,9 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
     """From the files to batches on one rank, in each epoch; in the first most of the memory is touched for the first
     time, and what is loaded when it is needed is loaded. Garbage of the imports and of writing the data is collected
     before."""
-    reader = Loader(made(directory, tokenizer, 8, epochs=epochs), lanes=8, rows=32, micro_rows=8, seq_len=SEQ_LEN)
+    reader = Loader(
+        made(directory, tokenizer, 8, epochs=epochs), lanes=8, sequences=32, micro_sequences=8, seq_len=SEQ_LEN
+    )
     rates, step = [], 0
     gc.collect()
     for _ in range(epochs):
@@ -158,7 +160,7 @@ def main() -> None:
         size = (data / "rows.parquet").stat().st_size / given.documents
         sorted_set = labelled(Path(scratch), 100_000, 100)
         shares = {lanes: mixed(labels(lanes_of(sorted_set, lanes)), 1000) for lanes in (1, 8, 512)}
-        firsts = {lanes: first_row(made(data, tokenizer, lanes)) for lanes in (8, 64, 512)}
+        firsts = {lanes: first_sequence(made(data, tokenizer, lanes)) for lanes in (8, 64, 512)}
     lines = [
         "# What the loader costs",
         "",
@@ -170,13 +172,13 @@ def main() -> None:
             f"{given.documents:,} tokenized documents of {mean:.0f} tokens on the average, "
             f"in row groups of {ROWS_IN_GROUP:,},"
         ),
-        f"packed into rows of {SEQ_LEN:,} tokens; `data.shuffle: {SHUFFLE}`, `data.lookahead: {LOOKAHEAD}`. "
+        f"packed into sequences of {SEQ_LEN:,} tokens; `data.shuffle: {SHUFFLE}`, `data.lookahead: {LOOKAHEAD}`. "
         "Times are CPU time of the process, "
         f"with other work beside it on the machine (load average {os.getloadavg()[1]:.0f}).",
         "",
         (
-            "| lanes, all of one rank | row groups read before every lane has a row | a lane | CPU-seconds to the "
-            "first row |"
+            "| lanes, all of one rank | row groups read before every lane has a sequence | a lane | CPU-seconds to the "
+            "first sequence |"
         ),
         "|---|---|---|---|",
         *(f"| {lanes} | {reads:,} | {each:.2f} | {spent:.2f} |" for lanes, (reads, each, spent) in firsts.items()),

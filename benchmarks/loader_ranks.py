@@ -3,8 +3,8 @@
     python benchmarks/loader_ranks.py [--documents 40000] [--steps 1400] [--rounds 1]
 
 A rank is a process, as in training, and what counts is all CPU time of that process, messages included. Ranks have as
-many lanes and as many documents each however many there are. Of 128 ranks one group that exchanges rows is run: the
-others say nothing to it. Sixteen processes run side by side in every case (16 single ranks, two groups of 8, one of
+many lanes and as many documents each however many there are. Of 128 ranks one group that exchanges sequences is run:
+the others say nothing to it. Sixteen processes run side by side in every case (16 single ranks, two groups of 8, one of
 16), since processes that share cores and caches slow each other down; cases take turns.
 """
 
@@ -36,7 +36,7 @@ from ptf.data.tokenizer import Tokenizer
 
 RESULTS = ROOT / "benchmarks" / "results" / "loader_ranks.md"
 RANKS = 1, 8, 128
-LANES_A_RANK, ROWS_A_RANK, SEQ_LEN, SHUFFLE, LOOKAHEAD = 8, 4, 2048, 1024, 64
+LANES_A_RANK, SEQUENCES_A_RANK, SEQ_LEN, SHUFFLE, LOOKAHEAD = 8, 4, 2048, 1024, 64
 
 
 class Timed:
@@ -73,7 +73,7 @@ def repeated(directory: Path, ranks: int, tokenizer: Tokenizer) -> Path:
 def rank_of_group(
     data: Path, tokenizer: Tokenizer, rank: int, ranks: int, meeting: Path, steps: int
 ) -> dict[str, float]:
-    """One rank, in this process: CPU-seconds of a step, of making its rows and of messages, bytes sent, documents."""
+    """One rank, in this process: CPU-seconds of a step, of making its sequences and of messages; bytes; documents."""
     size, peers = group_size(ranks), None
     if size > 1:
         dist.init_process_group(
@@ -88,10 +88,10 @@ def rank_of_group(
     loader = Loader(
         made,
         lanes=lanes,
-        rows=ROWS_A_RANK * ranks,
+        sequences=SEQUENCES_A_RANK * ranks,
         rank=rank,
         world_size=ranks,
-        micro_rows=ROWS_A_RANK,
+        micro_sequences=SEQUENCES_A_RANK,
         seq_len=SEQ_LEN,
         peers=peers,
     )
@@ -172,7 +172,7 @@ def main() -> None:
         f"Date: {time.strftime('%Y-%m-%d')}",
         "",
         (
-            f"A step has {ROWS_A_RANK} rows of {SEQ_LEN:,} tokens a rank. "
+            f"A step has {SEQUENCES_A_RANK} sequences of {SEQ_LEN:,} tokens a rank. "
             f"Every rank has {LANES_A_RANK} lanes and {given.documents:,} tokenized documents"
         ),
         (
@@ -181,7 +181,7 @@ def main() -> None:
         ),
         (
             "steps of an epoch, the filling of its windows included. A rank is a process, "
-            "and ranks exchange rows over gloo; milliseconds are CPU time of"
+            "and ranks exchange sequences over gloo; milliseconds are CPU time of"
         ),
         (
             "the whole process, its message threads too, the median over 16 processes that run side by side (16 "
@@ -193,7 +193,7 @@ def main() -> None:
         ),
         (
             "the rank's own lanes; *messages* is what the loader's thread spends in them; "
-            "the rest is dealing out rows, writing and reading those that"
+            "the rest is dealing out sequences, writing and reading those that"
         ),
         "change rank, and laying out batches. Other work ran on the machine.",
         "",

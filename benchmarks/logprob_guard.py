@@ -111,8 +111,8 @@ def trained(model: Any, calls: Sequence[Call], world: World) -> list[np.ndarray]
         Sample(np.concatenate([c.context, c.sampled]), (np.arange(PROMPT + LENGTH) >= PROMPT).astype(np.float32))
         for c in calls
     ]
-    width = 8 * (PROMPT + LENGTH)
-    values = sample_logprobs(model, samples, world, width=width, micro_rows=1, processing=NO_LOGITS_PROCESSING)
+    seq_len = 8 * (PROMPT + LENGTH)
+    values = sample_logprobs(model, samples, world, seq_len=seq_len, micro_sequences=1, processing=NO_LOGITS_PROCESSING)
     return [v[PROMPT:] for v in values]
 
 
@@ -246,7 +246,9 @@ def faults(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]:
             policy, family = trainer_of(path, precision, world)
             bridge.load_hf_tensors(policy, weights.after, family)
             samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in texts]
-            values = sample_logprobs(policy, samples, world, width=1152, micro_rows=1, processing=NO_LOGITS_PROCESSING)
+            values = sample_logprobs(
+                policy, samples, world, seq_len=1152, micro_sequences=1, processing=NO_LOGITS_PROCESSING
+            )
             expected = [v[1:] for v in values]
             canary = ([t[:PROMPT] for t in texts[:4]], [e[: PROMPT - 1] for e in expected[:4]])
             probes = {"canary": canary, "step": (texts, expected)}

@@ -1,12 +1,12 @@
-"""Packing on the fly beside TRL's (bfd) and next-fit, in one interleaved run: how full the rows are, documents a second
-of one core, how long a document waits, and how evenly rows share the work of attention.
+"""Packing on the fly beside TRL's (bfd) and next-fit, in one interleaved run: how full the sequences are, documents a
+second of one core, how long a document waits, and how evenly sequences share the work of attention.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/packing.py [--documents 100000] [--rounds 3]
 
 Three mixes of lengths at a width of 4,096: log-normal (median 180, p99 about 2,000), bimodal (chats of about 150 beside
 articles of about 1,900) and heavy-tailed (Pareto). ptf packs as a run does, with a window of `--lookahead` documents,
-and lays the rows out as tensors; the others are given all documents at once.
+and lays the sequences out as tensors; the others are given all documents at once.
 Prints a JSON line a round and writes results/packing.md.
 """
 
@@ -26,7 +26,7 @@ from flow_runs import ROOT, cpu
 
 RESULTS = ROOT / "benchmarks" / "results" / "packing.md"
 PEER = ROOT / ".venv-peers" / "bin" / "python"
-WIDTH, ROWS = 4096, 8
+SEQ_LEN, SEQUENCES = 4096, 8
 
 
 def mixes(count: int) -> dict[str, np.ndarray]:
@@ -37,34 +37,36 @@ def mixes(count: int) -> dict[str, np.ndarray]:
         "bimodal": np.where(chat, rng.normal(150, 60, count), rng.normal(1900, 500, count)),
         "heavy tail": 60 * (1 + rng.pareto(1.1, count)),
     }
-    return {name: np.clip(lengths, 8, WIDTH).astype(int) for name, lengths in made.items()}
+    return {name: np.clip(lengths, 8, SEQ_LEN).astype(int) for name, lengths in made.items()}
 
 
 def ours(lengths: np.ndarray, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
-    """Fill, documents a second of packing alone and with rows laid out, the longest wait in rows,
-    and the rows by numbers of their documents."""
+    """Fill, documents a second of packing alone and with sequences laid out, the longest wait in sequences,
+    and the sequences by numbers of their documents."""
     from ptf.data.batch import Batch
     from ptf.data.packing import Packer
     from ptf.data.sample import Sample
 
-    tokens = np.arange(WIDTH, dtype=np.int32) % 1000
-    weights = (np.arange(WIDTH) % 3 > 0).astype(np.float32)
+    tokens = np.arange(SEQ_LEN, dtype=np.int32) % 1000
+    weights = (np.arange(SEQ_LEN) % 3 > 0).astype(np.float32)
     samples = [(Sample(tokens[:n], weights[:n]),) for n in lengths]
     number = {id(unit): i for i, unit in enumerate(samples)}
     began = time.process_time()
-    rows = list(Packer(iter(samples), WIDTH, lookahead))
+    sequences = list(Packer(iter(samples), SEQ_LEN, lookahead))
     packed = time.process_time()
-    for at in range(0, len(rows), ROWS):
-        Batch.of(rows[at : at + ROWS], WIDTH)
+    for at in range(0, len(sequences), SEQUENCES):
+        Batch.of(sequences[at : at + SEQUENCES], SEQ_LEN)
     done = time.process_time()
-    names = [[number[id(unit)] for unit in row] for row in rows]
+    names = [[number[id(unit)] for unit in sequence] for sequence in sequences]
     whole = names[: max(1, len(names) - lookahead)]  # an endless stream never drains its window
-    fill = sum(int(lengths[i]) for row in whole for i in row) / (WIDTH * len(whole))
+    fill = sum(int(lengths[i]) for sequence in whole for i in sequence) / (SEQ_LEN * len(whole))
     own = np.zeros(len(lengths), int)
-    for r, row in enumerate(names):
-        own[row] = r
-    # the row that let it in
-    sight = np.searchsorted(np.cumsum([len(row) for row in names]) + lookahead, np.arange(len(lengths)), side="right")
+    for r, sequence in enumerate(names):
+        own[sequence] = r
+    # the sequence that let it in
+    sight = np.searchsorted(
+        np.cumsum([len(sequence) for sequence in names]) + lookahead, np.arange(len(lengths)), side="right"
+    )
     waits = own - sight
     bias = float(np.corrcoef(lengths, waits)[0, 1])
     rates = {"packed_s": len(lengths) / (packed - began), "laid_out_s": len(lengths) / (done - began)}
@@ -72,26 +74,26 @@ def ours(lengths: np.ndarray, lookahead: int) -> tuple[dict[str, float], list[li
 
 
 def next_fit(lengths: np.ndarray) -> list[list[int]]:
-    rows: list[list[int]] = [[]]
-    room = WIDTH
+    sequences: list[list[int]] = [[]]
+    room = SEQ_LEN
     for i, n in enumerate(lengths.tolist()):
         if n > room:
-            rows.append([])
-            room = WIDTH
-        rows[-1].append(i)
+            sequences.append([])
+            room = SEQ_LEN
+        sequences[-1].append(i)
         room -= n
-    return rows
+    return sequences
 
 
 def imbalance(
     lengths: np.ndarray,
-    rows: list[list[int]],
+    sequences: list[list[int]],
     ranks: int,
     each: int,
     deal: Callable[[np.ndarray, int], list[np.ndarray]],
 ) -> float:
     """Largest over mean of the ranks' Σ length², median over steps."""
-    work = np.array([float((lengths[row] ** 2).sum()) for row in rows])
+    work = np.array([float((lengths[sequence] ** 2).sum()) for sequence in sequences])
     step = ranks * each
     found = []
     for at in range(0, len(work) - step + 1, step):
@@ -106,7 +108,7 @@ def in_turn(work: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 def trl(directory: str, name: str) -> dict[str, float]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [str(PEER), "benchmarks/peers/trl_packing.py", f"{directory}/{name}.npy", str(WIDTH)]
+    command = [str(PEER), "benchmarks/peers/trl_packing.py", f"{directory}/{name}.npy", str(SEQ_LEN)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode:
         sys.exit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
@@ -128,16 +130,16 @@ def main() -> None:
         for name, lengths in mixes(asked.documents).items():
             np.save(f"{directory}/{name}.npy", lengths)
             found: dict[str, list[dict[str, Any]]] = {"ptf": [], "TRL": [], "next-fit": []}
-            rows: list[list[int]] = []
+            sequences: list[list[int]] = []
             for _ in range(asked.rounds):
-                one, rows = ours(lengths, asked.lookahead)
+                one, sequences = ours(lengths, asked.lookahead)
                 found["ptf"].append(one)
                 found["TRL"].append(trl(directory, name))
                 began = time.process_time()
                 simple = next_fit(lengths)
                 found["next-fit"].append(
                     {
-                        "fill": lengths.sum() / (WIDTH * len(simple)),
+                        "fill": lengths.sum() / (SEQ_LEN * len(simple)),
                         "packed_s": len(lengths) / (time.process_time() - began),
                     }
                 )
@@ -153,27 +155,30 @@ def main() -> None:
                 f"{middle['TRL']['packed_s']:,.0f} "
                 f"| {middle['next-fit']['fill']:.3f} | {middle['next-fit']['packed_s']:,.0f} |"
             )
-            cells = [imbalance(lengths, rows, r, e, deal) for r, e in ((8, 8), (2, 2)) for deal in (in_turn, balanced)]
+            cells = [
+                imbalance(lengths, sequences, r, e, deal) for r, e in ((8, 8), (2, 2)) for deal in (in_turn, balanced)
+            ]
             balance.append(f"| {name} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
     RESULTS.write_text(
         "# Packing on the fly\n\n"
         f"Command: `{' '.join(['python', 'benchmarks/packing.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, "
         f"one thread  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{asked.documents:,} documents a mix, rows of {WIDTH:,}; ptf sees {asked.lookahead} documents at a time, "
+        f"{asked.documents:,} documents a mix, sequences of {SEQ_LEN:,}; ptf sees {asked.lookahead} documents "
+        "at a time, "
         "TRL (bfd, as SFTTrainer calls it) and\n"
         f"next-fit all of them; {asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; "
         "*laid out* includes `Batch.of` (tokens, targets,\n"
-        "positions, segments, weights). *Waited*: the most rows that left between a document's coming into sight and "
-        "its own. *Bias*: correlation of\n"
+        "positions, segments, weights). *Waited*: the most sequences that left between a document's coming into sight "
+        "and its own. *Bias*: correlation of\n"
         "length and wait.\n\n"
         "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | next-fit: "
         "fill | packed /s |\n"
         "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
-        "Work of attention, Σ length² of a rank's rows: how far the largest is above the mean, median over steps. "
-        "*In turn*: row j goes to rank j mod W, as\n"
-        "where ranks encode and pack on the fly, each its own lanes. *Balanced*: equally many rows each, "
+        "Work of attention, Σ length² of a rank's sequences: how far the largest is above the mean, median over steps. "
+        "*In turn*: sequence j goes to rank j mod W, as\n"
+        "where ranks encode and pack on the fly, each its own lanes. *Balanced*: equally many sequences each, "
         "dealt by work, as for tokenized data and rollouts.\n\n"
-        "| mix | 8 ranks × 8 rows, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n"
+        "| mix | 8 ranks × 8 sequences, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n"
         + "\n".join(balance)
         + "\n"
     )

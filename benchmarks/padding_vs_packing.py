@@ -71,7 +71,7 @@ def documents(path: Path, shared: Path) -> np.ndarray:
 
 
 def ours(given: dict[str, Any]) -> None:
-    """A rank of ptf: Trainer.step over the rows that its loader packs on the fly."""
+    """A rank of ptf: Trainer.step over the sequences that its loader packs on the fly."""
     import resource
 
     from ptf.compute.world import joined
@@ -113,10 +113,10 @@ def ours(given: dict[str, Any]) -> None:
         loader = Loader(
             lanes,
             lanes=8,
-            rows=given["rows"],
+            sequences=given["rows"],
             rank=world.data_rank,
             world_size=world.data_size,
-            micro_rows=given["rows"] // RANKS,
+            micro_sequences=given["rows"] // RANKS,
             seq_len=WIDTH,
         )
         found: dict[str, list[float]] = {
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=250_000, help="real tokens that each trains in a round")
-    parser.add_argument("--rows", type=int, default=4, help="packed rows a step")
+    parser.add_argument("--rows", type=int, default=4, help="packed sequences a step")
     asked = parser.parse_args()
     if not PEER.exists():
         sys.exit("benchmarks/padding_vs_packing.py needs the peer's environment: make peers")

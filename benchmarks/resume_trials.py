@@ -4,7 +4,7 @@
 
 Each trial draws sources (1 to 3, of 1 to 10,000 rows, as jsonl, gzip, parquet or tokenized), a mixture of every mode, 1
 to 512 lanes, a shuffle, a limit and epochs; trains without a stop; trains again with two to five stops, each time on
-another number of ranks, of which some exchange rows; and compares every step. Every trial is a line of
+another number of ranks, of which some exchange sequences; and compares every step. Every trial is a line of
 results/resume_trials.jsonl, and those that are there are not made again (all are with `--again`), so it can be stopped
 and started: `--most` says how many are made at a time. The page is written from the lines. `--trial` makes a single
 one, and keeps nothing. Prints a line for each trial that differs, and exits with 1 if there is one.
@@ -86,7 +86,8 @@ def page(lines: Sequence[dict[str, Any]], command: str, wanted: int) -> str:
         f"{sum(line['stops'] for line in lines):,} stops,\n"
         f"{sum(line['cpu_s'] for line in lines):,.0f} s of CPU. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, "
         "4 and 8 ranks that change at every stop;\n"
-        f"in {sum(line['exchange'] for line in lines)} trials the ranks exchange rows.\n\n| what | found |\n|---|---|\n"
+        f"in {sum(line['exchange'] for line in lines)} trials the ranks exchange sequences.\n\n"
+        "| what | found |\n|---|---|\n"
         + "".join(f"| {what} | {sum(line[fault] for line in lines)} |\n" for fault, what in FAULTS.items())
         + "| state of a lane, the largest (shuffle windows up to 64) "
         f"| {max(line['state_bytes'] for line in lines):,} bytes |\n\n"

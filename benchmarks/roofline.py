@@ -35,7 +35,7 @@ PASSES = 4  # of gradient accumulation
 MODES = ("none", "selective", "block")
 
 
-def job(directory: Path, gpus: int, width: int, rows: int, mode: str) -> Job:
+def job(directory: Path, gpus: int, width: int, sequences: int, mode: str) -> Job:
     """Return a job of packed SFT."""
     raw = {
         "recipe": "sft",
@@ -45,8 +45,8 @@ def job(directory: Path, gpus: int, width: int, rows: int, mode: str) -> Job:
         "train": {
             "steps": 1,
             "lr": 1e-5,
-            "sequences": PASSES * gpus * rows,
-            "micro_sequences": rows,
+            "sequences": PASSES * gpus * sequences,
+            "micro_sequences": sequences,
             "activation_checkpointing": mode,
         },
     }
@@ -54,17 +54,17 @@ def job(directory: Path, gpus: int, width: int, rows: int, mode: str) -> Job:
 
 
 def best(directory: Path, gpus: int, width: int) -> tuple[str, int, float, Roofline] | None:
-    """Return mode, rows a pass, GiB and bound of the setting with the highest bound that fits; None if none does."""
+    """Return mode, sequences a pass, GiB and bound of the setting with the highest bound that fits, or None."""
     found = []
     for mode in MODES:
-        for rows in (1, 2, 4):
-            one = job(directory, gpus, width, rows, mode)
+        for sequences in (1, 2, 4):
+            one = job(directory, gpus, width, sequences, mode)
             try:
                 plan = budget(one, directory, gpus, room_gib=MEMORY_GIB, gpu=GPU)
             except UserError:
                 continue
             if plan.fits:
-                found.append((mode, rows, plan.memory.total / 2**30, roofline(one, directory, gpus, GPU)))
+                found.append((mode, sequences, plan.memory.total / 2**30, roofline(one, directory, gpus, GPU)))
     return max(found, key=lambda one: one[3].mfu, default=None)
 
 
@@ -76,14 +76,14 @@ Command: `python benchmarks/roofline.py` (`make bench-roofline`)
 Nothing here was measured on a GPU.
 
 Packed SFT in bf16 on {GPU}s, {PASSES} passes a step, all tokens trained, log-normal documents (median 180, σ 1.03),
-norms, gates and rotary compiled. For each model, the mode of activation checkpointing and the rows a pass with the
+norms, gates and rotary compiled. For each model, the mode of activation checkpointing and the sequences a pass with the
 highest bound among those whose plan fits {MEMORY_GIB:g} GiB.
 
 Each operator takes the largest of its FLOPs at 72 % of 989 TFLOP/s, its bytes at 85 % of 4.8 TB/s, and 2 µs; attention
 takes its kept pairs at 0.5 (forward) and 0.4 (backward) of the peak; collectives take 80 % of 450 GB/s, and count where
 they take longer than the computation of their pass. Clipping and AdamW are included.
 
-| model | GPUs | tokens a row | checkpointing | rows a pass | GiB, plan | MFU at most | aim | three largest costs |
+| model | GPUs | tokens each | checkpointing | sequences a pass | GiB, plan | MFU at most | aim | three largest costs |
 |---|---|---|---|---|---|---|---|---|
 {chr(10).join(lines)}
 """
@@ -98,15 +98,14 @@ def main() -> int:
             if one is None:
                 lines.append(f"| {shape} | {gpus} | {width:,} | does not fit {MEMORY_GIB:g} GiB | | | | | |")
                 continue
-            mode, rows, gib, bound = one
+            mode, sequences, gib, bound = one
             aimed = f"{aim:.0%}" if aim and width == 8192 else ""
             missed += bool(aimed) and bound.mfu < (aim or 0.0)
             three = ", ".join(
                 f"{name} {seconds / bound.seconds:.0%}" for name, seconds in list(bound.operators.items())[:3]
             )
-            lines.append(
-                f"| {shape} | {gpus} | {width:,} | {mode} | {rows} | {gib:.0f} | {bound.mfu:.1%} | {aimed} | {three} |"
-            )
+            setting = f"{shape} | {gpus} | {width:,} | {mode} | {sequences}"
+            lines.append(f"| {setting} | {gib:.0f} | {bound.mfu:.1%} | {aimed} | {three} |")
             print(lines[-1], flush=True)
     RESULTS.write_text(page(lines))
     print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} below their aim")

@@ -30,7 +30,7 @@ from flow_runs import ROOT, cpu
 RESULTS = ROOT / "benchmarks" / "results" / "stream.md"
 PORT, KEY, SECRET, BUCKET = 5907, "ptfkey", "ptfsecret", "rows"
 ROW_BYTES, GROUP, FILE_ROWS = 4000, 1000, 25_000
-LANES, ROWS, SEQ_LEN, BASE = 8, 32, 4096, 1000
+LANES, SEQUENCES, SEQ_LEN, BASE = 8, 32, 4096, 1000
 EVERY = 20  # steps between states
 BOUND_MB = 500
 
@@ -59,7 +59,7 @@ def read(directory: Path) -> None:
     base = resident_mb()
     sources = {"s3": SourceSpec(f"s3://{BUCKET}/*.parquet", epochs=1)}
     lanes = Lanes(sources, None, encode, lanes=LANES, seed=0, shuffle=256, seq_len=SEQ_LEN, lookahead=64)
-    loader = Loader(lanes, lanes=LANES, rows=ROWS, micro_rows=ROWS, seq_len=SEQ_LEN)
+    loader = Loader(lanes, lanes=LANES, sequences=SEQUENCES, micro_sequences=SEQUENCES, seq_len=SEQ_LEN)
     state = directory / "state.pkl"
     if state.exists():
         loader.load_state_dict(pickle.loads(state.read_bytes()))
@@ -197,7 +197,7 @@ def main() -> None:
         "Ceph RADOS gateway beside it, objects in memory  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
         f"{rows:,} rows, {asked.gib:g} GiB of parquet ({GROUP:,} rows a group), "
-        f"read once by {LANES} lanes into rows of {SEQ_LEN:,} tokens.\n\n"
+        f"read once by {LANES} lanes into sequences of {SEQ_LEN:,} tokens.\n\n"
         "| what | found |\n|---|---|\n"
         f"| rows lost / repeated | {found['lost']} / {found['repeated']} |\n"
         "| memory that the reader added, at most (peak, over what it had when it had loaded torch) "

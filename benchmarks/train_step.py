@@ -1,5 +1,5 @@
 """The SFT step beside TRL and plain transformers, each at its best setting: real tokens per CPU-second of one thread,
-and the memory that a step adds, on the same rows from the same weights,
+and the memory that a step adds, on the same sequences from the same weights,
 so that the losses of every step must be the same.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
@@ -7,8 +7,9 @@ so that the losses of every step must be the same.
 
 First one round of ptf and of every setting of the peers (`CELLS`), then further rounds of ptf and of the fastest peer,
 one after the other (A, B, A, B, …). Documents: log-normal lengths (median 180, p99 about 2,000, at most 2,048), the
-first 40 % of each is prompt, packed into rows of 2,048; every step has documents of the same lengths with other tokens.
-Keeps every round in results/train_step.jsonl, where the next call goes on, and writes results/train_step.md from it.
+first 40 % of each is prompt, packed into sequences of 2,048; every step has documents of the same lengths with other
+tokens. Keeps every round in results/train_step.jsonl, where the next call goes on, and writes results/train_step.md
+from it.
 """
 
 import argparse
@@ -45,8 +46,8 @@ SHAPE = {
     "initializer_range": 0.02,
 }
 MODELS = {"small4": SHAPE | {"vocab_size": 4096}, "bigvocab": SHAPE | {"vocab_size": 151_936}}
-# rows a step; timed steps; the warm-up step's documents are shorter by this
-ROWS, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 2, "bigvocab": 1}, 8
+# sequences a step; timed steps; the warm-up step's documents are shorter by this
+SEQUENCES, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 2, "bigvocab": 1}, 8
 TRL, LOOP = "benchmarks/peers/trl_sft.py", "benchmarks/peers/hf_sft.py"
 DENSE, FLAT, BARE = "SDPA, a dense mask a row", "SDPA, one dense mask over all rows of a pass", "SDPA, causal, no mask"
 CELLS: dict[str, dict[str, Any]] = {
@@ -90,7 +91,7 @@ def documents(path: Path, vocab: int, rows: int, steps: int) -> None:
 
 
 def ours(given: dict[str, Any]) -> None:
-    """One round of ptf: Trainer.step over packed rows, as a run does it."""
+    """One round of ptf: Trainer.step over packed sequences, as a run does it."""
     from ptf.compute.world import joined
     from ptf.config.sections.model import ModelConfig
     from ptf.config.sections.train import TrainConfig
@@ -170,7 +171,7 @@ def kept(name: str, dtype: str) -> list[dict[str, Any]]:
 def planned(name: str, dtype: str, rounds: int) -> str | None:
     """What comes next: ptf, every setting once, then ptf and the fastest peer by turns."""
     made = [row["system"] for row in kept(name, dtype)]
-    cells = [cell for cell, how in CELLS.items() if how["pass"] <= ROWS[name] or not how["packed"]]
+    cells = [cell for cell, how in CELLS.items() if how["pass"] <= SEQUENCES[name] or not how["packed"]]
     if missing := [system for system in ("ptf", *cells) if system not in made]:
         return missing[0]
     best = fastest(kept(name, dtype))
@@ -190,12 +191,12 @@ def compared(name: str, dtype: str, rounds: int, train: dict[str, Any], until: f
     about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
     with tempfile.TemporaryDirectory() as directory:
         path, model = Path(directory) / "documents.npz", start(Path(directory), MODELS[name])
-        documents(path, MODELS[name]["vocab_size"], ROWS[name], STEPS[name])
+        documents(path, MODELS[name]["vocab_size"], SEQUENCES[name], STEPS[name])
         given = {
             "model": model,
             "documents": str(path),
             "width": WIDTH,
-            "rows": ROWS[name],
+            "rows": SEQUENCES[name],
             "dtype": dtype,
             "steps": STEPS[name],
             "warmup": 1,
@@ -304,19 +305,20 @@ def write(rounds: int) -> None:
         f"Date: {', '.join(sorted(dates))}\n\n"
         "Real tokens per CPU-second; of the peers, those of the setting that is fastest here. Interleaved rounds, "
         "each in a process of\n"
-        "its own; median and range. The same rows in the same order from the same weights: "
+        "its own; median and range. The same sequences in the same order from the same weights: "
         "packed documents of log-normal lengths\n"
-        "(median 180, p99 about 2,000), the first 40 % prompt, rows of 2,048; fused AdamW, clip 1. "
+        "(median 180, p99 about 2,000), the first 40 % prompt, sequences of 2,048; fused AdamW, clip 1. "
         "The script asserts that all count\n"
         f"the same tokens and that the losses of every step agree (to {bounds}); the largest\n"
         "difference of any stands in the table. `small4`: Qwen3 shape, width 256, 4 layers, 4 heads of 64, "
         "vocabulary 4,096,\n"
-        f"{ROWS['small4']} rows a step; `bigvocab`: vocabulary 151,936, tied, {ROWS['bigvocab']} row a step. TRL: "
+        f"{SEQUENCES['small4']} sequences a step; `bigvocab`: vocabulary 151,936, tied, "
+        f"{SEQUENCES['bigvocab']} sequence a step. TRL: "
         "SFTTrainer, whose head makes no full\n"
         "logits; transformers: a loop with the model's own loss over full logits; "
         "versions in `benchmarks/requirements-peers.txt`;\n"
         "bf16 is autocast over weights of fp32 for all. ptf: its defaults (`train.compile` is off on a CPU), "
-        "all rows of a step in one pass.\n"
+        "all sequences of a step in one pass.\n"
         "These ratios are a CPU's: on a GPU with flash attention a mask costs the peers nothing.\n\n"
         "| model | dtype | ptf | fastest peer | its tokens per CPU-second | ratio | MiB that the step adds | losses "
         "apart | measured |\n"

@@ -115,7 +115,7 @@ Hardware: {cpu()}, no GPU, torch {torch.__version__}, transformers {transformers
 Date: {date.today()}
 
 Each family against transformers' model on small random members of it: \
-five documents of 1 to 52 tokens packed into rows for ptf, one at a time for
+five documents of 1 to 52 tokens packed into sequences for ptf, one at a time for
 transformers, from one saved checkpoint. Errors are relative to the largest magnitude of the reference; \
 a config passes if both are at most {TOLERANCE:g}
 and every tensor comes back from ptf byte for byte. A gradient's error is the worst tensor's.

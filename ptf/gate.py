@@ -20,7 +20,7 @@ from ptf.config import Job
 from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 
-ROWS = "held_out"  # directory in the run's: loss and denominator of each held-out row
+LOSSES = "held_out"  # directory in the run's: loss and denominator of each held-out sequence
 ANSWERS, RANKED = "answers", "ranked"  # written by ptf.measurement: one line per prompt, one line per user
 AGAIN = "run the evaluate stage again"
 FEWEST = 5  # with fewer rows there is no interval
@@ -72,21 +72,21 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     """
     named = job.publish.metric
     if named is not None and f"start/{named}" in metrics:
-        named_rows = [(named, job.publish.mode == "max", _rows(job, run, named))]
+        named_values = [(named, job.publish.mode == "max", _paired_values(job, run, named))]
     else:
         wanted = [names for names in defaults(job) if any(f"start/{name}" in metrics for name in names)]
-        named_rows = [
-            (name, not _is_loss(name), _rows(job, run, name))
+        named_values = [
+            (name, not _is_loss(name), _paired_values(job, run, name))
             for names in wanted[:1]
             for name in names
             if f"start/{name}" in metrics
         ]
-    return [_compared(name, more, rows, metrics) for name, more, rows in named_rows]
+    return [_compared(name, more, values, metrics) for name, more, values in named_values]
 
 
 def commit_rows(run: Path) -> None:
     """Commit the directories of rows; called after the evaluation has written all of them."""
-    for place in (run / name for name in (ROWS, ANSWERS, RANKED)):
+    for place in (run / name for name in (LOSSES, ANSWERS, RANKED)):
         if place.is_dir():
             storage.commit(place, verified.of_run(place))
 
@@ -117,14 +117,14 @@ def _is_loss(metric: str | None) -> bool:
     return metric is not None and metric.startswith(("loss/", "kl/"))
 
 
-Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # [rows] each: value at the start, value now, denominator
+PairedValues = tuple[np.ndarray, np.ndarray, np.ndarray]  # [rows] each: value at the start, value now, denominator
 
 
-def _rows(job: Job, run: Path, metric: str) -> Rows | None:
-    """Return the rows of a metric, at the start and now; None if the metric is not a mean over rows."""
+def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
+    """Return the values of a metric by row, at the start and now; None if the metric is not a mean over rows."""
     if _is_loss(metric):
         name = metric.partition("/")[2]
-        then, now = _read(run / ROWS, name)
+        then, now = _read(run / LOSSES, name)
         return (
             None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
         )
@@ -162,16 +162,16 @@ def _both(then: Sequence[dict], now: Sequence[dict], run: Path, key: str = "") -
     yield from zip(then, now, strict=True)
 
 
-def _paired(rows: Sequence[tuple[float, float, float]]) -> Rows:
+def _paired(rows: Sequence[tuple[float, float, float]]) -> PairedValues:
     table = np.array(rows, np.float64).reshape(-1, 3)
     return table[:, 0], table[:, 1], table[:, 2]
 
 
-def _compared(metric: str, more: bool, rows: Rows | None, metrics: Mapping[str, float]) -> Comparison:
+def _compared(metric: str, more: bool, values: PairedValues | None, metrics: Mapping[str, float]) -> Comparison:
     start, now, sign = metrics[f"start/{metric}"], metrics[metric], 1.0 if more else -1.0
-    if rows is None:  # the metric is one number of all rows together
+    if values is None:  # the metric is one number of all rows together
         return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start))
-    then, after, denominators = rows
+    then, after, denominators = values
     low, high = interval(sign * (after - then), denominators)
     return Comparison(metric, len(then), start, now, low, high)
 

@@ -39,7 +39,7 @@ from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
 from ptf.train.companions import checkpoint_section, load_companions
 from ptf.train.components import parts_of, without_adapters
-from ptf.train.dataloading import held_out_rows
+from ptf.train.dataloading import held_out_sequences
 from ptf.train.export import refuse_damaged
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
@@ -105,7 +105,7 @@ def measure_on_rank(text: str, directory: str) -> None:
     recipe, compute = as_evaluated(registry.build(job)), job.compute
     starting = StartingModel.of(job, run)
     spec, tokenizer_path = starting.section, starting.tokenizer_path
-    sets = held_out_rows(
+    sets = held_out_sequences(
         job, recipe, starting.load_tokenizer(), run / "quarantine" if int(os.environ.get("RANK", 0)) == 0 else None
     )
     metrics: dict[str, float] = {}
@@ -128,20 +128,21 @@ def measure_on_rank(text: str, directory: str) -> None:
         beside = load_companions(
             recipe.companions, job, world, world, model, without_adapters(spec), starting.directory, run, tokenizer_path
         )
-        metrics |= measure_rows(model, recipe, sets, job, world, beside)
-        by_row = gate.needs_losses(job)
-        if by_row:
-            write_row_losses(model, recipe, sets, job, world, beside, run / gate.ROWS)
+        metrics |= measure_sequences(model, recipe, sets, job, world, beside)
+        with_losses = gate.needs_losses(job)
+        if with_losses:
+            write_sequence_losses(model, recipe, sets, job, world, beside, run / gate.LOSSES)
         if job.evaluate.starting_model:
             place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
             before = load(Path(str(place)))
             metrics |= {
-                f"start/{name}": value for name, value in measure_rows(before, recipe, sets, job, world, beside).items()
+                f"start/{name}": value
+                for name, value in measure_sequences(before, recipe, sets, job, world, beside).items()
             }
-            if by_row:
-                write_row_losses(before, recipe, sets, job, world, beside, run / gate.ROWS / "start")
-        for name, rows in sets.items():
-            units = [unit for row in rows for unit in row]
+            if with_losses:
+                write_sequence_losses(before, recipe, sets, job, world, beside, run / gate.LOSSES / "start")
+        for name, sequences in sets.items():
+            units = [unit for sequence in sequences for unit in sequence]
             if all(len(unit) == 2 for unit in units):
                 longer = np.array(
                     [np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in units]
@@ -151,7 +152,7 @@ def measure_on_rank(text: str, directory: str) -> None:
             storage.write_record(str(run / COMPARED), {"lineage": run.name, "metrics": metrics})
 
 
-def measure_rows(
+def measure_sequences(
     model: Decoder,
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
@@ -159,25 +160,25 @@ def measure_rows(
     world: World,
     beside: Mapping[str, Decoder],
 ) -> dict[str, float]:
-    """Return the recipe's held-out metrics of one model on each set of rows.
+    """Return the recipe's held-out metrics of one model on each set of sequences.
 
     With a `binary` reward model it adds the calibration error and the AUC of the scores, and as a baseline the AUC of
     the answers' lengths. An answer counts as true if its label is above 0.5; there is no AUC if all or none are true.
     """
-    micro_rows, width = job.train.micro_sequences, job.data.seq_len
-    metrics = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_rows, width, beside))
+    micro_sequences, seq_len = job.train.micro_sequences, job.data.seq_len
+    metrics = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_sequences, seq_len, beside))
     if not getattr(recipe, "is_probability", False):
         return metrics
     recipe = cast(ScoringRecipe, recipe)
-    for name, rows in sets.items():
-        scores, truth, lengths = score_answers(model, recipe, rows, world, micro_rows, width)
+    for name, sequences in sets.items():
+        scores, truth, lengths = score_answers(model, recipe, sequences, world, micro_sequences, seq_len)
         metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
         if 0 < (truth > 0.5).sum() < len(truth):  # AUC needs both true and false answers
             metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
     return metrics
 
 
-def write_row_losses(
+def write_sequence_losses(
     model: Decoder,
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
@@ -186,9 +187,9 @@ def write_row_losses(
     beside: Mapping[str, Decoder],
     place: Path,
 ) -> None:
-    """Write each held-out row's loss and denominator into the directory `place`, for the gate."""
-    for name, rows in sets.items():
-        losses = held_out_losses(model, recipe, rows, world, job.data.seq_len, beside)
+    """Write each held-out sequence's loss and denominator into the directory `place`, for the gate."""
+    for name, sequences in sets.items():
+        losses = held_out_losses(model, recipe, sequences, world, job.data.seq_len, beside)
         if world.leads:
             lines = [
                 json.dumps({"value": value, "denominator": denominator}) + "\n"
@@ -204,11 +205,16 @@ def answer_length(sample: Sample) -> int:
 
 @torch.no_grad()
 def score_answers(
-    model: Decoder, recipe: ScoringRecipe, rows: Sequence[Sequence[PackUnit]], world: World, micro_rows: int, width: int
+    model: Decoder,
+    recipe: ScoringRecipe,
+    sequences: Sequence[Sequence[PackUnit]],
+    world: World,
+    micro_sequences: int,
+    seq_len: int,
 ) -> np.ndarray:
     """Return scores, labels and lengths of all answers, on every rank: [3, answers]."""
     judgements = []
-    for batch in deal(rows, world, micro_rows, width):
+    for batch in deal(sequences, world, micro_sequences, seq_len):
         batch = batch.to(world.device)
         judgements.append(recipe.judgements(model, batch).cpu().numpy())
     mine = np.concatenate(judgements, axis=1)

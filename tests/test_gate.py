@@ -185,7 +185,7 @@ def test_a_training_that_made_it_worse_is_not_published(tmp_path: Path, capsys: 
     job, artifact = staged(raw)
     assert "gate: loss/held_out " in capsys.readouterr().out
     (one,) = gate.comparisons(job, Path(str(artifact.run)), artifact.metrics)
-    assert one.rows == 20, "documents, where there are few packed rows"
+    assert one.rows == 20, "documents, where there are few packed sequences"
     assert one.now == artifact.metrics["loss/held_out"]
     middle = (one.low + one.high) / 2
     assert middle == pytest.approx(one.start - one.now, rel=1e-4), "the rows are those of the metric"

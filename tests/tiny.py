@@ -42,10 +42,14 @@ def sample(length: int, seed: int, vocab: int = SIZES["vocab_size"], trained: fl
     return Sample(rng.integers(0, vocab, length).astype(np.int32), weights, "a")
 
 
-def packed(rows: list[list[int]], width: int, seed: int = 0) -> Batch:
-    """A batch of rows of documents of these lengths."""
+def packed(sequences: list[list[int]], seq_len: int, seed: int = 0) -> Batch:
+    """A batch of sequences of documents of these lengths."""
     return Batch.of(
-        [[(sample(n, seed * 1000 + 10 * r + i),) for i, n in enumerate(row)] for r, row in enumerate(rows)], width
+        [
+            [(sample(n, seed * 1000 + 10 * r + i),) for i, n in enumerate(lengths)]
+            for r, lengths in enumerate(sequences)
+        ],
+        seq_len,
     )
 
 

@@ -2,8 +2,8 @@
 run by the Python of requirements-peers.txt.
 
 Reads one JSON object from the command line (see trl_sft.py) and prints one JSON line. The model makes the logits of all
-positions; the loss is its own. A pass is so many packed rows, whose documents transformers tells apart by their
-positions (a dense mask in each row), or one document, without a mask.
+positions; the loss is its own. A pass is so many packed sequences, whose documents transformers tells apart by their
+positions (a dense mask in each sequence), or one document, without a mask.
 """
 
 import json

@@ -1,9 +1,9 @@
 """TRL's SFT step, timed: a peer of benchmarks/train_step.py, run by the Python of an environment of its own
 (requirements-peers.txt).
 
-Reads one JSON object from the command line: model directory, documents (.npz), whether rows are packed, rows (or
-documents) a pass, rows a step, steps, warm-up, dtype, learning rate; prints one JSON line. Rows are packed already, as
-the trainer's own packing would hold them (`seq_lengths`), and are taken in their order.
+Reads one JSON object from the command line: model directory, documents (.npz), whether sequences are packed, sequences
+(or documents) a pass, sequences a step, steps, warm-up, dtype, learning rate; prints one JSON line. Sequences are
+packed already, as the trainer's own packing would hold them (`seq_lengths`), and are taken in their order.
 """
 
 import json
@@ -34,7 +34,7 @@ class Memory:
 
 
 def documents_of(path: str) -> tuple[list[Tensor], list[list[int]]]:
-    """The documents, and the numbers of those of each row."""
+    """The documents, and the numbers of those of each sequence."""
     stored = np.load(path)
     documents = [
         torch.from_numpy(part.astype(np.int64))
@@ -50,7 +50,7 @@ def labels_of(document: Tensor) -> Tensor:
 
 
 def packed(rows: list[list[int]], documents: list[Tensor]) -> dict[str, Tensor]:
-    """Rows of equal lengths as a batch, positions by document; shorter ones are filled up with documents of one
+    """Sequences of equal lengths as a batch, positions by document; shorter ones are filled up with documents of one
     token."""
     width = max(sum(len(documents[i]) for i in row) for row in rows)
     ids, labels = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -100)
@@ -80,7 +80,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Given(SFTTrainer):
-    """With rows that need no preparing, in their order."""
+    """With sequences that need no preparing, in their order."""
 
     def _get_train_sampler(self, *more):
         return SequentialSampler(self.train_dataset)

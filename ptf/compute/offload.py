@@ -98,7 +98,7 @@ class OffloadedTensors:
         return self.file is None and any(storage.device.type == "cuda" for storage in storages)
 
     def _copy_pinned(self, waiting: Waiting, restoring: bool) -> None:
-        """Copy all storages to page-locked memory, one behind the other, or back."""
+        """Copy all storages to page-locked memory, one after the other, or back."""
         first = 0
         for storage, size, _ in waiting:
             values = _bytes(storage)

@@ -47,7 +47,7 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
-class Rows:
+class StepLines:
     """A file of JSON lines, each with its `step`; opening it drops the rows of steps that will be repeated.
 
     `add` is durable when it returns. Opening and `add` raise LeaseLost, and write nothing, if a different process has
@@ -155,7 +155,7 @@ class WandB:
 
 
 class Tracker:
-    """A run's metrics, written by one process. `log` is durable when it returns. For `expected`, see Rows."""
+    """A run's metrics, written by one process. `log` is durable when it returns. For `expected`, see StepLines."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Tracker:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        self.rows = Rows(self.path, resumed, lease, expected)
+        self.lines = StepLines(self.path, resumed, lease, expected)
         self.steps, self.print_every = steps, track_config.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
@@ -178,7 +178,7 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an optimizer step; `step` counts from 1."""
-        self.rows.add({"step": step, **metrics, "time": time.time()})
+        self.lines.add({"step": step, **metrics, "time": time.time()})
         for sink in self.sinks:
             sink.log(step, metrics)
         if step % self.print_every == 0 or step in (self.resumed + 1, self.steps):
@@ -198,6 +198,6 @@ class Tracker:
 
     def close(self) -> None:
         """Close the file and the sinks."""
-        self.rows.close()
+        self.lines.close()
         for sink in self.sinks:
             sink.close()

@@ -1,6 +1,6 @@
-"""Packed rows as tensors: all that a loss gets, and the only torch in ptf.data.
+"""Packed sequences as tensors: all that a loss gets, and the only torch in ptf.data.
 
-All columns are aligned with the targets. Position t of a row predicts `targets[t]`, counts `weights[t]`, and
+All columns are aligned with the targets. Position t of a sequence predicts `targets[t]`, counts `weights[t]`, and
 carries the columns of the token that it predicts; the shift by one happens here and nowhere else.
 """
 
@@ -19,7 +19,7 @@ from ptf.data.sample import PackUnit
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed rows: documents lie end to end from the left; the rest of a row is padding."""
+    """Packed sequences: documents lie end to end from the left; the rest of a sequence is padding."""
 
     tokens: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64, next token inside the same document
@@ -38,9 +38,9 @@ class Batch:
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
 
     @staticmethod
-    def of(rows: Sequence[Sequence[PackUnit]], width: int) -> "Batch":
-        """Lay out rows of pack units, each of at most `width` tokens."""
-        return lay_out(Documents.of(rows), width, max(1, len(rows)))[0]
+    def of(sequences: Sequence[Sequence[PackUnit]], seq_len: int) -> "Batch":
+        """Lay out sequences of pack units, each of at most `seq_len` tokens."""
+        return lay_out(Documents.of(sequences), seq_len, max(1, len(sequences)))[0]
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its tensors on a device."""
@@ -81,8 +81,8 @@ class Batch:
 class Memory:
     """Arrays that are used again once nothing refers to what was made of them.
 
-    Touching fresh memory for the first time costs more than laying out a row there. `pinned`: page-locked memory, from
-    which a GPU copies while the host goes on; what is made of it must be kept until the copy is made.
+    Touching fresh memory for the first time costs more than laying out a sequence there. `pinned`: page-locked memory,
+    from which a GPU copies while the host goes on; what is made of it must be kept until the copy is made.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -105,46 +105,48 @@ PLACES_AT_ONCE = 8192  # tokens; 64 KiB of int64
 HELD_HERE = 2  # the list, and the argument of getrefcount
 
 
-def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | None = None) -> list[Batch]:
-    """Lay out rows of at most `width` tokens as batches of `micro_rows`; the last one may have fewer.
+def lay_out(documents: Documents, seq_len: int, micro_sequences: int, memory: Memory | None = None) -> list[Batch]:
+    """Lay out sequences of at most `seq_len` tokens as batches of `micro_sequences`; the last one may have fewer.
 
     The batches are slices of the same arrays, which lie in `memory`: numpy's calls cost more than copying a short
-    document, so all rows are laid out together.
+    document, so all sequences are laid out together.
     """
-    rows = len(documents.rows)
+    sequences = len(documents.sequences)
     counts = documents.lengths
     lengths = np.array(counts, np.int64)
-    behind = np.cumsum([0, *documents.rows])  # documents before each row, and in all
+    before = np.cumsum([0, *documents.sequences])  # documents before each sequence, and in all
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    filled = np.diff(ends[behind])
-    assert (filled <= width).all(), (
-        f"row {int(filled.argmax())} holds {int(filled.max(initial=0))} tokens, more than {width}"
+    filled = np.diff(ends[before])
+    assert (filled <= seq_len).all(), (
+        f"sequence {int(filled.argmax())} holds {int(filled.max(initial=0))} tokens, more than {seq_len}"
     )
-    # where each document starts in the padded rows, laid end to end
-    starts = ends[:-1] + np.repeat(np.arange(rows) * width - ends[behind[:-1]], documents.rows)
-    cuts, pads = behind.tolist(), (width - filled).tolist()
+    # where each document starts in the padded sequences, laid end to end
+    starts = ends[:-1] + np.repeat(np.arange(sequences) * seq_len - ends[before[:-1]], documents.sequences)
+    cuts, pads = before.tolist(), (seq_len - filled).tolist()
 
-    arrays = _arrays(rows, width, memory or Memory())
-    _fill_tokens(arrays, documents, pads, ends[behind].tolist(), starts + lengths - 1)
+    arrays = _arrays(sequences, seq_len, memory or Memory())
+    _fill_tokens(arrays, documents, pads, ends[before].tolist(), starts + lengths - 1)
 
     token_columns = (
-        _spread_columns(documents.token_columns, starts.tolist(), (rows, width)) if documents.token_columns else {}
+        _spread_columns(documents.token_columns, starts.tolist(), (sequences, seq_len))
+        if documents.token_columns
+        else {}
     )
     units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
-    firsts = range(0, max(1, rows), micro_rows)  # the first row of each batch
-    in_batches = np.diff(behind[[*firsts, rows]])  # documents in each batch
-    numbers = np.arange(len(counts)) - np.repeat(behind[[*firsts]], in_batches)
+    firsts = range(0, max(1, sequences), micro_sequences)  # the first sequence of each batch
+    in_batches = np.diff(before[[*firsts, sequences]])  # documents in each batch
+    numbers = np.arange(len(counts)) - np.repeat(before[[*firsts]], in_batches)
     offsets = starts - np.array(documents.prefix_lengths, np.int64)
-    room = behind[1:] + np.arange(rows)  # the padding of a row is one more piece after its documents
+    room = before[1:] + np.arange(sequences)  # the padding of a sequence is one more piece after its documents
     pieces, numbers, offsets = (
-        _interleave(lengths, room, width - filled),
+        _interleave(lengths, room, seq_len - filled),
         _interleave(numbers, room, -1),
         _interleave(offsets, room, 0),
     )
-    _fill_places(arrays, pieces, numbers, offsets, [n + row for row, n in enumerate(cuts)], pads)
+    _fill_places(arrays, pieces, numbers, offsets, [n + sequence for sequence, n in enumerate(cuts)], pads)
     batches = []
     for first in firsts:
-        end = min(first + micro_rows, rows)
+        end = min(first + micro_sequences, sequences)
         start, stop = cuts[first], cuts[end]
         part = {name: torch.from_numpy(values[first:end]) for name, values in arrays.items() if name != "own"}
         units = owners[start:stop] - units_before[first]
@@ -163,12 +165,12 @@ def lay_out(documents: Documents, width: int, micro_rows: int, memory: Memory | 
     return batches
 
 
-def _arrays(rows: int, width: int, memory: Memory) -> dict[str, np.ndarray]:
+def _arrays(sequences: int, seq_len: int, memory: Memory) -> dict[str, np.ndarray]:
     """Return the arrays of a batch, not filled.
 
     `own` are the weights of the tokens themselves: `weights` is the same memory, one token later.
     """
-    n = rows * width
+    n = sequences * seq_len
     block = memory.block(4 * (8 * n) + 4 * (n + 1))
     result = {
         name: block[i * 8 * n : (i + 1) * 8 * n].view(np.int64)
@@ -176,7 +178,8 @@ def _arrays(rows: int, width: int, memory: Memory) -> dict[str, np.ndarray]:
     }
     loss = block[4 * (8 * n) :].view(np.float32)
     return {
-        name: values.reshape(rows, width) for name, values in {**result, "own": loss[:n], "weights": loss[1:]}.items()
+        name: values.reshape(sequences, seq_len)
+        for name, values in {**result, "own": loss[:n], "weights": loss[1:]}.items()
     }
 
 
@@ -184,16 +187,16 @@ def _fill_tokens(
     arrays: Mapping[str, np.ndarray],
     documents: Documents,
     pads: list[int],
-    row_ends: Sequence[int],
+    sequence_ends: Sequence[int],
     last: np.ndarray,
 ) -> None:
     """Fill in tokens, targets and weights.
 
-    `row_ends` are the tokens up to each row, `pads` is the padding of each row, and `last` the places of the documents'
-    last tokens, which have no target.
+    `sequence_ends` are the tokens up to each sequence, `pads` is the padding of each sequence, and `last` the places of
+    the documents' last tokens, which have no target.
     """
     for name, values in (("tokens", documents.tokens), ("own", documents.weights)):
-        np.concatenate(_padded(values, row_ends, pads), out=arrays[name].reshape(-1), casting="same_kind")
+        np.concatenate(_padded(values, sequence_ends, pads), out=arrays[name].reshape(-1), casting="same_kind")
     arrays["targets"].reshape(-1)[:-1] = arrays["tokens"].reshape(-1)[1:]
     arrays["targets"].reshape(-1)[last], arrays["weights"].reshape(-1)[last] = 0, 0.0
     arrays["targets"][:, -1], arrays["weights"][:, -1] = 0, 0.0
@@ -209,29 +212,29 @@ def _fill_places(
 ) -> None:
     """Fill in segments and positions from the lengths of the pieces, their numbers, and the places of position 0.
 
-    `cuts` are the pieces up to each row, of which the last is its padding, of `pads` tokens. A few rows are filled at a
-    time, so that what lies between stays in the processor's cache and needs no memory from the system.
+    `cuts` are the pieces up to each sequence, of which the last is its padding, of `pads` tokens. A few sequences are
+    filled at a time, so that what lies between stays in the processor's cache and needs no memory from the system.
     """
-    rows, width = arrays["segments"].shape
+    sequences, seq_len = arrays["segments"].shape
     segments, positions = arrays["segments"].reshape(-1), arrays["positions"].reshape(-1)
-    together = max(1, PLACES_AT_ONCE // width)
-    ramp = np.arange(together * width)
-    for first in range(0, rows, together):
-        start, end = first * width, min(first + together, rows) * width
-        piece = slice(cuts[first], cuts[min(first + together, rows)])
+    together = max(1, PLACES_AT_ONCE // seq_len)
+    ramp = np.arange(together * seq_len)
+    for first in range(0, sequences, together):
+        start, end = first * seq_len, min(first + together, sequences) * seq_len
+        piece = slice(cuts[first], cuts[min(first + together, sequences)])
         segments[start:end] = np.repeat(numbers[piece], pieces[piece])
         begins = np.repeat(offsets[piece] - start, pieces[piece])
         np.subtract(ramp[: end - start], begins, out=positions[start:end])
-    for row, n in enumerate(pads):
+    for sequence, n in enumerate(pads):
         if n:
-            arrays["positions"][row, width - n :] = 0
+            arrays["positions"][sequence, seq_len - n :] = 0
 
 
-def _padded(values: np.ndarray, row_ends: Sequence[int], pads: list[int]) -> list[np.ndarray]:
-    """Return the values of each row and the zeros that pad it, one row after the other."""
+def _padded(values: np.ndarray, sequence_ends: Sequence[int], pads: list[int]) -> list[np.ndarray]:
+    """Return the values of each sequence and the zeros that pad it, one sequence after the other."""
     zeros = np.zeros(max(pads, default=0), values.dtype)
     padded = [zeros[:0]]
-    for (start, end), n in zip(pairwise(row_ends), pads, strict=True):
+    for (start, end), n in zip(pairwise(sequence_ends), pads, strict=True):
         padded += (values[start:end], zeros[:n])
     return padded
 
@@ -248,7 +251,7 @@ def _interleave(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> n
 def _spread_columns(
     carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-    """Return each column for all rows, with zeros for documents that do not carry it."""
+    """Return each column for all sequences, with zeros for documents that do not carry it."""
     result: dict[str, np.ndarray] = {}
     for at, token_columns in zip(starts, carried, strict=True):
         for name, values in token_columns.items():

@@ -13,7 +13,7 @@ from ptf.data.sample import PackUnit, Sample
 class Documents:
     """The documents of packed sequences, one sequence after the other."""
 
-    rows: Sequence[int]  # documents of each sequence
+    sequences: Sequence[int]  # documents of each sequence
     units: Sequence[int]  # pack units of each sequence
     owned: Sequence[int]  # documents of each pack unit
     lengths: Sequence[int]  # tokens of each document
@@ -24,14 +24,14 @@ class Documents:
     token_columns: Sequence[Mapping[str, np.ndarray]]  # per-token values; empty where no document has any
 
     @staticmethod
-    def of(rows: Sequence[Sequence[PackUnit]]) -> "Documents":
+    def of(sequences: Sequence[Sequence[PackUnit]]) -> "Documents":
         """Return the columns of sequences that are given as pack units."""
-        samples: list[Sample] = list(chain.from_iterable(chain.from_iterable(rows)))
+        samples: list[Sample] = list(chain.from_iterable(chain.from_iterable(sequences)))
         token_columns = [sample.token_columns for sample in samples]
         return Documents(
-            [sum(map(len, row)) for row in rows],
-            [*map(len, rows)],
-            [*map(len, chain.from_iterable(rows))],
+            [sum(map(len, sequence)) for sequence in sequences],
+            [*map(len, sequences)],
+            [*map(len, chain.from_iterable(sequences))],
             [len(sample.tokens) for sample in samples],
             np.concatenate([np.zeros(0, np.int32), *(sample.tokens for sample in samples)], dtype=np.int32),
             np.concatenate([sample.weights for sample in samples] or [np.zeros(0, np.float32)]),

@@ -160,7 +160,7 @@ class Encoded:
         return [by_place[tuple(place)] for place in places.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last item; `settle` finishes it."""
+        """Return the state after the last item; `settle` finishes it."""
         return {
             "source": self._source.state_dict(),
             "counts": dict(self._encoder.counts),

@@ -1,9 +1,9 @@
-"""Exchange of packed rows among ranks, so that the ranks of a group have nearly equal work of attention in a step
-although each made its own rows.
+"""Exchange of packed sequences among ranks, so that the ranks of a group have nearly equal work of attention in a step
+although each made its own sequences.
 
-Only the work of every row is sent to all; a row itself travels, as bytes, only if another rank trains it. A
+Only the work of every sequence is sent to all; a sequence itself travels, as bytes, only if another rank trains it. A
 message has a fixed cost (0.3 to 0.7 ms of CPU with 8 to 16 processes), about that of making a step. So groups have at
-most 16 ranks, one message covers up to 16 steps, and the ranks divide among themselves the steps whose rows they
+most 16 ranks, one message covers up to 16 steps, and the ranks divide among themselves the steps whose sequences they
 assign: the cost per rank is almost independent of the number of ranks.
 """
 
@@ -19,7 +19,7 @@ from ptf.data.packing import balanced
 from ptf.data.sample import PackUnit, dump_units, load_units
 
 GROUP = 16  # ranks at most
-STEPS = 16  # at most so many steps' rows are exchanged together
+STEPS = 16  # at most so many steps' sequences are exchanged together
 GOES_ON, STOPS, FAILED = 0, 1, 2
 
 
@@ -49,7 +49,7 @@ class Peers(Protocol):
 
 
 class PeerEnded(Exception):
-    """Another rank of the group will make no more rows.
+    """Another rank of the group will make no more sequences.
 
     `failed` says that the reason is an error, which that rank reports itself.
     """
@@ -65,31 +65,31 @@ def group_size(ranks: int) -> int:
     return next(n for n in range(min(GROUP, ranks), 0, -1) if ranks % n == 0)
 
 
-def work_of(row: Sequence[PackUnit]) -> int:
-    """Return the work of attention over a packed row, in (query, key) pairs up to a factor."""
-    return sum((n := len(sample.tokens)) * (n + 2 * sample.prefix_length) for unit in row for sample in unit)
+def work_of(sequence: Sequence[PackUnit]) -> int:
+    """Return the work of attention over a packed sequence, in (query, key) pairs up to a factor."""
+    return sum((n := len(sample.tokens)) * (n + 2 * sample.prefix_length) for unit in sequence for sample in unit)
 
 
-def exchange_rows(
+def exchange_sequences(
     steps: Sequence[Sequence[list[PackUnit]]], numbers: Sequence[int], peers: Peers, ended: int = GOES_ON
 ) -> tuple[list[tuple[list[list[PackUnit]], list[int]]], PeerEnded | None]:
-    """Exchange the rows of the steps that all ranks of the group made, at most `STEPS`.
+    """Exchange the sequences of the steps that all ranks of the group made, at most `STEPS`.
 
-    `numbers` are the numbers of the rows that this rank makes in a step. For each step, return this rank's share of the
-    rows and their numbers in the step, ascending, equally many on every rank. Also return an error if some rank will
-    make no more rows; this rank announces that with `ended`.
+    `numbers` are the numbers of the sequences that this rank makes in a step. For each step, return this rank's share
+    of the sequences and their numbers in the step, ascending, equally many on every rank. Also return an error if some
+    rank will make no more sequences; this rank announces that with `ended`.
     """
     each, size, me = len(numbers), peers.size, peers.rank
     message = np.zeros(2 + each + STEPS * each, np.int64)
     message[:2], message[2 : 2 + each] = (ended, len(steps)), numbers
-    works = [work_of(row) for rows in steps for row in rows]
+    works = [work_of(sequence) for sequences in steps for sequence in sequences]
     message[2 + each :][: len(works)] = works
     messages = np.frombuffer(b"".join(peers.all_gather(message.tobytes())), np.int64).reshape(size, -1)
     end = PeerEnded(FAILED in messages[:, 0]) if messages[:, 0].any() else None
     common = int(messages[:, 1].min())
     if not common:
         return [], end
-    # for all rows of a step, by their numbers: the rank that makes each, and its index among that rank's
+    # for all sequences of a step, by their numbers: the rank that makes each, and its index among that rank's
     order = np.argsort(messages[:, 2 : 2 + each].ravel())
     made_by, which, in_step = (
         (order // each).tolist(),
@@ -97,33 +97,36 @@ def exchange_rows(
         np.sort(messages[:, 2 : 2 + each].ravel()).tolist(),
     )
     work = messages[:, 2 + each :].reshape(size, STEPS, each).transpose(1, 0, 2).reshape(STEPS, -1)[:common, order]
-    destinations = _assign_rows(work, made_by, peers)
+    destinations = _assign_sequences(work, made_by, peers)
     out: list[list[list[PackUnit]]] = [[] for _ in range(size)]
-    for rows, ranks in zip(steps, destinations, strict=False):
+    for sequences, ranks in zip(steps, destinations, strict=False):
         for owner, i, rank in zip(made_by, which, ranks, strict=True):
             if owner == me != rank:
-                out[rank].append(rows[i])
-    arrived = [iter(rows_from_bytes(part)) for part in peers.all_to_all([rows_to_bytes(rows) for rows in out])]
+                out[rank].append(sequences[i])
+    arrived = [
+        iter(sequences_from_bytes(part))
+        for part in peers.all_to_all([sequences_to_bytes(sequences) for sequences in out])
+    ]
     shares = []
-    for rows, ranks in zip(steps, destinations, strict=False):
+    for sequences, ranks in zip(steps, destinations, strict=False):
         mine = [at for at, rank in enumerate(ranks) if rank == me]
         shares.append(
             (
-                [rows[which[at]] if made_by[at] == me else next(arrived[made_by[at]]) for at in mine],
+                [sequences[which[at]] if made_by[at] == me else next(arrived[made_by[at]]) for at in mine],
                 [in_step[at] for at in mine],
             )
         )
     return shares, end
 
 
-def _assign_rows(work: np.ndarray, made_by: Sequence[int], peers: Peers) -> list[list[int]]:
-    """Return the rank that trains each row of each step; each rank computes this for some of the steps.
+def _assign_sequences(work: np.ndarray, made_by: Sequence[int], peers: Peers) -> list[list[int]]:
+    """Return the rank that trains each sequence of each step; each rank computes this for some of the steps.
 
-    `work` [steps, rows] and the makers of the rows are the same on all ranks.
+    `work` [steps, sequences] and the makers of the sequences are the same on all ranks.
     """
     message = np.zeros((-(-len(work) // peers.size), work.shape[1]), np.uint8)
-    for mine, row in zip(message, work[peers.rank :: peers.size].tolist(), strict=False):
-        shares = balanced(row, peers.size)
+    for mine, sequence in zip(message, work[peers.rank :: peers.size].tolist(), strict=False):
+        shares = balanced(sequence, peers.size)
         for share, rank in zip(shares, _assign_shares(shares, made_by), strict=True):
             mine[share] = rank
     messages = np.frombuffer(b"".join(peers.all_gather(message.tobytes())), np.uint8).reshape(
@@ -133,7 +136,10 @@ def _assign_rows(work: np.ndarray, made_by: Sequence[int], peers: Peers) -> list
 
 
 def _assign_shares(shares: Sequence[Sequence[int]], made_by: Sequence[int]) -> list[int]:
-    """Return the rank that gets each share, so that many rows stay where they were made: the largest overlaps first."""
+    """Return the rank that gets each share, so that many sequences stay where they were made.
+
+    The largest overlaps are assigned first.
+    """
     overlaps = Counter((k, made_by[i]) for k, share in enumerate(shares) for i in share)
     assigned: dict[int, int] = {}
     free = dict.fromkeys(range(len(shares)))
@@ -144,19 +150,19 @@ def _assign_shares(shares: Sequence[Sequence[int]], made_by: Sequence[int]) -> l
     return [assigned[k] if k in assigned else free.popitem()[0] for k in range(len(shares))]
 
 
-def rows_to_bytes(rows: Sequence[Sequence[PackUnit]]) -> bytes:
-    """Serialize rows; no rows are no bytes."""
-    if not rows:
+def sequences_to_bytes(sequences: Sequence[Sequence[PackUnit]]) -> bytes:
+    """Serialize sequences; no sequences are no bytes."""
+    if not sequences:
         return b""
-    state = dump_units([unit for row in rows for unit in row])
+    state = dump_units([unit for sequence in sequences for unit in sequence])
     bits = state["weights"] == 1
     if np.array_equal(bits, state["weights"]):  # usually so, and then a token takes half the bytes
         state["weights"] = np.packbits(bits)
-    return pickle.dumps(([len(row) for row in rows], state), 5)
+    return pickle.dumps(([len(sequence) for sequence in sequences], state), 5)
 
 
-def rows_from_bytes(data: bytes) -> list[list[PackUnit]]:
-    """Read rows that `rows_to_bytes` wrote."""
+def sequences_from_bytes(data: bytes) -> list[list[PackUnit]]:
+    """Read sequences that `sequences_to_bytes` wrote."""
     if not data:
         return []
     counts, state = pickle.loads(data)

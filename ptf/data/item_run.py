@@ -1,4 +1,7 @@
-"""A run of items: what a lane of tokenized rows yields at once, and the state of its stream behind any of them."""
+"""An item run is several items that the stream of a tokenized source yields at once.
+
+It knows the state of the stream after each of them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +17,17 @@ from ptf.data.stream import Deferred
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ItemRun:
-    """Consecutive items of one epoch in a lane of tokenized rows, and the state of `Encoded` behind any of them."""
+    """Consecutive items of one epoch in a lane of tokenized rows, and the state of `Encoded` after each of them."""
 
     items: list[Item]
     epoch: int
     rows: RowRun
     ends: list[int] | None  # for each item, how many of the rows are read when it is taken; None: one a row
-    counts: np.ndarray  # [rows + 1, len(COUNTS)] int64: the encoder's counts behind so many rows
+    counts: np.ndarray  # [rows + 1, len(COUNTS)] int64: the encoder's counts after so many rows
     before: dict[str, Any]  # the state before the first item, without `source` and `counts`
 
     def state(self, n: int) -> dict[str, Any]:
-        """Return the state behind the first n items."""
+        """Return the state after the first n items."""
         rows = self._read(n)
         pending = (
             ()
@@ -39,7 +42,7 @@ class ItemRun:
         )
 
     def counted(self, n: int) -> dict[str, int]:
-        """Return the encoder's counts behind the first n items."""
+        """Return the encoder's counts after the first n items."""
         return dict(zip(COUNTS, self.counts[self._read(n)].tolist(), strict=True))
 
     def _read(self, n: int) -> int:

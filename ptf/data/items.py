@@ -1,5 +1,6 @@
-"""Items: what the streams of a lane pass on: a pack unit, or where its tokens lie, and the place that it was read
-from.
+"""An item is what the streams of a lane yield: a pack unit, with its length and the place that it was read from.
+
+Items of tokenized rows have, instead of the pack unit, the range of the block's tokens that it is made of.
 
 An item is a plain tuple, and the item of a tokenized row holds arrays, numbers and strings only. Such
 tuples are made many at a time, and the garbage collector stops tracking them; thousands of objects of a class in the
@@ -71,11 +72,11 @@ def after_empty_rows(item: Item, before: int) -> Item:
     return (*item[:EMPTY_BEFORE], before, before + item[ROWS], *item[TOKENS:])
 
 
-def units_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
-    """Return the pack units of rows of items."""
-    flat = [item for row in rows for item in row if item[UNIT] is None]
+def units_of(sequences: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
+    """Return the pack units of sequences of items."""
+    flat = [item for sequence in sequences for item in sequence if item[UNIT] is None]
     if not flat:
-        return [[item[UNIT] for item in row] for row in rows]
+        return [[item[UNIT] for item in sequence] for sequence in sequences]
     tokens, weights = _contents(flat)
     cuts = [*pairwise([0, *accumulate(map(length_of, flat))])]
     stored = build_samples(
@@ -84,19 +85,19 @@ def units_of(rows: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
         [item[SAMPLE_SOURCE] for item in flat],
         [NO_COLUMNS] * len(flat),
     )
-    if len(flat) == sum(map(len, rows)):
+    if len(flat) == sum(map(len, sequences)):
         units = zip(stored)
-        return [[next(units) for _ in row] for row in rows]
+        return [[next(units) for _ in sequence] for sequence in sequences]
     samples = iter(stored)
-    return [[item[UNIT] or (next(samples),) for item in row] for row in rows]
+    return [[item[UNIT] or (next(samples),) for item in sequence] for sequence in sequences]
 
 
-def documents_of(rows: Sequence[Sequence[Item]]) -> Documents:
-    """Return the documents of rows of items."""
-    flat = list(chain.from_iterable(rows))
+def documents_of(sequences: Sequence[Sequence[Item]]) -> Documents:
+    """Return the documents of sequences of items."""
+    flat = list(chain.from_iterable(sequences))
     if not flat or any([item[UNIT] for item in flat]):
-        return Documents.of(units_of(rows))
-    each, n, own = [*map(len, rows)], len(flat), [item[SAMPLE_SOURCE] for item in flat]
+        return Documents.of(units_of(sequences))
+    each, n, own = [*map(len, sequences)], len(flat), [item[SAMPLE_SOURCE] for item in flat]
     return Documents(each, each, [1] * n, [*map(length_of, flat)], *_contents(flat), own, [0] * n, ())
 
 
@@ -116,7 +117,7 @@ def _contents(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
 def place_of(item: Item) -> tuple[int, ...]:
     """Return the place of an item: epoch, file, block, row, index in the row, empty rows before it, checksum.
 
-    By the checksum of its tokens it is recognised when it is read again.
+    When the item is read again, the checksum of its tokens shows whether it is the same one.
     """
     tokens = [_contents([item])[0]] if item[UNIT] is None else [sample.tokens for sample in item[UNIT]]
     crc = 0

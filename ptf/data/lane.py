@@ -1,7 +1,7 @@
-"""A lane: the stream of packed rows that one partition of the data yields, a mixture of its sources.
+"""A lane: the stream of packed sequences that one partition of the data yields, a mixture of its sources.
 
 A lane is a pure function of (config, files, lane number), so whichever process serves it, from whatever state, yields
-the same rows.
+the same sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from ptf.data.stream import Shuffle, Stream
 
 
 class Lane:
-    """Stream[list[PackUnit]]: a lane's packed rows, and what its encoders counted."""
+    """Stream[list[PackUnit]]: a lane's packed sequences, and what its encoders counted."""
 
     def __init__(
         self,
@@ -31,25 +31,24 @@ class Lane:
         """Make the lane: `items` mixes the streams of `shuffled`, each of which shuffles a source's `encoded`."""
         self._encoded, self._shuffled, self._names = encoded, shuffled, list(encoded)
         self._packer = Packer(items, seq_len, lookahead, length_of, self._dump, self._load)
-        self.passed = dict.fromkeys(
-            encoded, 0.0
-        )  # rows of each source in the packed rows so far; not part of the state
+        # rows of each source in the packed sequences so far; not part of the state
+        self.passed = dict.fromkeys(encoded, 0.0)
 
     def __iter__(self) -> "Lane":
         return self
 
     def __next__(self) -> list[PackUnit]:
-        return units_of([self.row()])[0]
+        return units_of([self.sequence()])[0]
 
-    def row(self) -> list[Item]:
-        """Return the next row as items, from which `units_of` makes units, faster for many rows at once."""
-        row, passed = next(self._packer), self.passed
-        for item in row:
+    def sequence(self) -> list[Item]:
+        """Return the next sequence as items; `units_of` makes their units, faster for many sequences at once."""
+        sequence, passed = next(self._packer), self.passed
+        for item in sequence:
             passed[item[SOURCE]] += item[ROWS]
-        return row
+        return sequence
 
     def counts(self) -> Mapping[str, int]:
-        """Return the encoders' counts behind the rows that were taken, summed over sources."""
+        """Return the encoders' counts after the sequences that were taken, summed over sources."""
         each = [self._counted(name) for name in self._names]
         return each[0] if len(each) == 1 else {key: sum(counts[key] for counts in each) for key in COUNTS}
 
@@ -69,7 +68,7 @@ class Lane:
         return [next(items[self._names[i]]) for i in state["sources"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last item; `settle` finishes it."""
+        """Return the state after the last item; `settle` finishes it."""
         return {"order": ORDER, **self._packer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

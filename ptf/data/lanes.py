@@ -20,7 +20,7 @@ from ptf.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Lanes:
-    """Makes lanes: by its number, everything that a lane will ever train on, as packed rows.
+    """Makes the lanes of a run, each by its number. A lane is all that it will ever train on, as packed sequences.
 
     The lanes that one process serves read its files together.
     """
@@ -38,7 +38,7 @@ class Lanes:
     by: Literal["samples", "tokens"] = "samples"
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
     reorder: bool = False  # permute the events of a basket each time it is read
-    share_prefixes: bool = False  # compute a prefix that several samples of a row share once
+    share_prefixes: bool = False  # compute a prefix that several samples of a sequence share once
     quarantine: str | None = None  # directory that bad rows are written to; without it they are errors
     max_bad: float = 0.0
     wrap: Callable[[str, Encoder], Encoder] = lambda name, encoder: encoder  # replaces each source's encoder

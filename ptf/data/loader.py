@@ -1,10 +1,10 @@
 """From lanes (the partitions of the data) to global steps. The loader packs ahead in a background thread; its state is
 that of the steps that were *consumed*.
 
-Global row g comes from lane g % lanes, whichever rank trains it, and rank r of W serves the lanes ≡ r mod W. Since W
-divides the number of lanes and of rows, these are the rows ≡ r mod W of every step. The global batches therefore do not
-depend on W, and a run may resume with a different W. A rank makes only the rows of its own lanes; the rank of a group
-that trains a row is chosen to balance the work of attention (ptf/data/exchange.py).
+Sequence g of the run comes from lane g % lanes, whichever rank trains it, and rank r of W serves the lanes ≡ r mod W.
+Since W divides the number of lanes and of sequences, these are the sequences ≡ r mod W of every step. The global
+batches therefore do not depend on W, and a run may resume with a different W. A rank makes only the sequences of its
+own lanes; the rank of a group that trains a sequence is chosen to balance the work of attention (ptf/data/exchange.py).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from ptf.data.batch import Batch, Memory, lay_out
 from ptf.data.documents import Documents
-from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_rows
+from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
 from ptf.data.items import Item, documents_of, items_of, units_of
 from ptf.data.packing import idle
 from ptf.data.sample import PackUnit
@@ -28,10 +28,10 @@ from ptf.errors import UserError
 
 
 class PackedLane(Stream[list[PackUnit]], Protocol):
-    """A lane: packed rows, and running totals of the samples and rows of data that they were made from."""
+    """A lane: packed sequences, and running totals of the samples and rows that they were made from."""
 
-    def row(self) -> list[Item]:
-        """Return the next row as items; used instead of `__next__`."""
+    def sequence(self) -> list[Item]:
+        """Return the next sequence as items; used instead of `__next__`."""
         ...
 
     def counts(self) -> Mapping[str, int]:
@@ -67,24 +67,24 @@ class _Step:
     """The part of one global step that this rank trains."""
 
     batches: list[Batch]
-    numbers: list[int]  # numbers of their rows in the global step
+    numbers: list[int]  # numbers of their sequences in the global step
     fill: float
     states: dict[int, dict[str, Any]]  # the state of each lane after this step
     counts: dict[str, int]
 
 
 class Loader:
-    """Stream[list[Batch]]: this rank's rows of one global step, in micro-batches."""
+    """Stream[list[Batch]]: this rank's sequences of one global step, in micro-batches."""
 
     def __init__(
         self,
         lane_factory: LaneFactory,
         *,
         lanes: int,
-        rows: int,
+        sequences: int,
         rank: int = 0,
         world_size: int = 1,
-        micro_rows: int,
+        micro_sequences: int,
         seq_len: int,
         prefetch: int = 2,
         timeout_s: float = 1800.0,
@@ -93,17 +93,17 @@ class Loader:
     ):
         """Make a loader for one rank.
 
-        `peers` is the group of neighbouring ranks with which rows are exchanged; without it, a rank trains the rows
-        that it makes. `pinned`: lay rows out in page-locked memory, for a GPU.
+        `peers` is the group of neighbouring ranks with which sequences are exchanged; without it, a rank trains the
+        sequences that it makes. `pinned`: lay sequences out in page-locked memory, for a GPU.
         """
-        if lanes % world_size or rows % world_size:
+        if lanes % world_size or sequences % world_size:
             raise UserError(
                 f"the number of workers ({world_size}) must divide data.partitions ({lanes}) "
-                f"and train.sequences ({rows})"
+                f"and train.sequences ({sequences})"
             )
-        self._factory, self._lanes, self._rows = lane_factory, lanes, rows
+        self._factory, self._lanes, self._sequences = lane_factory, lanes, sequences
         self._rank, self._world = rank, world_size
-        self._micro_rows, self._seq_len, self._prefetch = micro_rows, seq_len, prefetch
+        self._micro_sequences, self._seq_len, self._prefetch = micro_sequences, seq_len, prefetch
         self._peers = peers if peers is not None and peers.size > 1 else None
         self._memory = Memory(pinned=pinned)
         self._thread: threading.Thread | None = None
@@ -111,7 +111,7 @@ class Loader:
         self._template: PackUnit | None = None
         self.step = 0  # the number of the next step
         self.waited_s = 0.0  # seconds that the consumer waited for the last step
-        self.numbers: list[int] = []  # numbers of this rank's rows in the last global step
+        self.numbers: list[int] = []  # numbers of this rank's sequences in the last global step
         self.fill = 0.0  # share of the last step's slots that hold tokens
         self._open()
 
@@ -130,37 +130,37 @@ class Loader:
 
         A step reads few lanes of a rank that serves many.
         """
-        for lane in dict.fromkeys(lanes):  # a step may take several rows of a lane
+        for lane in dict.fromkeys(lanes):  # a step may take several sequences of a lane
             self._lane_states[lane] = self._served[lane].state_dict()
             self._lane_counts[lane] = self._served[lane].counts()
         each = self._lane_counts.values()
         return dict(self._lane_states), {key: sum([counts[key] for counts in each]) for key in next(iter(each))}
 
     def _pack(self, step: int) -> _Step:
-        """Make a step without exchanging rows with other ranks."""
+        """Make a step without exchanging sequences with other ranks."""
         documents = documents_of(self._items(step))
-        return self._lay_out_step(self._row_numbers, documents, self._snapshot(self._lanes_of(step)))
+        return self._lay_out_step(self._sequence_numbers, documents, self._snapshot(self._lanes_of(step)))
 
     @property
-    def _row_numbers(self) -> list[int]:
-        """Numbers of the rows that this rank makes in a step."""
-        return list(range(self._rank, self._rows, self._world))
+    def _sequence_numbers(self) -> list[int]:
+        """Numbers of the sequences that this rank makes in a step."""
+        return list(range(self._rank, self._sequences, self._world))
 
     def _lanes_of(self, step: int) -> list[int]:
-        """Return the lane of each of this rank's rows of a step."""
-        return [(step * self._rows + j) % self._lanes for j in self._row_numbers]
+        """Return the lane of each of this rank's sequences of a step."""
+        return [(step * self._sequences + j) % self._lanes for j in self._sequence_numbers]
 
     def _items(self, step: int) -> list[list[Item]]:
-        """Return the items of this rank's rows of a step."""
-        rows = [self._row(lane) for lane in self._lanes_of(step)]
-        if not all(rows):  # a lane that has ended gives rows that train nothing
-            nothing = items_of([idle([[self._template_unit(rows)]])], "", 0, (0, 0), 0, 0)
-            rows = [row or nothing for row in rows]
-        return rows
+        """Return the items of this rank's sequences of a step."""
+        sequences = [self._sequence(lane) for lane in self._lanes_of(step)]
+        if not all(sequences):  # a lane that has ended gives sequences that train nothing
+            nothing = items_of([idle([[self._template_unit(sequences)]])], "", 0, (0, 0), 0, 0)
+            sequences = [sequence or nothing for sequence in sequences]
+        return sequences
 
     def _lay_out_step(self, numbers: list[int], documents: Documents, states: _States) -> _Step:
-        batches = lay_out(documents, self._seq_len, self._micro_rows, self._memory)
-        fill = len(documents.weights) / (len(documents.rows) * self._seq_len)
+        batches = lay_out(documents, self._seq_len, self._micro_sequences, self._memory)
+        fill = len(documents.weights) / (len(documents.sequences) * self._seq_len)
         return _Step(batches, numbers, fill, *states)
 
     def _steps(self, step: int, stop: threading.Event) -> Iterator[_Step]:
@@ -186,40 +186,41 @@ class Loader:
                 if ready:
                     yield self._lay_out_step(*ready.popleft())
                 if stop.is_set():
-                    exchange_rows([], self._row_numbers, peers, STOPS)
+                    exchange_sequences([], self._sequence_numbers, peers, STOPS)
                     return
                 try:
                     number = step + len(made)
                     made.append((units_of(self._items(number)), self._snapshot(self._lanes_of(number))))
                 except BaseException as e:
-                    # raised later: first the ranks that wait for this rank's rows get the steps made before the error
+                    # raised later: first the ranks that wait for this rank's sequences get the steps made before it
                     error = e
-            exchanged, ended = exchange_rows(
-                [rows for rows, _ in made], self._row_numbers, peers, FAILED if error else GOES_ON
+            exchanged, ended = exchange_sequences(
+                [sequences for sequences, _ in made], self._sequence_numbers, peers, FAILED if error else GOES_ON
             )
             ready += [
-                (numbers, Documents.of(rows), states)
-                for (rows, numbers), (_, states) in zip(exchanged, made, strict=False)
+                (numbers, Documents.of(sequences), states)
+                for (sequences, numbers), (_, states) in zip(exchanged, made, strict=False)
             ]
             step, together = step + len(made), min(2 * together, STEPS)
         for step_data in ready:
             yield self._lay_out_step(*step_data)
         raise error or ended
 
-    def _row(self, lane: int) -> list[Item]:
-        """Return a lane's next row; [] if the lane has ended."""
+    def _sequence(self, lane: int) -> list[Item]:
+        """Return a lane's next sequence; [] if the lane has ended."""
         try:
-            return self._served[lane].row()
+            return self._served[lane].sequence()
         except StopIteration:
             return []
 
-    def _template_unit(self, rows: list[list[Item]]) -> PackUnit:
-        """Return a unit that has the columns of all samples, even if this rank has no rows left."""
-        template = self._template or next((units_of([row[:1]])[0][0] for row in rows if row), None)
+    def _template_unit(self, sequences: list[list[Item]]) -> PackUnit:
+        """Return a unit that has the columns of all samples, even if this rank has no sequences left."""
+        template = self._template or next((units_of([sequence[:1]])[0][0] for sequence in sequences if sequence), None)
         if template is None:
-            # from any lane that has rows
-            lanes = (row for lane in range(self._lanes) for row in itertools.islice(_remaining(self._factory(lane)), 1))
-            template = next(lanes)[0]
+            # from any lane that has sequences
+            streams = (self._factory(lane) for lane in range(self._lanes))
+            firsts = (sequence for stream in streams for sequence in itertools.islice(_remaining(stream), 1))
+            template = next(firsts)[0]
         self._template = template
         return template
 

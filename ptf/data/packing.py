@@ -1,9 +1,9 @@
-"""The packer: pack units in, packed rows of at most `seq_len` tokens out. Nothing is cut, and the samples of a unit
-stay together.
+"""The packer: pack units in, packed sequences of at most `seq_len` tokens out. Nothing is cut, and the samples of a
+unit stay together.
 
 The lengths in the look-ahead window are the bits of one integer. Finding the longest unit that fits is
-then a mask and a `bit_length`, and "do two of them fill the row exactly?" is one AND of that integer with its mirror
-image. The oldest unit always starts the next row, so none waits longer than `lookahead` rows.
+then a mask and a `bit_length`, and "do two of them fill the sequence exactly?" is one AND of that integer with its
+mirror image. The oldest unit always starts the next sequence, so none waits longer than `lookahead` sequences.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class Packer(Generic[T]):
-    """Stream[list[T]]: packed rows of units, or of objects that hold one.
+    """Stream[list[T]]: packed sequences of units, or of objects that hold one.
 
-    Over a finite iterator it ends when every unit is in a row.
+    Over a finite iterator it ends when every unit is in a sequence.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Packer(Generic[T]):
         self._mirror = 0  # bit seq_len - n: the same, mirrored
 
     def _admit(self, units: Iterator[T] | Stream[T], most: int) -> None:
-        """Fill the window up to `most` units. Raise UserError for one that is longer than a row."""
+        """Fill the window up to `most` units. Raise UserError for one that is longer than a sequence."""
         while len(self._window) < most:
             try:
                 unit = next(units)
@@ -63,10 +63,10 @@ class Packer(Generic[T]):
             self._arrivals += 1
 
     def _length(self, unit: T) -> int:
-        """Return the tokens of a unit. Raise UserError for one that is longer than a row."""
+        """Return the tokens of a unit. Raise UserError for one that is longer than a sequence."""
         n = self._size(unit)
         if n > self._seq_len:
-            raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {self._seq_len}")
+            raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {self._seq_len}")
         return n
 
     def __iter__(self) -> "Packer[T]":
@@ -80,10 +80,10 @@ class Packer(Generic[T]):
         bits, mirror, arrivals = self._bits, self._mirror, self._arrivals
         ready: list[T] = getattr(units, "ready", [])  # units that come next, which `__next__` would pop one by one
         n = size(next(iter(window.values())))
-        row, room = [], seq_len
+        sequence, room = [], seq_len
         while True:  # once for each unit, with nothing but local names: this is a fifth of the loader's work
             of_this_length = ages[n]
-            row.append(window.pop(of_this_length.pop(0)))
+            sequence.append(window.pop(of_this_length.pop(0)))
             if not of_this_length:
                 del ages[n]
                 bits ^= 1 << n
@@ -120,7 +120,7 @@ class Packer(Generic[T]):
                 pairs ^= 1 << half
             n = (pairs or fits).bit_length() - 1
         self._bits, self._mirror, self._arrivals = bits, mirror, arrivals
-        return row
+        return sequence
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last item; `settle` converts it to values."""
@@ -135,9 +135,9 @@ class Packer(Generic[T]):
         self._admit(iter(window), len(window))
 
 
-def idle(rows: Sequence[Sequence[PackUnit]]) -> PackUnit:
+def idle(sequences: Sequence[Sequence[PackUnit]]) -> PackUnit:
     """Return a unit of one token that trains nothing, with the columns that the other samples have."""
-    like = rows[0][0][0].token_columns if rows and rows[0] else {}
+    like = sequences[0][0][0].token_columns if sequences and sequences[0] else {}
     token_columns = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
     return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", token_columns),)
 
@@ -177,5 +177,5 @@ def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def pack_all(units: Iterable[PackUnit], seq_len: int, lookahead: int = 1024) -> list[list[PackUnit]]:
-    """Pack a finite number of units into rows, by the same packer."""
+    """Pack a finite number of units into sequences, by the same packer."""
     return list(Packer(iter(units), seq_len, lookahead))

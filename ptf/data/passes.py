@@ -64,7 +64,7 @@ class DataPlan:
 class RowsTaken:
     """The rows of each source that some of the lanes take."""
 
-    ends: int  # packed rows of the run up to the last one of these lanes
+    ends: int  # packed sequences of the run up to the last one of these lanes
     rows: Mapping[str, float]  # rows of each source
     complete: bool  # otherwise only a part was read, and `rows` are extrapolated
 
@@ -115,19 +115,19 @@ class _CachedEncoder:
         return [placeholder_unit(n) for n in self._lengths[key]]
 
 
-def rows_taken(lanes: Lanes, served: range, rows: int | None) -> RowsTaken:
-    """Return what the served lanes take until they end, or in a run of `rows` packed rows in all.
+def rows_taken(lanes: Lanes, served: range, sequences: int | None) -> RowsTaken:
+    """Return what the served lanes take until they end, or in a run of `sequences` packed sequences in all.
 
     Raise what encoding raises.
     """
     factory, most = lanes_of_lengths(lanes), FEW_SAMPLES // lanes.lanes
     ends, taken, complete = 0, dict.fromkeys(lanes.sources, 0.0), True
     for lane in served:
-        stream, wanted = factory(lane), None if rows is None else max(0, -(-(rows - lane) // lanes.lanes))
+        stream, wanted = factory(lane), None if sequences is None else max(0, -(-(sequences - lane) // lanes.lanes))
         given = samples = 0
-        for row in islice(stream, wanted):
+        for sequence in islice(stream, wanted):
             given += 1
-            samples += len(row)
+            samples += len(sequence)
             if wanted is not None and samples > most:
                 break
         if wanted is not None and samples > most:
@@ -166,7 +166,7 @@ def rows_up_to(lanes: Lanes, name: str, most: int) -> int | None:
 
 def planned(
     lanes: Lanes,
-    rows: int,
+    sequences: int,
     steps: int | None,
     *,
     served: range | None = None,
@@ -174,16 +174,17 @@ def planned(
     most: Callable[[float], float] = float,
     exact: bool | None = None,
 ) -> DataPlan:
-    """Return the plan of a run of at most `steps` steps, each of `rows` packed rows.
+    """Return the plan of a run of at most `steps` steps, each of `sequences` packed sequences.
 
     In a gang, every rank reads the lanes that it `served`; `total` and `most` are then the sum and the largest over all
     ranks. `exact` forces exact numbers whatever they cost; by default they are exact where they cost little.
     """
     if not (is_cheap(lanes) if exact is None else exact):
-        return estimated(lanes, rows, steps)
-    run = rows_taken(lanes, range(lanes.lanes) if served is None else served, None if steps is None else steps * rows)
+        return estimated(lanes, sequences, steps)
+    most_sequences = None if steps is None else steps * sequences
+    run = rows_taken(lanes, range(lanes.lanes) if served is None else served, most_sequences)
     *taken, incomplete = total([*run.rows.values(), float(not run.complete)])
-    ends = -(-int(most(run.ends)) // rows)
+    ends = -(-int(most(run.ends)) // sequences)
     steps = ends if steps is None else min(steps, ends)
     margin = LEAST_MARGIN / 5 if incomplete else 0.0  # the sources take turns, and only a part of the run was read
     passes: dict[str, tuple[float, float] | None] = {}
@@ -219,7 +220,7 @@ def describe_order(ordered: Ordered) -> str:
     )
 
 
-def estimated(lanes: Lanes, rows: int, steps: int | None) -> DataPlan:
+def estimated(lanes: Lanes, sequences: int, steps: int | None) -> DataPlan:
     """Estimate the plan from the first rows of each source."""
     sampled = {name: list(_sampled_lengths(lanes, name)) for name in lanes.sources}
     # tokens in a row of the source, and the margin of error
@@ -229,7 +230,8 @@ def estimated(lanes: Lanes, rows: int, steps: int | None) -> DataPlan:
     order = np.random.default_rng(0).permutation(len(flat))
     packed = pack_all((flat[i] for i in order), lanes.seq_len, lanes.lookahead)
     full = packed[: max(1, len(packed) - lanes.lookahead // 4)]
-    room = rows * max(1.0, sum(length(unit) for row in full for unit in row) / max(1, len(full)))  # tokens in a step
+    mean = sum(length(unit) for sequence in full for unit in sequence) / max(1, len(full))
+    room = sequences * max(1.0, mean)  # tokens in a step
     shares, mixture = lanes.shares, lanes.mixture
     if mixture.weighted:  # in rows of the source
         unit = {name: 1.0 if mixture.by == "tokens" else per_sample[name] for name in shares}

@@ -1,10 +1,10 @@
-"""Shared prefixes: packed rows in which a prefix of several samples, such as the prompt of several answers, is computed
-once.
+"""Shared prefixes: packed sequences in which a prefix of several samples, such as the prompt of several answers, is
+computed once.
 
 The first sample of a family (samples with a shared prefix) is laid out whole. The others follow it directly without the
 prefix; their `prefix_length` is its length. The last common token is not part of the prefix: each sample has it,
 because its target differs. A prefix is never trained and has zeros in its columns, so except for rounding all gradients
-are the same as if each sample were alone in a row.
+are the same as if each sample were alone in a sequence.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def without_prefix(sample: Sample, n: int) -> Sample:
 
 
 def families(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
-    """Group the samples of one row of data into units of at most `seq_len` tokens that share prefixes.
+    """Group the samples of one row into units of at most `seq_len` tokens that share prefixes.
 
     The longest sample of a family is whole, and the others follow it without the prefix. So a conversation whose every
     turn is a separate sample, because the template renders earlier turns differently, costs little more than its
@@ -91,36 +91,36 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def pack_shared(units: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]:
-    """Pack units like `pack_all`, but let units of one sample in the same row share their prefixes.
+    """Pack units like `pack_all`, but let units of one sample in the same sequence share their prefixes.
 
     The largest families are placed first, the longest members of each first (first-fit decreasing): each member goes
-    into the first row with room that already has its family, otherwise into the first row with room.
+    into the first sequence with room that already has its family, otherwise into the first sequence with room.
     """
     families: dict[bytes | int, list[PackUnit]] = {}
     for i, unit in enumerate(units):
         families.setdefault((len(unit) == 1 and untrained_prefix(unit[0])) or i, []).append(unit)
     members = sorted(families.items(), key=lambda family: -sum(map(length, family[1])))
-    rows: list[list[PackUnit]] = []
+    sequences: list[list[PackUnit]] = []
     room = np.zeros(max(1, len(units)), np.int64)
     for key, family in members:
         shared = len(key) // family[0][0].tokens.itemsize - 1 if isinstance(key, bytes) else 0
-        homes: dict[int, list[PackUnit]] = {}  # row → units of this family in it
+        homes: dict[int, list[PackUnit]] = {}  # sequence → units of this family in it
         for unit in sorted(family, key=length, reverse=True):
             n = length(unit)
             if n > seq_len:
-                raise UserError(f"a sample of {n} tokens does not fit a row of seq_len {seq_len}")
-            home = next((row for row in homes if room[row] >= n - shared), None) if shared else None
+                raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {seq_len}")
+            home = next((i for i in homes if room[i] >= n - shared), None) if shared else None
             if home is not None:
                 homes[home].append((without_prefix(unit[0], shared),))
                 room[home] -= n - shared
                 continue
-            home = int(np.argmax(room[: len(rows)] >= n)) if rows else 0
-            if home == len(rows) or room[home] < n:
-                home = len(rows)
-                rows.append([])
+            home = int(np.argmax(room[: len(sequences)] >= n)) if sequences else 0
+            if home == len(sequences) or room[home] < n:
+                home = len(sequences)
+                sequences.append([])
                 room[home] = seq_len
             room[home] -= n
-            homes[home] = [unit]  # a new entry: a row with this family would have had room for the unit's rest
-        for row, together in homes.items():
-            rows[row] += together
-    return rows
+            homes[home] = [unit]  # a new entry: a sequence with this family would have had room for the unit's rest
+        for home, together in homes.items():
+            sequences[home] += together
+    return sequences

@@ -91,7 +91,7 @@ class _PromptRows:
         return [by_place[tuple(place)] for place in places.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last item; `settle` finishes it."""
+        """Return the state after the last item; `settle` finishes it."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Prompts:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last prompt, written out."""
+        """Return the state after the last prompt, written out."""
         return settle(
             {
                 "order": ORDER,

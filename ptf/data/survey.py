@@ -28,7 +28,7 @@ from ptf.data.tokenizer import Tokenizer
 LONGEST = 3
 WORST = 5  # bad rows that are shown
 REASONS = 20  # reasons for leaving rows out that are listed; all others are counted together
-ROWS_SHOWN = 24
+SEQUENCES_SHOWN = 24
 NONE_MADE = "no sample was made of it", "no sample was made of it when it was tokenized"
 
 
@@ -71,12 +71,13 @@ class Survey:
     """The survey of all sources and of their mixture."""
 
     sources: tuple[SourceSurvey, ...]
-    fill: float  # share of packed rows that holds tokens, without the last few rows
-    documents: float  # per packed row
+    fill: float  # share of packed sequences that holds tokens, without the last few sequences
+    documents: float  # per packed sequence
     shares: Mapping[str, tuple[float, float]]  # of each source in the mixture: share of samples, share of tokens
     tokens: float  # in an epoch of all sources
     steps: float  # in an epoch of all sources
-    packing: tuple[tuple[tuple[str, int], ...], ...]  # documents of the first packed rows: source and tokens of each
+    # documents of the first packed sequences: source and tokens of each
+    packing: tuple[tuple[tuple[str, int], ...], ...]
 
 
 def survey(
@@ -87,14 +88,14 @@ def survey(
     seq_len: int,
     too_long: TooLong,
     lookahead: int,
-    rows: int,
+    sequences: int,
     temperature: float = 1.0,
     by_tokens: bool = False,
     limit: int = 2000,
     examples: int = 1,
     share_prefixes: bool = False,
 ) -> Survey:
-    """Read the first `limit` rows of each source and pack them; a step has `rows` packed rows."""
+    """Read the first `limit` rows of each source and pack them; a step has `sequences` packed sequences."""
     surveyed, units = [], {}
     for name, spec in sources.items():
         one, units[name] = _survey_source(
@@ -104,7 +105,7 @@ def survey(
     packed = pack_all(_mixed(units), seq_len, lookahead)
     # at the end the window runs empty, which does not happen in an endless stream
     full = packed[: max(1, len(packed) - lookahead // 4)]
-    used = sum(length(unit) for row in full for unit in row)
+    used = sum(length(unit) for sequence in full for unit in sequence)
     fill = used / (seq_len * len(full)) if packed else 0.0
     tokens = sum(source.tokens for source in surveyed)
     mixture = Mixture(sources, 0, temperature, "tokens" if by_tokens else "samples")
@@ -120,9 +121,14 @@ def survey(
         name: (samples[name] / (sum(samples.values()) or 1.0), counted[name] / (sum(counted.values()) or 1.0))
         for name in sources
     }
-    documents = sum(len(unit) for row in full for unit in row) / max(1, len(full))
-    shown = tuple(tuple((sample.source, len(sample)) for unit in row for sample in unit) for row in packed[:ROWS_SHOWN])
-    return Survey(tuple(surveyed), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * rows), shown)
+    documents = sum(len(unit) for sequence in full for unit in sequence) / max(1, len(full))
+    shown = tuple(
+        tuple((sample.source, len(sample)) for unit in sequence for sample in unit)
+        for sequence in packed[:SEQUENCES_SHOWN]
+    )
+    return Survey(
+        tuple(surveyed), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * sequences), shown
+    )
 
 
 def _survey_source(

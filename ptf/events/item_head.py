@@ -115,7 +115,7 @@ class NextItem(nn.Module):
         """
         trained = batch.weights != 0
         flat = batch.tokens.flatten().cpu()
-        # Different rows, or the same rows in a different order, give a different seed.
+        # Different sequences, or the same sequences in a different order, give a different seed.
         generator = torch.Generator().manual_seed(int((flat * torch.arange(1, len(flat) + 1)).sum()))
         drawn = torch.randperm(self.end, generator=generator)[:sampled].to(x.device)
         x, targets = x[trained], classes[trained]
@@ -134,7 +134,7 @@ class NextItem(nn.Module):
                 0.0 if self.numbers is None else 0.0 * self.numbers(x[:, :1]).sum()
             )
         predicted = self.numbers(x[starts]).float()
-        total = 0.0 * predicted.sum()  # so that every rank has a gradient, even if its rows have no values
+        total = 0.0 * predicted.sum()  # so that every rank has a gradient, even if its sequences have no values
         # Rows of some sources may have no values.
         known = [stream.removeprefix(VALUE) for stream in batch.token_columns if stream.startswith(VALUE)]
         for i, (name, counts) in enumerate(self.values.items() if known else ()):

@@ -24,8 +24,8 @@ th { opacity: .7; } th:first-child, td:first-child, .text td, .text th { text-al
 .text td { white-space: normal; }
 .wide { overflow-x: auto; } .warn { border-left: 4px solid #d9822b; padding-left: .8rem; }
 .bar { display: inline-block; height: .8rem; vertical-align: middle; } .key { width: .8rem; margin-right: .4rem; }
-.row { display: flex; height: 1rem; margin: 2px 0; background: var(--soft); } 
-.row i { border-right: 1px solid Canvas; box-sizing: border-box; }
+.sequence { display: flex; height: 1rem; margin: 2px 0; background: var(--soft); } 
+.sequence i { border-right: 1px solid Canvas; box-sizing: border-box; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); padding: .8rem; margin: .3rem 0 1rem;
       font-size: 13px; }
 mark { background: var(--mark); color: inherit; border-bottom: 2px solid var(--edge); } 
@@ -134,21 +134,24 @@ def _lengths(sources: Iterable[SourceSurvey], colours: dict[str, str]) -> Iterat
 
 
 def _packing(report: Report, colours: dict[str, str]) -> Iterator[str]:
-    """Yield the first packed rows as bars; the width of each document is its share of the row."""
-    survey, width = report.survey, report.job.data.seq_len
+    """Yield the first packed sequences as bars; the width of each document is its share of the sequence."""
+    survey, seq_len = report.survey, report.job.data.seq_len
     if report.job.rollout:
         yield "<p>Prompts are not packed.</p>"
         return
-    yield f"<p>Rows of {width:,} tokens are {survey.fill:.2%} full, with {survey.documents:.1f} documents in each.</p>"
-    for row in survey.packing:
+    yield (
+        f"<p>Sequences of {seq_len:,} tokens are {survey.fill:.2%} full, "
+        f"with {survey.documents:.1f} documents in each.</p>"
+    )
+    for sequence in survey.packing:
         pieces = (
             (
                 f'<i title="{escape(name)}: {n:,} tokens" '
-                f'style="width:{100 * n / width:.3f}%;background:{colours[name]}"></i>'
+                f'style="width:{100 * n / seq_len:.3f}%;background:{colours[name]}"></i>'
             )
-            for name, n in row
+            for name, n in sequence
         )
-        yield f'<div class="row">{"".join(pieces)}</div>'
+        yield f'<div class="sequence">{"".join(pieces)}</div>'
 
 
 def _left_out(survey: Survey) -> Iterator[str]:

@@ -205,13 +205,13 @@ class Flex:
     """The same attention on a GPU: one FlexAttention call a layer, whose block mask is causal inside each document.
 
     There is one mask a window size. A sink takes its share of the softmax afterwards: out · sigmoid(log-sum-exp −
-    sink). Rows and blocks of a row are padded to the numbers of `bucket`, so that batches of many shapes (contexts to
-    answer, rows to score) need few compiled variants.
+    sink). Sequences and blocks of a sequence are padded to the numbers of `bucket`, so that batches of many shapes
+    (contexts to answer, sequences to score) need few compiled variants.
     """
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
-        self.rows, self.length = rows, length = segments.shape
-        self.added = bucket(rows) - rows, BLOCK * bucket(-(-length // BLOCK)) - length
+        self.sequences, self.length = sequences, length = segments.shape
+        self.added = bucket(sequences) - sequences, BLOCK * bucket(-(-length // BLOCK)) - length
         if any(self.added):
             added = (0, self.added[1], 0, self.added[0])
             segments, positions = F.pad(segments, added, value=-1), F.pad(positions, added)
@@ -243,7 +243,7 @@ class Flex:
             ) from error
         if layer.sinks is not None:
             out = out * torch.sigmoid(lse - layer.sinks.float()[:, None])[..., None].to(out.dtype)
-        return out[: self.rows, :, : self.length].transpose(1, 2)
+        return out[: self.sequences, :, : self.length].transpose(1, 2)
 
 
 def backend(device: torch.device) -> type[PerDocument] | type[Flex]:

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ptf import published, storage, verified
 from ptf.errors import UserError
 from ptf.model import hub
-from ptf.model.checkpoint_mapping import Rename, Rows, Slices, TensorMapping
+from ptf.model.checkpoint_mapping import PaddedRows, Rename, Slices, TensorMapping
 from ptf.model.components import (
     OWN,
     constructor_values,
@@ -218,7 +218,7 @@ def _initialise(name: str, parameter: Tensor, config: DecoderConfig, seed: int) 
     values = torch.empty(rows, *parameter.shape[1:]).normal_(
         0, config.init_std, generator=torch.Generator().manual_seed(key)
     )
-    fill(parameter, partial(Rows(name, name, rows).read, 0, read=lambda _, part: values[part], experts=0))
+    fill(parameter, partial(PaddedRows(name, name, rows).read, 0, read=lambda _, part: values[part], experts=0))
 
 
 def _in_vocabulary(name: str, config: DecoderConfig) -> bool:
@@ -236,7 +236,7 @@ def checkpoint_mappings(model: Decoder, family: Family) -> list[TensorMapping]:
     without_mappings = {*own_tensors(model, family), *adapter_names(model)}
     mappings = family.mappings_for(n for n, _ in model.named_parameters() if n not in without_mappings)
     changed: dict[str, TensorMapping] = {
-        name: Rows(name, other, config.vocab)
+        name: PaddedRows(name, other, config.vocab)
         for name, other in _names_outside_layers(mappings)
         if _in_vocabulary(name, config)
     }

@@ -79,7 +79,7 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Rename):
+class PaddedRows(Rename):
     """Their tensor is the first `count` rows of ours; our other rows are padding, and zero."""
 
     count: int

@@ -1,8 +1,8 @@
 """The block masks of packed documents: which blocks of keys a block of queries attends to, for FlexAttention.
 
-`create_block_mask` evaluates a mask for every pair of tokens: 7 to 10 bytes · T² a row. Here each query's keys are two
-intervals: those of its own document up to itself, and those of the prefix that the document continues. The blocks that
-an interval touches or covers are an interval of blocks, so a block of queries is counted by sums over the ends of
+`create_block_mask` evaluates a mask for every pair of tokens: 7 to 10 bytes · T² a sequence. Here each query's keys are
+two intervals: those of its own document up to itself, and those of the prefix that the document continues. The blocks
+that an interval touches or covers are an interval of blocks, so a block of queries is counted by sums over the ends of
 intervals: tensors of T elements and tables of (T / 128)².
 """
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # queries and keys of a block, as FlexAttention chooses them
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of (row, head, query, key)
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of (sequence, head, query, key)
 
 
 class DocumentMasks:
-    """The masks of rows of packed documents; `segments` and `positions` are [B, T].
+    """The masks of sequences of packed documents; `segments` and `positions` are [B, T].
 
     The tokens of a document, which alone have its segment, are next to each other, with consecutive positions. Those of
     padding have equal positions.
@@ -38,7 +38,7 @@ class DocumentMasks:
         self.start = last(starts)  # for each token, the first token of its document
         self.prefix_length = positions.gather(
             1, self.start
-        )  # the position at which its document begins, behind a shared prefix
+        )  # the position at which its document begins, after a shared prefix
         # the first token of the document whose first `prefix_length` tokens are its document's prefix
         self.whole_start = last(starts & (positions == 0))
         self.whole = segments.gather(1, self.whole_start)  # and that document's segment
@@ -103,14 +103,14 @@ class DocumentMasks:
 
         It is the running sum of a table that has 1 where an interval begins and -1 where it ends.
         """
-        rows, blocks = len(self.segments), -(-len(self.at) // BLOCK)
-        row = torch.arange(rows, device=self.at.device)[:, None] * blocks + self.at // BLOCK
-        changes = torch.zeros(rows * blocks * (blocks + 1), dtype=torch.int32, device=self.at.device)
+        sequences, blocks = len(self.segments), -(-len(self.at) // BLOCK)
+        block_row = torch.arange(sequences, device=self.at.device)[:, None] * blocks + self.at // BLOCK
+        changes = torch.zeros(sequences * blocks * (blocks + 1), dtype=torch.int32, device=self.at.device)
         for first, end, counts in intervals:
             ones = counts.int().flatten()
             for block, change in ((first, ones), (end, -ones)):
-                changes.index_add_(0, (row * (blocks + 1) + block).flatten(), change)
-        return changes.view(rows, blocks, blocks + 1).cumsum(-1, dtype=torch.int32)[..., :-1]
+                changes.index_add_(0, (block_row * (blocks + 1) + block).flatten(), change)
+        return changes.view(sequences, blocks, blocks + 1).cumsum(-1, dtype=torch.int32)[..., :-1]
 
 
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:

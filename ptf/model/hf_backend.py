@@ -1,10 +1,10 @@
 """Any causal language model of transformers behind Decoder's interface (`model.backend: hf`), for architectures that
 ptf does not define.
 
-Each document is a row of its own in the batch that transformers computes, padded on the right. A causal model cannot
-attend there, and rows do not attend to each other, however the tokens are mixed; a batch costs documents × the longest
-of them. The head is taken from the model and checked against the model's own logits when it is loaded, so a model that
-computes logits in another way is refused instead of trained wrongly.
+Each document is a sequence of its own in the batch that transformers computes, padded on the right. A causal model
+cannot attend there, and sequences do not attend to each other, however the tokens are mixed; a batch costs documents ×
+the longest of them. The head is taken from the model and checked against the model's own logits when it is loaded, so a
+model that computes logits in another way is refused instead of trained wrongly.
 
 Left out: dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing loss of experts,
 tensor parallelism, LoRA, heads and components of the user's own, added tokens, generation. Loading holds the whole
@@ -69,7 +69,7 @@ class HFDecoder(nn.Module):
         Positions count from 0 in every document of `segments`, which is what transformers assumes.
         """
         assert attend is None, "generation with a cache needs the native decoder or an engine"
-        index, back = rows(segments)
+        index, back = document_places(segments)
         if self.switches_at is not None:
             self._refuse_mixed_lengths(segments, self.switches_at)
         hidden = self.hf.base_model(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
@@ -119,8 +119,8 @@ class HFDecoder(nn.Module):
                 yield from revert_weight_conversion(self.hf, {name: tensor}).items()
 
 
-def rows(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index maps between the flat batch and rows of one document each.
+def document_places(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index maps between the flat batch and sequences of one document each.
 
     The first is, for each place of [documents, longest], the flat index of its token; the second is, for each flat
     index, the place of its token. Filling repeats a document's last token; padding of the batch maps to an arbitrary

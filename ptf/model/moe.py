@@ -39,7 +39,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokensByExpert:
     """Tokens sorted by expert: one row for each token and each of its experts."""
 
     order: Tensor  # [n·k] the row's place in the unsorted [n, k]
@@ -50,7 +50,7 @@ class Rows:
     places: Tensor  # [n, k] each token's rows, in the order of their experts
 
     @staticmethod
-    def of(chosen: Tensor, experts: int) -> "Rows":
+    def of(chosen: Tensor, experts: int) -> "TokensByExpert":
         """Sort the choices [n, k] of n tokens by expert."""
         order = chosen.flatten().argsort(stable=True)
         expert, here = chosen.flatten().index_select(0, order), torch.arange(len(order), device=order.device)
@@ -58,7 +58,8 @@ class Rows:
         # counting with `bincount` would wait for a GPU
         every = torch.arange(experts, device=expert.device, dtype=expert.dtype)
         ends = torch.searchsorted(expert, every, right=True, out_int32=True)
-        return Rows(order, order // chosen.shape[1], expert, ends, inverse, inverse.view_as(chosen).sort(-1).values)
+        places = inverse.view_as(chosen).sort(-1).values
+        return TokensByExpert(order, order // chosen.shape[1], expert, ends, inverse, places)
 
 
 def _added(rows: Tensor, places: Tensor) -> Tensor:
@@ -212,10 +213,11 @@ class MixtureOfExperts(nn.Module):
             best, chosen = logits.topk(c.top_k, dim=-1)
             share = best.softmax(-1)
         self.routing = self._routing(probability, chosen, real.flatten())
-        rows = Rows.of((chosen - self.first) % c.experts, c.experts)
-        shares = _Spread.apply(share.to(x.dtype).flatten(), rows.order, rows.inverse[:, None])
-        y = self.experts(_Spread.apply(x, rows.token, rows.places), rows.ends, rows.expert) * shares[:, None]
-        return _Combined.apply(y, rows.token, rows.places).view(shape)
+        by_expert = TokensByExpert.of((chosen - self.first) % c.experts, c.experts)
+        shares = _Spread.apply(share.to(x.dtype).flatten(), by_expert.order, by_expert.inverse[:, None])
+        spread = _Spread.apply(x, by_expert.token, by_expert.places)
+        y = self.experts(spread, by_expert.ends, by_expert.expert) * shares[:, None]
+        return _Combined.apply(y, by_expert.token, by_expert.places).view(shape)
 
     def _routing(self, probability: Tensor, chosen: Tensor, real: Tensor) -> Routing:
         weight = real.float()

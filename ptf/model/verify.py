@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = 1e-5  # of the largest magnitude, fp32
-LENGTHS = (1, 37, 5, 52, 18)  # documents, packed into rows of 64
-WIDTH = 64
+LENGTHS = (1, 37, 5, 52, 18)  # documents, packed into sequences of 64
+SEQ_LEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,16 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
 
 
 def packed() -> tuple[Tensor, Tensor]:
-    """Return positions and segments of the documents, [rows, WIDTH]: as many to a row as fit, padding after them."""
-    rows: list[list[int]] = [[]]
+    """Return positions and segments of the documents, [sequences, SEQ_LEN].
+
+    A sequence has as many documents as fit, and padding after them.
+    """
+    sequences: list[list[int]] = [[]]
     for number, n in enumerate(LENGTHS):
-        if len(rows[-1]) + n > WIDTH:
-            rows.append([])
-        rows[-1] += [number] * n
-    segments = torch.tensor([row + [-1] * (WIDTH - len(row)) for row in rows])
+        if len(sequences[-1]) + n > SEQ_LEN:
+            sequences.append([])
+        sequences[-1] += [number] * n
+    segments = torch.tensor([ids + [-1] * (SEQ_LEN - len(ids)) for ids in sequences])
     positions = torch.zeros_like(segments)
     for number, n in enumerate(LENGTHS):
         positions[segments == number] = torch.arange(n)

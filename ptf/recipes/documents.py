@@ -18,7 +18,7 @@ def document_weights(batch: Batch) -> Tensor:
 
 
 def ends(batch: Batch) -> Tensor:
-    """Return the index of each document's last token in the flattened rows: [documents], int64."""
+    """Return the index of each document's last token in the flattened sequences: [documents], int64."""
     index = batch.segments.reshape(-1) + 1
     positions = torch.arange(index.numel(), device=index.device)
     return positions.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, positions, "amax")[1:]

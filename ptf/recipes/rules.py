@@ -43,6 +43,6 @@ def precomputed_faults(job: "Job") -> list[str]:
     if job.train.deterministic:
         return [
             "algo.precomputed cannot be used with train.deterministic, because the last bits of precomputed values "
-            "depend on how rows are split over ranks; set one of them to false"
+            "depend on how sequences are split over ranks; set one of them to false"
         ]
     return []

@@ -376,9 +376,9 @@ class Controller:
             entries |= {f"{CRITIC}/{name}": entry for name, entry in written.items()}
         state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "stops": list(self.tokenizer.stop_ids)}
         entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", state)
-        manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.rows.state}
-        if self.samples.rows:
-            manifest["samples"] = self.samples.rows.state
+        manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.lines.state}
+        if self.samples.lines:
+            manifest["samples"] = self.samples.lines.state
         self.saves.commit(self.step, entries, manifest)
 
     def _restore(self) -> tuple[int, Mapping[str, Any]]:

@@ -172,7 +172,7 @@ def role_specs(
         "directory": str(start.directory),
         "spec": start.model.model_copy(update={"init": "pretrained"}),
         "seed": job.seed,
-        "width": job.data.seq_len,
+        "seq_len": job.data.seq_len,
         "processing": processing,
     }
     learner = {**common, "tokenizer": start.tokenizer_path}
@@ -183,10 +183,10 @@ def role_specs(
         "spec": without_adapters(common["spec"]),
         "precision": job.train.precision,
         "compiled": job.train.compile,
-        "micro_rows": job.train.micro_sequences,
+        "micro_sequences": job.train.micro_sequences,
     }
     if job.train.deterministic:
-        frozen["width"] = 0
+        frozen["seq_len"] = 0
     for role, companion in recipe.companions.items():
         own = _companion_model(job, companion, role, start)
         if own or not is_own_reference(start.model):
@@ -238,8 +238,8 @@ def _reward_model(job: Job) -> dict[str, Any]:
         "seed": job.seed,
         "precision": job.train.precision,
         "compiled": job.train.compile,
-        "width": 0 if job.train.deterministic else _reward_model_length(job, directory),
-        "micro_rows": job.train.micro_sequences,
+        "seq_len": 0 if job.train.deterministic else _reward_model_length(job, directory),
+        "micro_sequences": job.train.micro_sequences,
     }
 
 

@@ -21,30 +21,34 @@ from ptf.data.sample import PackUnit, Sample
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.sampling import LogitsProcessing
-from ptf.train.batch_sharding import deal, shard_rows_singly
+from ptf.train.batch_sharding import deal, shard_sequences_singly
 
 
 def packed_batches(
     samples: Sequence[Sample],
     world: World,
     *,
-    width: int,
-    micro_rows: int,
+    seq_len: int,
+    micro_sequences: int,
     pack: Callable[[Sequence[PackUnit], int], list[list[PackUnit]]] = pack_all,
 ) -> Iterator[tuple[list[list[PackUnit]], Batch]]:
     """Yield packed sequences with their batch, which is on the device.
 
-    Batches without sequences are added so that all ranks make the same number of passes. With `width` 0, every sample
+    Batches without sequences are added so that all ranks make the same number of passes. With `seq_len` 0, every sample
     has its own sequence, so that the last bits of its results do not depend on other samples. In the sequences,
     `source` of a sample is its index.
     """
     units: list[PackUnit] = [(replace(sample, source=str(number)),) for number, sample in enumerate(samples)]
-    rows = pack(units, width) if width else [[unit] for unit in units]
-    each = micro_rows if width else 1
-    batches = deal(rows, alone(world), micro_rows, width) if width else shard_rows_singly(rows, alone(world))[0]
-    idle = deal([], alone(world), 1, width)[0]
+    sequences = pack(units, seq_len) if seq_len else [[unit] for unit in units]
+    each = micro_sequences if seq_len else 1
+    batches = (
+        deal(sequences, alone(world), micro_sequences, seq_len)
+        if seq_len
+        else shard_sequences_singly(sequences, alone(world))[0]
+    )
+    idle = deal([], alone(world), 1, seq_len)[0]
     for i in range(int(world.max(len(batches)))):
-        yield rows[i * each : (i + 1) * each], (batches[i] if i < len(batches) else idle).to(world.device)
+        yield sequences[i * each : (i + 1) * each], (batches[i] if i < len(batches) else idle).to(world.device)
 
 
 def packer_of(model: Decoder) -> Callable[[Sequence[PackUnit], int], list[list[PackUnit]]]:
@@ -59,24 +63,26 @@ def per_token(
     world: World,
     reduce: Callable[[Tensor, Any, Batch], Tensor],
     *,
-    width: int,
-    micro_rows: int,
+    seq_len: int,
+    micro_sequences: int,
 ) -> list[np.ndarray]:
     """Return the values of `reduce` for each sample, [n] each, aligned with the sample's tokens.
 
     `reduce` is a function of hidden states, head and batch; its result, [B, T], is aligned with the targets.
     """
     out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
-    for rows, batch in packed_batches(samples, world, width=width, micro_rows=micro_rows, pack=packer_of(model)):
+    for sequences, batch in packed_batches(
+        samples, world, seq_len=seq_len, micro_sequences=micro_sequences, pack=packer_of(model)
+    ):
         # [B, T]
         values = (
             model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: reduce(x, head, b))
             .cpu()
             .numpy()
         )
-        for row, line in zip(rows, values, strict=False):
+        for sequence, line in zip(sequences, values, strict=False):
             at = 0
-            for sample in itertools.chain.from_iterable(row):
+            for sample in itertools.chain.from_iterable(sequence):
                 out[int(sample.source)][sample.prefix_length + 1 :] = line[at : at + len(sample) - 1]
                 at += len(sample)
     return out
@@ -89,15 +95,15 @@ def per_document(
     world: World,
     find: Callable[[Decoder, Batch], Tensor],
     *,
-    width: int,
-    micro_rows: int,
+    seq_len: int,
+    micro_sequences: int,
 ) -> list[float]:
     """Return one value per sample, computed by `find`, a function of model and batch that returns [documents]."""
     out = [0.0] * len(samples)
-    for rows, batch in packed_batches(samples, world, width=width, micro_rows=micro_rows):
+    for sequences, batch in packed_batches(samples, world, seq_len=seq_len, micro_sequences=micro_sequences):
         values = iter(find(model, batch).tolist())
-        for row in rows:
-            for (sample,) in row:
+        for sequence in sequences:
+            for (sample,) in sequence:
                 out[int(sample.source)] = next(values)
     return out
 
@@ -107,8 +113,8 @@ def sample_logprobs(
     samples: Sequence[Sample],
     world: World,
     *,
-    width: int,
-    micro_rows: int,
+    seq_len: int,
+    micro_sequences: int,
     processing: LogitsProcessing,
 ) -> list[np.ndarray]:
     """Return the log-probs of each sample's trained tokens under the distribution that they were sampled from.
@@ -121,4 +127,4 @@ def sample_logprobs(
             x, head, batch.targets, batch.weights, processing, batch.token_columns.get("states"), batch.trained
         ).logprobs
 
-    return per_token(model, samples, world, logprobs, width=width, micro_rows=micro_rows)
+    return per_token(model, samples, world, logprobs, seq_len=seq_len, micro_sequences=micro_sequences)

@@ -37,7 +37,7 @@ from ptf.rl.weights.streamed import Sender, Transfer
 from ptf.rl.weights.transports import TRANSPORTS
 from ptf.rl.weights.verification import Buckets, Manifest
 from ptf.train.adapter import export_adapter
-from ptf.train.batch_sharding import deal, shard_rows_singly
+from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
@@ -84,12 +84,12 @@ class FrozenModel:
         spec: ModelConfig,
         seed: int,
         precision: str,
-        width: int,
-        micro_rows: int,
+        seq_len: int,
+        micro_sequences: int,
         compiled: bool | Literal["auto"] = False,
         offload_path: str | None = None,
     ) -> None:
-        self.world, self.width, self.micro_rows = world, width, micro_rows
+        self.world, self.seq_len, self.micro_sequences = world, seq_len, micro_sequences
         self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.model, self.family = load_model(
             Path(directory),
@@ -130,7 +130,12 @@ class LogprobModel(FrozenModel):
         """Return the log-probs of each sample's trained tokens under the sampling distribution: [n] each, 0 for tokens
         that are not trained."""
         values = sample_logprobs(
-            self.model, samples, self.world, width=self.width, micro_rows=self.micro_rows, processing=self.processing
+            self.model,
+            samples,
+            self.world,
+            seq_len=self.seq_len,
+            micro_sequences=self.micro_sequences,
+            processing=self.processing,
         )
         forget_forwards(self.model)
         return values
@@ -151,16 +156,17 @@ class Learner:
         seed: int,
         train: TrainConfig,
         recipe: Recipe,
-        width: int,
+        seq_len: int,
         processing: LogitsProcessing,
         offload_path: str | None = None,
     ) -> None:
         self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.world, self.source, self.recipe, self.seed = world, Path(directory), recipe, seed
-        self.width, self.processing = width, processing
+        self.seq_len, self.processing = seq_len, processing
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
-        self.micro_rows, self.deterministic = train.micro_sequences, train.deterministic
-        self.scoring_width = 0 if train.deterministic else width  # length of packed sequences that are only scored
+        self.micro_sequences, self.deterministic = train.micro_sequences, train.deterministic
+        # length of packed sequences that are only scored
+        self.scoring_seq_len = 0 if train.deterministic else seq_len
         model_world = alone(world) if train.deterministic else world  # the ranks over which the model is sharded
         self.model, self.family = load_model(
             self.source,
@@ -189,12 +195,12 @@ class Learner:
         self.world.seed(self.seed, step)
         results = []
         for units in minibatches:
-            rows = packer_of(self.model)(units, self.width)
-            self.trainer.refuse_large(len(rows))
+            sequences = packer_of(self.model)(units, self.seq_len)
+            self.trainer.refuse_large(len(sequences))
             if self.deterministic:
-                micro, numbers = shard_rows_singly(rows, self.world)
+                micro, numbers = shard_sequences_singly(sequences, self.world)
             else:
-                micro, numbers = deal(rows, self.world, self.micro_rows, self.width), []
+                micro, numbers = deal(sequences, self.world, self.micro_sequences, self.seq_len), []
             results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
         denominators = [r["denominator"] for r in results]
         return {
@@ -214,7 +220,14 @@ class Learner:
         def values(x, head, batch):
             return head.values(x) * (batch.weights != 0)
 
-        return per_token(self.model, samples, self.world, values, width=self.scoring_width, micro_rows=self.micro_rows)
+        return per_token(
+            self.model,
+            samples,
+            self.world,
+            values,
+            seq_len=self.scoring_seq_len,
+            micro_sequences=self.micro_sequences,
+        )
 
     @sharded
     def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
@@ -233,7 +246,12 @@ class Learner:
 
     def _logprobs(self, samples: list[Sample], processing: LogitsProcessing) -> list[np.ndarray]:
         return sample_logprobs(
-            self.model, samples, self.world, width=self.scoring_width, micro_rows=self.micro_rows, processing=processing
+            self.model,
+            samples,
+            self.world,
+            seq_len=self.scoring_seq_len,
+            micro_sequences=self.micro_sequences,
+            processing=processing,
         )
 
     @broadcast

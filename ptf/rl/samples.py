@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ptf.compute.lease import UNSHARED, Lease
-from ptf.compute.tracking import Rows
+from ptf.compute.tracking import StepLines
 from ptf.config.sections.track import TrackConfig
 from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
@@ -33,11 +33,11 @@ class Samples:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.every, self.prompts, self.tokenizer = track_config.samples_every, track_config.sample_prompts, tokenizer
-        self.rows = Rows(run / "samples.jsonl", resumed, lease, state) if self.every else None
+        self.lines = StepLines(run / "samples.jsonl", resumed, lease, state) if self.every else None
 
     def log(self, step: int, groups: Sequence[Group], units: Sequence[PackUnit]) -> None:
         """Write the answers of a step if it is the first one or due; `step` counts from 1."""
-        if self.rows is None or not (step == 1 or step % self.every == 0):
+        if self.lines is None or not (step == 1 or step % self.every == 0):
             return
         credited: Mapping[bytes, list[np.ndarray]] = defaultdict(list)
         for unit in units:
@@ -47,10 +47,10 @@ class Samples:
         for group in groups[: self.prompts]:
             # answers with a reward first, because of several equal answers only these were trained
             scored_first = sorted(range(len(group)), key=lambda i: not isinstance(group[i].outcome, Reward))
-            rows = {i: {"step": step, **self.row(group[i], credited)} for i in scored_first}
-            self.rows.add(*(rows[i] for i in range(len(group))))
+            lines = {i: {"step": step, **self.line(group[i], credited)} for i in scored_first}
+            self.lines.add(*(lines[i] for i in range(len(group))))
 
-    def row(self, t: Trajectory, credited: Mapping[bytes, list[np.ndarray]]) -> dict[str, Any]:
+    def line(self, t: Trajectory, credited: Mapping[bytes, list[np.ndarray]]) -> dict[str, Any]:
         """Return the line of one answer; its advantages are removed from `credited`, by the tokens of its samples."""
         ids = [int(token) for call in t.calls for token in call.sampled]
         parts = [credited[sample.tokens.tobytes()] for sample in samples_of(t)]
@@ -75,5 +75,5 @@ class Samples:
 
     def close(self) -> None:
         """Close the file."""
-        if self.rows:
-            self.rows.close()
+        if self.lines:
+            self.lines.close()

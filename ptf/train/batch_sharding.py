@@ -1,7 +1,8 @@
-"""Distribution of packed rows over ranks, also where their number does not divide evenly.
+"""Distribution of packed sequences over ranks, also where their number does not divide evenly.
 
 Sharded models gather their weights together, so every rank must make the same number of forward passes; a rank with
-fewer rows adds rows that train nothing. Rows are distributed so that the ranks' attention work is nearly equal.
+fewer sequences adds sequences that train nothing. Sequences are distributed so that the ranks' attention work is nearly
+equal.
 """
 
 from collections.abc import Sequence
@@ -12,32 +13,35 @@ from ptf.data.packing import balanced, idle
 from ptf.data.sample import PackUnit, length
 
 
-def shard_rows_singly(rows: Sequence[Sequence[PackUnit]], world: World) -> tuple[list[Batch], list[int]]:
-    """Return this rank's rows as batches of one row, and their numbers in the step, for the deterministic mode.
+def shard_sequences_singly(sequences: Sequence[Sequence[PackUnit]], world: World) -> tuple[list[Batch], list[int]]:
+    """Return this rank's sequences as batches of one, and their numbers in the step, for the deterministic mode.
 
-    Each batch is as wide as its row, so nothing about it depends on the number of ranks. Every rank gets the same
+    Each batch is as wide as its sequence, so nothing about it depends on the number of ranks. Every rank gets the same
     number of batches; the last ones may train nothing.
     """
-    padded = [*rows, *[[idle(rows)]] * (-len(rows) % world.size)]
+    padded = [*sequences, *[[idle(sequences)]] * (-len(sequences) % world.size)]
     numbers = range(world.rank, len(padded), world.size)
     return [Batch.of([padded[i]], sum(length(unit) for unit in padded[i])) for i in numbers], list(numbers)
 
 
-def deal(rows: Sequence[Sequence[PackUnit]], world: World, micro_rows: int, width: int) -> list[Batch]:
-    """Return this data-parallel rank's share of the rows as micro-batches, the same number on every rank and at least
-    one.
+def deal(sequences: Sequence[Sequence[PackUnit]], world: World, micro_sequences: int, seq_len: int) -> list[Batch]:
+    """Return this data-parallel rank's share of the sequences as micro-batches, at least one and equally many on every
+    rank.
 
-    All ranks pass the same rows.
+    All ranks pass the same sequences.
     """
-    rows_per_rank = max(1, -(-len(rows) // world.data_size))
+    sequences_per_rank = max(1, -(-len(sequences) // world.data_size))
     # On a GPU batches have one shape, so that attention is compiled once; a CPU gains from less padding.
     if world.device.type == "cuda":
-        rows_per_rank = -(-rows_per_rank // micro_rows) * micro_rows
+        sequences_per_rank = -(-sequences_per_rank // micro_sequences) * micro_sequences
     work = [
-        sum(len(sample) * (len(sample) + 2 * sample.prefix_length) for unit in row for sample in unit) for row in rows
+        sum(len(sample) * (len(sample) + 2 * sample.prefix_length) for unit in sequence for sample in unit)
+        for sequence in sequences
     ]
-    own_rows = [rows[i] for i in balanced(work, world.data_size)[world.data_rank]]
-    own_rows += [[idle(rows)]] * (rows_per_rank - len(own_rows))
+    own_sequences = [sequences[i] for i in balanced(work, world.data_size)[world.data_rank]]
+    own_sequences += [[idle(sequences)]] * (sequences_per_rank - len(own_sequences))
     if world.device.type == "cpu":
-        width = max(sum(length(unit) for unit in row) for row in own_rows)
-    return [Batch.of(own_rows[i : i + micro_rows], width) for i in range(0, rows_per_rank, micro_rows)]
+        seq_len = max(sum(length(unit) for unit in sequence) for sequence in own_sequences)
+    return [
+        Batch.of(own_sequences[i : i + micro_sequences], seq_len) for i in range(0, sequences_per_rank, micro_sequences)
+    ]

@@ -4,8 +4,8 @@ The model is sharded exactly as it would be, on the meta device and under a fake
 counts are those of the real plan and take seconds for hundreds of GPUs. Activations come from what autograd saves
 (ptf.model.activation_memory).
 
-Where the numbers depend on the data, they are upper bounds: every row is one document of `seq_len` tokens, all of them
-trained; experts get equal shares.
+Where the numbers depend on the data, they are upper bounds: every sequence is one document of `seq_len` tokens, all of
+them trained; experts get equal shares.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class Budget:
     parameters: int
     trained: int
     memory: Memory
-    micro_rows: int
+    micro_sequences: int
     flops: float  # of a global step
     tokens: int  # of a global step
     seconds: float
@@ -104,8 +104,8 @@ class _Run:
     """The settings of training that memory depends on."""
 
     recomputed: Recompute
-    rows: int
-    width: int
+    sequences: int
+    seq_len: int
     element: int  # bytes
     frozen: int  # bytes of an element that does not train
     companions: float = 0.0  # weights of the frozen models, as a multiple of this model's
@@ -113,7 +113,7 @@ class _Run:
     softcapped: bool = False  # whether the head keeps the slope of every logit of a chunk
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
-        tokens = self.rows * self.width
+        tokens = self.sequences * self.seq_len
         saved = [layer.of(self.recomputed) for layer in layers]
         recomputed = (
             0.0 if self.recomputed == "none" else max(layer.everything for layer in layers)
@@ -165,7 +165,7 @@ def budget(
     if job.train.sequences % data:
         raise UserError(
             f"train.sequences ({job.train.sequences}) must be a multiple of the {data} data-parallel ranks: "
-            "each trains at least one row"
+            "each trains at least one sequence"
         )
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
         recipe = recipe or registry.build(job)
@@ -181,7 +181,7 @@ def budget(
         layers = _layers(model, dtype, tensor)
         parallelize(model, mesh, precision)
         sizes = _sizes(model)
-    rows = min(job.train.micro_sequences, job.train.sequences // data)
+    sequences = min(job.train.micro_sequences, job.train.sequences // data)
     own = [
         other or sizes
         for companion, (other, _) in zip(by_role.values(), others, strict=True)
@@ -191,7 +191,7 @@ def budget(
     gathered = max((2 * other.block + other.root for other in own), default=0)
     held = frozen_dtype(directory, precision, exported=True).itemsize
     recomputed, softcapped = job.train.activation_checkpointing, model.config.softcap is not None
-    run = _Run(recomputed, rows, job.data.seq_len, dtype.itemsize, held, companions, gathered, softcapped)
+    run = _Run(recomputed, sequences, job.data.seq_len, dtype.itemsize, held, companions, gathered, softcapped)
     tokens, lengths = job.train.sequences * job.data.seq_len, [job.data.seq_len] * job.train.sequences
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     memory, room = run.memory(sizes, layers, model.config.dim), room_gib * GIB
@@ -200,7 +200,7 @@ def budget(
     replicate = job.compute.mesh.replicate
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
     return Budget(
-        str(directory), gpus, shape, *counts, memory, rows, work, tokens, work / (gpus * peak * mfu), room, advice
+        str(directory), gpus, shape, *counts, memory, sequences, work, tokens, work / (gpus * peak * mfu), room, advice
     )
 
 
@@ -341,8 +341,8 @@ def _advice(
         ("train.activation_checkpointing", mode, replace(run, recomputed=mode), 1)
         for mode in modes[modes.index(run.recomputed) + 1 :]
     ]
-    smallest = replace(run, recomputed="block", rows=1)
-    if run.rows > 1:
+    smallest = replace(run, recomputed="block", sequences=1)
+    if run.sequences > 1:
         changes.append(("train.micro_sequences", "1", smallest, 1))
     changes += [("GPUs", str(gpus * factor), smallest, factor) for factor in (2, 4, 8, 16, 32, 64)]
     total = 0.0

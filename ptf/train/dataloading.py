@@ -1,4 +1,4 @@
-"""What a run reads: its sources as lanes of packed rows, and its validation sets."""
+"""What a run reads: its sources as lanes of packed sequences, and its validation sets."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,10 +55,10 @@ def make_loader(job: Job, lanes: Lanes, world: World) -> Loader:
     return Loader(
         lanes,
         lanes=data.partitions,
-        rows=job.train.sequences,
+        sequences=job.train.sequences,
         rank=world.data_rank,
         world_size=world.data_size,
-        micro_rows=1 if job.train.deterministic else job.train.micro_sequences,
+        micro_sequences=1 if job.train.deterministic else job.train.micro_sequences,
         seq_len=data.seq_len,
         prefetch=data.prefetch,
         timeout_s=job.compute.timeout_s,
@@ -94,7 +94,7 @@ def planned_steps(job: Job, lanes: Lanes, loader: Loader, world: World) -> DataP
     return plan
 
 
-def held_out_rows(
+def held_out_sequences(
     job: Job, recipe: Recipe, tokenizer: Tokenizer, quarantine: Path | None = None
 ) -> dict[str, list[list[PackUnit]]]:
     """Return the validation sets, packed.

@@ -1,9 +1,10 @@
-"""The deterministic mode: a step's result is the same to the bit however its rows are split into passes and distributed
-over ranks.
+"""The deterministic mode: a step's result is the same to the bit however its sequences are split into passes and
+distributed over ranks.
 
-Floating-point addition depends on its order, so the order is fixed. Each row is trained by itself, from gradients of
-zero; the rows' gradients and metrics are then added one after the other by the row's number in the global step, on
-every rank alike. That needs the whole model on every rank and a gradient for each row, so it is for small models.
+Floating-point addition depends on its order, so the order is fixed. Each sequence is trained by itself, from gradients
+of zero; the sequences' gradients and metrics are then added one after the other by the sequence's number in the global
+step, on every rank alike. That needs the whole model on every rank and a gradient for each sequence, so it is for small
+models.
 """
 
 import math
@@ -21,38 +22,38 @@ from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe
 from ptf.train.trainer import Means, Trainer, is_largest
 
-MAX_GRADIENT_BYTES = 4 << 30  # of all rows of a rank
+MAX_GRADIENT_BYTES = 4 << 30  # of all sequences of a rank
 
 
 class DeterministicTrainer(Trainer):
     """A trainer whose result does not depend on the number of ranks; the model is whole on every rank, and batches hold
-    one row each."""
+    one sequence each."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         torch.set_num_threads(1)  # the order of additions depends on the number of threads
 
-    def refuse_large(self, rows: int) -> None:
-        """Raise UserError if the rows' gradients need more than 4 GiB on a rank."""
+    def refuse_large(self, sequences: int) -> None:
+        """Raise UserError if the sequences' gradients need more than 4 GiB on a rank."""
         size = (
             sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-            * rows
+            * sequences
             // self.world.size
         )
         if size > MAX_GRADIENT_BYTES:
             raise UserError(
-                f"train.deterministic keeps a gradient for each row, {size / 2**30:.1f} GiB on every worker here, "
+                f"train.deterministic keeps a gradient for each sequence, {size / 2**30:.1f} GiB on every worker here, "
                 f"and allows at most {MAX_GRADIENT_BYTES / 2**30:g}: "
                 "lower train.sequences, or turn train.deterministic off"
             )
 
-    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
-        """Leave the gradient of the mean loss in the parameters, summed in the order of the rows."""
+    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, sequences: Sequence[int]) -> Means:
+        """Leave the gradient of the mean loss in the parameters, summed in the order of the sequences."""
         world, parameters = self.world, [p for p in self.model.parameters() if p.requires_grad]
-        assert all(len(batch.tokens) == 1 for batch in micro), "one row a batch"
-        # for each row of the global step: its rank, and its index among that rank's rows
-        owners: list[tuple[int, int]] = [(0, 0)] * (len(rows) * world.size)
-        for rank, numbers in enumerate(self.world.all_gather_object(list(rows))):
+        assert all(len(batch.tokens) == 1 for batch in micro), "one sequence a batch"
+        # for each sequence of the global step: its rank, and its index among that rank's sequences
+        owners: list[tuple[int, int]] = [(0, 0)] * (len(sequences) * world.size)
+        for rank, numbers in enumerate(self.world.all_gather_object(list(sequences))):
             for k, number in enumerate(numbers):
                 owners[number] = rank, k
         micro = [batch.to(world.device) for batch in micro]
@@ -63,7 +64,7 @@ class DeterministicTrainer(Trainer):
         if not denominator:
             return {}, denominator
         gradients: list[torch.Tensor] = []
-        row_metrics: list[dict[str, float]] = []
+        sequence_metrics: list[dict[str, float]] = []
         for batch in micro:
             loss, metrics = self.loss(batch, recipe)
             (loss / denominator).backward()
@@ -71,9 +72,9 @@ class DeterministicTrainer(Trainer):
                 torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
             )
             self.optimizer.zero_grad(set_to_none=True)
-            row_metrics.append({name: float(value.detach().double()) for name, value in metrics.items()})
+            sequence_metrics.append({name: float(value.detach().double()) for name, value in metrics.items()})
         total = torch.zeros_like(gradients[0])
-        values = self.world.all_gather_object(row_metrics)
+        values = self.world.all_gather_object(sequence_metrics)
         sums: dict[str, float] = {}
         largest: dict[str, float] = {}
         for rank, k in owners:

@@ -30,7 +30,7 @@ from ptf.recipes.protocol import Companion
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
 from ptf.train.companions import forward_flops, load_companions
-from ptf.train.dataloading import held_out_rows, make_lanes, make_loader, planned_steps
+from ptf.train.dataloading import held_out_sequences, make_lanes, make_loader, planned_steps
 from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import Watch
 from ptf.train.export import MODEL, export
@@ -75,7 +75,7 @@ class Fit:
         self.trainer.refuse_large(job.train.sequences)
         lanes = make_lanes(data_job, self.recipe, self.tokenizer, run)
         self.loader = make_loader(data_job, lanes, world)
-        self.held_out = held_out_rows(
+        self.held_out = held_out_sequences(
             data_job, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None
         )
         self.saves = Checkpoints.of(job, run, lease)
@@ -226,7 +226,7 @@ class Fit:
         for name in job.data.sources:
             if share := metrics.get(f"share/{name}"):
                 metrics[f"loss/{name}"] /= share
-            else:  # the source is the only one, or has no rows in this step
+            else:  # the source is the only one, or has no documents in this step
                 metrics.pop(f"loss/{name}", None)
         reported = [name for name, applies in COUNTED.items() if applies(job)]
         left_out, rows, *counts = world.sum(
@@ -240,29 +240,35 @@ class Fit:
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, is_stopping
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
-        """Write the rows of a step whose loss or gradient was not finite, and return its metrics.
+        """Write the documents of a step whose loss or gradient was not finite, and return its metrics.
 
         Raises UserError if `train.on_nonfinite` is `stop`, or after too many consecutive steps.
         """
         self.skipped += 1
-        directory = nonfinite.write_rows(self.run, self.step, micro, self.tokenizer, self.world)
+        directory = nonfinite.write_documents(self.run, self.step, micro, self.tokenizer, self.world)
         if self.job.train.on_nonfinite == "stop" or self.skipped >= nonfinite.MOST:
             repeats = f", {self.skipped} times in a row" if self.skipped > 1 else ""
             advice = (
                 "continue this run with train.on_nonfinite: skip, or start one with a lower train.lr or "
                 "train.max_grad_norm"
             )
-            raise UserError(f"{error}{repeats}. The rows of this step are in {directory}; {advice}") from error
+            raise UserError(f"{error}{repeats}. The documents of this step are in {directory}; {advice}") from error
         if self.world.leads:
-            print(f"{error}; the step is skipped. Its rows are in {directory}", flush=True)
+            print(f"{error}; the step is skipped. Its documents are in {directory}", flush=True)
         return {"skipped": 1.0}
 
     def validate(self) -> dict[str, float]:
         """Measure the held-out losses. Early stopping and `train.decay_at_loss` may move the end of the run nearer."""
         train = self.job.train
-        rows = 1 if train.deterministic else train.micro_sequences
+        micro_sequences = 1 if train.deterministic else train.micro_sequences
         losses = held_out_loss(
-            self.model, self.recipe, self.held_out, self.model_world, rows, self.job.data.seq_len, self.companions
+            self.model,
+            self.recipe,
+            self.held_out,
+            self.model_world,
+            micro_sequences,
+            self.job.data.seq_len,
+            self.companions,
         )
         if (
             self.ends == self.planned
@@ -321,7 +327,7 @@ class Fit:
             "watch": self.early_stopping.state_dict() if self.early_stopping else None,
         }
         manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": self.made_with}
-        manifest |= {"rows": self.track.rows.state} if self.track else {}
+        manifest |= {"rows": self.track.lines.state} if self.track else {}
         return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
 
     def export(self) -> None:
@@ -396,10 +402,10 @@ def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | N
             else "SDPA per document (FlexAttention has no backward on a CPU)"
         )
         if job.model.backend == "hf":
-            attention = "transformers' (a row for each document; no dropout, no load-balancing loss)"
+            attention = "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
         print(
-            f"train: {steps} steps of {job.train.sequences} rows × {job.data.seq_len} tokens, workers={world.size}, "
-            f"device={world.device}, "
+            f"train: {steps} steps of {job.train.sequences} sequences × {job.data.seq_len} tokens, "
+            f"workers={world.size}, device={world.device}, "
             f"{job.train.precision}, attention={attention}, "
             f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device)}, "
             f"{config.num_layers} layers × {config.dim}",

@@ -1,4 +1,4 @@
-"""The rows of a step whose loss or gradient was not finite, written for inspection."""
+"""The documents of a step whose loss or gradient was not finite, written for inspection."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ptf.data.tokenizer import Tokenizer
 MOST = 10  # consecutive steps that may be skipped
 
 
-def write_rows(run: Path, step: int, batches: Sequence[Batch], tokenizer: Tokenizer, world: World) -> Path:
+def write_documents(run: Path, step: int, batches: Sequence[Batch], tokenizer: Tokenizer, world: World) -> Path:
     """Write this rank's documents of the step and return the directory of all ranks.
 
     Each document is one JSON object on a line, with its ids and its text.

@@ -186,8 +186,8 @@ class _Annotating:
         number = itertools.count()
         numbered = [tuple(replace(sample, source=str(next(number))) for sample in unit) for row in rows for unit in row]
         own: dict[str, dict[str, np.ndarray]] = {}
-        width = self.job.data.seq_len
-        for batch in deal(pack_all(numbered, width), self.world, self.job.train.micro_sequences, width):
+        seq_len = self.job.data.seq_len
+        for batch in deal(pack_all(numbered, seq_len), self.world, self.job.train.micro_sequences, seq_len):
             batch = batch.to(self.world.device)
             own |= of_samples(batch, self.recipe.annotations(self.model, batch, self.companions))
             for companion in self.companions.values():

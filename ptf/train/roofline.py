@@ -210,11 +210,11 @@ class _Flex(Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
-def document_lengths(rows: int, width: int) -> list[int]:
-    """Return the lengths of the documents that fill rows of `width` tokens, log-normal, the same each time."""
+def document_lengths(sequences: int, seq_len: int) -> list[int]:
+    """Return the lengths of the documents that fill sequences of `seq_len` tokens, log-normal, the same each time."""
     rng, lengths = np.random.default_rng(0), []
-    for _ in range(rows):
-        left = width
+    for _ in range(sequences):
+        left = seq_len
         while left:
             length = min(left, max(1, round(float(rng.lognormal(math.log(MEDIAN), SIGMA)))))
             lengths.append(length)
@@ -229,20 +229,20 @@ def layer_costs(
     gpu: Gpu,
     lengths: Sequence[int],
     *,
-    rows: int,
+    sequences: int,
     recomputed: Recompute,
     compiled: bool,
     frozen: Callable[[str], bool],
 ) -> Costs:
-    """Return the costs of a layer's forward and backward passes over rows filled with documents of these lengths."""
+    """Return the costs of a layer's forward and backward passes over sequences that documents of these lengths fill."""
     costs = Costs(gpu)
     timeline = Timeline(costs)
-    width = sum(lengths) // rows
+    seq_len = sum(lengths) // sequences
     with torch.device("meta"):
         block = Block(c, layer, parts, f"layers.{layer}").to(torch.bfloat16)
-        x = torch.empty(rows, width, c.dim, dtype=torch.bfloat16, requires_grad=True)
-        real = torch.empty(rows, width, dtype=torch.bool)
-        table = rotary(torch.arange(width)[None].expand(rows, width), c.head_dim, c.layers[layer].rope)
+        x = torch.empty(sequences, seq_len, c.dim, dtype=torch.bfloat16, requires_grad=True)
+        real = torch.empty(sequences, seq_len, dtype=torch.bool)
+        table = rotary(torch.arange(seq_len)[None].expand(sequences, seq_len), c.head_dim, c.layers[layer].rope)
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(not frozen(f"layers.{layer}.{name}"))
     if compiled:
@@ -305,14 +305,14 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     speeds, data = GPUS[gpu], gpus
     if job.train.sequences % data:
         raise UserError(f"train.sequences ({job.train.sequences}) must be a multiple of the {data} data-parallel ranks")
-    rows = min(job.train.micro_sequences, job.train.sequences // data)
-    passes = math.ceil(job.train.sequences / (data * rows))
+    sequences = min(job.train.micro_sequences, job.train.sequences // data)
+    passes = math.ceil(job.train.sequences / (data * sequences))
     model, family = bridge.build(directory, parts=parts_of(job.model, adapted=True))
     freeze(model, family, job.model.trainable)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    lengths, tokens = document_lengths(rows, job.data.seq_len), rows * job.data.seq_len
+    lengths, tokens = document_lengths(sequences, job.data.seq_len), sequences * job.data.seq_len
     step = Costs(speeds)
     c = model.config
     for kind, count in Counter(c.layers).items():
@@ -323,7 +323,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
             model.parts,
             speeds,
             lengths,
-            rows=rows,
+            sequences=sequences,
             recomputed=job.train.activation_checkpointing,
             compiled=job.train.compile is not False,
             frozen=frozen.__contains__,

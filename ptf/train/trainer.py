@@ -154,21 +154,22 @@ class Trainer:
         self.groups = groups(model, config.weight_decay, config.lr_groups)
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
-    def refuse_large(self, rows: int) -> None:
-        """Raise UserError if this trainer cannot hold a step of that many rows; the base trainer holds any."""
+    def refuse_large(self, sequences: int) -> None:
+        """Raise UserError if this trainer cannot hold a step of that many sequences; the base trainer holds any."""
 
     def step(
         self,
         micro: Sequence[Batch],
         recipe: Recipe,
         step: int,
-        rows: Sequence[int] = (),
+        sequences: Sequence[int] = (),
         check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step over this rank's micro-batches; every rank brings the same number.
 
-        `step` sets the learning rate. `rows`: the numbers of the rows in the global step, for trainers that need them.
-        `check` is called with the metrics before any weight changes; an exception that it raises ends the step.
+        `step` sets the learning rate. `sequences`: the numbers of the sequences in the global step, for trainers that
+        need them. `check` is called with the metrics before any weight changes; an exception that it raises ends the
+        step.
 
         Metrics are means: sums over all ranks divided by the recipe's denominator (names that end
         with `_max`: the largest value). If the denominator is 0, only `denominator` (0) is returned and no weight
@@ -177,7 +178,7 @@ class Trainer:
         phase = self.world.clock.phase
         with phase("forward_backward"):
             try:
-                means, denominator = self.forward_backward(micro, recipe, rows)
+                means, denominator = self.forward_backward(micro, recipe, sequences)
             except BaseException:
                 discard_gradients(self.model)
                 raise
@@ -211,7 +212,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 
-    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, rows: Sequence[int]) -> Means:
+    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, sequences: Sequence[int]) -> Means:
         """Run forward and backward over the micro-batches, which lie on the host; the gradient of the mean loss is left
         in the parameters.
 

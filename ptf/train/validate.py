@@ -1,4 +1,4 @@
-"""Held-out metrics while training: the recipe's own loss and metrics over a finite, fixed set of rows."""
+"""Held-out metrics while training: the recipe's own loss and metrics over a finite, fixed set of sequences."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,18 +19,18 @@ def held_out_loss(
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
     world: World,
-    micro_rows: int,
-    width: int,
+    micro_sequences: int,
+    seq_len: int,
     companions: Mapping[str, Decoder],
 ) -> dict[str, float]:
-    """Return the means per unit of each named set of packed rows, as `loss/NAME`, `accuracy/NAME` and so on.
+    """Return the means per unit of each named set of packed sequences, as `loss/NAME`, `accuracy/NAME` and so on.
 
     Raises UserError for a set without a unit.
     """
     results: dict[str, float] = {}
-    for name, rows in sets.items():
+    for name, sequences in sets.items():
         denominator, totals = torch.zeros((), dtype=torch.float64), {}
-        for batch in deal(rows, world, micro_rows, width):
+        for batch in deal(sequences, world, micro_sequences, seq_len):
             batch = batch.to(world.device)
             _, metrics = recipe.loss(model, batch, companions)
             denominator += recipe.denominator(batch).cpu()
@@ -46,33 +46,33 @@ def held_out_loss(
     return results
 
 
-FEW_ROWS = 64  # below this number of packed rows, each document becomes a row of its own
+FEW_SEQUENCES = 64  # below this number of packed sequences, each document becomes a sequence of its own
 
 
 @torch.no_grad()
 def held_out_losses(
     model: Decoder,
     recipe: Recipe,
-    rows: Sequence[Sequence[PackUnit]],
+    sequences: Sequence[Sequence[PackUnit]],
     world: World,
-    width: int,
+    seq_len: int,
     companions: Mapping[str, Decoder],
 ) -> np.ndarray:
-    """Return the loss and the denominator of each packed row that has one, on every rank: [rows, 2].
+    """Return the loss and the denominator of each packed sequence that has one, on every rank: [sequences, 2].
 
-    The order depends on the rows and on the number of ranks.
+    The order depends on the sequences and on the number of ranks.
     """
-    if len(rows) < FEW_ROWS:
-        rows = [[unit] for row in rows for unit in row]
+    if len(sequences) < FEW_SEQUENCES:
+        sequences = [[unit] for sequence in sequences for unit in sequence]
     own = []
-    for batch in deal(rows, world, 1, width):
+    for batch in deal(sequences, world, 1, seq_len):
         batch = batch.to(world.device)
         _, metrics = recipe.loss(model, batch, companions)
         loss = metrics["divergence"] if "divergence" in metrics else metrics["loss"]
         own.append([float(loss), float(recipe.denominator(batch))])
-    # the ranks of a tensor group have the same rows: one of them counts
+    # the ranks of a tensor group have the same sequences: one of them counts
     by_rank = [
         np.array(values) for rank, values in enumerate(world.all_gather_object(own)) if rank % world.tensor_size == 0
     ]
-    rows_of_all = np.concatenate(by_rank)
-    return rows_of_all[rows_of_all[:, 1] > 0]
+    sequences_of_all = np.concatenate(by_rank)
+    return sequences_of_all[sequences_of_all[:, 1] > 0]

@@ -22,7 +22,7 @@ from ptf.data.loader import Loader
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 
-BASE, LANES, ROWS, SEQ_LEN = 1000, 8, 16, 256
+BASE, LANES, SEQUENCES, SEQ_LEN = 1000, 8, 16, 256
 
 
 def numbered(row: dict[str, Any], source: str) -> list[PackUnit]:
@@ -34,7 +34,7 @@ def numbered(row: dict[str, Any], source: str) -> list[PackUnit]:
 
 
 def numbers(batch: Batch) -> np.ndarray:
-    """Of the documents in it; what fills up rows is one token and no document."""
+    """Of the documents in it; what fills up sequences is one token and no document."""
     first = np.cumsum([0, *batch.lengths])[:-1]
     flat = batch.tokens[batch.segments >= 0].numpy()
     kept = first[np.array(batch.lengths) > 1]
@@ -54,7 +54,7 @@ def ledger(samples: int, directory: Path) -> np.ndarray:
     }
     state: dict[str, Any] | None = None
     counts = np.zeros(samples, np.int32)
-    steps = samples * 20 // (ROWS * SEQ_LEN)  # about
+    steps = samples * 20 // (SEQUENCES * SEQ_LEN)  # about
     for world, share in ((1, 0.2), (2, 0.3), (4, 0.3), (1, 9.0)):
         loaders = []
         for rank in range(world):
@@ -70,7 +70,15 @@ def ledger(samples: int, directory: Path) -> np.ndarray:
                 exhausted="drop",
             )  # type: ignore[arg-type]
             loaders.append(
-                Loader(lanes, lanes=LANES, rows=ROWS, rank=rank, world_size=world, micro_rows=ROWS, seq_len=SEQ_LEN)
+                Loader(
+                    lanes,
+                    lanes=LANES,
+                    sequences=SEQUENCES,
+                    rank=rank,
+                    world_size=world,
+                    micro_sequences=SEQUENCES,
+                    seq_len=SEQ_LEN,
+                )
             )
             if state:
                 loaders[-1].load_state_dict(state)
@@ -98,7 +106,7 @@ def page(found: dict[str, Any], command: str) -> str:
         f"{found['samples']:,} documents of 2 to 38 tokens, a third of them in one source and the rest in another, "
         "each beginning with its number,\n"
         f"through everything that real data go through: files, shuffle, mixer, packer, loader; {LANES} lanes, "
-        f"rows of {SEQ_LEN} tokens, {ROWS} a step, one\n"
+        f"sequences of {SEQ_LEN} tokens, {SEQUENCES} a step, one\n"
         "epoch of each source. About a fifth of the steps are dealt to 1 worker, three tenths to 2, "
         "three tenths to 4 and the rest to 1 again; at each\n"
         "change the loaders are closed, their states pass through bytes, and new loaders go on from there. "

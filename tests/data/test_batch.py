@@ -1,4 +1,4 @@
-"""Rows as tensors: laid out together they are what a plain loop over documents makes of each,
+"""Sequences as tensors: laid out together they are what a plain loop over documents makes of each,
 and memory is used again only when nobody holds it."""
 
 from typing import Any
@@ -13,12 +13,12 @@ from ptf.data.batch import Batch, Memory, lay_out
 from ptf.data.documents import Documents
 from ptf.data.sample import PackUnit, Sample
 
-WIDTH = 24
+SEQ_LEN = 24
 
 
-def plain(rows: list[list[PackUnit]]) -> dict[str, Any]:
+def plain(sequences: list[list[PackUnit]]) -> dict[str, Any]:
     """A document at a time, a token at a time."""
-    shape = len(rows), WIDTH
+    shape = len(sequences), SEQ_LEN
     made: dict[str, Any] = {name: np.zeros(shape, np.int64) for name in ("tokens", "targets", "positions")}
     made |= {
         "segments": np.full(shape, -1),
@@ -27,9 +27,9 @@ def plain(rows: list[list[PackUnit]]) -> dict[str, Any]:
         "atoms": [],
     }
     document = unit = -1
-    for r, row in enumerate(rows):
+    for r, sequence in enumerate(sequences):
         at = 0
-        for members in row:
+        for members in sequence:
             unit += 1
             for sample in members:
                 document += 1
@@ -52,16 +52,16 @@ def plain(rows: list[list[PackUnit]]) -> dict[str, Any]:
 @st.composite
 def packed(draw: Any) -> list[list[PackUnit]]:
     rng, token_columns = np.random.default_rng(draw(st.integers(0, 1000))), draw(st.booleans())
-    rows = []
+    sequences = []
     for lengths in draw(
         st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=4), min_size=1, max_size=7)
     ):
-        row: list[PackUnit] = []
-        room = WIDTH
+        sequence: list[PackUnit] = []
+        room = SEQ_LEN
         for unit in lengths:
             if sum(unit) <= room:
                 room -= sum(unit)
-                row.append(
+                sequence.append(
                     tuple(
                         Sample(
                             rng.integers(1, 99, n).astype(np.int32),
@@ -73,20 +73,20 @@ def packed(draw: Any) -> list[list[PackUnit]]:
                         for i, n in enumerate(unit)
                     )
                 )
-        rows.append(row)
-    return rows
+        sequences.append(sequence)
+    return sequences
 
 
 @settings(deadline=None)
-@given(rows=packed(), micro_rows=st.integers(1, 8))
-def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(
-    rows: list[list[PackUnit]], micro_rows: int
+@given(sequences=packed(), micro_sequences=st.integers(1, 8))
+def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
+    sequences: list[list[PackUnit]], micro_sequences: int
 ) -> None:
     memory = Memory()
-    memory.block(36 * len(rows) * WIDTH + 4)[:] = 255  # whatever was there before
-    parts = [rows[i : i + micro_rows] for i in range(0, len(rows), micro_rows)]
-    for batch, part in zip(lay_out(Documents.of(rows), WIDTH, micro_rows, memory), parts, strict=True):
-        wanted, samples = plain(part), [sample for row in part for unit in row for sample in unit]
+    memory.block(36 * len(sequences) * SEQ_LEN + 4)[:] = 255  # whatever was there before
+    parts = [sequences[i : i + micro_sequences] for i in range(0, len(sequences), micro_sequences)]
+    for batch, part in zip(lay_out(Documents.of(sequences), SEQ_LEN, micro_sequences, memory), parts, strict=True):
+        wanted, samples = plain(part), [sample for sequence in part for unit in sequence for sample in unit]
         for name in ("tokens", "targets", "positions", "segments", "weights"):
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name
         assert batch.units.tolist() == wanted["atoms"]
@@ -96,7 +96,7 @@ def test_rows_laid_out_together_are_what_a_plain_loop_makes_of_each(
         )
         told = zip(batch.lengths, batch.prefix_lengths, batch.sources, strict=True)
         assert list(told) == [(len(sample), sample.prefix_length, sample.source) for sample in samples]
-        assert torch.equal(Batch.of(part, WIDTH).tokens, batch.tokens)
+        assert torch.equal(Batch.of(part, SEQ_LEN).tokens, batch.tokens)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -109,13 +109,13 @@ def test_memory_is_used_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPat
         return empty(*size, **more)
 
     monkeypatch.setattr(torch, "empty", without_gpu)
-    memory, rows = Memory(pinned=pinned), [[(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
-    first = lay_out(Documents.of(rows), WIDTH, 1, memory)
+    memory, sequences = Memory(pinned=pinned), [[(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
+    first = lay_out(Documents.of(sequences), SEQ_LEN, 1, memory)
     place, kept = first[0].tokens.data_ptr(), first[1].weights[0, 3:]
     del first
     # a part of one tensor is held still
-    assert lay_out(Documents.of(rows[:2]), WIDTH, 1, memory)[0].tokens.data_ptr() != place
+    assert lay_out(Documents.of(sequences[:2]), SEQ_LEN, 1, memory)[0].tokens.data_ptr() != place
     assert kept[:5].tolist() == [1.0] * 5
     del kept
-    assert lay_out(Documents.of(rows), WIDTH, 1, memory)[0].tokens.data_ptr() == place
+    assert lay_out(Documents.of(sequences), SEQ_LEN, 1, memory)[0].tokens.data_ptr() == place
     assert asked == [True] * 2 * pinned

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
-from ptf.data.exchange import PeerEnded, _assign_shares, rows_from_bytes, rows_to_bytes
+from ptf.data.exchange import PeerEnded, _assign_shares, sequences_from_bytes, sequences_to_bytes
 from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
 from ptf.data.passes import DataPlan, planned, rows_taken
@@ -31,7 +31,7 @@ from ptf.errors import UserError
 from tests.data.ledger import ledger
 from tests.data.peers import Threads, close
 
-LANES, ROWS, SEQ_LEN = 4, 8, 64
+LANES, SEQUENCES, SEQ_LEN = 4, 8, 64
 
 
 def chat(name: str, i: int) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def make(
     tokenizer: Tokenizer,
     rank: int = 0,
     world: int = 1,
-    micro_rows: int = 8,
+    micro_sequences: int = 8,
     encode: Any = repeated,
     **kwargs: Any,
 ) -> Loader:
@@ -89,10 +89,10 @@ def make(
     return Loader(
         made,
         lanes=LANES,
-        rows=ROWS,
+        sequences=SEQUENCES,
         rank=rank,
         world_size=world,
-        micro_rows=micro_rows,
+        micro_sequences=micro_sequences,
         seq_len=SEQ_LEN,
         prefetch=2,
         peers=peers,
@@ -100,7 +100,7 @@ def make(
 
 
 def plan_of(loader: Loader, steps: int | None = None, **options: Any) -> DataPlan:
-    return planned(loader._factory, ROWS, steps, **options)  # type: ignore[arg-type]
+    return planned(loader._factory, SEQUENCES, steps, **options)  # type: ignore[arg-type]
 
 
 def documents(batches: list[Batch], tokenizer: Tokenizer) -> Iterator[str]:
@@ -113,19 +113,19 @@ def documents(batches: list[Batch], tokenizer: Tokenizer) -> Iterator[str]:
                 yield tokenizer.decode(ids).split(".")[0].removeprefix("<|im_start|><|user|>")
 
 
-def rows_of(batches: list[Batch]) -> list[tuple[bytes, bytes]]:
-    """Each row's bytes."""
+def sequences_of(batches: list[Batch]) -> list[tuple[bytes, bytes]]:
+    """Each sequence's bytes."""
     return [
         (b.tokens[i].numpy().tobytes(), b.weights[i].numpy().tobytes()) for b in batches for i in range(len(b.tokens))
     ]
 
 
 def run(loaders: list[Loader], steps: int) -> list[list[tuple[bytes, bytes]]]:
-    """Global steps, put together from the ranks: row j of a step is with rank j % W."""
+    """Global steps, put together from the ranks: sequence j of a step is with rank j % W."""
     out = []
     for _ in range(steps):
-        ranks = [rows_of(next(loader)) for loader in loaders]
-        out.append([ranks[j % len(ranks)][j // len(ranks)] for j in range(ROWS)])
+        ranks = [sequences_of(next(loader)) for loader in loaders]
+        out.append([ranks[j % len(ranks)][j // len(ranks)] for j in range(SEQUENCES)])
     return out
 
 
@@ -150,13 +150,13 @@ def whole(sources: dict[str, SourceSpec], characters: Tokenizer) -> list[list[tu
 def test_global_batches_do_not_depend_on_the_number_of_workers(
     sources: Any, characters: Tokenizer, whole: Any, world: int
 ) -> None:
-    loaders = [make(sources, characters, rank, world, micro_rows=3) for rank in range(world)]
+    loaders = [make(sources, characters, rank, world, micro_sequences=3) for rank in range(world)]
     assert run(loaders, 30) == whole
     close(loaders)
 
 
-def test_ranks_exchange_rows_by_work(sources: Any, characters: Tokenizer, whole: Any) -> None:
-    """Every step has the rows that it has alone, each once; a rank makes its own lanes' only; the counts add up;
+def test_ranks_exchange_sequences_by_work(sources: Any, characters: Tokenizer, whole: Any) -> None:
+    """Every step has the sequences that it has alone, each once; a rank makes its own lanes' only; the counts add up;
     the state is of the lanes."""
     peers = Threads.group(4)
     loaders = [make(sources, characters, rank, 4, peers=peers[rank]) for rank in range(4)]
@@ -164,20 +164,20 @@ def test_ranks_exchange_rows_by_work(sources: Any, characters: Tokenizer, whole:
     with ThreadPoolExecutor(4) as pool:
         for step in range(12):
             ranks = list(pool.map(next, loaders))
-            rows = [rows_of(batches) for batches in ranks]
-            assert [len(mine) for mine in rows] == [2] * 4
+            sequences = [sequences_of(batches) for batches in ranks]
+            assert [len(mine) for mine in sequences] == [2] * 4
             assert sorted(
                 zip(
                     (j for loader in loaders for j in loader.numbers),
-                    (row for mine in rows for row in mine),
+                    (sequence for mine in sequences for sequence in mine),
                     strict=True,
                 )
             ) == list(enumerate(whole[step]))
             heaviest["exchanged"] += max(sum(n * n for b in batches for n in b.lengths) for batches in ranks)
             (batch,) = next(alone)
             squares = torch.tensor([float(n * n) for n in batch.lengths])
-            row_of = torch.tensor([int((batch.segments == i).nonzero()[0, 0]) for i in range(len(batch.lengths))])
-            work = torch.zeros(ROWS).index_add(0, row_of, squares)
+            sequence_of = torch.tensor([int((batch.segments == i).nonzero()[0, 0]) for i in range(len(batch.lengths))])
+            work = torch.zeros(SEQUENCES).index_add(0, sequence_of, squares)
             heaviest["in turn"] += int(max(work[rank::4].sum() for rank in range(4)))
     assert heaviest["exchanged"] < heaviest["in turn"]
     assert all(peer.sent for peer in peers)
@@ -191,17 +191,17 @@ def test_ranks_exchange_rows_by_work(sources: Any, characters: Tokenizer, whole:
     again.close()
 
 
-def test_shares_stay_where_their_rows_were_made() -> None:
+def test_shares_stay_where_their_sequences_were_made() -> None:
     shares, made_by = [[0, 3], [1, 4], [2, 5]], [2, 0, 1, 2, 1, 0]
-    assert _assign_shares(shares, made_by) == [2, 0, 1]  # of its two rows, both, one and one
-    rows = [
+    assert _assign_shares(shares, made_by) == [2, 0, 1]  # of its two sequences, both, one and one
+    sequences = [
         [(Sample(np.arange(5, dtype=np.int32), np.array([0, 1, weight, 0, 1], np.float32), "a"),)]
         for weight in (1.0, 0.3)
     ]
-    for some in (rows[:1], rows):
-        again = rows_from_bytes(rows_to_bytes(some))
-        assert [[s.weights.tolist() for s in unit] for row in again for unit in row] == [
-            [s.weights.tolist() for s in unit] for row in some for unit in row
+    for some in (sequences[:1], sequences):
+        again = sequences_from_bytes(sequences_to_bytes(some))
+        assert [[s.weights.tolist() for s in unit] for sequence in again for unit in sequence] == [
+            [s.weights.tolist() for s in unit] for sequence in some for unit in sequence
         ]
 
 
@@ -282,12 +282,12 @@ def test_every_row_once_before_any_twice(sources: Any, characters: Tokenizer, wh
 
 
 def test_batches_are_what_a_loss_expects(sources: Any, characters: Tokenizer) -> None:
-    loader = make(sources, characters, micro_rows=3)
+    loader = make(sources, characters, micro_sequences=3)
     batches = next(loader)
     loader.close()
     assert [b.tokens.shape for b in batches] == [(3, SEQ_LEN), (3, SEQ_LEN), (2, SEQ_LEN)]
     tokens = sum(sum(b.lengths) for b in batches)
-    assert loader.fill == tokens / (ROWS * SEQ_LEN)
+    assert loader.fill == tokens / (SEQUENCES * SEQ_LEN)
     assert loader.waited_s > 0
     for b in batches:
         assert (b.targets[b.weights > 0] != 0).all()
@@ -307,14 +307,14 @@ def test_the_state_is_of_what_was_consumed_not_of_what_was_packed(sources: Any, 
     assert loader.counts["samples"] == sum(
         lane["atoms"]["streams"][s]["stream"]["counts"]["samples"] for lane in counted["lanes"].values() for s in "ab"
     )
-    second = rows_of(next(loader))
+    second = sequences_of(next(loader))
     loader.close()
     other = make(sources, characters)
     other.load_state_dict(counted)
-    assert rows_of(next(other)) == second
+    assert sequences_of(next(other)) == second
     other.load_state_dict(fresh)  # a loader that runs may be set back
     next(other)
-    assert rows_of(next(other)) == second
+    assert sequences_of(next(other)) == second
     other.close()
 
 
@@ -361,7 +361,7 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
     ranks = [make(finite, characters, rank, 2, encode=once, exhausted=exhausted) for rank in range(2)]
     assert not ranks[0].endless
     parts = [rows_taken(loader._factory, loader.served, None) for loader in ranks]  # type: ignore[arg-type]
-    steps = -(-max(one.ends for one in parts) // ROWS)
+    steps = -(-max(one.ends for one in parts) // SEQUENCES)
     close(ranks)
     seen: Counter[str] = Counter()
     weights = []
@@ -402,7 +402,7 @@ def trained(
     made = Lanes(
         finite, characters, encode, lanes=lanes, seed=0, shuffle=shuffle, seq_len=SEQ_LEN, lookahead=6, **options
     )
-    loader = Loader(made, lanes=lanes, rows=ROWS, micro_rows=8, seq_len=SEQ_LEN)
+    loader = Loader(made, lanes=lanes, sequences=SEQUENCES, micro_sequences=8, seq_len=SEQ_LEN)
     seen: Counter[str] = Counter()
     for _ in range(plan_of(loader).steps[1]):
         seen.update(documents(next(loader), characters))
@@ -438,7 +438,7 @@ def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
         return encode_document(row, characters, name)
 
     lane = Lanes(finite, characters, encode, lanes=1, seed=0, shuffle=2, seq_len=SEQ_LEN, lookahead=6)(0)
-    order = [sample.source for row in lane for unit in row for sample in unit]
+    order = [sample.source for sequence in lane for unit in sequence for sample in unit]
     at = [i for i, name in enumerate(order) if name == "a"]
     assert len(order) == 510
     assert max(b - a for a, b in itertools.pairwise([0, *at, 509])) < 80  # 51 apart, but for what the packer moves

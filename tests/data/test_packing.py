@@ -34,8 +34,8 @@ class Numbered:
         self.at = state["at"]
 
 
-def numbers(rows: list[list[PackUnit]]) -> list[list[int]]:
-    return [[int(a[0].source) for a in row] for row in rows]
+def numbers(sequences: list[list[PackUnit]]) -> list[list[int]]:
+    return [[int(a[0].source) for a in sequence] for sequence in sequences]
 
 
 @given(
@@ -43,11 +43,11 @@ def numbers(rows: list[list[PackUnit]]) -> list[list[int]]:
 )
 def test_nothing_is_lost_repeated_or_split(lengths: list[list[int]], seq_len: int, lookahead: int) -> None:
     units = [unit(sizes, i) for i, sizes in enumerate(lengths)]
-    rows = pack_all(units, seq_len, lookahead)
-    packed = [a for row in rows for a in row]
+    sequences = pack_all(units, seq_len, lookahead)
+    packed = [a for sequence in sequences for a in sequence]
     assert sorted(int(a[0].source) for a in packed) == list(range(len(units)))
     assert all(a is units[int(a[0].source)] for a in packed)  # the very unit: no part of it is elsewhere
-    assert all(0 < sum(map(length, row)) <= seq_len for row in rows)
+    assert all(0 < sum(map(length, sequence)) <= seq_len for sequence in sequences)
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=50), st.integers(1, 32))
@@ -55,10 +55,10 @@ def test_no_unit_waits_longer_than_the_lookahead(lengths: list[int], lookahead: 
     packer = Packer(Numbered(np.array(lengths)), 64, lookahead)
     for r in range(80):
         for a in next(packer):
-            entered = int(a[0].source)  # rows begun before it came in number at most its own number
+            entered = int(a[0].source)  # sequences begun before it came in number at most its own number
             assert r <= entered + lookahead
-    rows = numbers([next(packer) for _ in range(40)])
-    assert all(row[0] == min(row) for row in rows)  # the oldest leads
+    sequences = numbers([next(packer) for _ in range(40)])
+    assert all(sequence[0] == min(sequence) for sequence in sequences)  # the oldest leads
 
 
 @given(st.integers(1, 40), st.integers(0, 20), st.integers(0, 1000))
@@ -90,32 +90,32 @@ def bimodal(rng: np.random.Generator, n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("lengths", [log_normal, bimodal])
 def test_fill(lengths: Any) -> None:
-    rows = list(itertools.islice(Packer(Numbered(lengths(np.random.default_rng(0), 20000)), 4096, 64), 1000))
-    fill = sum(length(a) for row in rows for a in row) / (len(rows) * 4096)
+    sequences = list(itertools.islice(Packer(Numbered(lengths(np.random.default_rng(0), 20000)), 4096, 64), 1000))
+    fill = sum(length(a) for sequence in sequences for a in sequence) / (len(sequences) * 4096)
     assert fill >= 0.998
     greedy = sum(
         length(a)
-        for row in first_fit(iter(Numbered(lengths(np.random.default_rng(0), 20000)).__next__, None))
-        for a in row
+        for sequence in first_fit(iter(Numbered(lengths(np.random.default_rng(0), 20000)).__next__, None))
+        for a in sequence
     )
     assert greedy / (1000 * 4096) < 0.97  # the bar tells packers apart
 
 
 def first_fit(units: Iterator[PackUnit]) -> Iterator[list[PackUnit]]:
-    """1,000 rows, each closed by the first unit that does not fit."""
-    row: list[PackUnit] = []
+    """1,000 sequences, each closed by the first unit that does not fit."""
+    sequence: list[PackUnit] = []
     for _ in range(1000):
         while True:
             a = next(units)
-            if sum(map(length, row)) + length(a) > 4096:
+            if sum(map(length, sequence)) + length(a) > 4096:
                 break
-            row.append(a)
-        yield row
-        row = [a]
+            sequence.append(a)
+        yield sequence
+        sequence = [a]
 
 
-def test_a_unit_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(UserError, match="65 tokens does not fit a row of seq_len 64"):
+def test_a_unit_longer_than_a_sequence_is_refused() -> None:
+    with pytest.raises(UserError, match="65 tokens does not fit a sequence of seq_len 64"):
         pack_all([unit([40, 25], 0)], 64)
 
 
@@ -129,11 +129,11 @@ def test_dealing_keeps_all_in_equal_numbers(work: list[float], ranks: int) -> No
     assert max(sums) <= max(dealt) * (1 + 1e-9) or max(sums) <= max(work) + sum(work) / ranks
 
 
-def test_eight_ranks_of_eight_rows_differ_by_less_than_two_percent() -> None:
+def test_eight_ranks_of_eight_sequences_differ_by_less_than_two_percent() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(180), 1.03, 20_000), 8, 4096).astype(int)
-    rows = pack_all([unit([int(n)], 0) for n in lengths], 4096, 64)
-    work = [float(sum(length(one) ** 2 for one in row)) for row in rows]
+    sequences = pack_all([unit([int(n)], 0) for n in lengths], 4096, 64)
+    work = [float(sum(length(one) ** 2 for one in sequence)) for sequence in sequences]
     over = []
     for at in range(0, len(work) - 63, 64):
         sums = [sum(work[at + i] for i in share) for share in balanced(work[at : at + 64], 8)]

@@ -55,16 +55,16 @@ def lanes_of(
     return Lanes(sources, tokenizer, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8, **options)
 
 
-def trained(lanes: Lanes, rows: int | None) -> tuple[int, dict[str, float]]:
-    """Steps, and passes over each source, of a run of so many packed rows, or of one that ends."""
+def trained(lanes: Lanes, sequences: int | None) -> tuple[int, dict[str, float]]:
+    """Steps, and passes over each source, of a run of so many packed sequences, or of one that ends."""
     seen: Counter[str] = Counter()
     ends = 0
     for lane in range(lanes.lanes):
-        for k, row in enumerate(lanes(lane)):
-            if rows is not None and lane + k * lanes.lanes >= rows:
+        for k, sequence in enumerate(lanes(lane)):
+            if sequences is not None and lane + k * lanes.lanes >= sequences:
                 break
             ends = max(ends, lane + k * lanes.lanes + 1)
-            seen.update(sample.source for (sample,) in row)
+            seen.update(sample.source for (sample,) in sequence)
     return -(-ends // ROWS), {name: seen[name] / n for name, n in SIZES.items()}
 
 

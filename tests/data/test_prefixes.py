@@ -1,4 +1,5 @@
-"""Rows that share beginnings: every sample is in one of them, whole or from where it parts, and no row is too long."""
+"""Sequences that share beginnings: every sample is in one of them, whole or from where it parts, and none is too
+long."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
-from ptf.data.exchange import rows_from_bytes, rows_to_bytes
+from ptf.data.exchange import sequences_from_bytes, sequences_to_bytes
 from ptf.data.lanes import Lanes
 from ptf.data.packing import pack_all
 from ptf.data.passes import planned
@@ -23,7 +24,7 @@ from ptf.errors import UserError
 from tests.data.templates import templated
 from tests.tiny import write_jsonl
 
-WIDTH = 40
+SEQ_LEN = 40
 
 
 def answered(prompt: list[int], answer: list[int], source: str = "a") -> Sample:
@@ -39,10 +40,10 @@ answers = st.builds(
 pairs = st.tuples(*[st.builds(answered, st.just([1, 2, 3]), st.lists(st.integers(0, 9), min_size=1, max_size=9))] * 2)
 
 
-def whole(row: list[PackUnit]) -> list[tuple]:
+def whole(sequence: list[PackUnit]) -> list[tuple]:
     """Its samples, each with what it goes on from."""
-    out, last = [], row[0][0]
-    for sample in (sample for unit in row for sample in unit):
+    out, last = [], sequence[0][0]
+    for sample in (sample for unit in sequence for sample in unit):
         last = sample if sample.prefix_length == 0 else last
         tokens = np.concatenate([last.tokens[: sample.prefix_length], sample.tokens])
         token_columns = {
@@ -56,40 +57,44 @@ def whole(row: list[PackUnit]) -> list[tuple]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(answers.map(lambda s: (s,)), pairs), max_size=40))
-def test_every_sample_is_in_one_row_and_is_what_it_was(units: list[PackUnit]) -> None:
-    rows = pack_shared(units, WIDTH)
-    assert all(0 < sum(map(length, row)) <= WIDTH for row in rows)
-    assert Counter(one for row in rows for one in whole(row)) == Counter(one for unit in units for one in whole([unit]))
+def test_every_sample_is_in_one_sequence_and_is_what_it_was(units: list[PackUnit]) -> None:
+    sequences = pack_shared(units, SEQ_LEN)
+    assert all(0 < sum(map(length, sequence)) <= SEQ_LEN for sequence in sequences)
+    assert Counter(one for sequence in sequences for one in whole(sequence)) == Counter(
+        one for unit in units for one in whole([unit])
+    )
     assert {tuple(map(id, unit)) for unit in units if len(unit) > 1} <= {
-        tuple(map(id, unit)) for row in rows for unit in row
+        tuple(map(id, unit)) for sequence in sequences for unit in sequence
     }, "pairs stay together"
-    assert sum(map(len, rows)) == len(units), "who shares a beginning is still an atom of its own"
-    for row in rows:
-        first = [unit[0] for unit in row if len(unit) == 1 and unit[0].prefix_length == 0 and unit[0].weights.any()]
+    assert sum(map(len, sequences)) == len(units), "who shares a beginning is still an atom of its own"
+    for sequence in sequences:
+        first = [
+            unit[0] for unit in sequence if len(unit) == 1 and unit[0].prefix_length == 0 and unit[0].weights.any()
+        ]
         prompts = [tuple(sample.tokens[: np.flatnonzero(sample.weights)[0]]) for sample in first]
         shared = [prompt for prompt in prompts if len(prompt) > 1]
-        assert len(shared) == len(set(shared)), "a beginning of two tokens and more is in a row once"
+        assert len(shared) == len(set(shared)), "a beginning of two tokens and more is in a sequence once"
 
 
 def test_the_answers_to_a_prompt_read_it_once_but_for_its_last_token():
     units = [(answered(list(range(10)), [n] * 5),) for n in range(4)]
-    (row,) = pack_shared(units, WIDTH)
-    first, *others = [sample for (sample,) in row]
+    (sequence,) = pack_shared(units, SEQ_LEN)
+    first, *others = [sample for (sample,) in sequence]
     assert (len(first), first.prefix_length) == (15, 0)
     assert [(len(s), s.prefix_length, s.tokens[0]) for s in others] == [(6, 9, 9)] * 3
-    batch = Batch.of([row], WIDTH)
+    batch = Batch.of([sequence], SEQ_LEN)
     assert batch.positions[0, :33].tolist() == [*range(15), *[9, 10, 11, 12, 13, 14] * 3]
     assert batch.targets[0, 15:20].tolist() == [others[0].tokens[-1]] * 5
     assert batch.weights[0, 15:21].tolist() == [1, 1, 1, 1, 1, 0]
 
 
-def test_rows_are_filled_with_what_is_left_of_other_families():
-    """12 answers of 8 to each of 3 prompts of 101: 36 rows of 128 without sharing; with it three answers to a row,
-    and what is left over together."""
+def test_sequences_are_filled_with_what_is_left_of_other_families():
+    """12 answers of 8 to each of 3 prompts of 101: 36 sequences of 128 without sharing; with it three answers to a
+    sequence, and what is left over together."""
     units = [(answered([p] * 101, [n % 10] * 8),) for p in range(3) for n in range(12)]
     assert len(pack_all(units, 128)) == 36
-    assert [sum(map(length, row)) for row in pack_shared(units, 128)] == [100 + 3 * 9] * 12
-    assert [sum(map(length, row)) for row in pack_shared(units, 512)] == [2 * (100 + 12 * 9), 100 + 12 * 9]
+    assert [sum(map(length, sequence)) for sequence in pack_shared(units, 128)] == [100 + 3 * 9] * 12
+    assert [sum(map(length, sequence)) for sequence in pack_shared(units, 512)] == [2 * (100 + 12 * 9), 100 + 12 * 9]
 
 
 @settings(max_examples=50, deadline=None)
@@ -97,30 +102,32 @@ def test_rows_are_filled_with_what_is_left_of_other_families():
 def test_sharing_never_takes_more_tokens(samples: list[Sample]) -> None:
     units: list[PackUnit] = [(s,) for s in samples]
 
-    def tokens(rows):
-        return sum(length(unit) for row in rows for unit in row)
+    def tokens(sequences):
+        return sum(length(unit) for sequence in sequences for unit in sequence)
 
-    assert tokens(pack_shared(units, WIDTH)) <= tokens(pack_all(units, WIDTH))
+    assert tokens(pack_shared(units, SEQ_LEN)) <= tokens(pack_all(units, SEQ_LEN))
 
 
-def test_a_sample_that_is_longer_than_a_row_is_refused():
-    with pytest.raises(UserError, match="41 tokens does not fit a row of seq_len 40"):
-        pack_shared([(answered([1] * 30, [2] * 11),)], WIDTH)
+def test_a_sample_that_is_longer_than_a_sequence_is_refused():
+    with pytest.raises(UserError, match="41 tokens does not fit a sequence of seq_len 40"):
+        pack_shared([(answered([1] * 30, [2] * 11),)], SEQ_LEN)
 
 
 def test_what_has_something_in_a_stream_is_not_shared():
     """A recipe of one's own may train on more than its weights say."""
     made = [answered([1, 2, 3, 4, 5], [n]) for n in range(3)]
     felt = np.array([0, 0, 0, 1, 0, 0], np.float32)
-    (row,) = pack_shared([(replace(s, token_columns={"felt": felt, "pairs": np.zeros((6, 2))}),) for s in made], WIDTH)
-    assert [s.prefix_length for (s,) in row] == [0, 2, 2]
-    assert [s.token_columns["felt"].sum() for (s,) in row] == [1, 1, 1]
+    (sequence,) = pack_shared(
+        [(replace(s, token_columns={"felt": felt, "pairs": np.zeros((6, 2))}),) for s in made], SEQ_LEN
+    )
+    assert [s.prefix_length for (s,) in sequence] == [0, 2, 2]
+    assert [s.token_columns["felt"].sum() for (s,) in sequence] == [1, 1, 1]
 
 
 def test_what_is_written_down_is_whole():
-    (row,) = pack_shared([(answered([1, 2, 3], [n]),) for n in range(3)], WIDTH)
+    (sequence,) = pack_shared([(answered([1, 2, 3], [n]),) for n in range(3)], SEQ_LEN)
     with pytest.raises(AssertionError, match="are complete"):
-        unit_columns(row)
+        unit_columns(sequence)
 
 
 @st.composite
@@ -141,14 +148,14 @@ def conversations(draw: st.DrawFn) -> list[Sample]:
 @settings(max_examples=200, deadline=None)
 @given(conversations())
 def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]) -> None:
-    units = families(samples, WIDTH)
+    units = families(samples, SEQ_LEN)
     assert Counter(one for unit in units for one in whole([unit])) == Counter(
         one for s in samples for one in whole([(s,)])
     )
     assert sorted((tuple(s.tokens), tuple(s.weights)) for unit in units for s in separate(unit)) == sorted(
         (tuple(s.tokens), tuple(s.weights)) for s in samples
     )
-    assert all(length(unit) <= WIDTH for unit in units)
+    assert all(length(unit) <= SEQ_LEN for unit in units)
     assert sum(map(length, units)) <= sum(map(len, samples))
     for unit in units:
         assert [s.prefix_length == 0 for s in unit] == [True] + [False] * (len(unit) - 1), (
@@ -161,7 +168,7 @@ def test_a_conversation_that_had_to_be_split_is_read_about_once() -> None:
     turns = [answered(said[:n], [90, 91]) for n in (5, 10, 20, 30)]
     (unit,) = families(turns, 64)
     assert [(len(s), s.prefix_length) for s in unit] == [(32, 0), (3, 19), (3, 9), (3, 4)]
-    assert [len(unit) for unit in families(turns, 32)] == [1, 3], "no atom is longer than a row"
+    assert [len(unit) for unit in families(turns, 32)] == [1, 3], "no atom is longer than a sequence"
 
 
 @pytest.fixture
@@ -190,11 +197,15 @@ def lanes(path: str, share: bool, epochs: int | None = 1) -> Lanes:
 
 
 def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(chats: str) -> None:
-    rows = {share: [row for lane in range(2) for row in lanes(chats, share)(lane)] for share in (True, False)}
-    shared, plain = (Counter(one for row in rows[share] for one in whole(row)) for share in (True, False))
+    sequences = {
+        share: [sequence for lane in range(2) for sequence in lanes(chats, share)(lane)] for share in (True, False)
+    }
+    shared, plain = (
+        Counter(one for sequence in sequences[share] for one in whole(sequence)) for share in (True, False)
+    )
     assert shared == plain
     assert plain.total() == 40 * 2.5, "every turn is a sample of its own"
-    tokens = {share: sum(length(unit) for row in found for unit in row) for share, found in rows.items()}
+    tokens = {share: sum(length(unit) for sequence in found for unit in sequence) for share, found in sequences.items()}
     assert tokens[True] < 0.7 * tokens[False]
     found = {share: planned(lanes(chats, share), 4, None) for share in (True, False)}
     assert {share: p.steps[0] for share, p in found.items()} == {
@@ -203,7 +214,7 @@ def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(ch
 
 
 def ends(made: Lanes, lane: int) -> int:
-    """The number behind that of the last row of a lane."""
+    """The number after that of the last sequence of a lane."""
     return 2 * (sum(1 for _ in made(lane)) - 1) + lane + 1
 
 
@@ -213,6 +224,8 @@ def test_what_is_shared_resumes_and_travels(chats: str) -> None:
         next(stream)
     again.load_state_dict(settle(stream.state_dict()))
     following = [next(stream) for _ in range(6)]
-    assert any(sample.prefix_length for row in following for unit in row for sample in unit)
-    assert [whole(row) for row in following] == [whole(next(again)) for _ in range(6)]
-    assert [whole(row) for row in rows_from_bytes(rows_to_bytes(following))] == [whole(row) for row in following]
+    assert any(sample.prefix_length for sequence in following for unit in sequence for sample in unit)
+    assert [whole(sequence) for sequence in following] == [whole(next(again)) for _ in range(6)]
+    assert [whole(sequence) for sequence in sequences_from_bytes(sequences_to_bytes(following))] == [
+        whole(sequence) for sequence in following
+    ]

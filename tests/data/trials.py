@@ -58,7 +58,7 @@ class Trial:
     formats: dict[str, str]
     weights: dict[str, float | None]
     lanes: int
-    rows: int  # packed, in a step
+    sequences: int  # in a step
     epochs: int | None
     mixture: dict[str, Any]
     shuffle: int
@@ -85,7 +85,7 @@ class Trial:
             }
         formats = {name: rng.choice(FORMATS) for name in names}
         worlds = [w for w in (1, 2, 4, 8) if lanes % w == 0]
-        rows = max(worlds) * rng.randint(1, 4)
+        sequences = max(worlds) * rng.randint(1, 4)
         stops = [rng.choice(worlds) for _ in range(rng.randint(2, 5))]
         limit = rng.choice([None, None, None, rng.randint(1, most_rows)])
         return Trial(
@@ -93,7 +93,7 @@ class Trial:
             formats,
             weights,
             lanes,
-            rows,
+            sequences,
             epochs,
             mixture,
             rng.choice([0, 1, 8, 64]),
@@ -154,10 +154,10 @@ def lanes_of(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer)
     )
 
 
-def documents(batch: Batch, row: int) -> list[tuple[int, ...]]:
-    """Source, number and which, of each in a row."""
-    flat, found = batch.tokens[row].numpy(), []
-    segments = batch.segments[row].numpy()
+def documents(batch: Batch, sequence: int) -> list[tuple[int, ...]]:
+    """Source, number and which, of each in a sequence."""
+    flat, found = batch.tokens[sequence].numpy(), []
+    segments = batch.segments[sequence].numpy()
     for first in np.flatnonzero(np.diff(segments, prepend=-2)):
         if segments[first] >= 0 and batch.lengths[segments[first]] > 1:
             source, high, low, i = flat[first : first + 4].tolist()
@@ -174,10 +174,10 @@ def ranks(
         Loader(
             lanes_of(trial, sources, tokenizer),
             lanes=trial.lanes,
-            rows=trial.rows,
+            sequences=trial.sequences,
             rank=rank,
             world_size=world,
-            micro_rows=trial.rows,
+            micro_sequences=trial.sequences,
             seq_len=SEQ_LEN,
             peers=peer,
         )
@@ -193,7 +193,7 @@ def ranks(
 
 
 def stepped(loaders: list[Loader]) -> list[list[tuple[int, ...]]]:
-    """A global step: the documents of every row, by the row's number."""
+    """A global step: the documents of every sequence, by the sequence's number."""
     with ThreadPoolExecutor(len(loaders)) as pool:
         batches = list(pool.map(next, loaders))
     found = {
@@ -220,7 +220,7 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
         sources = written(trial, directory, tokenizer)
         total = trial.steps * len(trial.worlds)
         said = planned(
-            lanes_of(trial, sources, tokenizer), trial.rows, total if trial.epochs is None else None, exact=True
+            lanes_of(trial, sources, tokenizer), trial.sequences, total if trial.epochs is None else None, exact=True
         )
         total = max(said.steps[1] + 1, total) if trial.epochs else total
         with ranks(trial, sources, tokenizer, 1, None) as (alone,):
@@ -235,7 +235,7 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
             state = pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": lanes}))
             largest = max(largest, *(len(pickle.dumps(one)) for one in lanes.values()))
         differences = sum(a != b for a, b in zip(whole, parts, strict=True))
-        seen = Counter(document for step in whole for row in step for document in row)
+        seen = Counter(document for step in whole for sequence in step for document in sequence)
         return Outcome(
             differences,
             _not_once(trial, seen),
@@ -266,8 +266,8 @@ def _not_said(trial: Trial, lanes: Lanes, said: DataPlan, whole: list[list[list[
         for name in trial.sizes
         for lane in range(trial.lanes)
     }
-    for number, row in enumerate(itertools.chain.from_iterable(whole)):
-        for source, *document in row:
+    for number, sequence in enumerate(itertools.chain.from_iterable(whole)):
+        for source, *document in sequence:
             found[SOURCES[source]] += read[SOURCES[source], number % trial.lanes].rows_of(tuple(document))
     wrong = 0
     for name, n in trial.sizes.items():

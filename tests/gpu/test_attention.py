@@ -1,4 +1,4 @@
-"""The GPU's attention and losses against the CPU's, on packed rows."""
+"""The GPU's attention and losses against the CPU's, on packed sequences."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_losses_and_gradients_equal_the_cpus(tmp_path, dtype, bound):
         assert (on_gpu[2][name] - grad).norm() <= bound * grad.norm(), name
 
 
-def test_attention_is_compiled_once_for_rows_of_one_shape():
+def test_attention_is_compiled_once_for_sequences_of_one_shape():
     from torch._dynamo.testing import CompileCounter  # noqa: F401  (its import enables the counters)
     from torch._dynamo.utils import counters
 

@@ -29,7 +29,7 @@ from tests.gpu_rehearsal.host_syncs import HostSyncs
 from tests.tiny import sample
 
 GPU = torch.device("cuda", 0)
-WIDTH = 2048
+SEQ_LEN = 2048
 
 
 def rollout(length: int, seed: int) -> Sample:
@@ -40,15 +40,15 @@ def rollout(length: int, seed: int) -> Sample:
 
 
 def micro(recipe: Recipe) -> list[Batch]:
-    """Two micro-batches of a packed row of documents, or of pairs."""
+    """Two micro-batches of a packed sequence of documents, or of pairs."""
     make = rollout if isinstance(recipe, GRPO) else sample
     lengths = [300, 180, 700, 90, 410, 220]
     samples = [make(n, i) for i, n in enumerate(lengths)]
     units: list[PackUnit] = [(s,) for s in samples]
     if isinstance(recipe, DPO | RM):
         units = [tuple(samples[i : i + 2]) for i in range(0, len(samples), 2)]
-    rows = pack_all(units, WIDTH)
-    return [Batch.of([row], WIDTH) for row in rows for _ in range(2)]
+    sequences = pack_all(units, SEQ_LEN)
+    return [Batch.of([sequence], SEQ_LEN) for sequence in sequences for _ in range(2)]
 
 
 RECIPES: Mapping[str, Recipe] = {

@@ -1,10 +1,11 @@
-"""Exact tests of whether documents of a packed row affect each other: by the Jacobian between documents, and by
+"""Exact tests of whether documents of a packed sequence affect each other: by the Jacobian between documents, and by
 comparison with each document alone.
 
 The tests take the gradient of some documents' outputs, in random directions, with respect to every token's embedding.
 It is exactly zero at the other documents unless something of them was read; a whole batch of packings is one forward
-and one backward pass. In fp64 a document of a packed row also equals the same document alone, to rounding, so wrong
-positions are found too. Three faults that are put in on purpose must be found in every row that can show them.
+and one backward pass. In fp64 a document of a packed sequence also equals the same document alone, to rounding, so
+wrong positions are found too. Three faults that are put in on purpose must be found in every sequence that can show
+them.
 """
 
 import random
@@ -28,7 +29,7 @@ from ptf.model.families import family_of
 from ptf.model.verify import random_reference
 from tests.model.foreign import foreign
 
-WIDTH = 40
+SEQ_LEN = 40
 VOCAB = 30  # of the tokens that are drawn; every model has more
 
 
@@ -38,7 +39,7 @@ class Mixer:
 
     `backend` is PerDocument, Flex, or None where transformers decides. `bound` is the largest permitted difference
     between a packed document and the same one alone, as a share of the largest output. `settings` replace values of
-    the family's small config. `rows` is the number of rows in a batch."""
+    the family's small config. `sequences` is the number of sequences in a batch."""
 
     name: str
     model_type: str
@@ -46,7 +47,7 @@ class Mixer:
     bound: float = 1e-12
     dtype: torch.dtype = torch.float64
     settings: tuple[tuple[str, Any], ...] = ()
-    rows: int = 500
+    sequences: int = 500
 
     @property
     def gradients(self) -> bool:
@@ -73,8 +74,8 @@ class Mixer:
         }
 
 
-# Torch multiplies groups of rows in fp32 and bf16 only. 5e-6 is 40 roundings of fp32; the largest of 60,000 rows was
-# 1.4e-6, and every fault is above.
+# Torch multiplies groups of rows in fp32 and bf16 only. 5e-6 is 40 roundings of fp32; the largest of 60,000 sequences
+# was 1.4e-6, and every fault is above.
 EXPERTS: dict[str, Any] = {"bound": 5e-6, "dtype": torch.float32}
 NORMS = 1e-6  # transformers normalises in fp32, whatever it is given
 MIXERS = [
@@ -92,7 +93,7 @@ MIXERS = [
     Mixer("softmax (OLMo 2)", "olmo2", None, NORMS),
     Mixer("softmax, learned positions (GPT-2)", "gpt2", None),
     Mixer("softmax, experts (Mixtral)", "mixtral", None, **EXPERTS),
-    Mixer("state space (Mamba)", "mamba", None, NORMS, rows=100),
+    Mixer("state space (Mamba)", "mamba", None, NORMS, sequences=100),
 ]
 
 
@@ -113,12 +114,12 @@ def model_of(mixer: Mixer) -> Any:
         return model.to(mixer.dtype)
 
 
-def lengths(rng: np.random.Generator, rows: int) -> list[list[int]]:
-    """Return random lengths of the documents of each row: one to nine documents of at least one token; some rows end in
-    padding."""
+def lengths(rng: np.random.Generator, sequences: int) -> list[list[int]]:
+    """Return random lengths of the documents of each sequence: one to nine documents of at least one token; some
+    sequences end in padding."""
     found = []
-    for _ in range(rows):
-        room = WIDTH if rng.random() < 0.6 else int(rng.integers(1, WIDTH + 1))
+    for _ in range(sequences):
+        room = SEQ_LEN if rng.random() < 0.6 else int(rng.integers(1, SEQ_LEN + 1))
         cuts = (
             np.sort(rng.choice(np.arange(1, room), min(int(rng.integers(0, 9)), room - 1), replace=False))
             if room > 1
@@ -128,16 +129,16 @@ def lengths(rng: np.random.Generator, rows: int) -> list[list[int]]:
     return found
 
 
-def batch_of(rows: list[list[int]], rng: np.random.Generator) -> Batch:
+def batch_of(sequences: list[list[int]], rng: np.random.Generator) -> Batch:
     """Return a batch of documents of these lengths. Neighbouring tokens differ, so that attending to the wrong one
     changes the output."""
     found = []
-    for row in rows:
-        tokens = (np.cumsum(rng.integers(1, VOCAB, sum(row))) % VOCAB).astype(np.int32)
+    for each in sequences:
+        tokens = (np.cumsum(rng.integers(1, VOCAB, sum(each))) % VOCAB).astype(np.int32)
         found.append(
-            [(Sample(part, np.ones(len(part), np.float32)),) for part in np.split(tokens, np.cumsum(row)[:-1])]
+            [(Sample(part, np.ones(len(part), np.float32)),) for part in np.split(tokens, np.cumsum(each)[:-1])]
         )
-    return Batch.of(found, WIDTH)
+    return Batch.of(found, SEQ_LEN)
 
 
 def outputs(
@@ -163,11 +164,11 @@ def outputs(
 
 
 def at_tokens(model: Any, batch: Batch, gradient: Tensor, segments: Tensor) -> Tensor:
-    """Return the gradient of the embeddings at the batch's tokens, [B, T, D]. Transformers gets one row a document,
-    so its gradient is moved back to the places of the tokens."""
+    """Return the gradient of the embeddings at the batch's tokens, [B, T, D]. Transformers gets one sequence a
+    document, so its gradient is moved back to the places of the tokens."""
     if gradient.shape[:2] == batch.tokens.shape:
         return gradient
-    index, _ = hf_backend.rows(segments)
+    index, _ = hf_backend.document_places(segments)
     found = gradient.new_zeros(batch.tokens.numel(), gradient.shape[-1])
     return found.index_add_(0, index.reshape(-1), gradient.flatten(0, 1)).view(*batch.tokens.shape, -1)
 
@@ -184,7 +185,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def alone(model: Any, batch: Batch, backend: Any) -> Tensor:
-    """Return the output for each token, [B, T, D], with every document in a row of its own and without padding.
+    """Return the output for each token, [B, T, D], with every document in a sequence of its own and without padding.
     Documents of one length are computed in one batch."""
     flat = batch.segments.reshape(-1)
     where = [(flat == n).nonzero().squeeze(1) for n in range(int(flat.max()) + 1)]
@@ -243,7 +244,7 @@ FAULTS: dict[str, Told] = {f.__name__.replace("_", " "): f for f in (mask_off_by
 
 @dataclass(frozen=True)
 class Found:
-    """Measurements by row of the batch: the largest gradient (without gradients: the largest change of an output)
+    """Measurements by sequence of the batch: the largest gradient (without gradients: the largest change of an output)
     that crosses from one document to another, and the largest difference from each document alone. Both are shares
     of the largest value."""
 
@@ -256,7 +257,7 @@ def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, told: Told = as_t
     outputs."""
     model, real = model_of(mixer), batch.segments >= 0
     segments, positions = told(batch)
-    # a fault goes to the document behind: the first of a row is not asked
+    # a fault goes to the next document: the first of a sequence is not asked
     odd = bool(rng.random() < 0.5) if told is as_they_are else True
     number = batch.segments - batch.segments[:, :1]
     asked = real & (number % 2 == int(odd))
@@ -274,7 +275,7 @@ def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, told: Told = as_t
             moved = (outputs(model, other, mixer.backend, segments, positions)[0] - said).detach().abs().amax(-1)
             crossing = torch.where(asked, moved, 0).amax(1) / said.detach().abs().max()
     with uncompiled(), torch.no_grad():
-        # what FlexAttention finds in a row is what SDPA finds of a document
+        # what FlexAttention finds in a sequence is what SDPA finds of a document
         one_by_one = alone(model, batch, mixer.backend and PerDocument)
     apart = torch.where(real, (said.detach() - one_by_one).abs().amax(-1), 0).amax(1) / one_by_one.abs().max()
     return Found(crossing.detach(), apart)

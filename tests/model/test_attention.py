@@ -1,4 +1,4 @@
-"""Documents of one packed row never see each other: in no family, under no packing, on no path."""
+"""Documents of one packed sequence never see each other: in no family, under no packing, on no path."""
 
 import random
 import tempfile
@@ -43,14 +43,14 @@ def test_every_family_is_looked_at() -> None:
 )
 def test_a_document_is_what_it_is_alone(mixer: Mixer) -> None:
     """A handful of what benchmarks/leakage.py does in full; nothing crosses,
-    and every fault is seen in every row that can show it."""
+    and every fault is seen in every sequence that can show it."""
     rng = np.random.default_rng(0)
     found = look(mixer, batch_of(lengths(rng, 12), rng), rng)
     assert found.crossing.max() == 0
     assert found.apart.max() <= mixer.bound
     for name, told in mixer.faults.items():
-        rows = [row for row in lengths(rng, 12) if len(row) > 1]
-        found = look(mixer, batch_of(rows, rng), rng, told)
+        sequences = [each for each in lengths(rng, 12) if len(each) > 1]
+        found = look(mixer, batch_of(sequences, rng), rng, told)
         assert bool(((found.crossing > 0) | (found.apart > mixer.bound)).all()), name
 
 

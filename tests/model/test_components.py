@@ -27,7 +27,7 @@ from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests.model.own import DeepHead, GatedAttention, NarrowMLP, SameMLP, SameMoE, ScaledMLP
 from tests.model.ranks import two_ranks
-from tests.tiny import packed as packed_rows
+from tests.tiny import packed as packed_sequences
 
 DENSE = ("qwen3", "gemma3_text", "llama")
 MIXTURES = ("gpt_oss", "qwen3_moe")
@@ -171,7 +171,7 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
     model, family = models[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
-        for batch in [packed_rows([[20, 11]], 40, seed=2 * step + i) for i in range(2)][world.rank :: world.size]:
+        for batch in [packed_sequences([[20, 11]], 40, seed=2 * step + i) for i in range(2)][world.rank :: world.size]:
             loss, _ = model(batch.tokens, batch.positions, batch.segments, partial(next_token_loss, batch=batch))
             (loss * world.size).backward()
         optimizer.step()

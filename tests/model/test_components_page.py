@@ -16,7 +16,7 @@ from ptf.model import bridge
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model
 from tests.model.test_components import DENSE, checkpoint
-from tests.tiny import packed as packed_rows
+from tests.tiny import packed as packed_sequences
 
 TEXT = (Path(__file__).parents[2] / "docs" / "components.md").read_text()
 REPLACED = {"layers.*.mlp": Plugin(use="components_page:SharedExpertMLP", args={"width": 16})}
@@ -39,7 +39,7 @@ def test_the_example_trains_and_comes_back(model_type: str, tmp_path: Path) -> N
     with joined("cpu", 60) as world:
         model, family = load_model(directory, world, spec, seed=0, precision="fp32")
         plain, _ = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="fp32")
-        batch = packed_rows([[20, 11], [30]], 32)
+        batch = packed_sequences([[20, 11], [30]], 32)
         hidden = [m(batch.tokens, batch.positions, batch.segments, lambda x, head: x) for m in (model, plain)]
         assert torch.equal(*hidden)  # what is added begins as nothing
         trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-2, schedule="constant", precision="fp32"))

@@ -28,7 +28,7 @@ from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests.model.own import NarrowMLP
 from tests.model.ranks import two_ranks
-from tests.tiny import packed as packed_rows
+from tests.tiny import packed as packed_sequences
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss")
 LORA = Lora(4, 8.0)
@@ -178,7 +178,7 @@ def test_adapters_begin_from_seed_and_name_and_leave_random_weights_as_they_were
 
 
 def gradients(model: Decoder) -> set[str]:
-    batch = packed_rows([[30, 11]], 48)
+    batch = packed_sequences([[30, 11]], 48)
     model(
         batch.tokens,
         batch.positions,
@@ -328,7 +328,8 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
     losses = []
     for step in range(4):
         batches = [
-            packed_rows([rows], 48, seed=10 * step + i) for i, rows in enumerate([[30, 11], [48], [5, 41], [17, 30]])
+            packed_sequences([rows], 48, seed=10 * step + i)
+            for i, rows in enumerate([[30, 11], [48], [5, 41], [17, 30]])
         ]
         units, total = sum(float(b.weights.sum()) for b in batches), 0.0
         for b in batches[world.data_rank :: world.data_size]:

@@ -15,7 +15,7 @@ from ptf.model.chunked import cross_entropy, token_logprobs
 from ptf.model.families import MODULES
 from tests.model.test_attention import model_of
 
-WIDTH = 96
+SEQ_LEN = 96
 
 
 def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[PackUnit]:
@@ -31,9 +31,9 @@ def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[
     return made
 
 
-def said(model, rows: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+def said(model, sequences: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """Return the log-probs of each sample's answer, by its source, and the gradients of the sum of their squares."""
-    batch = Batch.of(rows, WIDTH)
+    batch = Batch.of(sequences, SEQ_LEN)
     logprobs = model(
         batch.tokens,
         batch.positions,
@@ -51,9 +51,9 @@ def said(model, rows: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor], li
 def test_what_is_read_once_changes_nothing(model_type: str) -> None:
     model = model_of(model_type)
     units = answers(model.config.vocab)
-    shared, alone = pack_shared(units, WIDTH), pack_all(units, WIDTH)
-    assert max(s.prefix_length for row in shared for unit in row for s in unit) >= 19
-    assert sum(len(s) for row in shared for a in row for s in a) < 0.6 * sum(len(a[0]) for a in units)
+    shared, alone = pack_shared(units, SEQ_LEN), pack_all(units, SEQ_LEN)
+    assert max(s.prefix_length for sequence in shared for unit in sequence for s in unit) >= 19
+    assert sum(len(s) for sequence in shared for a in sequence for s in a) < 0.6 * sum(len(a[0]) for a in units)
     mine, theirs = said(model, shared), said(model, alone)
     assert mine[0].keys() == theirs[0].keys() == {str(i) for i in range(len(units))}
     for source, logprobs in theirs[0].items():
@@ -72,7 +72,7 @@ def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> N
     for i, n in enumerate((12, 25, 44, 60)):
         tokens = np.concatenate([text[:n], rng.integers(0, model.config.vocab, 5).astype(np.int32)])
         samples.append(Sample(tokens, (np.arange(n + 5) >= n).astype(np.float32), str(i)))
-    shared = families(samples, WIDTH)
+    shared = families(samples, SEQ_LEN)
     assert [[s.prefix_length for s in unit] for unit in shared] == [[0, 43, 24, 11]]
     mine, theirs = said(model, [shared]), said(model, [[(s,)] for s in samples])
     for source, logprobs in theirs[0].items():
@@ -86,10 +86,10 @@ def test_a_wrong_beginning_is_seen(fault: str) -> None:
     """Negative control: a sample that continues another prefix has other log-probs, although its own tokens are the
     same."""
     model = model_of("qwen3")
-    rows = pack_shared(answers(model.config.vocab, prompts=2), WIDTH)
-    batch = Batch.of(rows, WIDTH)
+    sequences = pack_shared(answers(model.config.vocab, prompts=2), SEQ_LEN)
+    batch = Batch.of(sequences, SEQ_LEN)
     tokens, positions = batch.tokens.clone(), batch.positions.clone()
-    prefix_lengths = [s.prefix_length for row in rows for unit in row for s in unit]
+    prefix_lengths = [s.prefix_length for sequence in sequences for unit in sequence for s in unit]
     for d, n in enumerate(prefix_lengths):
         if n:
             positions[batch.segments == d] -= {"another beginning": 0, "one token too few": 1, "from position 0": n}[
@@ -116,10 +116,12 @@ def test_a_wrong_beginning_is_seen(fault: str) -> None:
 def test_the_masks_of_a_gpu_see_the_same_beginnings(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_compiled_flex", lambda: attention._flex)
     model = model_of(model_type)
-    rows = pack_shared(answers(model.config.vocab), WIDTH)
-    assert len(rows) > 1
-    assert any(len(row) > 1 for row in rows), "two families in a row: the masks must tell them apart"
-    batch = Batch.of(rows, WIDTH)
+    sequences = pack_shared(answers(model.config.vocab), SEQ_LEN)
+    assert len(sequences) > 1
+    assert any(len(sequence) > 1 for sequence in sequences), (
+        "two families in a sequence: the masks must tell them apart"
+    )
+    batch = Batch.of(sequences, SEQ_LEN)
     with torch.no_grad():
         both = [
             model(
@@ -138,8 +140,8 @@ def test_a_document_that_goes_on_does_not_see_what_its_first_goes_on_with():
     """Two answers share a prompt. The first answer does not change the log-probs of the second, nor the second those
     of the first."""
     model = model_of("qwen3")
-    (row,) = pack_shared(answers(model.config.vocab, prompts=1, each=2), WIDTH)
-    batch = Batch.of([row], WIDTH)
+    (sequence,) = pack_shared(answers(model.config.vocab, prompts=1, each=2), SEQ_LEN)
+    batch = Batch.of([sequence], SEQ_LEN)
 
     def loss(tokens):
         return model(
@@ -158,8 +160,8 @@ def test_a_shared_beginning_sends_its_gradient_from_all():
     model = model_of("qwen3")
     units = answers(model.config.vocab, prompts=1, each=3)
     found = []
-    for rows in (pack_shared(units, WIDTH), pack_all(units, WIDTH)):
-        batch = Batch.of(rows, WIDTH)
+    for sequences in (pack_shared(units, SEQ_LEN), pack_all(units, SEQ_LEN)):
+        batch = Batch.of(sequences, SEQ_LEN)
         total = model(
             batch.tokens,
             batch.positions,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from ptf.compute.world import make_mesh
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.checkpoint_mapping import Rows
+from ptf.model.checkpoint_mapping import PaddedRows
 from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
@@ -102,7 +102,7 @@ def test_any_slice_of_a_padded_table_is_read_from_the_shorter_one(count, a, b):
         return stored[part]
 
     part = (slice(first, last), slice(1, 3))
-    assert torch.equal(Rows("ours", "theirs", count).read(0, part, read, 0), whole[part])
+    assert torch.equal(PaddedRows("ours", "theirs", count).read(0, part, read, 0), whole[part])
 
 
 def _sharded(directory: Path, out: Path, drawn: bool) -> dict:

@@ -47,9 +47,9 @@ def units(count: int, seed: int = 0, weight: float = 1.0) -> list[PackUnit]:
 
 
 def batches(made: list[PackUnit], width: int = 40) -> list[Batch]:
-    rows = pack_all(made, width)
-    rows.append([idle(rows)])  # as ranks get that have fewer rows
-    return [Batch.of(rows[i : i + 2], width) for i in range(0, len(rows), 2)]
+    sequences = pack_all(made, width)
+    sequences.append([idle(sequences)])  # as ranks get that have fewer sequences
+    return [Batch.of(sequences[i : i + 2], width) for i in range(0, len(sequences), 2)]
 
 
 @pytest.fixture(scope="module")

@@ -127,8 +127,8 @@ def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, f
     student.zero_grad()
     numbered = [(Sample(s.tokens, s.weights, str(i)),) for i, (s,) in enumerate(made)]
     found: dict[str, dict[str, np.ndarray]] = {}
-    for row in pack_all(numbered, 30):
-        batch = Batch.of([row], 30)
+    for sequence in pack_all(numbered, 30):
+        batch = Batch.of([sequence], 30)
         found |= of_samples(batch, recipe.annotations(student, batch, teachers))
     ahead = [(Sample(s.tokens, s.weights, s.source, found[str(i)]),) for i, (s,) in enumerate(made)]
     assert ours(replace(recipe, precomputed=True), student, {}, ahead[::-1]) == pytest.approx(wanted, rel=1e-5)

@@ -158,7 +158,7 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
 
 
 def test_scores_at_every_token_as_they_once_were_are_refused(place):
-    """Data of an earlier format have scores at every token. A batch without rows is accepted."""
+    """Data of an earlier format have scores at every token. A batch without documents is accepted."""
     recipe, model = RM(loss_type="binary"), load(place)
     sample = data(recipe, 1.0)[0][0]
     with pytest.raises(UserError, match="tokenize it again"):

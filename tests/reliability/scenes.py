@@ -28,7 +28,7 @@ from ptf.compute import lease as leases
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Held, Lease, LeaseLost, Process, Record
-from ptf.compute.tracking import Rows
+from ptf.compute.tracking import StepLines
 from ptf.config import Job, loads
 from ptf.data import prepare, tokenized
 from ptf.data.character_tokenizer import character_tokenizer
@@ -309,7 +309,7 @@ def rows_file(made: Made, run: Path, other: Path, name: str, key: str) -> Scene:
     manifest = storage.manifest_of(str(steps[-2]))  # so that there are rows after it, too
 
     def read() -> Any:
-        rows = Rows(root / name, manifest["step"], expected=manifest[key])
+        rows = StepLines(root / name, manifest["step"], expected=manifest[key])
         rows.close()
         return (root / name).read_text()
 
@@ -325,7 +325,7 @@ def samples_file(made: Made) -> Scene:
 
 
 def held_out_rows(made: Made) -> Scene:
-    root, counterpart = made.of_run("held_out", made.a, made.b, gate.ROWS)
+    root, counterpart = made.of_run("held_out", made.a, made.b, gate.LOSSES)
     metrics = json.loads((made.a / "metrics.json").read_text())
     return Scene(root, lambda: gate.comparisons(made.job, root, metrics), counterpart)
 

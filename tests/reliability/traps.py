@@ -146,7 +146,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (storage, "commit"),
         (storage, "verify"),
         (storage.Hashing, "write"),
-        (tracking.Rows, "add"),
+        (tracking.StepLines, "add"),
         (tokenized.RowFile, "write"),
         (precompute, "tokenize"),
         (precompute._Annotating, "annotate"),

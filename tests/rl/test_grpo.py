@@ -47,9 +47,9 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     bridge.load_hf(model, directory, family)
     model.double()
     scored = groups()
-    rows = pack_all(recipe.credit(scored), 40)
-    batch = Batch.of(rows, 40)
-    assert len(rows) > 1
+    sequences = pack_all(recipe.credit(scored), 40)
+    batch = Batch.of(sequences, 40)
+    assert len(sequences) > 1
     loss, _ = recipe.loss(model, batch, {})
     ours = torch.autograd.grad(loss / recipe.denominator(batch), list(model.parameters()))
 

@@ -297,12 +297,12 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
             seed=0,
             train=job.train,
             recipe=registry.build(job),
-            width=64,
+            seq_len=64,
             processing=NO_LOGITS_PROCESSING,
             offload_path=str(tmp_path / "offloaded"),
         )
-        row = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
-        learner.update([row], 0)
+        units = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
+        learner.update([units], 0)
         size = sum(p.nbytes for p in learner.model.parameters())
         weights = [p.detach().sum().item() for p in learner.model.parameters()]
         release_freed_memory()
@@ -313,7 +313,7 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
         )
         learner.onload()
         assert weights == [p.detach().sum().item() for p in learner.model.parameters()]
-        learner.update([row], 1)
+        learner.update([units], 1)
 
 
 def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
@@ -331,7 +331,7 @@ def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
             tokenizer=job.model.path,
             spec=job.model,
             seed=0,
-            width=64,
+            seq_len=64,
             processing=NO_LOGITS_PROCESSING,
             recipe=registry.build(job),
             train=job.train.model_copy(update={"precision": "bf16"}),

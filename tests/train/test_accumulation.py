@@ -33,7 +33,7 @@ MESHES = {"sharded": 1, "replicated": 2}  # how many replicas two ranks are
 
 
 def micro(rank: int) -> list[Batch]:
-    """Three rows of each rank."""
+    """Three sequences of each rank."""
     return [packed([[12, 20], [9]][: 1 + (i == 1)], 32, seed=10 * rank + i) for i in range(3)]
 
 

@@ -1,4 +1,4 @@
-"""Dealing rows to ranks: nothing is lost, every rank makes as many passes, and what fills up trains nothing."""
+"""Dealing sequences to ranks: nothing is lost, every rank makes as many passes, and what fills up trains nothing."""
 
 import numpy as np
 import pytest
@@ -13,15 +13,15 @@ from tests.rl.test_grpo import groups
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("rows", [0, 1, 5, 17])
-def test_every_rank_gets_equally_many_batches_and_nothing_is_lost(workers, rows):
-    packed = [[unit] for unit in GRPO().credit(groups(6, 4))][:rows]
+@pytest.mark.parametrize("sequences", [0, 1, 5, 17])
+def test_every_rank_gets_equally_many_batches_and_nothing_is_lost(workers, sequences):
+    packed = [[unit] for unit in GRPO().credit(groups(6, 4))][:sequences]
     shares = [deal(packed, World(rank, workers), 4, 40) for rank in range(workers)]
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) >= 1
     batches = [batch for share in shares for batch in share]
-    assert sum(float(GRPO().denominator(b)) for b in batches) == sum(s.weights.sum() for row in packed for (s,) in row)
-    for batch in batches if rows else []:
+    assert sum(float(GRPO().denominator(b)) for b in batches) == sum(s.weights.sum() for ((s,),) in packed)
+    for batch in batches if sequences else []:
         assert {"advantages", "old_logprobs", "reference_logprobs"} <= batch.token_columns.keys()
 
 

@@ -20,7 +20,7 @@ def raw(tmp_path: Path) -> dict[str, Any]:
     return raw
 
 
-def test_how_rows_are_split_into_passes_changes_no_bit(raw: dict[str, Any]) -> None:
+def test_how_sequences_are_split_into_passes_changes_no_bit(raw: dict[str, Any]) -> None:
     runs = [train(raw, f"split-{n}", train__micro_sequences=n) for n in (1, 2, 4)]
     assert all(facts(run) == facts(runs[0]) and same(weights(run), weights(runs[0])) for run in runs)
 
@@ -78,7 +78,7 @@ def test_in_the_fast_mode_another_number_of_workers_changes_nothing_but_rounding
 
 def test_large_models_are_refused(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deterministic, "MAX_GRADIENT_BYTES", 1000)
-    with pytest.raises(UserError, match=r"train\.deterministic keeps a gradient for each row"):
+    with pytest.raises(UserError, match=r"train\.deterministic keeps a gradient for each sequence"):
         train(raw, "a")
 
 

@@ -96,7 +96,7 @@ def test_another_seed_is_another_run(raw):
     assert facts(a) != facts(b)
 
 
-def test_how_rows_are_split_into_passes_does_not_change_the_loss(raw):
+def test_how_sequences_are_split_into_passes_does_not_change_the_loss(raw):
     a, b = train(raw, "a"), train(raw, "b", train__micro_sequences=1)
     for x, y in zip(facts(a), facts(b), strict=True):
         assert x["loss"] == pytest.approx(y["loss"], rel=2e-6)

@@ -167,7 +167,7 @@ def test_learning_rates_go_by_group(tmp_path):
 def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     directory = tiny.checkpoint(tmp_path / "m")
     spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
-    common = {"directory": str(directory), "seed": 0, "width": 64, "processing": LogitsProcessing(0.7)}
+    common = {"directory": str(directory), "seed": 0, "seq_len": 64, "processing": LogitsProcessing(0.7)}
     learner = Learner(
         World(),
         **common,
@@ -176,7 +176,8 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
         train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_sequences=2),
         recipe=SFT("assistant"),
     )
-    reference = LogprobModel(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_rows=2)
+    spec_alone = ModelConfig(path=str(directory))
+    reference = LogprobModel(World(), **common, spec=spec_alone, precision="fp32", micro_sequences=2)
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
     units = [(s,) for s in samples]
     learner.update([units], 0)
@@ -233,7 +234,7 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
     how = {
         "directory": str(directory),
         "seed": 0,
-        "width": 64,
+        "seq_len": 64,
         "processing": LogitsProcessing(),
         "tokenizer": "",
         "recipe": SFT("assistant"),

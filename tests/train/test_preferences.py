@@ -77,7 +77,7 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     assert 0 <= last.get("accuracy/held_out", 0) <= 1
 
 
-def test_how_rows_are_split_changes_no_bit_in_the_deterministic_mode(raw):
+def test_how_sequences_are_split_changes_no_bit_in_the_deterministic_mode(raw):
     if raw["algo"].get("precomputed"):
         with pytest.raises(UserError, match=r"algo\.precomputed .*because the last bits of precomputed values depend"):
             train(raw, "refused", train__deterministic=True)
@@ -234,8 +234,8 @@ def train_on_rank(text: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
-    """This includes steps in which a rank, or every rank, has no row left: the padding rows still have the columns
-    that the loss reads."""
+    """This includes steps in which a rank, or every rank, has no sequence left: the padding sequences still have the
+    columns that the loss reads."""
     raw = preferences(tmp_path, "scores")
     write_jsonl(
         tmp_path / "train.jsonl",

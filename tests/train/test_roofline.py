@@ -39,7 +39,15 @@ def job(directory: Path, **train: Any):
 def test_products_are_those_that_mfu_counts(tmp_path, shape):
     model, _ = bridge.build(write_config(shape, tmp_path, num_hidden_layers=1, layer_types=None))
     costs = layer_costs(
-        model.config, 0, model.parts, GPU, LENGTHS, rows=2, recomputed="none", compiled=True, frozen=lambda name: False
+        model.config,
+        0,
+        model.parts,
+        GPU,
+        LENGTHS,
+        sequences=2,
+        recomputed="none",
+        compiled=True,
+        frozen=lambda name: False,
     )
     flops, window = Flops.of(model), model.config.layers[0].window
     # and the sums of routing, and of the gradients of experts' biases, which are products with ones
@@ -59,7 +67,7 @@ def test_frozen_weights_have_no_products_of_their_own(tmp_path):
         model.parts,
         GPU,
         LENGTHS,
-        rows=2,
+        sequences=2,
         recomputed="none",
         compiled=True,
         frozen=lambda name: name not in trained,

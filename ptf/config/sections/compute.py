@@ -13,8 +13,8 @@ class MeshConfig(Section):
     replicate: Positive = free(1)
     """Copies of the sharded model; each reduces its gradients with the others."""
     tensor: Positive = free(1)
-    """Workers that hold every layer together (heads, MLP, experts and vocabulary are cut) and see the same rows;
-    it must divide the heads."""
+    """Workers that hold every layer together (heads, MLP, experts and vocabulary are cut) and see the same
+    sequences; it must divide the heads."""
 
 
 class PoolConfig(Section):

@@ -59,7 +59,7 @@ class MixConfig(Section):
 
 
 class DataConfig(Section):
-    """What is read, and how it becomes rows of tokens."""
+    """What is read, and how it becomes sequences of tokens."""
 
     sources: dict[str, Source] = Field(min_length=1)
     """Training data by name."""

@@ -59,7 +59,7 @@ class TrainConfig(Section):
     """Largest global norm of the gradient."""
     on_nonfinite: Literal["stop", "skip"] = free("stop")
     """What to do if the loss or the gradient is not finite: end the run, or skip the step (at most 10 in a row). The
-    rows of the step are written to `RUN/nonfinite/`."""
+    documents of the step are written to `RUN/nonfinite/`."""
     early_stopping: StopConfig | None = None
     """Offline recipes: end the run when a held-out metric no longer improves."""
     precision: Literal["fp32", "bf16"] = "bf16"

@@ -197,8 +197,8 @@ class NativeEngine:
 
     def _packed(self, sequences: Sequence[np.ndarray]) -> Batch:
         """Return one packed sequence of these documents, in which every token has weight 1."""
-        row = [(Sample(s, np.ones(len(s), np.float32)),) for s in sequences]
-        return Batch.of([row], sum(map(len, sequences))).to(self.device)
+        units = [(Sample(s, np.ones(len(s), np.float32)),) for s in sequences]
+        return Batch.of([units], sum(map(len, sequences))).to(self.device)
 
     @torch.no_grad()
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -42,7 +42,12 @@ class RewardModel(FrozenModel):
     def scores(self, samples: list[Sample]) -> list[float]:
         """Return the score of each sample, at its last token."""
         values = per_document(
-            self.model, samples, self.world, RM().scores, width=self.width, micro_rows=self.micro_rows
+            self.model,
+            samples,
+            self.world,
+            RM().scores,
+            seq_len=self.seq_len,
+            micro_sequences=self.micro_sequences,
         )
         forget_forwards(self.model)
         return values

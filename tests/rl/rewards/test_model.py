@@ -54,8 +54,8 @@ def taste(liked) -> RewardModelClient:
             "spec": ModelConfig(path=liked),
             "seed": 0,
             "precision": "fp32",
-            "width": 64,
-            "micro_rows": 2,
+            "seq_len": 64,
+            "micro_sequences": 2,
         },
     )
     group = LocalCluster(World(), [Pool("all", frozenset({"reward"}), (1,))]).start(spec)
