@@ -1,7 +1,7 @@
 """Does it learn what it should, on every seed, and does it not where it must not? One small model (3 layers of 64),
-sequences of five digits, 15 minutes a seed on one core. Keeps each seed in results/learning.jsonl (one that stands
-there is not learned again: remove its row for that) and writes results/learning.md from it; exits 1 where a bar is
-missed or a seed is not there.
+sequences of five digits, 15 minutes a seed on one core. Keeps what each recipe found with each seed in
+results/learning.jsonl, with the steps of its runs, and writes results/learning.md from it; exits 1 where a bar is missed
+or a seed is not there. What stands there with the present steps is not learned again.
 
     python benchmarks/learning.py [--seeds 0 1 …] [--minutes 60]
 
@@ -57,6 +57,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "learning.md"
 KEPT = RESULTS.with_suffix(".jsonl")
 SEEDS = range(10)
 DIGITS, TRAIN, HELD_OUT, WIDTH = 5, 30_000, 300, 128
+STEPS = {"base": 1200, "RM": 1300, "DPO": 600, "KD": 600}
+PARTS = ("RM", "DPO", "KD")  # what is learned by itself; DPO and KD begin at the base
+
+
+def steps_of(part: str) -> list[int]:
+    """The steps of the runs that a part's numbers depend on."""
+    return [STEPS[part]] if part == "RM" else [STEPS["base"], STEPS[part]]
 
 
 @dataclass(frozen=True)
@@ -165,13 +172,16 @@ class Seed:
         with contextlib.redirect_stdout(sys.stderr):
             return run(job, name)
 
-    def everything(self) -> dict[str, float]:
-        def completion(i):
-            return {"prompt": self.prompts[i], "completion": self.prompts[i][:: 1 if self.flips[i] else -1]}
+    def part(self, name: str) -> dict[str, float]:
+        """What one recipe learns."""
+        if name == "RM":
+            return self.reward_models()
+        chats = self.files("answers", self.completion)
+        base = self.learn(self.job("sft", chats, STEPS["base"], 2e-3), "base") / "model"
+        return self.preferences(base) if name == "DPO" else self.taught(base, chats)
 
-        chats = self.files("answers", completion)
-        base = self.learn(self.job("sft", chats, 1200, 2e-3), "base") / "model"
-        return self.reward_models() | self.preferences(base) | self.taught(base, chats)
+    def completion(self, i: int) -> dict[str, str]:
+        return {"prompt": self.prompts[i], "completion": self.prompts[i][:: 1 if self.flips[i] else -1]}
 
     def reward_models(self) -> dict[str, float]:
         found = {}
@@ -192,7 +202,7 @@ class Seed:
                 "right",
                 lambda i: {"prompt": self.prompts[i], "chosen": self.prompts[i][::-1], "rejected": self.wrong[i]},
             )["validation"]
-            made = self.learn(self.job("rm", data, 1000, 3e-3, rows=16), f"rm-{keys[0]}")
+            made = self.learn(self.job("rm", data, STEPS["RM"], 3e-3, rows=16), f"rm-{keys[0]}")
             found[name] = read_metrics(made / "metrics.jsonl")[-1]["accuracy/held_out"]
         return found
 
@@ -208,7 +218,9 @@ class Seed:
                     keys[1]: self.prompts[i],
                 },
             )
-            made = self.learn(self.job("dpo", data, 480, 3e-5, base, rows=16, algo={"beta": 1.0}), f"dpo-{keys[0]}")
+            made = self.learn(
+                self.job("dpo", data, STEPS["DPO"], 3e-5, base, rows=16, algo={"beta": 1.0}), f"dpo-{keys[0]}"
+            )
             after = self.probability(made / "model", -1), self.probability(made / "model", 1)
             if keys[0] == "chosen":
                 found |= {"DPO: p(repeated), before": repeated, "DPO: p(repeated), after": after[1]}
@@ -241,12 +253,12 @@ class Seed:
         save_file(tensors, shuffled / "model.safetensors", metadata={"format": "pt"})
         found: dict[str, float] = {}
         for teacher in (base, shuffled):
-            job = self.job("kd", chats, 600, 2e-3, algo={"teachers": {"base": {"path": str(teacher)}}})
+            job = self.job("kd", chats, STEPS["KD"], 2e-3, algo={"teachers": {"base": {"path": str(teacher)}}})
             job = job.model_copy(update={"seed": self.seed + 100})  # or the student would begin as the teacher did
             made = self.learn(job, f"kd-{teacher.name}")
-            judged = self.job("kd", chats, 600, 2e-3, algo={"teachers": {"base": {"path": str(base)}}}).model_copy(
-                update={"seed": self.seed + 100}
-            )
+            judged = self.job(
+                "kd", chats, STEPS["KD"], 2e-3, algo={"teachers": {"base": {"path": str(base)}}}
+            ).model_copy(update={"seed": self.seed + 100})
             metrics = measure_run(judged, made)
             if teacher == base:
                 found = {
@@ -258,10 +270,11 @@ class Seed:
         return found
 
 
-def kept() -> dict[int, dict[str, Any]]:
-    """Of each seed, what was found last, on which machine, when and by which commit."""
+def kept() -> list[dict[str, Any]]:
+    """Of each seed and part, what was found last with the present steps, on which machine, when, by which commit."""
     rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    return dict(sorted({row["seed"]: row for row in rows}.items()))
+    newest = {(row["seed"], row["part"]): row for row in rows if row["steps"] == steps_of(row["part"])}
+    return [newest[key] for key in sorted(newest)]
 
 
 def main() -> int:
@@ -271,46 +284,48 @@ def main() -> int:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     until, of = time.monotonic() + 60 * asked.minutes, commit()
-    for seed in [seed for seed in asked.seeds if seed not in kept()]:
+    done = {(row["seed"], row["part"]) for row in kept()}
+    for seed in asked.seeds:
         place = ROOT / "runs" / "learning" / f"seed-{seed}"
-        place.mkdir(parents=True, exist_ok=True)
-        try:
-            found = Seed(place, seed, until).everything()
-        except Later:
-            break
-        row = {"seed": seed, "found": found, "commit": of, "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
-        with KEPT.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
-        shutil.rmtree(place)
+        for part in (part for part in PARTS if (seed, part) not in done):
+            place.mkdir(parents=True, exist_ok=True)
+            try:
+                found = Seed(place, seed, until).part(part)
+            except Later:
+                return write()
+            row = {"seed": seed, "part": part, "steps": steps_of(part), "found": found}
+            row |= {"commit": of, "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
+            with KEPT.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+        shutil.rmtree(place, ignore_errors=True)
     return write()
 
 
 def write() -> int:
-    """The page, of all that is kept; how many bars were missed, at most 1. A seed that is not there misses its own."""
+    """The page, of all that is kept; returns 1 if a bar was missed. What is not there misses its own."""
     rows = kept()
-    found, missing = {seed: row["found"] for seed, row in rows.items()}, sorted(set(SEEDS) - rows.keys())
+    found: dict[int, dict[str, float]] = {seed: {} for seed in SEEDS}
+    for row in rows:
+        found[row["seed"]] |= row["found"]
+    there = {(row["part"], row["seed"]) for row in rows}
+    missing = [f"{part} of seed {seed}" for seed in SEEDS for part in PARTS if (part, seed) not in there]
     lines = [
         f"| check | bar | {' | '.join(f'seed {seed}' for seed in found)} | |",
         "|---|---|" + "---|" * (len(found) + 1),
     ]
     missed = len(missing)
     for name, bar in BARS.items():
-        met = [bar.met(metrics[name], metrics) for metrics in found.values()]
+        met = [bar.met(metrics[name], metrics) for metrics in found.values() if name in metrics]
         missed += len(met) - sum(met)
-        cells = " | ".join(
-            f"{metrics[name]:.7f}" if "loss" in name else f"{metrics[name]:.4f}" for metrics in found.values()
-        )
-        lines.append(f"| {name} | {bar.says} | {cells} | {sum(met)} of {len(met)} |")
+        digits = 7 if "loss" in name else 4
+        cells = [f"{metrics[name]:.{digits}f}" if name in metrics else "not run" for metrics in found.values()]
+        lines.append(f"| {name} | {bar.says} | {' | '.join(cells)} | {sum(met)} of {len(met)} |")
     RESULTS.write_text(
         "# Learning checks\n\n"
         "Command: `python benchmarks/learning.py` (`make learning-spmd`)  \nHardware, date and commit: by seed, "
         "below; one thread, no GPU\n\n"
-        + (
-            f"**Not learned yet: seeds {', '.join(map(str, missing))}**, for which there was no time.\n\n"
-            if missing
-            else ""
-        )
+        + (f"**Not learned yet: {', '.join(missing)}**, for which there was no time.\n\n" if missing else "")
         + "One Qwen3 shape of 3 layers of 64, untied, and sequences of five digits. `base`: "
         "SFT on answers of which half reverse the prompt,\n"
         f"half repeat it. {TRAIN:,} prompts to train on, {HELD_OUT} held out, on which everything here is measured; "
@@ -318,7 +333,7 @@ def write() -> int:
         "an answer, which is how often it would be sampled. Rows named `the wrong way round` and `shuffled` are "
         "negative controls: the same\n"
         "runs with labels, or a teacher, from which the task cannot be learned.\n\n"
-        + "\n".join([*lines, "", origins(rows.values())])
+        + "\n".join([*lines, "", origins(rows)])
         + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} missed")

@@ -55,9 +55,9 @@ class OffloadedTensors:
         # storage, its size in bytes, and its copy if that is neither in the file nor in `pinned`
         self.waiting: Waiting = []
 
-    def offload(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor], release: bool = True) -> None:
         """Empty the storages of these tensors, which nothing may read until `restore`; tensors that are offloaded
-        already stay so.
+        already stay so. Without `release`, this process keeps the freed memory for its own next tensors.
 
         Raises OSError, and changes nothing, if the file cannot be written.
         """
@@ -91,7 +91,8 @@ class OffloadedTensors:
         for storage, _, _ in waiting:
             storage.resize_(0)
         self.waiting = waiting
-        release_freed_memory()
+        if release:
+            release_freed_memory()
 
     def uses_pinned_memory(self, storages: Iterable[torch.UntypedStorage]) -> bool:
         """Return whether these storages are copied to page-locked memory: those of a GPU, without a file."""

@@ -151,7 +151,7 @@ def _budget_table(step: Budget) -> Table:
     lines = {
         "weights (fp32 shard)": memory.weights,
         "gradients (fp32 shard)": memory.gradients,
-        "optimizer (AdamW)": memory.optimizer,
+        "optimizer (AdamW), on the GPU": memory.optimizer,
         "gathered blocks": memory.gathered,
         f"activations ({step.micro_sequences} sequences at a time)": memory.activations,
         "logits and head": memory.logits,

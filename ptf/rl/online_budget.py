@@ -112,7 +112,8 @@ def online_budget(
     host = max(_offloaded(job, [(role, roles[role]) for role in of], engine) for of in members.values())
     sync = sync_traffic(sent, job.train.precision, transport)
     problems = tuple(_problems(pools, engine, room, job))
-    return OnlineBudget(pools, update, engine, transport, sync, host + sync.host, room, problems)
+    moments = 2 * update.memory.gradients if job.train.optimizer_offload else 0.0
+    return OnlineBudget(pools, update, engine, transport, sync, host + moments + sync.host, room, problems)
 
 
 def _trained(memory: Memory, workers: int, update: str, forward: str | None) -> RoleMemory:

@@ -305,12 +305,15 @@ class Learner:
     @broadcast
     def save(self, directory: str) -> checkpoint.Entries:
         """Write a checkpoint; return the manifest entries of the files of all ranks."""
-        return checkpoint.write(directory, checkpoint.tensors_of(self.model, self.trainer.optimizer), {}, self.world)
+        with self.trainer.whole_optimizer():
+            tensors = checkpoint.tensors_of(self.model, self.trainer.optimizer)
+            return checkpoint.write(directory, tensors, {}, self.world)
 
     @broadcast
     def load(self, directory: str) -> None:
         """Load the weights and the optimizer's state from a checkpoint."""
-        checkpoint.load_tensors(directory, self.model, self.trainer.optimizer, self.world)
+        with self.trainer.whole_optimizer():
+            checkpoint.load_tensors(directory, self.model, self.trainer.optimizer, self.world)
 
     @broadcast
     def export(self, directory: str) -> None:

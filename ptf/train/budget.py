@@ -35,6 +35,7 @@ from ptf.recipes import registry
 from ptf.recipes.protocol import Companion, Recipe
 from ptf.train.companions import forward_flops, needs_weights
 from ptf.train.components import parts_of
+from ptf.train.optimizer_offload import BUCKET_BYTES
 from ptf.train.trainable import freeze, frozen_dtype
 
 GIB = 2.0**30
@@ -111,6 +112,7 @@ class _Run:
     companions: float = 0.0  # weights of the frozen models, as a multiple of this model's
     companion_gathered: int = 0  # gathered elements of the largest of them: two blocks, embedding and head
     softcapped: bool = False  # whether the head keeps the slope of every logit of a chunk
+    offloaded: bool = False  # whether the optimizer's averages are in host memory but for a bucket
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         tokens = self.sequences * self.seq_len
@@ -133,7 +135,7 @@ class _Run:
             + self.frozen * float(sizes.here - sizes.trained)
             + self.element * sizes.here * self.companions,
             4.0 * sizes.trained,
-            8.0 * sizes.trained,
+            min(8.0 * sizes.trained, float(BUCKET_BYTES)) if self.offloaded else 8.0 * sizes.trained,
             gathered,
             tokens * (sum(saved) + recomputed),
             logits + head,
@@ -192,6 +194,7 @@ def budget(
     held = frozen_dtype(directory, precision, exported=True).itemsize
     recomputed, softcapped = job.train.activation_checkpointing, model.config.softcap is not None
     run = _Run(recomputed, sequences, job.data.seq_len, dtype.itemsize, held, companions, gathered, softcapped)
+    run = replace(run, offloaded=job.train.optimizer_offload)
     tokens, lengths = job.train.sequences * job.data.seq_len, [job.data.seq_len] * job.train.sequences
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     memory, room = run.memory(sizes, layers, model.config.dim), room_gib * GIB

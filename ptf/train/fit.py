@@ -302,7 +302,8 @@ class Fit:
         provenance.refuse_other(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_changes, world.leads
         )
-        checkpoint.load_tensors(path, self.trainer.model, self.trainer.optimizer, world)
+        with self.trainer.whole_optimizer():
+            checkpoint.load_tensors(path, self.trainer.model, self.trainer.optimizer, world)
         lanes: dict[str, Any] = {}
         ends = 0
         for file in sorted(name for name in manifest["files"] if name.startswith("host_")):
@@ -328,7 +329,8 @@ class Fit:
         }
         manifest = {"job": dump(self.job), "metrics": dict(metrics), "made_with": self.made_with}
         manifest |= {"rows": self.track.lines.state} if self.track else {}
-        return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
+        with self.trainer.whole_optimizer():
+            return self.saver.save(self.step, self.trainer.model, self.trainer.optimizer, host, manifest)
 
     def export(self) -> None:
         """Export the final weights, or those of the best checkpoint if the job keeps one."""
@@ -337,7 +339,8 @@ class Fit:
         best = world.broadcast_object(self.saves.best_whole() if world.leads else None)
         if best is not None and best != self.ends:
             path = self.saves.path(cast("int", best))
-            checkpoint.load_tensors(path, model, self.trainer.optimizer, world)
+            with self.trainer.whole_optimizer():
+                checkpoint.load_tensors(path, model, self.trainer.optimizer, world)
             if world.leads:
                 print(
                     f"train: exporting step {best}, the best by "

@@ -1,8 +1,9 @@
 """The search of `ptf plan --fit`: the cheapest change of a job with which every phase fits its GPUs.
 
 Tried are, on the GPUs that were given and then on twice as many, up to 64 times: activation checkpointing, fewer
-sequences a pass, and tensor parallelism, in the order of what they cost in time. A change of the mesh or of the number
-of GPUs is tried with the smallest memory first, so that one trial tells whether any other one can fit.
+sequences a pass, the optimizer in host memory, and tensor parallelism, in the order of what they cost in time. A change
+of the mesh or of the number of GPUs is tried with the smallest memory first, so that one trial tells whether any other
+one can fit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -95,4 +96,6 @@ def _within(job: Job) -> list[dict[str, str]]:
         while rows:
             changes.append({**same, "train.micro_sequences": str(rows)})
             rows //= 2
+    if not job.train.optimizer_offload:
+        changes.append({**changes[-1], "train.optimizer_offload": "true"})
     return changes

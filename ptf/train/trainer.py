@@ -1,5 +1,6 @@
 """One model, its optimizer, and one training step. SFT calls `step` in a loop; the policy role of RL calls it too."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from ptf.recipes.protocol import Recipe
 from ptf.train.components import parts_of, report
 from ptf.train.device_batches import on_device
 from ptf.train.optim import Schedule, adamw, groups
+from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 
 
@@ -153,6 +155,11 @@ class Trainer:
         self.schedule = Schedule.of(config, config.steps or 1)
         self.groups = groups(model, config.weight_decay, config.lr_groups)
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        self.moments = OffloadedMoments(self.optimizer) if config.optimizer_offload else None
+
+    def whole_optimizer(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the optimizer's state is on the device, to store or to load it."""
+        return self.moments.whole() if self.moments else contextlib.nullcontext()
 
     def refuse_large(self, sequences: int) -> None:
         """Raise UserError if this trainer cannot hold a step of that many sequences; the base trainer holds any."""
@@ -208,7 +215,7 @@ class Trainer:
         lr = self.schedule(step)
         for param_group, group in zip(self.optimizer.param_groups, self.groups, strict=True):
             param_group["lr"] = lr * group.factor
-        self.optimizer.step()
+        (self.moments or self.optimizer).step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 

@@ -93,6 +93,13 @@ def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -
     assert expected == pytest.approx(real, rel=0.12)
 
 
+def test_an_optimizer_in_host_memory_has_a_bucket_on_the_gpu(tmp_path) -> None:
+    there, away = (planned(tmp_path, DENSE, 1, optimizer_offload=offload) for offload in (False, True))
+    assert there.memory.optimizer == 8 * there.trained
+    assert away.memory.optimizer == min(there.memory.optimizer, 256 << 20)
+    assert there.memory.total - away.memory.total == there.memory.optimizer - away.memory.optimizer
+
+
 def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys) -> None:
     directory(tmp_path, DENSE)
     file = tmp_path / "job.yaml"

@@ -70,6 +70,9 @@ class TrainConfig(Section):
     activation_checkpointing: Literal["none", "block", "selective"] = free("none")
     """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer.
     `selective`: only cheap operations, that is all but matrix products and attention."""
+    optimizer_offload: bool = free(False)
+    """Keep AdamW's averages in host memory, 8 bytes a trained parameter, and step with 256 MiB of them at a time on the
+    device. The bits are the same; a step on a GPU takes as long as it takes to copy them in and out."""
     deterministic: bool = False
     """Compute the same bits for any `micro_sequences` and any number of workers, by adding the gradients of sequences
     in a fixed order. For small models in fp32 on a CPU."""

@@ -1,0 +1,73 @@
+"""AdamW's averages in host memory, except while a bucket of parameters is stepped (`train.optimizer_offload`).
+
+The gradients are clipped over all parameters before the first bucket; a step then restores the averages of one bucket,
+updates its parameters, and offloads them again, with the same bits as without offloading.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ptf.compute.offload import SLAB_BYTES, OffloadedTensors
+
+BUCKET_BYTES = SLAB_BYTES  # of averages on the device at once; a larger parameter is a bucket of its own
+
+
+class OffloadedMoments:
+    """The state of an optimizer, which is on the device of the parameters only in `step` and `whole`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, limit: int = BUCKET_BYTES) -> None:
+        self.optimizer = optimizer
+        # by the number of the group, because loading a state replaces the groups
+        self.buckets = [
+            (number, parameters, OffloadedTensors(None))
+            for number, group in enumerate(optimizer.param_groups)
+            for parameters in _buckets(group["params"], limit)
+        ]
+
+    def step(self) -> None:
+        """Make one step of the optimizer, bucket by bucket."""
+        groups = self.optimizer.param_groups
+        try:
+            for number, parameters, offloaded in self.buckets:
+                offloaded.restore()
+                self.optimizer.param_groups = [{**groups[number], "params": parameters}]
+                self.optimizer.step()
+                offloaded.offload(self._state(parameters), release=False)
+        finally:
+            self.optimizer.param_groups = groups
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run a block with the whole state on the device, to store or to load it."""
+        for _, _, offloaded in self.buckets:
+            offloaded.restore()
+        try:
+            yield
+        finally:
+            for _, parameters, offloaded in self.buckets:
+                offloaded.offload(self._state(parameters), release=False)
+
+    def _state(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        state: Any = self.optimizer.state
+        return [value for p in parameters for value in state.get(p, {}).values() if isinstance(value, Tensor)]
+
+
+def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters in lists whose averages take at most `limit` bytes, or one parameter."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own = 2 * local.numel() * local.element_size()
+        if bucket and size + own > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += own
+    if bucket:
+        yield bucket

@@ -1,0 +1,102 @@
+"""`train.optimizer_offload`: the same bits, with the averages of one bucket at a time on the device."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch.distributed.tensor import DTensor
+
+from ptf.compute.world import World, make_mesh
+from ptf.config import loads
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.train import TrainConfig
+from ptf.model import bridge
+from ptf.recipes.sft.recipe import SFT
+from ptf.run import run
+from ptf.train.optimizer_offload import OffloadedMoments
+from ptf.train.trainer import Trainer, load_model
+from tests.model.ranks import two_ranks
+from tests.tiny import arithmetic, checkpoint, packed
+from tests.train.test_fit import Stopped, facts, same, stop_at, weights
+
+BATCHES = [packed([[9, 14], [20, 3, 1]], 30, seed=n) for n in range(4)]
+LIMIT = 40_000  # bytes: several buckets, and one parameter that is larger
+
+
+def model_of(directory: Any) -> Any:
+    model, family = bridge.build(directory)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, directory, family)
+    return model
+
+
+def resident(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The bytes of each average, as it lies on the device now."""
+    states: Any = optimizer.state.values()
+    tensors = [v.to_local() if hasattr(v, "to_local") else v for s in states for k, v in s.items() if k != "step"]
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def trained(model: Any, world: World, limit: int | None, seen: list[int]) -> Trainer:
+    """Train a few steps; with `limit` the averages are offloaded, and `seen` gets the bytes at each bucket."""
+    config = TrainConfig(steps=4, lr=1e-2, weight_decay=0.1, lr_groups={"embed": 2.0}, precision="fp32")
+    trainer = Trainer(model, world, config)
+    if limit is not None:
+        trainer.moments = OffloadedMoments(trainer.optimizer, limit)
+        trainer.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(sum(resident(optimizer))))
+    for step, batch in enumerate(BATCHES):
+        trainer.step([batch], SFT(), step)
+        if limit is not None:
+            assert not any(resident(trainer.optimizer))
+    return trainer
+
+
+@pytest.mark.parametrize("limit", [1, LIMIT, 1 << 40])
+def test_steps_have_the_bits_of_those_without(tmp_path, limit: int) -> None:
+    directory, seen = checkpoint(tmp_path / "m"), []
+    plain = trained(model_of(directory), World(), None, seen)
+    mine = trained(model_of(directory), World(), limit, seen)
+    for a, b in zip(plain.model.parameters(), mine.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    averages = resident(plain.optimizer)
+    with mine.whole_optimizer():
+        assert resident(mine.optimizer) == averages
+        for a, b in zip(plain.optimizer.state.values(), mine.optimizer.state.values(), strict=True):
+            assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not any(resident(mine.optimizer))
+    assert max(seen) <= max(limit, 2 * max(averages))
+    assert max(seen) < sum(averages)  # of three groups, never all
+
+
+def sharded(directory: str) -> bool:
+    world = World(rank=dist.get_rank(), size=2, mesh=make_mesh("cpu", 2, 1, 1))
+    spec = ModelConfig(path=directory)
+    models = [load_model(Path(directory), world, spec, seed=0, precision="fp32")[0] for _ in range(2)]
+    plain, mine = (trained(m, world, limit, []) for m, limit in zip(models, (None, LIMIT), strict=True))
+    pairs = zip(plain.model.parameters(), mine.model.parameters(), strict=True)
+    return all(isinstance(a, DTensor) and torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+
+
+def test_shards_of_two_ranks_have_the_same_bits(tmp_path) -> None:
+    assert two_ranks(partial(sharded, str(checkpoint(tmp_path / "m"))), tmp_path) == [True, True]
+
+
+def test_a_run_stops_and_resumes_with_the_same_bits(tmp_path, monkeypatch) -> None:
+    raw = arithmetic(tmp_path)
+    raw["train"] = {**raw["train"], "validate_every": 0}
+
+    def train(name: str, offload: bool):
+        return run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "optimizer_offload": offload}})), name)
+
+    whole = train("whole", False)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        with pytest.raises(Stopped):
+            train("stopped", True)
+    resumed = train("stopped", True)
+    assert same(weights(whole), weights(resumed))
+    assert facts(whole) == facts(resumed)
