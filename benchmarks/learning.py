@@ -1,7 +1,7 @@
 """Does it learn what it should, on every seed, and does it not where it must not? One small model (3 layers of 64),
 sequences of five digits, 15 minutes a seed on one core. Keeps what each recipe found with each seed in
-results/learning.jsonl, with the steps of its runs, and writes results/learning.md from it; exits 1 where a bar is missed
-or a seed is not there. What stands there with the present steps is not learned again.
+results/learning.jsonl, with the steps of its runs, and writes results/learning.md from it; exits 1 where a bar is
+missed or a seed is not there. What stands there with the present steps is not learned again.
 
     python benchmarks/learning.py [--seeds 0 1 …] [--minutes 60]
 
