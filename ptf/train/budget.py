@@ -115,31 +115,63 @@ class _Run:
     offloaded: bool = False  # whether the optimizer's averages are in host memory but for a bucket
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
-        tokens = self.sequences * self.seq_len
-        saved = [layer.of(self.recomputed) for layer in layers]
-        recomputed = (
-            0.0 if self.recomputed == "none" else max(layer.everything for layer in layers)
-        )  # one layer at a time
-        gathered = (
-            self.element * (2 * sizes.block + sizes.root + sizes.root_trained + self.companion_gathered)
-            + (self.element + 4) * sizes.block_trained
-        )
-        chunk = chunk_bytes(torch.device("cuda"))
-        if sizes.head:  # else a head of the user's own
-            chunk = min(chunk, 4 * tokens * sizes.head // dim)
-        # in fp32, with the gradient that a GEMM of 16 bits reads, and with the slopes
-        logits = chunk * (1 + (self.element == 2) / 2 + self.softcapped) + 2 * tokens * dim * self.element
-        head = (4 + self.element) * sizes.head if sizes.root_trained else 0
+        """Return the memory at the fullest moment of a pass."""
+        moments = [
+            self._at_head(sizes, layers, dim),
+            self._in_layer(sizes, layers),
+            self._reducing_layer(sizes, layers),
+            self._held(sizes, (self.element + 4.0) * sizes.root_trained, 0.0, 0.0),  # reducing embedding and head
+        ]
+        return max(moments, key=lambda memory: memory.total)
+
+    def _held(self, sizes: _Sizes, gathered: float, activations: float, logits: float) -> Memory:
+        """Return a moment's memory: what is held all the time, and these parts."""
         return Memory(
             4.0 * sizes.trained
             + self.frozen * float(sizes.here - sizes.trained)
             + self.element * sizes.here * self.companions,
             4.0 * sizes.trained,
             min(8.0 * sizes.trained, float(BUCKET_BYTES)) if self.offloaded else 8.0 * sizes.trained,
-            gathered,
-            tokens * (sum(saved) + recomputed),
-            logits + head,
+            gathered + self.element * self.companion_gathered,
+            activations,
+            logits,
         )
+
+    def _at_head(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
+        """Return the memory while the loss of a chunk of logits is computed, with all activations saved."""
+        tokens = self._tokens
+        chunk = chunk_bytes(torch.device("cuda"))
+        if sizes.head:  # else a head of the user's own
+            chunk = min(chunk, 4 * tokens * sizes.head // dim)
+        # in fp32, with the gradient that a GEMM of 16 bits reads, and with the slopes
+        logits = chunk * (1 + (self.element == 2) / 2 + self.softcapped) + 2 * tokens * dim * self.element
+        gradient = (4 + self.element) * self._head_trained(sizes)
+        saved = tokens * sum(layer.of(self.recomputed) for layer in layers)
+        # FSDP frees the last layer that it gathered when it gathers the next
+        return self._held(sizes, self.element * (sizes.root + sizes.block), saved, logits + gradient)
+
+    def _in_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
+        """Return the memory in the backward pass of the last layer: its gradients are computed, the next layer is
+        gathered, and the head's gradient waits for the embedding's."""
+        again = {"none": 0.0, "selective": max(of.everything - of.products for of in layers)}
+        recomputed = again.get(self.recomputed, max(of.everything for of in layers))
+        saved = sum(layer.of(self.recomputed) for layer in layers)
+        gathered = 2 * sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes)
+        return self._held(sizes, self.element * gathered, self._tokens * (saved + recomputed), 0.0)
+
+    def _reducing_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
+        """Return the memory while the last layer's gradients are reduced, in fp32: its weights are freed."""
+        saved = sum(layer.of(self.recomputed) for layer in layers[:-1])
+        gathered = sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes)
+        return self._held(sizes, self.element * gathered + 4.0 * sizes.block_trained, self._tokens * saved, 0.0)
+
+    @property
+    def _tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+    @staticmethod
+    def _head_trained(sizes: _Sizes) -> int:
+        return sizes.head if sizes.root_trained else 0
 
 
 def budget(

@@ -1,0 +1,170 @@
+"""The most bytes that a training step holds at once, counted by storage on fake tensors: any size and number of ranks.
+
+It shares no code with the plan of `ptf.train.budget`: the real Trainer runs the real model under FSDP, and every
+storage that an operation makes is counted until it is freed or resized. What a GPU does otherwise than this CPU is put
+in its place: attention that keeps what a fused kernel keeps, and the chunks of its head.
+"""
+
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.published_shapes import write_config
+from ptf.compute.world import World, make_mesh
+from ptf.config import Job
+from ptf.data.batch import Batch
+from ptf.data.packing import pack_all
+from ptf.data.sample import PackUnit, Sample
+from ptf.model import attention, bridge, chunked, decoder, projection
+from ptf.model.sharding import parallelize
+from ptf.recipes import registry
+from ptf.train.components import parts_of
+from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
+from ptf.train.trainer import Trainer
+from tests.gpu_rehearsal.host_syncs import HostSyncs
+from tests.gpu_rehearsal.step import fused_attention
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that exist: `now`, and the most at once, `peak`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        for tensor in tensors:
+            self.see(tensor)
+
+    def see(self, tensor: Any) -> None:
+        """Count the storage of a tensor, or of its shard."""
+        storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
+        key = id(storage)
+        if key not in self.sizes or self.sizes[key][0]() is not storage:
+            self.sizes[key] = weakref.ref(storage, lambda _, key=key: self.forget(key)), 0
+        self.resize(key, storage.nbytes())
+
+    def resize(self, key: int, size: int) -> None:
+        """Set the size of a storage that is counted."""
+        ref, before = self.sizes[key]
+        self.sizes[key] = ref, size
+        self.now += size - before
+        self.peak = max(self.peak, self.now)
+
+    def forget(self, key: int) -> None:
+        """Count a storage no longer: it was freed."""
+        self.now -= self.sizes.pop(key)[1]
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in a block; FSDP resizes storages, which no operation does."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            key = id(storage)
+            if key in self.sizes and self.sizes[key][0]() is storage:
+                self.resize(key, size)
+            return result
+
+        with pytest.MonkeyPatch.context() as patch, self:
+            patch.setattr(torch.UntypedStorage, "resize_", resize_)
+            yield
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        return out
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Give the model the attention and the head's chunks of a GPU."""
+    of_gpu = chunked.chunk_bytes(torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_compiled_flex", lambda: fused_attention)
+        patch.setattr(decoder, "backend", lambda device: attention.Flex)
+        patch.setattr(chunked, "chunk_bytes", lambda device: of_gpu)
+        patch.setattr(projection, "BLOCK_BYTES", projection.CUDA_BLOCK_BYTES)
+        yield
+
+
+def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
+    """Return the most bytes that rank 0 holds in the second step of a job whose sequences are one document each."""
+    config, recipe = job.train, registry.build(job)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh = make_mesh("cpu", ranks, job.compute.mesh.replicate, 1)
+        with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
+            model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
+            freeze(model, family, job.model.trainable)
+            hold_frozen(model, frozen_dtype(directory, config.precision, exported=True))
+            parallelize(model, mesh, config.precision, recomputed=config.activation_checkpointing)
+            model.to_empty(device=torch.device("cpu"))
+            companions = {role: _frozen(directory, mesh, config.precision) for role in recipe.companions}
+            trainer = Trainer(model, World(rank=0, size=ranks, mesh=mesh), config, companions)
+            units = _units(job)
+            passes = config.sequences // ranks // config.micro_sequences
+            batches = [Batch.of(pack_all(units, job.data.seq_len), job.data.seq_len) for _ in range(passes)]
+            held = [model, *companions.values()]
+            live = LiveBytes(t for m in held for t in (*m.parameters(), *m.buffers()))
+            with HostSyncs(), live.counting():
+                trainer.step(batches, recipe, 0)
+                live.peak = live.now
+                trainer.step(batches, recipe, 1)
+    finally:
+        dist.destroy_process_group()
+    return live.peak
+
+
+def _units(job: Job) -> list[PackUnit]:
+    """Return as many units as a pass has sequences, each of which fills one and is trained whole, as planned."""
+    each = 2 if job.recipe in ("dpo", "rm") else 1
+    length = job.data.seq_len // each
+    whole = [Sample(np.ones(length, np.int32), np.ones(length, np.float32)) for _ in range(each)]
+    return [tuple(whole)] * job.train.micro_sequences
+
+
+def _frozen(directory: Path, mesh: Any, precision: str) -> Any:
+    model, _ = bridge.build(directory)
+    model.requires_grad_(False)
+    hold_frozen(model, frozen_dtype(directory, precision, exported=False))
+    parallelize(model, mesh, precision)
+    return model.to_empty(device=torch.device("cpu"))
+
+
+@contextmanager
+def published(shape: str, **changes: Any) -> Iterator[Path]:
+    """Give a directory with the config.json of a published model, with these changes."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield write_config(shape, Path(directory), **changes)
+
+
+def raw_job(directory: Path, ranks: int, *, seq_len: int, sequences: int, **sections: Mapping[str, Any]) -> dict:
+    """Return a job of two passes a step, with `sequences` a pass."""
+    train = {"steps": 1, "lr": 1e-5, "sequences": 2 * ranks * sequences, "micro_sequences": sequences}
+    return {
+        "recipe": "sft",
+        "output": "runs",
+        "data": {"seq_len": seq_len, "partitions": ranks, "sources": {"a": {"path": "a.jsonl"}}},
+        "compute": {"workers": ranks},
+        **sections,
+        "model": {"path": str(directory), **sections.get("model", {})},
+        "train": {**train, **sections.get("train", {})},
+    }
