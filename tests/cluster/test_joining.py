@@ -112,7 +112,7 @@ def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its
         "sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
         "engine": "vllm",
         "limit": 4,
-        "samples": 1,
+        "samples_per_prompt": 1,
         "max_new_tokens": 4,
         "reward": {"use": "ptf.tasks.arithmetic:exact"},
         "starting_model": False,
