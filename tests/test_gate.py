@@ -230,7 +230,7 @@ def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any
     rl_raw["train"] |= {"steps": 8, "lr": 5e-3, "validate_every": 0}
     rl_raw["evaluate"] |= {
         "reward": {"use": "tests.rl.plugs:by_wordiness"},
-        "samples": 1,
+        "samples_per_prompt": 1,
         "limit": 60,
         "max_new_tokens": 6,
     }

@@ -48,7 +48,7 @@ def job(directory: Path, seed: int) -> dict[str, Any]:
         "algo": {"minibatches": 2},
         "checkpoint": {"every": 100},
     }
-    raw["track"] = {"tensorboard": False, "samples_every": 1, "samples": 4}
+    raw["track"] = {"tensorboard": False, "samples_every": 1, "sample_prompts": 4}
     raw["data"] = {
         **raw["data"],
         "sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},

@@ -47,7 +47,7 @@ def on_policy(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str
         raw |= {
             "recipe": recipe,
             "checkpoint": {"every": EVERY, "keep": 2},
-            "track": {"tensorboard": False, "samples_every": 1, "samples": 4},
+            "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 4},
             "rollout": {
                 "engine": "native",
                 "prompts": 4,

@@ -109,7 +109,7 @@ class Made:
         raw = self.raw | {
             "recipe": "grpo",
             "rollout": {"engine": "native", "prompts": 4, "group_size": 2, "max_new_tokens": 4, "reward": reward},
-            "evaluate": {"sources": {"dev": prompts}, "limit": 8, "max_new_tokens": 4, "samples": 1},
+            "evaluate": {"sources": {"dev": prompts}, "limit": 8, "max_new_tokens": 4, "samples_per_prompt": 1},
             "data": {**self.raw["data"], "sources": {"p": prompts}, "validation": {}},
             "train": {**self.raw["train"], "steps": 3, "validate_every": 0},
             "checkpoint": {"every": 1, "keep": 3},

@@ -396,7 +396,7 @@ def test_a_single_update_does_not_need_its_log_probs_ahead(raw):
 
 
 def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
-    raw = {**raw, "track": {**raw.get("track", {}), "samples_every": 2, "samples": 3}}
+    raw = {**raw, "track": {**raw.get("track", {}), "samples_every": 2, "sample_prompts": 3}}
     credited = []
     credit = GRPO.credit
     monkeypatch.setattr(GRPO, "credit", lambda self, groups: credited.append(credit(self, groups)) or credited[-1])

@@ -18,7 +18,7 @@ SAID = {
 
 @pytest.fixture
 def job(raw):
-    raw = {**raw, "track": {"tensorboard": False, "samples_every": 1, "samples": 8}, "checkpoint": {"every": 1}}
+    raw = {**raw, "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 8}, "checkpoint": {"every": 1}}
     raw["train"] = {**raw["train"], "steps": 6, "deterministic": True, "validate_every": 0}
     raw.pop("evaluate")
     return raw

@@ -54,7 +54,7 @@ def test_twenty_steps_of_gsm8k(name, shared, tmp_path):
         },
         "compute": {"launcher": "local", "device": "cpu"},
         "checkpoint": {"every": 10},
-        "track": {"tensorboard": False, "samples_every": 5, "samples": 4},
+        "track": {"tensorboard": False, "samples_every": 5, "sample_prompts": 4},
     }
     made = run(loads(yaml.safe_dump(job)), "a")
     rows = read_metrics(made / "metrics.jsonl")

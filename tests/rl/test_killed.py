@@ -59,7 +59,7 @@ def test_a_run_that_is_killed_in_every_phase_ends_as_one_that_is_not(raw, tmp_pa
     raw = {
         **raw,
         "algo": {"minibatches": 2, "kl": 0.01},
-        "track": {"tensorboard": False, "samples_every": 1, "samples": 8},
+        "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 8},
         "checkpoint": {"every": 1},
     }
     raw["train"] = {**raw["train"], "steps": len(PHASES) + 1, "validate_every": 0}

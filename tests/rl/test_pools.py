@@ -353,7 +353,7 @@ def test_one_process_or_several_in_any_pools_sample_and_train_the_same(raw, ray_
     raw = {
         **raw,
         "algo": {"minibatches": 2, "kl": 0.01},
-        "track": {"tensorboard": False, "samples_every": 1, "samples": 8},
+        "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 8},
     }
     raw["train"] = {**raw["train"], "steps": 3, "deterministic": True}
     want = left(train(raw, "here"))

@@ -54,7 +54,7 @@ def stage(tmp_path: Path) -> Any:
     raw["evaluate"] = {
         "sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
         "limit": 4,
-        "samples": 1,
+        "samples_per_prompt": 1,
         "max_new_tokens": 4,
         "starting_model": False,
         "reward": {"use": "ptf.tasks.arithmetic:exact"},

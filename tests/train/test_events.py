@@ -139,7 +139,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
         "recipe": "grpo",
         "model": {"path": str(start / "model")},
         "algo": {"kl": 0.01},
-        "track": {"tensorboard": False, "samples_every": 1, "samples": 100},
+        "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 100},
         "data": {"sources": {"p": {"path": str(made / "train_prompts.jsonl"), "kind": "prompt"}}, "seq_len": 96},
         "rollout": {
             "engine": "native",
@@ -159,7 +159,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
         },
         "evaluate": {
             "sources": {"slates": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}},
-            "samples": 1,
+            "samples_per_prompt": 1,
             "max_new_tokens": size,
             "metrics": {
                 "invalid": {"use": "ptf.tasks.slates:invalid", "args": {"catalogue": str(made / "catalogue.json")}}

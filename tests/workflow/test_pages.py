@@ -51,7 +51,7 @@ def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "sources": {"test": prompts},
             "reward": {"use": "ptf.tasks.arithmetic:exact"},
             "limit": 4,
-            "samples": 2,
+            "samples_per_prompt": 2,
             "max_new_tokens": 4,
         }
     }

@@ -207,7 +207,7 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
             "sources": {"test": {"path": "prepare:test.jsonl", "kind": "prompt"}},
             "reward": {"use": "ptf.tasks.arithmetic:exact"},
             "max_new_tokens": 4,
-            "samples": 2,
+            "samples_per_prompt": 2,
             "limit": 8,
         },
     }
