@@ -545,12 +545,17 @@ def unquantised(directory: Path, without: Path) -> dict[str, Any]:
 
 
 def copied_without_loader(model: Any, loaded: Set[str]) -> list[str]:
-    """Return the parameters that a model reports as loaded in a reload, and of which no loader was called."""
+    """Return the parameters that a model reports as loaded in a reload, and of which no loader was called.
+
+    A loader may have had nothing to copy: of a small vocabulary, a rank of a tensor group can have padding only.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     return [
         f"{prefix}.{name}".lstrip(".")
         for prefix, layer in model.named_modules()
         for name, parameter in layer.named_parameters(recurse=False)
-        if parameter.is_meta and f"{prefix}.{name}".lstrip(".") in loaded and not get_layerwise_info(layer).load_numel
+        if parameter.is_meta
+        and f"{prefix}.{name}".lstrip(".") in loaded
+        and name not in {called for called, _ in get_layerwise_info(layer).loaded_weights}
     ]

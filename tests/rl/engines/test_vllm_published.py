@@ -68,7 +68,7 @@ def test_a_quantised_model_whose_weights_are_replaced_is_made_without_the_quanti
 
 
 class Layer(torch.nn.Module):
-    """A layer whose loader counts what it gets."""
+    """A layer whose loader may be called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,14 +77,16 @@ class Layer(torch.nn.Module):
 
 def test_what_a_model_copies_without_a_loader_is_an_error(monkeypatch):
     """As gpt-oss does; vLLM's reload then restores the old values."""
-    counts: dict[torch.nn.Module, int] = {}
-    layerwise = types.SimpleNamespace(get_layerwise_info=lambda layer: types.SimpleNamespace(load_numel=counts[layer]))
+    calls: dict[torch.nn.Module, list[tuple[str, None]]] = {}
+    layerwise = types.SimpleNamespace(
+        get_layerwise_info=lambda layer: types.SimpleNamespace(loaded_weights=calls[layer], load_numel=0)
+    )
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload.layerwise", layerwise)
-    model = torch.nn.ModuleDict({"counted": Layer(), "lost": Layer(), "processed": Layer(), "not_sent": Layer()})
+    model = torch.nn.ModuleDict({"called": Layer(), "lost": Layer(), "processed": Layer(), "not_sent": Layer()})
     model["processed"].weight = torch.nn.Parameter(torch.zeros(4))
-    counts.update({layer: 4 * (name == "counted") for name, layer in model.items()})
-    counts[model] = 0
+    calls.update({layer: [("weight", None)] * (name == "called") for name, layer in model.items()})
+    calls[model] = []
     model.load_weights = lambda weights: {f"{name}.weight" for name in weights}
     said = r"cannot replace weights of ModuleDict: 1 parameters .*'lost\.weight'"
     with pytest.raises(SyncError, match=said), refusing_lost_weights(model):
-        model.load_weights(["counted", "lost", "processed"])
+        model.load_weights(["called", "lost", "processed"])
