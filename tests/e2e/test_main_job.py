@@ -300,6 +300,7 @@ def test_torchrun_runs_the_same_job_without_ray(place, on_the_fly):
         str(ROOT / SFT),
         *overrides,
     ]
+    place.env["TMPDIR"] = str(place.home)  # torchrun leaves a directory there
     done = place.do([*command, "--lineage", "a"])
     assert done.returncode == 0, done.stderr[-3000:]
     for a, b in zip(facts(on_the_fly), facts(place.home / "torchrun" / "a"), strict=True):

@@ -1,6 +1,7 @@
 """What vLLM expects of a sync is what the policy sends, also where the checkpoint stores something else."""
 
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -65,6 +66,38 @@ def test_a_quantised_model_whose_weights_are_replaced_is_made_without_the_quanti
     written = json.loads((tmp_path / "b" / "model" / "config.json").read_text())
     assert written.items() <= bridge.read_config(tmp_path / "a").items()
     assert not is_quantised(tmp_path / "b" / "model")
+
+
+SHARES = """
+import os, signal, sys
+from multiprocessing import shared_memory
+from ptf.rl.engines.vllm_engine import unlink_shared_memory
+memory = shared_memory.SharedMemory(create=True, size=1 << 16)
+memory.buf[:2] = b"ab"
+removed = unlink_shared_memory([os.getpid(), 0]) if sys.argv[1] == "unlinked" else []
+assert bytes(memory.buf[:2]) == b"ab"
+print(memory.name, removed == [memory.name], flush=True)
+if sys.argv[2] == "killed":
+    os.killpg(0, signal.SIGKILL)  # its resource tracker, too
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no directory here")
+@pytest.mark.parametrize("end", ["killed", "ended"])
+def test_shared_memory_without_a_name_outlives_nobody(end: str) -> None:
+    for how in ("unlinked", "named"):
+        done = subprocess.run(
+            [sys.executable, "-c", SHARES, how, end], capture_output=True, text=True, start_new_session=True, timeout=60
+        )
+        name, unlinked = done.stdout.split()
+        left = Path("/dev/shm") / name
+        if how == "unlinked":
+            assert unlinked == "True"
+            assert not left.exists()
+            assert not done.stderr, "its resource tracker knows of nothing"
+        else:
+            assert left.exists() == (end == "killed")  # control
+            left.unlink(missing_ok=True)
 
 
 class Layer(torch.nn.Module):
