@@ -132,11 +132,16 @@ def plan(options: argparse.Namespace) -> int:
     from ptf.inspection import plan as plan_report
     from ptf.train.fitting import Setting, search
 
-    given = Setting(options.gpus, {})
-    trials = []
+    if options.fit and options.roofline:
+        raise UserError("give --fit first, and then --roofline with the arguments that it found")
+    given, trials = Setting(options.gpus, {}), []
     if options.fit:
         trials = list(search(_planned_job(options, given), options.gpus, lambda one: _plan(options, one)[0]))
-        given = trials[-1].setting if trials[-1].fits else given
+        if trials and trials[-1].fits:
+            given = trials[-1].setting
+        elif not any(trial.plan for trial in trials):
+            reasons = dict.fromkeys(f"{trial.setting}: {trial.refused}" for trial in trials)
+            raise UserError("\n".join(["ptf plan --fit found no setting that the job can have:", *reasons]))
     found, bound = _plan(options, given)
     if options.json:
         print(json.dumps(plan_report.as_json(found, bound) | plan_report.trials_as_json(trials), indent=2))
@@ -465,7 +470,7 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--fit",
         action="store_true",
-        help="find checkpointing, sequences a pass, mesh and GPUs with which it fits, and say why others do not",
+        help="find checkpointing, sequences a pass, offload, mesh and GPUs with which it fits; say why others do not",
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.set_defaults(run=plan)

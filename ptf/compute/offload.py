@@ -48,9 +48,10 @@ class OffloadedTensors:
     """The offloaded tensors of one role on one worker: in a file, or in host memory if `file` is None. The host memory
     of tensors of a GPU is page-locked and used again by the next offload."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, pinned: PinnedMemory | None = None, first: int = 0) -> None:
+        """With `pinned`, which others use as well, the tensors lie from its byte `first` on."""
         self.file = file
-        self.pinned = PinnedMemory()
+        self.pinned, self.first = pinned or PinnedMemory(), first
         self.digest = b""
         # storage, its size in bytes, and its copy if that is neither in the file nor in `pinned`
         self.waiting: Waiting = []
@@ -100,7 +101,7 @@ class OffloadedTensors:
 
     def _copy_pinned(self, waiting: Waiting, restoring: bool) -> None:
         """Copy all storages to page-locked memory, one after the other, or back."""
-        first = 0
+        first = self.first
         for storage, size, _ in waiting:
             values = _bytes(storage)
             for part, offset in self.pinned.parts(first, size):

@@ -239,7 +239,8 @@ class Flex:
                 raise
             raise RuntimeError(
                 f"FlexAttention would be compiled for more than {FLEX_VARIANTS} variants; the last has q of shape "
-                f"{list(q.shape)} in {q.dtype} and window {layer.window}. Please report the job that asks for so many"
+                f"{list(q.shape)} in {q.dtype} and window {layer.window}. Lengths that vary come from "
+                "train.deterministic or from rollout.engine: native; without them sequences have one length"
             ) from error
         if layer.sinks is not None:
             out = out * torch.sigmoid(lse - layer.sinks.float()[:, None])[..., None].to(out.dtype)

@@ -79,12 +79,15 @@ class HFDecoder(nn.Module):
     @property
     def switches_at(self) -> int | None:
         """The number of tokens beyond which the rotary frequencies of all documents of a batch change, if they do."""
-        rope = getattr(self.hf.config, "rope_parameters", None) or {}
-        original = rope.get("original_max_position_embeddings")
-        return int(original) if rope.get("rope_type") == "longrope" and original else None
+        parameters = getattr(self.hf.config, "rope_parameters", None) or {}
+        by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+        found = [rope for rope in (parameters, *by_layer_type) if rope.get("rope_type") == "longrope"]
+        limits = [rope.get("original_max_position_embeddings") for rope in found]
+        return min((int(limit) for limit in limits if limit), default=None)
 
     def _refuse_mixed_lengths(self, segments: Tensor, limit: int) -> None:
         lengths = segments[segments >= 0].unique_consecutive(return_counts=True)[1]
+        lengths = lengths[lengths > 1]  # one token attends to itself with any frequencies
         if len(lengths) and int(lengths.min()) <= limit < int(lengths.max()):
             raise UserError(
                 f"model.backend: hf: with longrope, transformers computes a document of at most {limit} tokens with "
@@ -314,8 +317,8 @@ def check(model: HFDecoder, whole: Any) -> None:
 def check_assembled(model: HFDecoder, whole: Any) -> None:
     """Compare the hidden states of the model that trains with those of the one that its tensors were copied from.
 
-    Raise UserError where they differ, or, in a sharded model, where a buffer does: such a model has state that was not
-    copied.
+    Raise UserError where they differ, or, in a model that is sharded or on a GPU, where a buffer does: such a model has
+    state that was not copied.
     """
     name = whole.config.model_type
     theirs = dict(whole.named_buffers(remove_duplicate=False))
@@ -323,11 +326,11 @@ def check_assembled(model: HFDecoder, whole: Any) -> None:
     wrong = sorted(
         n for n in mine.keys() | theirs.keys() if n not in mine or n not in theirs or _differ(mine[n], theirs[n])
     )
-    if not wrong and not isinstance(model, FSDPModule):
+    # another device rounds otherwise, and may send tokens to other experts
+    if not wrong and not isinstance(model, FSDPModule) and next(model.parameters()).device.type == "cpu":
         tokens = _probe(whole.config, model.config.max_positions)
-        device = next(model.parameters()).device
         expected = whole.base_model(input_ids=tokens, use_cache=False)[0]
-        got = model.hf.base_model(input_ids=tokens.to(device), use_cache=False)[0].cpu()
+        got = model.hf.base_model(input_ids=tokens, use_cache=False)[0]
         if not float((got - expected).abs().max()) <= TOLERANCE * float(expected.abs().max()):
             wrong = ["its hidden states"]
     if wrong:
@@ -341,7 +344,7 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 
 def _probe(c: Any, max_positions: int) -> Tensor:
-    """Return a row of tokens that two models are compared with, [1, T]."""
+    """Return a sequence of tokens that two models are compared with, [1, T]."""
     g = torch.Generator().manual_seed(0)
     return torch.randint(0, c.vocab_size, (1, min(PROBE, max_positions)), generator=g)
 

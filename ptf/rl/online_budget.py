@@ -1,8 +1,8 @@
 """The memory of an online job on the devices of each pool, phase by phase, computed before the job is started.
 
-Between its phases a role holds its weights, and a trained one its gradients and optimizer. On a GPU, the other roles of
-its pool are offloaded to host memory while it works; vLLM, which takes a share of the GPU for its weights and cache,
-then holds nothing. A sync has the policy and the engines in memory in turn, or together (`ipc`).
+Between its phases a role holds its weights, and a trained one its optimizer; gradients exist in the update only. On a
+GPU, the other roles of its pool are offloaded to host memory while it works; vLLM, which takes a share of the GPU for
+its weights and cache, then holds nothing. A sync has the policy and the engines in memory in turn, or together (`ipc`).
 
 The policy, the critic and the frozen models are counted as in offline jobs (`ptf.train.budget`). CUDA's own memory, and
 what libraries take for their kernels, is not counted.
@@ -25,7 +25,7 @@ from ptf.recipes.protocol import Online, Recipe
 from ptf.rl.weights.stored import BUCKET_BYTES
 from ptf.rl.weights.traffic import SyncTraffic, sync_traffic
 from ptf.rl.weights.transports import TRANSPORTS, chosen
-from ptf.train.budget import GIB, Budget, Memory, budget, config_directory, frozen_memory
+from ptf.train.budget import GIB, Budget, budget, config_directory, frozen_memory
 from ptf.train.starting_model import is_own_reference
 
 NATIVE_BATCH = 1024  # requests that the native engine answers at once (ptf.rl.engines.native)
@@ -101,10 +101,11 @@ def online_budget(
     update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=cast("Recipe", recipe), beside={})
     engine = _engine(job, directory, room)
     transport = chosen(job, gpu=True)
-    roles = {"policy": _policy(job, directory, recipe, update, gpus), **_frozen(job, directory, recipe, gpus)}
+    roles = {"policy": _policy(job, recipe, update, gpus), **_frozen(job, directory, recipe, gpus)}
+    trained = [update]
     if recipe.critic is not None:
-        trained = budget(job, directory, gpus, room_gib=room_gib, gpu=gpu, recipe=recipe.critic, beside={})
-        roles["critic"] = _trained(trained.memory, gpus, "update critic", "values")
+        trained.append(budget(job, directory, gpus, room_gib=room_gib, gpu=gpu, recipe=recipe.critic, beside={}))
+        roles["critic"] = _trained(trained[1], gpus, "update critic", "values")
     roles["rollout"] = engine.memory
     sent = update.trained if job.rollout.lora == "adapter" else update.parameters
     members = _members(job, roles)
@@ -112,24 +113,24 @@ def online_budget(
     host = max(_offloaded(job, [(role, roles[role]) for role in of], engine) for of in members.values())
     sync = sync_traffic(sent, job.train.precision, transport)
     problems = tuple(_problems(pools, engine, room, job))
-    moments = 2 * update.memory.gradients if job.train.optimizer_offload else 0.0
+    moments = 2 * sum(of.memory.gradients for of in trained) if job.train.optimizer_offload else 0.0
     return OnlineBudget(pools, update, engine, transport, sync, host + moments + sync.host, room, problems)
 
 
-def _trained(memory: Memory, workers: int, update: str, forward: str | None) -> RoleMemory:
+def _trained(planned: Budget, workers: int, update: str, forward: str | None) -> RoleMemory:
     """Return the memory of a role that trains, with the phase of its update and that of a forward pass alone."""
-    held = memory.weights + memory.gradients + memory.optimizer
-    phases = {update: memory.gathered + memory.activations + memory.logits}
+    held = planned.forward.weights + planned.forward.optimizer
+    phases = {update: planned.memory.total - held}
     if forward:
-        phases[forward] = memory.gathered + memory.logits
+        phases[forward] = planned.forward.total - held
     return RoleMemory(workers, held, phases)
 
 
-def _policy(job: Job, directory: Path, recipe: Online, update: Budget, gpus: int) -> RoleMemory:
+def _policy(job: Job, recipe: Online, update: Budget, gpus: int) -> RoleMemory:
     """Return the memory of the policy; with LoRA it is its own reference."""
-    memory = _trained(update.memory, gpus, "update", "logprobs" if recipe.needs_old else None)
+    memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old else None)
     own = {role for role in recipe.companions if not _has_own_role(job, recipe, role)}
-    forward = update.memory.gathered + update.memory.logits
+    forward = update.forward.total - memory.held
     return RoleMemory(gpus, memory.held, {**memory.phases, **dict.fromkeys(sorted(own), forward)})
 
 
@@ -163,7 +164,8 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
     model, _ = bridge.build(directory)
     size = torch.finfo(torch.bfloat16 if job.train.precision == "bf16" else torch.float32).bits // 8
     weights = size * sum(p.numel() for p in model.parameters()) / rollout.tensor
-    each = size * cache_elements(model.config) / rollout.tensor  # bytes of a token
+    # bytes of a token; devices beyond the number of key-value heads repeat them
+    each = size * cache_elements(model.config) / min(rollout.tensor, model.config.kv_heads)
     if rollout.engine == "vllm":
         held = rollout.gpu_memory_utilization * room
         cache = max(0.0, held - weights)
@@ -239,10 +241,8 @@ def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job
     for pool in pools:
         for phase in pool.phases:
             if (total := pool.total(phase)) > room:
-                yield (
-                    f"pool {pool.name}, phase {phase}: {total / GIB:.1f} of {room / GIB:.1f} GiB; more GPUs (--gpus), "
-                    f"{_advice(phase)}"
-                )
+                needed = f"{total / GIB:.1f} of {room / GIB:.1f} GiB"
+                yield f"pool {pool.name}, phase {phase}: {needed}; more GPUs (--gpus) or {_advice(phase)}"
     if engine.answers < 1:
         yield (
             f"rollout: the weights take {engine.weights / GIB:.1f} GiB, and no answer of data.seq_len "
@@ -253,7 +253,10 @@ def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job
 def _advice(phase: str) -> str:
     """Return the keys that lower the memory of a phase."""
     if phase.startswith("update"):
-        return "train.activation_checkpointing: block, train.micro_sequences: 1, or compute.mesh.tensor"
+        return (
+            "train.activation_checkpointing: block, train.micro_sequences: 1, train.optimizer_offload, or "
+            "compute.mesh.tensor"
+        )
     if phase == "sync policy and rollout":
-        return "or another pool for rollout (rollout.transport: nccl)"
-    return "or a pool of its own for this role (compute.pools)"
+        return "another pool for rollout (rollout.transport: nccl)"
+    return "a pool of its own for this role (compute.pools)"

@@ -73,7 +73,8 @@ class Budget:
     mesh: Mapping[str, int]
     parameters: int
     trained: int
-    memory: Memory
+    memory: Memory  # at the fullest moment
+    forward: Memory  # in a forward pass alone, of log-probs or values
     micro_sequences: int
     flops: float  # of a global step
     tokens: int  # of a global step
@@ -97,7 +98,8 @@ class _Sizes:
     block_trained: int
     root: int  # embedding, last norm and head
     root_trained: int
-    head: int  # rows × width
+    head: int  # vocabulary × hidden size
+    largest: int  # the largest parameter that trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,17 @@ class _Run:
             self._reducing_layer(sizes, layers),
             self._held(sizes, (self.element + 4.0) * sizes.root_trained, 0.0, 0.0),  # reducing embedding and head
         ]
+        if self.offloaded:  # to save or to resume, when nothing is gathered
+            moments.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=8.0 * sizes.trained))
         return max(moments, key=lambda memory: memory.total)
+
+    def forward(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
+        """Return the memory of a forward pass alone, between steps, when there are no gradients."""
+        gathered = float(self.element * (2 * sizes.block + sizes.root))
+        activations = self._tokens * max(layer.everything for layer in layers)  # of one layer; its parts are freed
+        logits = self._chunk(sizes, dim) + self._tokens * dim * self.element
+        optimizer = 0.0 if self.offloaded else 8.0 * sizes.trained
+        return replace(self._held(sizes, gathered, activations, logits), gradients=0.0, optimizer=optimizer)
 
     def _held(self, sizes: _Sizes, gathered: float, activations: float, logits: float) -> Memory:
         """Return a moment's memory: what is held all the time, and these parts."""
@@ -131,7 +143,7 @@ class _Run:
             + self.frozen * float(sizes.here - sizes.trained)
             + self.element * sizes.here * self.companions,
             4.0 * sizes.trained,
-            min(8.0 * sizes.trained, float(BUCKET_BYTES)) if self.offloaded else 8.0 * sizes.trained,
+            min(8.0 * sizes.trained, max(BUCKET_BYTES, 8.0 * sizes.largest)) if self.offloaded else 8.0 * sizes.trained,
             gathered + self.element * self.companion_gathered,
             activations,
             logits,
@@ -139,10 +151,7 @@ class _Run:
 
     def _at_head(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory while the loss of a chunk of logits is computed, with all activations saved."""
-        tokens = self._tokens
-        chunk = chunk_bytes(torch.device("cuda"))
-        if sizes.head:  # else a head of the user's own
-            chunk = min(chunk, 4 * tokens * sizes.head // dim)
+        tokens, chunk = self._tokens, self._chunk(sizes, dim)
         # in fp32, with the gradient that a GEMM of 16 bits reads, and with the slopes
         logits = chunk * (1 + (self.element == 2) / 2 + self.softcapped) + 2 * tokens * dim * self.element
         gradient = (4 + self.element) * self._head_trained(sizes)
@@ -164,6 +173,11 @@ class _Run:
         saved = sum(layer.of(self.recomputed) for layer in layers[:-1])
         gathered = sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes)
         return self._held(sizes, self.element * gathered + 4.0 * sizes.block_trained, self._tokens * saved, 0.0)
+
+    def _chunk(self, sizes: _Sizes, dim: int) -> int:
+        """Return the bytes of a chunk of fp32 logits, or of all of them; a head of the user's own counts as a chunk."""
+        chunk = chunk_bytes(torch.device("cuda"))
+        return min(chunk, 4 * self._tokens * sizes.head // dim) if sizes.head else chunk
 
     @property
     def _tokens(self) -> int:
@@ -196,7 +210,10 @@ def budget(
         raise UserError("ptf plan counts ptf's own decoder only; model.backend is hf")
     tensor, precision = job.compute.mesh.tensor, job.train.precision
     data = gpus // tensor
-    if job.train.sequences % data:
+    in_step = job.train.sequences
+    if job.rollout:  # at most: answers are shorter, and those to one prompt share it
+        in_step = job.rollout.prompts * job.rollout.group_size
+    elif in_step % data:
         raise UserError(
             f"train.sequences ({job.train.sequences}) must be a multiple of the {data} data-parallel ranks: "
             "each trains at least one sequence"
@@ -215,7 +232,7 @@ def budget(
         layers = _layers(model, dtype, tensor)
         parallelize(model, mesh, precision)
         sizes = _sizes(model)
-    sequences = min(job.train.micro_sequences, job.train.sequences // data)
+    sequences = min(job.train.micro_sequences, -(-in_step // data))
     own = [
         other or sizes
         for companion, (other, _) in zip(by_role.values(), others, strict=True)
@@ -227,22 +244,26 @@ def budget(
     recomputed, softcapped = job.train.activation_checkpointing, model.config.softcap is not None
     run = _Run(recomputed, sequences, job.data.seq_len, dtype.itemsize, held, companions, gathered, softcapped)
     run = replace(run, offloaded=job.train.optimizer_offload)
-    tokens, lengths = job.train.sequences * job.data.seq_len, [job.data.seq_len] * job.train.sequences
+    in_step *= getattr(recipe, "epochs", 1) if job.rollout else 1
+    tokens, lengths = in_step * job.data.seq_len, [job.data.seq_len] * in_step
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
-    memory, room = run.memory(sizes, layers, model.config.dim), room_gib * GIB
+    dim, room = model.config.dim, room_gib * GIB
+    memory, forward_alone = run.memory(sizes, layers, dim), run.forward(sizes, layers, dim)
     peak = PEAKS[gpu][precision == "fp32"] * 1e12
-    advice = () if memory.total <= room else tuple(_advice(run, sizes, layers, model.config.dim, gpus, room))
+    advice = () if memory.total <= room else tuple(_advice(run, sizes, layers, dim, gpus, room))
     replicate = job.compute.mesh.replicate
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
+    seconds = work / (gpus * peak * mfu)
     return Budget(
-        str(directory), gpus, shape, *counts, memory, sequences, work, tokens, work / (gpus * peak * mfu), room, advice
+        str(directory), gpus, shape, *counts, memory, forward_alone, sequences, work, tokens, seconds, room, advice
     )
 
 
 def frozen_memory(
-    job: Job, directory: Path, workers: int, head: Literal["lm", "scalar"] = "lm", width: int | None = None
+    job: Job, directory: Path, workers: int, head: Literal["lm", "scalar"] = "lm", length: int | None = None
 ) -> Memory:
-    """Return the memory of a role whose model is not trained, while it computes; `width` is tokens a row.
+    """Return the memory of a role whose model is not trained, while it computes; `length` is that of a
+    sequence (default: data.seq_len) and at most what the model can read.
 
     Raises UserError for a model that cannot be sharded so.
     """
@@ -255,7 +276,7 @@ def frozen_memory(
         layers = _layers(model, dtype, mesh.tensor)
         parallelize(model, device_mesh, precision)
         sizes = _sizes(model)
-    tokens = job.train.micro_sequences * (width or job.data.seq_len)
+    tokens = job.train.micro_sequences * min(length or job.data.seq_len, model.config.max_positions)
     held = frozen_dtype(directory, precision, exported=False).itemsize
     logits = min(chunk_bytes(torch.device("cuda")), 4 * tokens * sizes.head // model.config.dim)
     return Memory(
@@ -350,6 +371,7 @@ def _sizes(model: Decoder) -> _Sizes:
         sum(map(_of_group, root)),
         sum(_of_group(p) for p in root if p.requires_grad),
         _of_group(getattr(model.head, "_parameters", {}).get("weight")),
+        max((here(p) for p in parameters if p.requires_grad), default=0),
     )
 
 

@@ -54,7 +54,8 @@ class Trial:
 
 
 def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[Trial]:
-    """Yield the trials until one fits, which is the last one; none of them does if the search found nothing.
+    """Yield the trials until one fits, which is the last one; none of them does if the search found nothing. There is
+    no trial at all if the job's tensor groups divide none of the numbers of GPUs.
 
     `planned` returns the plan of a setting, or raises UserError where the job cannot have it.
     """
@@ -67,8 +68,9 @@ def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[
 
     factor = 1
     while factor <= MOST_FACTOR:
-        for tensor in TENSOR:
-            if tensor < job.compute.mesh.tensor or gpus * factor % tensor:
+        own = job.compute.mesh.tensor
+        for tensor in [own, *(size for size in TENSOR if size > own)]:
+            if gpus * factor % tensor:
                 continue
             mesh = {} if tensor == job.compute.mesh.tensor else {"compute.mesh.tensor": str(tensor)}
             *others, smallest = _within(job)
@@ -92,10 +94,10 @@ def _within(job: Job) -> list[dict[str, str]]:
     for mode in MODES[MODES.index(job.train.activation_checkpointing) :]:
         same = {} if mode == job.train.activation_checkpointing else {"train.activation_checkpointing": mode}
         changes.append(same)
-        rows = job.train.micro_sequences // 2
-        while rows:
-            changes.append({**same, "train.micro_sequences": str(rows)})
-            rows //= 2
+        sequences = job.train.micro_sequences // 2
+        while sequences:
+            changes.append({**same, "train.micro_sequences": str(sequences)})
+            sequences //= 2
     if not job.train.optimizer_offload:
         changes.append({**changes[-1], "train.optimizer_offload": "true"})
     return changes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ptf.compute.offload import SLAB_BYTES, OffloadedTensors
+from ptf.compute.offload import SLAB_BYTES, OffloadedTensors, PinnedMemory, release_freed_memory
 
 BUCKET_BYTES = SLAB_BYTES  # of averages on the device at once; a larger parameter is a bucket of its own
 
@@ -23,11 +23,12 @@ class OffloadedMoments:
     def __init__(self, optimizer: torch.optim.Optimizer, limit: int = BUCKET_BYTES) -> None:
         self.optimizer = optimizer
         # by the number of the group, because loading a state replaces the groups
-        self.buckets = [
-            (number, parameters, OffloadedTensors(None))
-            for number, group in enumerate(optimizer.param_groups)
-            for parameters in _buckets(group["params"], limit)
-        ]
+        self.buckets: list[tuple[int, list[nn.Parameter], OffloadedTensors]] = []
+        pinned, first = PinnedMemory(), 0
+        for number, group in enumerate(optimizer.param_groups):
+            for parameters in _buckets(group["params"], limit):
+                self.buckets.append((number, parameters, OffloadedTensors(None, pinned, first)))
+                first += sum(map(_bytes_of_averages, parameters))
 
     def step(self) -> None:
         """Make one step of the optimizer, bucket by bucket."""
@@ -43,7 +44,7 @@ class OffloadedMoments:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Run a block with the whole state on the device, to store or to load it."""
+        """Run a block with the whole state on the device, to store or to load it, when there are no activations."""
         for _, _, offloaded in self.buckets:
             offloaded.restore()
         try:
@@ -51,10 +52,13 @@ class OffloadedMoments:
         finally:
             for _, parameters, offloaded in self.buckets:
                 offloaded.offload(self._state(parameters), release=False)
+            release_freed_memory()
 
     def _state(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return the averages; the number of steps, a scalar, stays where it is."""
         state: Any = self.optimizer.state
-        return [value for p in parameters for value in state.get(p, {}).values() if isinstance(value, Tensor)]
+        values = (value for p in parameters for value in state.get(p, {}).values())
+        return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
 
 def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
@@ -62,8 +66,7 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        own = 2 * local.numel() * local.element_size()
+        own = _bytes_of_averages(parameter)
         if bucket and size + own > limit:
             yield bucket
             bucket, size = [], 0
@@ -71,3 +74,8 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn
         size += own
     if bucket:
         yield bucket
+
+
+def _bytes_of_averages(parameter: nn.Parameter) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return 2 * local.numel() * local.element_size()

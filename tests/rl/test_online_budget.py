@@ -19,6 +19,9 @@ TOKEN = 2 * 2 * LAYERS * KV_HEADS * HEAD  # bytes of keys and values in bf16
 APART = {"gang": {"roles": ["policy", "reference"]}, "generate": {"roles": ["rollout"]}}
 
 
+TRAIN = {"steps": 1, "lr": 1e-5, "micro_sequences": 2, "precision": "bf16"}
+
+
 def job(path: Path, *, recipe: str = "grpo", algo: dict | None = None, model: dict | None = None, **sections) -> Job:
     raw = {
         "recipe": recipe,
@@ -26,7 +29,7 @@ def job(path: Path, *, recipe: str = "grpo", algo: dict | None = None, model: di
         "output": str(path / "runs"),
         "model": {"path": str(directory(path, DENSE)), **(model or {})},
         "data": {"sources": {"a": {"path": "a.jsonl", "kind": "prompt"}}, "seq_len": 1024},
-        "train": {"steps": 1, "lr": 1e-5, "sequences": 64, "micro_sequences": 2, "precision": "bf16"},
+        "train": TRAIN,
         "rollout": {
             "reward": {"use": "ptf.rl.rewards:exact"},
             "workers": 4,
@@ -60,8 +63,7 @@ def test_a_policy_alone_has_an_update_a_rollout_and_a_sync(tmp_path) -> None:
     assert plan.transport == "ipc"  # one pool, an engine for each worker
     assert pool.phases["update"]["policy"] == plan.update.memory.total
     assert pool.phases["rollout"]["rollout"] == 0.5 * plan.room
-    held = plan.update.memory.weights + plan.update.memory.gradients + plan.update.memory.optimizer
-    assert held == 16 * plan.update.parameters / 4
+    held = 12 * plan.update.parameters / 4  # weights and two averages; there are gradients in the update only
     weights = 2 * plan.update.parameters
     assert plan.engine.weights == weights
     assert pool.phases["sync policy and rollout"] == {
@@ -88,7 +90,12 @@ def test_a_reference_and_a_critic_are_roles_and_lora_is_its_own_reference(tmp_pa
         < pool.phases["logprobs"]["policy"]
         < pool.phases["update"]["policy"]
     )
-    assert plan.host == 16 * plan.update.parameters / 4 + frozen
+    assert plan.host == 12 * plan.update.parameters / 4 + frozen
+    away = planned(tmp_path, algo=kl, train={**TRAIN, "optimizer_offload": True})
+    assert away.host == plan.host  # the averages, all the time
+    assert (
+        away.pools[0].phases["logprobs"]["policy"] == pool.phases["logprobs"]["policy"] - 8 * plan.update.parameters / 4
+    )
 
     adapted = planned(tmp_path, algo=kl, model={"lora": {"rank": 8}})
     assert adapted.pools[0].phases["reference"].keys() == {"policy"}
@@ -115,12 +122,20 @@ def test_roles_with_devices_of_their_own_do_not_share_them(tmp_path) -> None:
         planned(tmp_path, compute={"pools": APART})
 
 
+def test_an_update_has_the_answers_of_a_step_whatever_the_sequences_of_offline_jobs_are(tmp_path) -> None:
+    plan = planned(tmp_path, gpus=16, algo={"epochs": 2}, compute={"workers": 16}, rollout={"workers": 16})
+    assert plan.update.micro_sequences == 2
+    assert plan.update.tokens == 2 * 64 * 8 * 1024  # epochs × prompts × answers × tokens
+    alone = planned(tmp_path, gpus=16, compute={"workers": 16}, rollout={"workers": 16, "prompts": 1})
+    assert alone.update.micro_sequences == 1  # eight answers over sixteen GPUs
+
+
 def test_the_native_engine_holds_contexts_once_and_each_answer(tmp_path) -> None:
     plan = planned(tmp_path, rollout={"engine": "native", "prompts": 40, "transport": "path"})
     cache = TOKEN * (10 * (1024 - 256) + 80 * 256)  # ten prompts, eight answers to each
     assert plan.engine.cache == cache
     assert plan.pools[0].phases["rollout"]["rollout"] == plan.engine.weights + cache
-    assert plan.host == 16 * plan.update.parameters / 4 + plan.engine.weights + plan.sync.host
+    assert plan.host == 12 * plan.update.parameters / 4 + plan.engine.weights + plan.sync.host
 
 
 def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path, capsys) -> None:

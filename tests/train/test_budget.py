@@ -98,6 +98,16 @@ def test_an_optimizer_in_host_memory_has_a_bucket_on_the_gpu(tmp_path) -> None:
     assert there.memory.optimizer == 8 * there.trained
     assert away.memory.optimizer == min(there.memory.optimizer, 256 << 20)
     assert there.memory.total - away.memory.total == there.memory.optimizer - away.memory.optimizer
+    # without activations, what is saved and resumed needs most
+    little = planned(
+        tmp_path,
+        {**DENSE, "num_hidden_layers": 64, "vocab_size": 64},
+        1,
+        optimizer_offload=True,
+        micro_sequences=1,
+        activation_checkpointing="block",
+    )
+    assert little.memory.total == 16 * little.trained
 
 
 def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys) -> None:

@@ -81,5 +81,9 @@ def test_the_arguments_that_are_printed_make_the_job_fit(tmp_path: Path, capsys:
     assert last["fits"]
     assert all(not one["fits"] and "GiB" in one["why"] for one in others)
     assert found["memory_gib"]["step"]["total"] <= 0.9
+    assert main(["plan", str(file), "--gpus", "8", "--fit", "--roofline"]) == 2
+    assert "give --fit first" in capsys.readouterr().err
+    assert main([*given, "--gpus", "3", "--fit", "--set", "compute.mesh.tensor=3"]) == 2
+    assert "found no setting that the job can have:\n3 GPUs" in capsys.readouterr().err
     assert main(["plan", str(file), "--gpus", "8", "--memory", "0.01", "--fit"]) == 1
     assert "nothing that was tried fits" in capsys.readouterr().out

@@ -71,8 +71,9 @@ class TrainConfig(Section):
     """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer.
     `selective`: only cheap operations, that is all but matrix products and attention."""
     optimizer_offload: bool = free(False)
-    """Keep AdamW's averages in host memory, 8 bytes a trained parameter, and step with 256 MiB of them at a time on the
-    device. The bits are the same; a step on a GPU takes as long as it takes to copy them in and out."""
+    """Keep AdamW's averages in host memory, 8 bytes a trained parameter, and step with those of 256 MiB, or of one
+    parameter, on the device. The bits are the same; a step on a GPU also takes the time to copy them in and out. To
+    save or to resume, all of them are on the device, where there are no activations then."""
     deterministic: bool = False
     """Compute the same bits for any `micro_sequences` and any number of workers, by adding the gradients of sequences
     in a fixed order. For small models in fp32 on a CPU."""
