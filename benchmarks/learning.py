@@ -57,7 +57,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "learning.md"
 KEPT = RESULTS.with_suffix(".jsonl")
 SEEDS = range(10)
 DIGITS, TRAIN, HELD_OUT, WIDTH = 5, 30_000, 300, 128
-STEPS = {"base": 1200, "RM": 1300, "DPO": 600, "KD": 600}
+STEPS = {"base": 1200, "RM": 1000, "DPO": 480, "KD": 600}
 PARTS = ("RM", "DPO", "KD")  # what is learned by itself; DPO and KD begin at the base
 
 
