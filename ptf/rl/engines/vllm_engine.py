@@ -491,7 +491,7 @@ def _without_files_that_outlive_it() -> Iterator[None]:
     unlink_shared_memory([os.getpid(), *(child.pid or 0 for child in multiprocessing.active_children())])
 
 
-def unlink_shared_memory(pids: Iterable[int]) -> list[str]:
+def unlink_shared_memory(pids: Iterable[int], kinds: Sequence[str] = ("psm_", "sem.", "vllm_dist_")) -> list[str]:
     """Remove the names of the shared memory and the semaphores that these processes made for vLLM; return them.
 
     All of them have it mapped and go on using it. With a name it would outlive processes that are killed, as engines
@@ -500,9 +500,8 @@ def unlink_shared_memory(pids: Iterable[int]) -> list[str]:
     names: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # a process that has ended
-            names |= set(
-                re.findall(r"/dev/shm/((?:psm_|sem\.|vllm_dist_)\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.M)
-            )
+            names |= set(re.findall(r"/dev/shm/(\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.M))
+    names = {name for name in names if name.startswith(tuple(kinds))}
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"/dev/shm/{name}")
