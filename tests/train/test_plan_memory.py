@@ -17,13 +17,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "64 ranks, blocks": (
         "Qwen3-8B",
         64,
-        {"num_hidden_layers": 6},
+        {"num_hidden_layers": 3},
         {"seq_len": 8192, "sequences": 1, "train": {"activation_checkpointing": "block"}},
     ),
     "selective, in a layer": (
         "Qwen3-8B",
         8,
-        {"num_hidden_layers": 6, "vocab_size": 8192},
+        {"num_hidden_layers": 4, "vocab_size": 8192},
         {"seq_len": 4096, "sequences": 2, "train": {"activation_checkpointing": "selective"}},
     ),
     "LoRA": (
