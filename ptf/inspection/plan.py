@@ -25,7 +25,7 @@ def lines(plan: Budget | OnlineBudget, bound: Roofline | None) -> list[Renderabl
     if isinstance(plan, OnlineBudget):
         return _online_lines(plan)
     above = [] if bound is None else [_roofline_table(bound)]
-    return [*above, _budget_table(plan), *map(Text, _budget_advice(plan))]
+    return [*above, _budget_table(plan), *map(Text, _budget_lines(plan))]
 
 
 def trials_as_json(trials: Sequence[Trial]) -> dict[str, object]:
@@ -62,8 +62,8 @@ def why_not(trial: Trial) -> str:
 
 
 def _step_as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:
-    memory = {name: getattr(step.memory, name) / 2**30 for name in step.memory.__slots__}
-    found: dict[str, object] = {"memory_gib": {"step": {**memory, "total": step.memory.total / 2**30}}}
+    memory = {name: getattr(step.memory, name) / GIB for name in step.memory.__slots__}
+    found: dict[str, object] = {"memory_gib": {"step": {**memory, "total": step.memory.total / GIB}}}
     found |= {"fits": step.fits, "flops": step.flops, "tokens": step.tokens, "seconds": step.seconds}
     if bound is not None:
         operators = [
@@ -145,7 +145,7 @@ def _budget_table(step: Budget) -> Table:
     """Return the memory of the fullest GPU, line by line."""
 
     def gib(n):
-        return f"{n / 2**30:.2f}"
+        return f"{n / GIB:.2f}"
 
     memory = step.memory
     lines = {
@@ -166,8 +166,8 @@ def _budget_table(step: Budget) -> Table:
     return table
 
 
-def _budget_advice(step: Budget) -> list[str]:
-    """Return what a step costs, and, if it does not fit, what takes most and what to change."""
+def _budget_lines(step: Budget) -> list[str]:
+    """Return what a step costs, and, if it does not fit, what takes most."""
     mesh = " × ".join(f"{name} {size}" for name, size in step.mesh.items())
     rate = step.tokens / step.seconds
     lines = [
@@ -177,6 +177,5 @@ def _budget_advice(step: Budget) -> list[str]:
         )
     ]
     if not step.fits:
-        lines.append(f"does not fit: {step.memory.largest} take most. Change:")
-        lines += [f"  {what}  → {total / 2**30:.2f} GiB" for what, total in step.advice]
+        lines.append(f"does not fit: {step.memory.largest} take most; --fit finds what to change")
     return lines

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from ptf.compute.launch import default_threads
 from ptf.compute.world import joined
@@ -61,7 +62,16 @@ def _start_cluster(job: Job, run: Path, pools: Sequence[Pool], threads: int, loc
         raise UserError("compute.launcher: torchrun runs offline recipes only; use ray or local for online recipes")
 
 
-def pools_of(configs: Mapping[str, PoolConfig], specs: Mapping[str, RoleSpec]) -> list[Pool]:
+class HasWorkers(Protocol):
+    """A role as far as a pool counts its devices."""
+
+    @property
+    def workers(self) -> int:
+        """Devices, or processes on a CPU."""
+        ...
+
+
+def pools_of(configs: Mapping[str, PoolConfig], specs: Mapping[str, HasWorkers]) -> list[Pool]:
     """Return the pools of `compute.pools`; without any, one pool of all roles.
 
     Raises UserError unless every role of the job, and no other, is in a pool.

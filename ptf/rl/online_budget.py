@@ -9,26 +9,24 @@ what libraries take for their kernels, is not counted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
-from ptf.compute.meter import PEAKS
 from ptf.config import Job
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig
 from ptf.recipes import registry
 from ptf.recipes.protocol import Online, Recipe
+from ptf.rl.cluster import Pool
+from ptf.rl.engines.native import BATCH
+from ptf.rl.job_cluster import pools_of
 from ptf.rl.weights.stored import BUCKET_BYTES
-from ptf.rl.weights.traffic import SyncTraffic, sync_traffic
+from ptf.rl.weights.traffic import WIDTH, SyncTraffic, sync_traffic
 from ptf.rl.weights.transports import TRANSPORTS, chosen
 from ptf.train.budget import GIB, Budget, budget, config_directory, frozen_memory
 from ptf.train.starting_model import is_own_reference
-
-NATIVE_BATCH = 1024  # requests that the native engine answers at once (ptf.rl.engines.native)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +60,6 @@ class PoolBudget:
         """Return the bytes of all roles in a phase."""
         return sum(self.phases[phase].values())
 
-    @property
-    def peak(self) -> float:
-        """Bytes in the phase that needs most."""
-        return max(map(self.total, self.phases))
-
 
 @dataclass(frozen=True, slots=True)
 class OnlineBudget:
@@ -79,7 +72,7 @@ class OnlineBudget:
     sync: SyncTraffic
     host: float  # bytes of host memory for each worker, for what its pool offloads and a sync carries
     room: float  # bytes of a GPU
-    problems: Sequence[str] = field(default=())
+    problems: Sequence[str]
 
     @property
     def fits(self) -> bool:
@@ -94,8 +87,6 @@ def online_budget(
 
     Raises UserError for an unknown GPU, a model that cannot be sharded so, or an engine of the user's own.
     """
-    if gpu not in PEAKS:
-        raise UserError(f"ptf plan has no speed for the GPU {gpu}; it has {', '.join(PEAKS)}")
     assert job.rollout is not None
     recipe, room = cast("Online", registry.build(job)), room_gib * GIB
     update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=cast("Recipe", recipe), beside={})
@@ -108,9 +99,9 @@ def online_budget(
         roles["critic"] = _trained(trained[1], gpus, "update critic", "values")
     roles["rollout"] = engine.memory
     sent = update.trained if job.rollout.lora == "adapter" else update.parameters
-    members = _members(job, roles)
-    pools = [_pool(name, of, roles, engine, transport) for name, of in members.items()]
-    host = max(_offloaded(job, [(role, roles[role]) for role in of], engine) for of in members.values())
+    shared = pools_of(job.compute.pools, roles)
+    pools = [_pool(pool, roles, engine, transport) for pool in shared]
+    host = max(_offloaded(job, pool, roles, engine) for pool in shared)
     sync = sync_traffic(sent, job.train.precision, transport)
     problems = tuple(_problems(pools, engine, room, job))
     moments = 2 * sum(of.memory.gradients for of in trained) if job.train.optimizer_offload else 0.0
@@ -149,8 +140,8 @@ def _frozen(job: Job, directory: Path, recipe: Online, gpus: int) -> dict[str, R
             models[role] = (directory if path is None else config_directory(str(path), companion.revision), "lm", None)
     if reward := job.rollout.reward_model:
         models["reward"] = (config_directory(reward.path, reward.revision), "scalar", 2 * job.data.seq_len)
-    for role, (place, head, width) in models.items():
-        memory = frozen_memory(job, place, gpus, head, width)
+    for role, (place, head, length) in models.items():
+        memory = frozen_memory(job, place, gpus, head, length)
         found[role] = RoleMemory(gpus, memory.weights, {role: memory.total - memory.weights})
     return found
 
@@ -162,7 +153,7 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
     if rollout.engine not in ("vllm", "native"):
         raise UserError("ptf plan cannot count the memory of a rollout engine of your own; plan with vllm or native")
     model, _ = bridge.build(directory)
-    size = torch.finfo(torch.bfloat16 if job.train.precision == "bf16" else torch.float32).bits // 8
+    size = WIDTH[job.train.precision]
     weights = size * sum(p.numel() for p in model.parameters()) / rollout.tensor
     # bytes of a token; devices beyond the number of key-value heads repeat them
     each = size * cache_elements(model.config) / min(rollout.tensor, model.config.kv_heads)
@@ -173,7 +164,7 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
         memory = RoleMemory(rollout.workers * rollout.tensor, held, {"rollout": 0.0})
         return Engine(memory, weights, cache, answers)
     share = -(-rollout.prompts // rollout.workers)  # prompts of one engine
-    answered = min(NATIVE_BATCH, share * rollout.group_size)
+    answered = min(BATCH, share * rollout.group_size)
     contexts = -(-answered // rollout.group_size) * (job.data.seq_len - rollout.max_new_tokens)
     cache = each * (contexts + answered * rollout.max_new_tokens)
     memory = RoleMemory(rollout.workers, weights, {"rollout": cache})
@@ -185,41 +176,28 @@ def cache_elements(config: DecoderConfig) -> int:
     return 2 * config.num_layers * config.kv_heads * config.head_dim
 
 
-def _offloaded(job: Job, own: Sequence[tuple[str, RoleMemory]], engine: Engine) -> float:
-    """Return the bytes of host memory for what the roles of a pool leave a device with; nothing if one is alone.
+def _offloaded(job: Job, pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine) -> float:
+    """Return the bytes of host memory for what the roles of a pool leave a device with; none if one is alone, or if
+    they are offloaded to disk.
 
     vLLM discards its weights where a sync sends all of them, and its cache always.
     """
     assert job.rollout is not None
-    if len(own) < 2:
+    if len(pool.roles) < 2 or pool.disk:
         return 0.0
     discards = job.rollout.engine == "vllm" and job.rollout.lora == "merged"
     rollout = 0.0 if discards else engine.weights
-    return sum(rollout if role == "rollout" else memory.held for role, memory in own)
+    return sum(rollout if role == "rollout" else roles[role].held for role in pool.roles)
 
 
-def _members(job: Job, roles: Mapping[str, RoleMemory]) -> dict[str, list[str]]:
-    """Return the roles of each pool. Raises UserError unless every role, and no other, is in one."""
-    if not job.compute.pools:
-        return {"all": list(roles)}
-    members = {name: list(pool.roles) for name, pool in job.compute.pools.items()}
-    placed = {role for of in members.values() for role in of}
-    if wrong := sorted(placed ^ roles.keys()):
-        what = "no pool has the role" if wrong[0] in roles else "this job has no role"
-        raise UserError(f"compute.pools: {what} {wrong[0]}")
-    return members
-
-
-def _pool(
-    name: str, members: Sequence[str], roles: Mapping[str, RoleMemory], engine: Engine, transport: str
-) -> PoolBudget:
+def _pool(pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine, transport: str) -> PoolBudget:
     """Return the memory of a pool in each phase in which one of its roles works."""
-    own = {role: roles[role] for role in members}
+    own = {role: memory for role, memory in roles.items() if role in pool.roles}
     phases = {
         phase: {role: memory.held + more} for role, memory in own.items() for phase, more in memory.phases.items()
     }
     phases |= {f"sync {role}": of for role, of in _sync(own, engine, transport)}
-    return PoolBudget(name, max(memory.workers for memory in own.values()), phases)
+    return PoolBudget(pool.name, len(pool.processes), phases)
 
 
 def _sync(own: Mapping[str, RoleMemory], engine: Engine, transport: str) -> Iterator[tuple[str, dict[str, float]]]:

@@ -66,7 +66,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a job needs: memory, FLOPs, tokens and seconds of a step, and what would make it fit."""
+    """What a job needs: memory, FLOPs, tokens and seconds of a step."""
 
     model: str
     gpus: int
@@ -80,7 +80,6 @@ class Budget:
     tokens: int  # of a global step
     seconds: float
     room: float  # bytes
-    advice: tuple[tuple[str, float], ...]  # a change, and the total that it would bring
 
     @property
     def fits(self) -> bool:
@@ -241,22 +240,27 @@ def budget(
     companions = sum(other.here for other in own) / sizes.here
     gathered = max((2 * other.block + other.root for other in own), default=0)
     held = frozen_dtype(directory, precision, exported=True).itemsize
-    recomputed, softcapped = job.train.activation_checkpointing, model.config.softcap is not None
-    run = _Run(recomputed, sequences, job.data.seq_len, dtype.itemsize, held, companions, gathered, softcapped)
-    run = replace(run, offloaded=job.train.optimizer_offload)
+    run = _Run(
+        job.train.activation_checkpointing,
+        sequences,
+        job.data.seq_len,
+        dtype.itemsize,
+        held,
+        companions,
+        gathered,
+        softcapped=model.config.softcap is not None,
+        offloaded=job.train.optimizer_offload,
+    )
     in_step *= getattr(recipe, "epochs", 1) if job.rollout else 1
     tokens, lengths = in_step * job.data.seq_len, [job.data.seq_len] * in_step
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     dim, room = model.config.dim, room_gib * GIB
     memory, forward_alone = run.memory(sizes, layers, dim), run.forward(sizes, layers, dim)
     peak = PEAKS[gpu][precision == "fp32"] * 1e12
-    advice = () if memory.total <= room else tuple(_advice(run, sizes, layers, dim, gpus, room))
     replicate = job.compute.mesh.replicate
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
     seconds = work / (gpus * peak * mfu)
-    return Budget(
-        str(directory), gpus, shape, *counts, memory, forward_alone, sequences, work, tokens, seconds, room, advice
-    )
+    return Budget(str(directory), gpus, shape, *counts, memory, forward_alone, sequences, work, tokens, seconds, room)
 
 
 def frozen_memory(
@@ -276,17 +280,10 @@ def frozen_memory(
         layers = _layers(model, dtype, mesh.tensor)
         parallelize(model, device_mesh, precision)
         sizes = _sizes(model)
-    tokens = job.train.micro_sequences * min(length or job.data.seq_len, model.config.max_positions)
+    length = min(length or job.data.seq_len, model.config.max_positions)
     held = frozen_dtype(directory, precision, exported=False).itemsize
-    logits = min(chunk_bytes(torch.device("cuda")), 4 * tokens * sizes.head // model.config.dim)
-    return Memory(
-        weights=float(held * sizes.here),
-        gradients=0.0,
-        optimizer=0.0,
-        gathered=float(dtype.itemsize * (2 * sizes.block + sizes.root)),
-        activations=tokens * max(layer.everything for layer in layers),  # of one layer, whose parts are freed in turn
-        logits=float(logits + tokens * model.config.dim * dtype.itemsize),
-    )
+    run = _Run("none", job.train.micro_sequences, length, dtype.itemsize, held)
+    return run.forward(sizes, layers, model.config.dim)
 
 
 def _companion(
@@ -383,38 +380,3 @@ def _of_group(p: torch.Tensor | None) -> int:
         return p.numel()
     dim = (p.device_mesh.mesh_dim_names or ()).index("tensor")
     return p.numel() // p.device_mesh.size(dim) if p.placements[dim].is_shard() else p.numel()
-
-
-def _advice(
-    run: _Run, sizes: _Sizes, layers: list[ActivationBytes], dim: int, gpus: int, room: float
-) -> Iterator[tuple[str, float]]:
-    """Yield changes and the total memory with each, until one suffices.
-
-    Each change comes on top of those before it, in the order of their cost; the last ones change what is trained.
-    """
-    names: dict[str, str] = {}
-    modes: tuple[Recompute, ...] = ("none", "selective", "block")
-    changes = [
-        ("train.activation_checkpointing", mode, replace(run, recomputed=mode), 1)
-        for mode in modes[modes.index(run.recomputed) + 1 :]
-    ]
-    smallest = replace(run, recomputed="block", sequences=1)
-    if run.sequences > 1:
-        changes.append(("train.micro_sequences", "1", smallest, 1))
-    changes += [("GPUs", str(gpus * factor), smallest, factor) for factor in (2, 4, 8, 16, 32, 64)]
-    total = 0.0
-    for key, value, changed, factor in changes:
-        names[key] = value
-        total = changed.memory(
-            replace(sizes, here=sizes.here // factor, trained=sizes.trained // factor), layers, dim
-        ).total
-        yield ", ".join(f"{k}: {v}" for k, v in names.items()), total
-        if total <= room:
-            return
-    yield (
-        (
-            "and compute.mesh.tensor, which cuts gathered blocks and activations, or model.lora, "
-            "under which frozen weights have no gradients"
-        ),
-        total,
-    )

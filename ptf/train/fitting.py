@@ -66,13 +66,12 @@ def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[
         except UserError as error:
             return Trial(setting, None, str(error).strip().splitlines()[0])
 
-    factor = 1
+    factor, own = 1, job.compute.mesh.tensor
     while factor <= MOST_FACTOR:
-        own = job.compute.mesh.tensor
         for tensor in [own, *(size for size in TENSOR if size > own)]:
             if gpus * factor % tensor:
                 continue
-            mesh = {} if tensor == job.compute.mesh.tensor else {"compute.mesh.tensor": str(tensor)}
+            mesh = {} if tensor == own else {"compute.mesh.tensor": str(tensor)}
             *others, smallest = _within(job)
             least = tried(Setting(gpus * factor, {**mesh, **smallest}))
             if not least.fits:

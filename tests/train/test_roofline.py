@@ -35,20 +35,16 @@ def job(directory: Path, **train: Any):
     return loads(json.dumps(raw(directory, **train)))
 
 
+def first_layer(model, frozen):
+    """The costs of a model's first layer, compiled and without recomputation."""
+    options = {"sequences": 2, "recomputed": "none", "compiled": True, "frozen": frozen}
+    return layer_costs(model.config, 0, model.parts, GPU, LENGTHS, **options)
+
+
 @pytest.mark.parametrize("shape", ["Qwen3-0.6B", "Gemma-3-4B", "gpt-oss-20b", "Qwen3-30B-A3B"])
 def test_products_are_those_that_mfu_counts(tmp_path, shape):
     model, _ = bridge.build(write_config(shape, tmp_path, num_hidden_layers=1, layer_types=None))
-    costs = layer_costs(
-        model.config,
-        0,
-        model.parts,
-        GPU,
-        LENGTHS,
-        sequences=2,
-        recomputed="none",
-        compiled=True,
-        frozen=lambda name: False,
-    )
+    costs = first_layer(model, frozen=lambda name: False)
     flops, window = Flops.of(model), model.config.layers[0].window
     # and the sums of routing, and of the gradients of experts' biases, which are products with ones
     assert costs.flops["matrix products"] == pytest.approx(flops.per_token * sum(LENGTHS), rel=1e-3)
@@ -61,17 +57,7 @@ def test_frozen_weights_have_no_products_of_their_own(tmp_path):
     freeze(model, family, ["layers.*.mlp.down_proj.weight"])
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {"layers.0.mlp.down_proj.weight"}
-    costs = layer_costs(
-        model.config,
-        0,
-        model.parts,
-        GPU,
-        LENGTHS,
-        sequences=2,
-        recomputed="none",
-        compiled=True,
-        frozen=lambda name: name not in trained,
-    )
+    costs = first_layer(model, frozen=lambda name: name not in trained)
     # the gradient passes to the layer below: twice its weights, and a third product for the trained one
     weights = sum(p.numel() for n, p in model.layers[0].named_parameters() if n.endswith("proj.weight"))
     down = model.layers[0].mlp.down_proj.weight.numel()  # type: ignore[union-attr]

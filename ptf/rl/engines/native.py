@@ -31,6 +31,8 @@ from ptf.rl.engines.protocol import Request, edges_of
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
+BATCH = 1024  # requests that are answered at once
+
 
 class NativeEngine:
     """RolloutEngine on ptf's own Decoder."""
@@ -45,7 +47,7 @@ class NativeEngine:
         device: torch.device,
         dtype: torch.dtype,
         version: int,
-        batch: int = 1024,
+        batch: int = BATCH,
         parts: Parts | None = None,
         seed: int = 0,
         offload_file: Path | None = None,

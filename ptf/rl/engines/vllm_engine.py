@@ -11,16 +11,12 @@ import contextlib
 import functools
 import itertools
 import json
-import multiprocessing
 import os
-import re
-import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from importlib import metadata
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +31,7 @@ from ptf.model import bridge
 from ptf.model.peft_format import save
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.protocol import Request
+from ptf.rl.engines.shared_memory import nothing_outlives_it
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
@@ -135,7 +132,7 @@ class VLLMEngine:
         self.names = expected_names(Path(path))
         if version < 0 and is_quantised(Path(path)):
             arguments |= unquantised(Path(path), self._directory / "model")
-        with _without_files_that_outlive_it() if tensor > 1 else contextlib.nullcontext():
+        with nothing_outlives_it() if tensor > 1 else contextlib.nullcontext():
             self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.version, self.max_model_len = version, max_model_len
         self.vocab = self.engine.model_config.get_vocab_size()
@@ -474,40 +471,6 @@ def __getattr__(name: str) -> Any:
     if name == "OnlyAllowed":
         return _only_allowed()
     raise AttributeError(name)
-
-
-@contextlib.contextmanager
-def _without_files_that_outlive_it() -> Iterator[None]:
-    """Start an engine of several processes; remove the names of its sockets and shared memory once all are connected.
-
-    They would stay behind where the processes are killed, as engines are.
-    """
-    with tempfile.TemporaryDirectory() as sockets:
-        os.environ["VLLM_RPC_BASE_PATH"] = sockets
-        try:
-            yield
-        finally:
-            del os.environ["VLLM_RPC_BASE_PATH"]
-    unlink_shared_memory([os.getpid(), *(child.pid or 0 for child in multiprocessing.active_children())])
-
-
-def unlink_shared_memory(pids: Iterable[int], kinds: Sequence[str] = ("psm_", "sem.", "vllm_dist_")) -> list[str]:
-    """Remove the names of the shared memory and the semaphores that these processes made for vLLM; return them.
-
-    All of them have it mapped and go on using it. With a name it would outlive processes that are killed, as engines
-    are: 16 MiB and more for each start.
-    """
-    names: set[str] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # a process that has ended
-            names |= set(re.findall(r"/dev/shm/(\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.M))
-    names = {name for name in names if name.startswith(tuple(kinds))}
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm/{name}")
-        if name.startswith("psm_"):
-            resource_tracker.unregister(f"/{name}", "shared_memory")
-    return sorted(names)
 
 
 def _import_model(directory: Path) -> None:

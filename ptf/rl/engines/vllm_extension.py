@@ -7,13 +7,12 @@ it into its worker; it needs no import of vllm.
 """
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from ptf.rl.engines.vllm_engine import copied_without_loader, unlink_shared_memory
+from ptf.rl.engines.vllm_engine import copied_without_loader
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Receipt, SyncError
 
@@ -55,7 +54,6 @@ class WeightLoader:
         model = self.get_model()
         with refusing_lost_weights(model):
             self.reload_weights(weights_iterator=(pair for bucket in buckets for pair in bucket))
-        unlink_shared_memory([os.getpid()], ("sem.",))  # of locks that the first reload makes
         model = getattr(model, "language_model", model)  # of a multimodal model
         if self.device.type == "cpu" and model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

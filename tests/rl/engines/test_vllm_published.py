@@ -71,7 +71,7 @@ def test_a_quantised_model_whose_weights_are_replaced_is_made_without_the_quanti
 SHARES = """
 import os, signal, sys
 from multiprocessing import shared_memory
-from ptf.rl.engines.vllm_engine import unlink_shared_memory
+from ptf.rl.engines.shared_memory import unlink_shared_memory
 memory = shared_memory.SharedMemory(create=True, size=1 << 16)
 memory.buf[:2] = b"ab"
 removed = unlink_shared_memory([os.getpid(), 0]) if sys.argv[1] == "unlinked" else []
