@@ -1,7 +1,7 @@
 """Does it learn what it should, on every seed, and does it not where it must not? One small model (3 layers of 64),
 sequences of five digits, 15 minutes a seed on one core. Keeps what each recipe found with each seed in
-results/learning.jsonl, with the steps of its runs, and writes results/learning.md from it; exits 1 where a bar is
-missed or a seed is not there. What stands there with the present steps is not learned again.
+results/learning.jsonl, with the settings of its runs, and writes results/learning.md from it; exits 1 where a bar is
+missed or a seed is not there. What stands there with the present settings is not learned again.
 
     python benchmarks/learning.py [--seeds 0 1 …] [--minutes 60]
 
@@ -57,13 +57,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "learning.md"
 KEPT = RESULTS.with_suffix(".jsonl")
 SEEDS = range(10)
 DIGITS, TRAIN, HELD_OUT, WIDTH = 5, 30_000, 300, 128
-STEPS = {"base": 1200, "RM": 1000, "DPO": 480, "KD": 600}
+STEPS = {"base": 1200, "RM": 1300, "DPO": 800, "KD": 600}
+BETA = 2.0  # of DPO; at 1.0 a third answer can take what both lose
 PARTS = ("RM", "DPO", "KD")  # what is learned by itself; DPO and KD begin at the base
 
 
-def steps_of(part: str) -> list[int]:
-    """The steps of the runs that a part's numbers depend on."""
-    return [STEPS[part]] if part == "RM" else [STEPS["base"], STEPS[part]]
+def settings_of(part: str) -> dict[str, Any]:
+    """The settings of the runs that a part's numbers depend on."""
+    steps = [STEPS[part]] if part == "RM" else [STEPS["base"], STEPS[part]]
+    return {"steps": steps} | ({"beta": BETA} if part == "DPO" else {})
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Seed:
                 },
             )
             made = self.learn(
-                self.job("dpo", data, STEPS["DPO"], 3e-5, base, rows=16, algo={"beta": 1.0}), f"dpo-{keys[0]}"
+                self.job("dpo", data, STEPS["DPO"], 3e-5, base, rows=16, algo={"beta": BETA}), f"dpo-{keys[0]}"
             )
             after = self.probability(made / "model", -1), self.probability(made / "model", 1)
             if keys[0] == "chosen":
@@ -271,9 +273,9 @@ class Seed:
 
 
 def kept() -> list[dict[str, Any]]:
-    """Of each seed and part, what was found last with the present steps, on which machine, when, by which commit."""
+    """Of each seed and part, what was found last with the present settings, on which machine, when, by which commit."""
     rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    newest = {(row["seed"], row["part"]): row for row in rows if row["steps"] == steps_of(row["part"])}
+    newest = {(row["seed"], row["part"]): row for row in rows if settings_of(row["part"]).items() <= row.items()}
     return [newest[key] for key in sorted(newest)]
 
 
@@ -293,7 +295,7 @@ def main() -> int:
                 found = Seed(place, seed, until).part(part)
             except Later:
                 return write()
-            row = {"seed": seed, "part": part, "steps": steps_of(part), "found": found}
+            row = {"seed": seed, "part": part, **settings_of(part), "found": found}
             row |= {"commit": of, "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
             with KEPT.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -332,7 +334,9 @@ def write() -> int:
         "p is the mean probability of\n"
         "an answer, which is how often it would be sampled. Rows named `the wrong way round` and `shuffled` are "
         "negative controls: the same\n"
-        "runs with labels, or a teacher, from which the task cannot be learned.\n\n"
+        "runs with labels, or a teacher, from which the task cannot be learned. Steps: "
+        + ", ".join(f"{part} {steps:,}" for part, steps in STEPS.items())
+        + f"; DPO's beta is {BETA}.\n\n"
         + "\n".join([*lines, "", origins(rows)])
         + "\n"
     )
