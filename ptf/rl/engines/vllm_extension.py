@@ -7,14 +7,18 @@ it into its worker; it needs no import of vllm.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm
 
 from ptf.rl.engines.vllm_engine import copied_without_loader
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Receipt, SyncError
+
+tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which stays behind a worker process that is killed
 
 
 @contextlib.contextmanager

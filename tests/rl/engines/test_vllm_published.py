@@ -100,6 +100,33 @@ def test_shared_memory_without_a_name_outlives_nobody(end: str) -> None:
             left.unlink(missing_ok=True)
 
 
+PROGRESS = """
+import multiprocessing, os, signal, sys
+multiprocessing.set_start_method("spawn")  # as vLLM's worker processes are started: semaphores keep their names
+if sys.argv[1] == "extension":
+    import ptf.rl.engines.vllm_extension
+from tqdm import tqdm
+list(tqdm([0], disable=True))
+lock = getattr(tqdm.get_lock(), "mp_lock", None)
+print(lock._semlock.name[1:] if lock else "none", flush=True)
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no directory here")
+def test_a_worker_process_that_is_killed_leaves_no_semaphore_of_its_progress_bars() -> None:
+    names = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRESS, how], capture_output=True, text=True, start_new_session=True, timeout=60
+        ).stdout.strip()
+        for how in ("extension", "control")
+    ]
+    assert names[0] == "none"
+    left = Path("/dev/shm") / f"sem.{names[1]}"
+    assert left.exists()
+    left.unlink()
+
+
 class Layer(torch.nn.Module):
     """A layer whose loader may be called."""
 
