@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.compute.world import World  # noqa: E402
-from ptf.config import Job, loads  # noqa: E402
+from ptf.config import Job, fingerprint, loads  # noqa: E402
 from ptf.config.sections.model import ModelConfig  # noqa: E402
 from ptf.data.encode import encode_document  # noqa: E402
 from ptf.data.packing import pack_all  # noqa: E402
@@ -166,6 +166,7 @@ class Seed:
         return loads(yaml.safe_dump(raw | sections))
 
     def learn(self, job: Job, name: str) -> Path:
+        name = f"{name}-{fingerprint(job)[:8]}"  # a run with other settings is another run
         made = self.place / "runs" / name
         if (made / "model" / "model.safetensors").exists():
             return made
