@@ -572,7 +572,7 @@ def _add_publish(commands: Commands) -> None:
         help="override one key that may change after training, like publish.gate=off; may be repeated",
     )
     what = command.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="all versions, with an arrow before the one that counts")
+    what.add_argument("--list", action="store_true", help="all versions, with an arrow before the current one")
     what.add_argument(
         "--rollback",
         nargs="?",
