@@ -470,7 +470,7 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--fit",
         action="store_true",
-        help="find checkpointing, sequences a pass, offload, mesh and GPUs with which it fits; say why others do not",
+        help="find checkpointing, sequences per pass, offload, mesh and GPUs that make it fit; say why others do not",
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.set_defaults(run=plan)
@@ -578,7 +578,7 @@ def _add_publish(commands: Commands) -> None:
         nargs="?",
         const="",
         metavar="VERSION",
-        help="publish the version before the present one again, or VERSION",
+        help="make the version before the current one, or VERSION, the current version again",
     )
     command.set_defaults(run=publish)
 

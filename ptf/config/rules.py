@@ -204,9 +204,7 @@ def length(job: Job) -> list[str]:
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
     if len(job.data.sources) > 1 and all(source.weight is None for source in job.data.sources.values()):
-        without = (
-            "without a `weight` of some source every row comes once an epoch, and each source ends when it is done"
-        )
+        without = "if no source has a `weight`, every row is read once per epoch, and each source ends after its epochs"
         if job.data.mix.exhausted == "stop":
             faults.append(f"data.mix.exhausted: stop needs weights: {without}")
         if job.data.mix.by == "tokens":

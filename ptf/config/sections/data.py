@@ -19,16 +19,17 @@ class Source(Section):
     split: str | None = None
     """Split of a dataset that has several (`train`, `test`, …); `a+b` takes two."""
     revision: str | None = None
-    """Branch, tag or commit of a dataset of the Hub. A run keeps the commit that it began with."""
+    """Branch, tag or commit of a dataset of the Hub. A run uses the commit that it began with until its end."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = (
         "auto"
     )
     """What the rows are. `auto`: what the columns of the first row imply; in online recipes, prompts. `chat`:
-    `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: those and a number `reward` (or a
-    `label`), or `messages` in which some of the assistant's have a `reward`. `text`. `events`: a list of strings and of
-    baskets (lists of strings), of which the first `context` are given. `preference`: `chosen` and `rejected`. `prompt`:
-    `messages` that end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the
-    tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of its score."""
+    `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: these two and a number `reward` (or a
+    `label`), or `messages` in which some of the assistant's messages have a `reward`. `text`: `text`. `events`: a list
+    of strings and of baskets (lists of strings), of which the first `context` are given. `preference`: `chosen` and
+    `rejected`. `prompt`: `messages` that end before the answer, or `prompt`; other columns go to the reward.
+    `tokenized`: written by the tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of
+    its score."""
     columns: dict[str, str | None] = {}
     """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null if the column is not to be used
     (`{label: null}`)."""
@@ -81,8 +82,8 @@ class DataConfig(Section):
     1 MiB of lines) that are permuted in each epoch; compressed files are permuted as whole files. 0 keeps the order of
     the files."""
     baskets: Literal["shuffle", "keep"] = "shuffle"
-    """The order of the events inside a basket (`kind: events`), which has no meaning: `shuffle` draws it anew each time
-    the basket is read."""
+    """The order of the events inside a basket (`kind: events`). The order has no meaning, so `shuffle` draws a new one
+    each time the basket is read."""
     lookahead: Positive = 64
     """Number of samples that the packer may choose from to fill a sequence."""
     mix: MixConfig = MixConfig()

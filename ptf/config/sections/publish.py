@@ -26,7 +26,7 @@ class PublishConfig(Section):
     mode: Literal["min", "max"] = free("max")
     """Whether lower (`min`) or higher (`max`) is better."""
     max_drop: Annotated[float, Field(ge=0)] = free(0.0)
-    """By how much `metric` may be worse for a version that is still published."""
+    """Largest amount by which `metric` may be worse without refusing the version."""
     hub: str | None = free(None)
     """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
     one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""
