@@ -219,7 +219,7 @@ def describe(job: Job, compared: Sequence[Comparison]) -> str:
 
 def refuse_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
-    allowed = job.publish.max_drop if job.publish.metric else 0.0
+    allowed = job.publish.max_regression if job.publish.metric else 0.0
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
         raise Worse(
             f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}. "

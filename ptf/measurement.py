@@ -377,17 +377,17 @@ def compute_own_metric(name: str, plugin: Plugin, answers: Sequence[Mapping[str,
 
 
 def refuse_regression(
-    metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_drop: float, mode: str = "max"
+    metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_regression: float, mode: str = "max"
 ) -> None:
     """Raise UserError if `metric` is missing, and Worse if it is worse than the published version's by more than
-    `max_drop`. `mode` is `max` if a higher value is better, otherwise `min`."""
+    `max_regression`. `mode` is `max` if a higher value is better, otherwise `min`."""
     if metric not in metrics:
         raise UserError(
             f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}"
         )
     before = published.get(metric)
-    if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_drop:
+    if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_regression:
         raise Worse(
             f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g} "
-            f"(publish.max_drop {max_drop:g})"
+            f"(publish.max_regression {max_regression:g})"
         )

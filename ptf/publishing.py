@@ -173,7 +173,8 @@ def _files(version: str) -> Mapping[str, Any] | None:
 
 
 def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:
-    """Raise Worse if `publish.metric` is worse than that of the published version, by more than `publish.max_drop`.
+    """Raise Worse if `publish.metric` is worse than that of the published version by more than
+    `publish.max_regression`.
 
     If training started from the published version, its metric is the `start/` one of this evaluation, which was
     measured on the same held-out data as the new model's.
@@ -187,4 +188,4 @@ def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | No
             and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}"
         ):
             before = {metric: artifact.metrics[f"start/{metric}"]}
-        refuse_regression(artifact.metrics, before, metric, job.publish.max_drop, job.publish.mode)
+        refuse_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.mode)

@@ -94,7 +94,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     now, before = artifact.metrics.get(metric), artifact.metrics.get(f"start/{metric}")
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
     try:
-        if begun and now is not None and now == before and not job.publish.max_drop:
+        if begun and now is not None and now == before and not job.publish.max_regression:
             raise Worse(f"not published: {metric} is {now:.4g} as before")
         artifact, outcome = published(job, artifact), "was published"
     except Worse as worse:

@@ -123,7 +123,7 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward"}}))
     with pytest.raises(Worse, match="test/reward"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "max_drop": 0.9}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "max_regression": 0.9}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "mode": "min"}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))

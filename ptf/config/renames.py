@@ -18,6 +18,7 @@ KEYS = {
     "evaluate.start": "evaluate.starting_model",
     "evaluate.samples": "evaluate.samples_per_prompt",
     "model.train": "model.trainable",
+    "publish.max_drop": "publish.max_regression",
     "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",

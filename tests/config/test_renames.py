@@ -52,7 +52,7 @@ train: {steps: 10, 'rows': 8, lr: 1e-4,
         micro_rows: 2}
 compute: {pools: {all: {roles: [policy, rollout], park: disk}}}
 evaluate: {start: true}
-publish: {gate: "start"}  # at the start
+publish: {gate: "start", max_drop: 0.1}  # at the start
 flow:
   sweep:
     - {publish.gate: start, train.rows: 4, data.prepare.use: "ptf.data.events:prepare"}
@@ -72,7 +72,7 @@ train: {steps: 10, 'sequences': 8, lr: 1e-4,
         micro_sequences: 2}
 compute: {pools: {all: {roles: [policy, rollout], offload: disk}}}
 evaluate: {starting_model: true}
-publish: {gate: "starting_model"}  # at the start
+publish: {gate: "starting_model", max_regression: 0.1}  # at the start
 flow:
   sweep:
     - {publish.gate: starting_model, train.sequences: 4, data.prepare.use: "ptf.events.prepare:prepare"}
@@ -86,6 +86,7 @@ CHANGES = [
     "job.yaml:13  compute.pools.all.park is now compute.pools.all.offload",
     "job.yaml:14  evaluate.start is now evaluate.starting_model",
     "job.yaml:15  publish.gate  start is now starting_model",
+    "job.yaml:15  publish.max_drop is now publish.max_regression",
     "job.yaml:18  publish.gate  start is now starting_model",
     "job.yaml:18  train.rows is now train.sequences",
     "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
@@ -154,6 +155,7 @@ def test_old_names_are_refused_at_their_lines(here):
         "job.yaml:13  compute.pools.all.park  is now compute.pools.all.offload; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:14  evaluate.start  is now evaluate.starting_model; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:15  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:15  publish.max_drop  is now publish.max_regression; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare; "
         "`ptf upgrade job.yaml` rewrites it",
         "job.yaml:18  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
@@ -190,6 +192,7 @@ def test_each_file_is_named(here):
             "data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
         ),
         ("publish.gate=start", "publish.gate  start is now starting_model"),
+        ("publish.max_drop=0.1", "publish.max_drop  is now publish.max_regression"),
     ],
 )
 def test_an_override_is_refused_with_the_new_name(here, override, what):
