@@ -59,7 +59,11 @@ MODULES = {
     "ptf.rl.vllm_engine": "ptf.rl.engines.vllm_engine",
 }
 # dotted key → old value → new value; the keys are not in KEYS
-VALUES = {"algo.mean_over": {"length": "constant_length"}, "publish.gate": {"start": "starting_model"}}
+VALUES = {
+    "algo.mean_over": {"answers": "sequences", "length": "constant_length"},
+    "algo.ratio": {"answer": "sequence"},
+    "publish.gate": {"start": "starting_model"},
+}
 FIRST_KEYS = {new: old for old, new in KEYS.items()}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
 FIRST_VALUES = {key: {new: old for old, new in values.items()} for key, values in VALUES.items()}

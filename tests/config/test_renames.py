@@ -193,6 +193,8 @@ def test_each_file_is_named(here):
         ),
         ("publish.gate=start", "publish.gate  start is now starting_model"),
         ("publish.max_drop=0.1", "publish.max_drop  is now publish.max_regression"),
+        ("algo.mean_over=answers", "algo.mean_over  answers is now sequences"),
+        ("algo.ratio=answer", "algo.ratio  answer is now sequence"),
     ],
 )
 def test_an_override_is_refused_with_the_new_name(here, override, what):
@@ -261,6 +263,7 @@ def test_upgrade_does_nothing_to_what_is_current(here, capsys):
         ('{"train": {"rows": 8}}', '{"train": {"sequences": 8}}'),
         ("train: {? rows : 8}", "train: {? sequences : 8}"),
         ("publish: {gate: start}", "publish: {gate: starting_model}"),
+        ("algo: {ratio: answer, mean_over: answers}", "algo: {ratio: sequence, mean_over: sequences}"),
         ("publish:\n  gate: &start 'start'", "publish:\n  gate: &start 'starting_model'"),
         ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key sequences: 8}"),
         (
