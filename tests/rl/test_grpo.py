@@ -166,7 +166,11 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
 
 @pytest.mark.parametrize(
     "recipe",
-    [GRPO(), GRPO(mean_over="constant_length", max_new_tokens=7, kl=0.1), GRPO(ratio="sequence", mean_over="sequences")],
+    [
+        GRPO(),
+        GRPO(mean_over="constant_length", max_new_tokens=7, kl=0.1),
+        GRPO(ratio="sequence", mean_over="sequences"),
+    ],
 )
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
     """As if its group were there so often."""
