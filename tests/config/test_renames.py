@@ -16,9 +16,11 @@ from ptf.config.plugin import resolve
 from ptf.config.renames import (
     FIRST_KEYS,
     FIRST_MODULES,
+    FIRST_PATTERNS,
     FIRST_VALUES,
     KEYS,
     MODULES,
+    PATTERNS,
     VALUES,
     outdated,
     with_first_names,
@@ -127,6 +129,8 @@ def test_the_table_can_be_read_in_both_directions():
         assert not {key} & {*KEYS, *KEYS.values()}  # one table translates a key and its value
         assert len(FIRST_VALUES[key]) == len(values)
         assert not {*values} & {*values.values()}
+    assert FIRST_PATTERNS.keys() == PATTERNS.keys()
+    assert not PATTERNS.keys() & {*KEYS, *KEYS.values(), *VALUES}
     assert section_at(Job, ["train", "early_stopping"]) is not None
 
 
@@ -195,6 +199,8 @@ def test_each_file_is_named(here):
         ("publish.max_drop=0.1", "publish.max_drop  is now publish.max_regression"),
         ("algo.mean_over=answers", "algo.mean_over  answers is now sequences"),
         ("algo.ratio=answer", "algo.ratio  answer is now sequence"),
+        ("publish.metric=test/pass@1", "publish.metric  test/pass@1 is now pass@1/test"),
+        ("publish.metric=next/all/ndcg@10", "publish.metric  next/all/ndcg@10 is now all/ndcg@10/next"),
     ],
 )
 def test_an_override_is_refused_with_the_new_name(here, override, what):
@@ -223,6 +229,33 @@ def test_names_of_the_users_own_are_left_alone():
         "flow": {"steps": {"train": {"environment": {"park": "x"}}}},
     }
     assert outdated(own) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("test/pass@1", "pass@1/test"),
+        ("test/pass@8", "pass@8/test"),
+        ("test/reward", "reward/test"),
+        ("test/no_result", "no_result/test"),
+        ("next/all/ndcg@10", "all/ndcg@10/next"),
+        ("next/new/revenue_recall@5", "new/revenue_recall@5/next"),
+    ],
+)
+def test_a_metric_of_answers_begins_with_its_name(old, new):
+    """What a run has stored is read, and its fingerprint is that of the old name."""
+    job = loads(SFT + f"publish: {{metric: '{old}'}}\n")
+    assert job.publish.metric == new
+    assert with_first_names(job.model_dump())["publish"]["metric"] == old
+    assert outdated({"publish": {"metric": new}}) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["train/reward", "loss/test", "loss/reward", "accuracy/no_result", "kl/dev", "test/mine", "reward/reward"]
+)
+def test_other_metrics_are_left_alone(name):
+    assert outdated({"publish": {"metric": name}}) == []
+    assert outdated({"train": {"early_stopping": {"metric": "dev/pass@1"}}}) == []
 
 
 def test_a_moved_plugin_says_where_it_is():
@@ -264,6 +297,7 @@ def test_upgrade_does_nothing_to_what_is_current(here, capsys):
         ("train: {? rows : 8}", "train: {? sequences : 8}"),
         ("publish: {gate: start}", "publish: {gate: starting_model}"),
         ("algo: {ratio: answer, mean_over: answers}", "algo: {ratio: sequence, mean_over: sequences}"),
+        ("publish: {metric: 'test/reward', mode: max}", "publish: {metric: 'reward/test', mode: max}"),
         ("publish:\n  gate: &start 'start'", "publish:\n  gate: &start 'starting_model'"),
         ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key sequences: 8}"),
         (
